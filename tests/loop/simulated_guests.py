@@ -52,6 +52,7 @@ class SimulatedProcess:
     log: Path = Path("/dev/null")
     clock_offset: float = 0.0
     killed: bool = False
+    starts: int = 0
     _end: asyncio.Future[str] | None = None
 
     @property
@@ -59,6 +60,7 @@ class SimulatedProcess:
         return self._end is not None and not self._end.done() and not self.machine.gone.is_set()
 
     async def start(self, spec: msgspec.Struct, threads: int) -> None:
+        self.starts += 1
         await asyncio.sleep(self.machine.chance.random() * 3)
         if self.machine.gone.is_set():
             raise MachineLost("its machine", "has gone")

@@ -263,6 +263,26 @@ def test_a_run_without_engines_says_which_one_left_last_and_why() -> None:
         runner.run(work(Story(7, kills=False)))
 
 
+def test_a_guest_that_joined_before_the_start_is_started_once_and_its_loss_ends_no_run() -> None:
+    """As after a resume with steps to do again: the gate is open while the trainer does them."""
+
+    async def work(story: Story) -> None:
+        story.join()
+        process = story.pool._engines["engine-0"].process
+        await asyncio.sleep(0)  # it is being started
+        starting = asyncio.create_task(story.pool.start(0))
+        await asyncio.sleep(0)
+        await story.leave("engine-0")
+        await starting
+        assert story.pool.names == []
+        assert isinstance(process, SimulatedProcess)
+        assert process.starts == 1
+        await story.pool.stop(1.0)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(work(Story(7, kills=False)))
+
+
 if __name__ == "__main__":
     for number in range(int(sys.argv[1]), int(sys.argv[-1]) + 1):
         told = play(number)

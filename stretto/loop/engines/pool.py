@@ -148,13 +148,14 @@ class EnginePool:
     # ── start, joins, ends ───────────────────────────────────────────────────────────────────────
 
     async def start(self, version: int) -> None:
-        """Start all engines; each loads the newest publication, `version` or later, before it serves.
+        """Start the run's own engines; each loads the newest publication, `version` or later, before it serves. Guests
+        may have joined already.
 
         Raises:
             RoleDied: one ended by itself, or was killed more often than `deadlines.engine_restarts`.
         """
         self.publish(version)
-        await gather_or_cancel(*(self._start(engine) for engine in self._engines.values()))
+        await gather_or_cancel(*(self._start(engine) for name, engine in self._engines.items() if name in self._own))
 
     async def _start(self, engine: EngineHandle) -> None:
         try:
