@@ -52,6 +52,19 @@ def test_the_newest_are_kept_and_the_newest_is_used(tmp_path: Path) -> None:
     assert (newest.step, newest.broken) == (15, ())
 
 
+def test_a_link_that_leads_nowhere_is_not_taken_for_a_run_without_checkpoints(tmp_path: Path) -> None:
+    """As while the disk that it leads to is not mounted; a resume would train from the start."""
+    disk = tmp_path / "disk"
+    (tmp_path / "checkpoints").symlink_to(disk)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    with pytest.raises(StoreError, match=f"checkpoints: is a link to {disk}, where no folder is"):
+        checkpoints.latest()
+    disk.mkdir()
+    assert checkpoints.latest() is None
+    assert checkpoints.save(5, fill).is_dir()
+    assert checkpoints.steps() == [5]
+
+
 def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(5, fill)

@@ -93,8 +93,14 @@ class Checkpoints:
         return final
 
     def steps(self) -> list[int]:
-        """The steps with a checkpoint folder, whole or broken, oldest first."""
+        """The steps with a checkpoint folder, whole or broken, oldest first.
+
+        Raises:
+            StoreError: their folder is a link that leads to no folder, as while its disk is not mounted.
+        """
         if not self._folder.is_dir():
+            if self._folder.is_symlink():
+                raise StoreError(f"{self._folder}: is a link to {self._folder.readlink()}, where no folder is")
             return []
         matches = [_NAME.fullmatch(path.name) for path in self._folder.iterdir()]
         return sorted(int(match[1]) for match in matches if match)
@@ -103,7 +109,7 @@ class Checkpoints:
         """The newest whole checkpoint of a step up to `at_most`, every byte checked; None if there is no checkpoint.
 
         Raises:
-            StoreError: there are checkpoints, and all are broken; names the fault of each.
+            StoreError: there are checkpoints, and all are broken; names the fault of each. Or as for `steps`.
         """
         broken: list[str] = []
         for step in reversed(self.steps()):
