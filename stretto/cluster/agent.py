@@ -57,6 +57,7 @@ from stretto.core.errors import (
     RecipeError,
     RoleDied,
     SourceLost,
+    TornPublication,
     WireError,
 )
 from stretto.core.tasks import NamedTasks, cancel_and_wait, to_the_end
@@ -257,13 +258,13 @@ class _Session:
                 continue
             try:
                 pulled = await mirror.pull(wanted)
-            except WireError:  # not there any more: the order for a newer one is on its way
-                await self._look_again()
-                continue
-            except (SourceLost, DeadlineExceeded) as error:  # its engines lag until it is here
+            except (TornPublication, SourceLost, DeadlineExceeded) as error:  # its engines lag until it is here
                 if str(error) != problem:
                     problem = str(error)
                     self.say(f"version {wanted} is not here yet: {problem}")
+                await self._look_again()
+                continue
+            except WireError:  # not there any more: the order for a newer one is on its way
                 await self._look_again()
                 continue
             here = wanted

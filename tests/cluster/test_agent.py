@@ -24,10 +24,10 @@ import pytest
 from stretto.cluster.agent import Offer, run_agent
 from stretto.cluster.machine import JoinedMachine, RemoteProcess
 from stretto.cluster.scratch import own_folder
-from stretto.core.errors import HandshakeRefused, MachineLost, RecipeError
+from stretto.core.errors import HandshakeRefused, MachineLost, RecipeError, TornPublication
 from stretto.core.records import Record
 from stretto.engine.http.client import HttpEngine
-from stretto.weights.mirror import Mirror
+from stretto.weights.mirror import Mirror, Pulled
 from tests.cluster.hosting import RUN, TOKEN, Road, hosted, until
 from tests.launch.running import children
 
@@ -153,6 +153,30 @@ def test_a_version_that_is_gone_before_the_order_for_the_next_one_arrives_costs_
             assert await machine.until_mirrored(6, 10) == 6
             assert not machine.lost.done()
             assert said == []
+
+    now(work())
+
+
+def test_a_version_that_does_not_arrive_whole_is_said_once_and_asked_for_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Torn(Mirror):
+        async def pull(self, version: int) -> Pulled:
+            pulls.append(version)
+            if len(pulls) < 3:
+                raise TornPublication("the checksum of the header does not fit")
+            return await super().pull(version)
+
+    pulls: list[int] = []
+    monkeypatch.setattr("stretto.cluster.agent.Mirror", Torn)
+
+    async def work() -> None:
+        said: list[str] = []
+        async with hosted(home, published=3) as host, agent(host.address, said):
+            machine = await host.machine()
+            assert await machine.until_mirrored(3, 10) == 3
+        assert said == ["version 3 is not here yet: the checksum of the header does not fit"]
+        assert pulls == [3, 3, 3]
 
     now(work())
 
