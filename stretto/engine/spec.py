@@ -14,7 +14,8 @@ class EngineSpec(Record, frozen=True):
     `publication_seconds` is how long it may wait for the first publication, once it has loaded its model; 0 means that
     the folder is served as it is, as version 0, until something is published. `kernels` is the file that says which
     kernels the run uses. `server` is the address of a server of vLLM or SGLang that runs already. `scratch` is a folder
-    of the engine's own. `tls` is a folder of certificates (`processes.tls`), for an engine on another machine than the
+    of the engine's own. `token_seconds` and `load_seconds` are how long such a server may take for the next tokens and
+    to load a version. `tls` is a folder of certificates (`processes.tls`), for an engine on another machine than the
     conductor.
     """
 
@@ -30,3 +31,5 @@ class EngineSpec(Record, frozen=True):
     server: str | None = None
     scratch: str = ""
     tls: str = ""
+    token_seconds: float = 300.0
+    load_seconds: float = 120.0

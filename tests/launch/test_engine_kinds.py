@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import RecipeError, UserError
+from stretto.launch.assemble.specs import Endpoints, engine_specs
 from stretto.launch.preflight import servers
 from stretto.launch.preflight.estimates import estimate_memory
 from stretto.launch.preflight.plan import make_plan
@@ -164,6 +165,13 @@ def test_heads_that_the_attention_on_a_processor_lacks_are_named_with_those_it_h
     allowed = "32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
     problem = "16, for which vLLM has no attention on a processor"
     assert told == f"{tmp_path}/narrow: head_dim: {problem}; allowed: {allowed}"
+
+
+def test_the_deadlines_of_a_server_are_those_of_the_recipe(policy: Path, tmp_path: Path) -> None:
+    engine, seconds = {"kind": "vllm", "python": interpreter(tmp_path, "0.32.0")}, {"answer": 901.0, "load": 301.0}
+    plan = make_plan(recipe_of(policy, engine, deadlines=seconds))
+    (spec,) = engine_specs(plan, policy, Endpoints("mailbox", tmp_path, tmp_path))
+    assert (spec.token_seconds, spec.load_seconds) == (450.5, 301.0)  # tokens: before the conductor, which waits 901 s
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 
 from stretto.core.deadlines import waiting
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import EngineLost, RefusedRequest, StrettoError
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, StrettoError
 from stretto.core.events import Span
 from stretto.core.records import GenerateRequest, Partials, StopReason
 from stretto.core.tasks import cancel_and_wait
@@ -155,6 +155,8 @@ class ExternalEngine:
                 self._counts.recomputed += len(completion.token_ids)
         except EngineLost as lost:  # the conductor gives the rest to another engine
             completion.stream.break_off(lost.how)
+        except DeadlineExceeded as late:  # the same: a server with much to do is late, and no liar
+            completion.stream.break_off(str(late))
         except RefusedRequest as refused:  # the request is at fault, so the engine goes on
             completion.stream.refuse(refused)
         except StrettoError as error:  # the server cannot be trusted with another token

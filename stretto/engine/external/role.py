@@ -34,7 +34,6 @@ from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber
 
 _REPLY_SECONDS = 60.0
-_TOKEN_SECONDS = 300.0
 _READY_SECONDS = 600.0
 
 
@@ -47,13 +46,18 @@ def main(arguments: list[str]) -> int:
     )
 
 
+def wire_to(address: str, spec: EngineSpec, config: EngineConfig) -> Make:
+    """The wire to the server at ``host:port``, with the deadlines of the run."""
+    http = JsonServer(spec.name, address, seconds=_REPLY_SECONDS, token_seconds=spec.token_seconds)
+    return MAKES[config.kind].server(http, spec.load_seconds)
+
+
 async def play(spec: EngineSpec) -> None:
     """Start or find the server, load the newest version, serve."""
     config = EngineConfig.model_validate_json(spec.config)
     make = MAKES[config.kind]
     address = spec.server or f"127.0.0.1:{free_port()}"
-    http = JsonServer(spec.name, address, seconds=_REPLY_SECONDS, token_seconds=_TOKEN_SECONDS)
-    wire = make.server(http, _TOKEN_SECONDS)
+    wire = wire_to(address, spec, config)
     if spec.server:
         server: Server = GivenServer(spec.name, address, wire)
     else:

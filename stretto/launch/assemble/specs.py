@@ -73,6 +73,8 @@ def engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, publ
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
         server=config.addresses[number] if number < len(config.addresses) else None,
         scratch=str(endpoints.sockets / f"engine-{number}"),
+        token_seconds=deadlines.answer / 2,  # then another engine goes on, before the conductor gives the run up
+        load_seconds=deadlines.load,
     )
 
 

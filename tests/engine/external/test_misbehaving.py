@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 from msgspec.structs import replace
 
-from stretto.core.errors import EngineLost, StrettoError, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLost, StrettoError, WireError
 from stretto.engine.external import engine as external
 from stretto.engine.external.engine import ExternalEngine
 from stretto.engine.external.make import Continuation, Delta
@@ -95,6 +95,27 @@ def test_half_a_completion_goes_to_another_engine_with_the_tokens_that_came(ende
         assert (stream.broken, stream.ready) == (True, False)
         assert engine.partials({"ab": [0]})["ab"][0].versions == (3, 3)
         assert not life.done()  # the server may be there all the same: health decides
+        life.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_tokens_that_are_late_cost_the_completion_its_engine_and_the_engine_nothing() -> None:
+    class Late(ToyServer):
+        async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
+            yield good(2)
+            raise DeadlineExceeded("the adapter", "the next tokens", 0.1)
+
+    async def scenario() -> None:
+        engine = engine_over(Late())
+        await engine.update(3)
+        life = asyncio.create_task(engine.run())
+        stream = engine.submit_all([request("ab", max_tokens=6)])
+        await settle()
+        assert (stream.broken, stream.ready) == (True, False)
+        assert engine.partials({"ab": [0]})["ab"][0].versions == (3, 3)
+        assert not life.done()
+        assert (await engine.health()).version == 3
         life.cancel()
 
     asyncio.run(scenario())

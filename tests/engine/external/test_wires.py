@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError
 from stretto.core.records import Sampling
+from stretto.engine.config import EngineConfig
 from stretto.engine.external import http as wire
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Continuation, Delta, Make
 from stretto.engine.external.makes import MAKES
+from stretto.engine.external.role import wire_to
+from stretto.engine.spec import EngineSpec
 
 SAMPLING = Sampling(max_tokens=99, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(1,), stop=("x",))
 WANTED = Continuation(id="a-0-1", token_ids=(5, 6), sampling=SAMPLING, max_tokens=4, seed=3 + (1 << 40))
@@ -354,5 +357,22 @@ def test_a_server_that_accepts_and_never_replies_has_a_deadline(kind: str) -> No
                 await all_of(make)
             with pytest.raises(DeadlineExceeded, match=r"of engine-0"):
                 await make.resume()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_deadlines_of_tokens_and_loads_are_those_that_the_engine_was_started_with(kind: str) -> None:
+    async def scenario() -> None:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+            spec = EngineSpec("engine-0", "", "", "", "", "", 1, 0.0, token_seconds=0.05, load_seconds=0.06)
+            wire = wire_to(address, spec, EngineConfig(kind=kind))
+            with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for the next tokens of engine-0"):
+                await all_of(wire)
+            with pytest.raises(DeadlineExceeded, match=r"waited 0\.06 s for .* of engine-0"):
+                await wire.load(Path("/nowhere"), 1, keep=False)
 
     asyncio.run(scenario())
