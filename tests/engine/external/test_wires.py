@@ -10,7 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -362,7 +362,9 @@ def test_a_server_that_accepts_and_never_replies_has_a_deadline(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_the_deadlines_of_tokens_and_loads_are_those_that_the_engine_was_started_with(kind: str) -> None:
+def test_the_deadlines_of_tokens_and_loads_are_those_that_the_engine_was_started_with(
+    kind: Literal["vllm", "sglang"],
+) -> None:
     async def scenario() -> None:
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
