@@ -96,8 +96,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
     """
     _check_descriptors(recipe)
-    here = recipe.cluster.placer == "local"  # else the machines of the engines look for what they need
-    check_engine_keys(recipe, here=here)
+    check_engine_keys(recipe, here=recipe.cluster.placer == "local")
     medium_of(recipe)
     check_reward_function(recipe.rewards)
     needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
@@ -107,8 +106,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
     base = inspect_model_folder(base_folder(recipe))
     check_kind(base)
-    if here:
-        check_head_dim(recipe, base)
+    check_head_dim(recipe, base)
     check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
     tokenizer = load_tokenizer(base.path)
     longest = longest_prompt_allowed(recipe, base)

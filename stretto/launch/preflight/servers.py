@@ -140,9 +140,10 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
-    """Raises RecipeError: the server's attention on a processor has no kernel for the model's heads."""
+    """Raises RecipeError: the server's attention on a processor has no kernel for the model's heads, and it is to run
+    on this machine."""
     config = recipe.engine
-    if config.kind == "native" or config.addresses or not on_cpu(config):
+    if config.kind == "native" or config.addresses or recipe.cluster.placer != "local" or not on_cpu(config):
         return
     make = CAPABILITIES[config.kind]
     if make.cpu_head_dims and base.head_dim not in make.cpu_head_dims:
