@@ -22,7 +22,7 @@ class JoinFile(Record, frozen=True):
     control: str = ""  # of the gate for commands on the machine of the run
     tls: str = ""  # folder of certificates, where the run sees it; "" for none
     patience: float = PATIENCE_SECONDS  # how long the reply to `stretto scale` may take
-    before: str = ""  # address of another conductor that has had the run, from a copy of the folder or on its machine
+    before: tuple[str, ...] = ()  # where other conductors have had the run, here or from a copy, that were not told yet
 
 
 def read_join_file(folder: Path) -> JoinFile:

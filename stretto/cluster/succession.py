@@ -68,7 +68,7 @@ async def assert_alone(folder: Path, tls: str) -> None:
         known = read_join_file(folder)
     except RecipeError:  # it was killed before it had a gate
         return
-    places = [address for address in (known.control, known.address, known.before) if address]
+    places = [address for address in (known.control, known.address, *known.before) if address]
     tenures = await asyncio.gather(*(_asked(known, address, tls, Look(known.run)) for address in places))
     living = [address for address, tenure in zip(places, tenures, strict=True) if tenure is not None]
     if living:
@@ -78,18 +78,18 @@ async def assert_alone(folder: Path, tls: str) -> None:
         raise RunFolderError([Problem(str(folder), found, remedy)])
 
 
-async def tell(known: JoinFile, tenure: Tenure, tls: str) -> bool:
-    """Tell the conductor at `known.before` that a newer one is at `known.address`; returns when it has heard it: True,
-    or False where it is this one, at another of its addresses. It may come back at any time, when a network has healed
+async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str) -> bool:
+    """Tell the conductor at `before` that a newer one is at `known.address`; returns when it has heard it: True, or
+    False where it is this one, at another of its addresses. It may come back at any time, when a network has healed
     say, so there is no deadline.
 
     Raises:
         RunSuperseded: it is the newer one.
     """
-    while (theirs := await _asked(known, known.before, tls, Look(known.run, tenure, known.address))) is None:
+    while (theirs := await _asked(known, before, tls, Look(known.run, tenure, known.address))) is None:
         await asyncio.sleep(_PAUSE_SECONDS)
     if theirs > tenure:
-        raise RunSuperseded(known.run, theirs.epoch, known.before)
+        raise RunSuperseded(known.run, theirs.epoch, before)
     return theirs < tenure
 
 

@@ -25,6 +25,8 @@ from stretto.cluster.join_file import JOIN, JoinFile, read_join_file
 from stretto.cluster.messages import Dismissed, RunTerms, Tenure
 from stretto.cluster.succession import RunSuperseded, assert_alone, next_tenure, tell
 from stretto.core.errors import RunFolderError
+from stretto.launch.assemble.cluster import identity_of, write_join_file
+from stretto.store.folder.run_folder import RunFolder
 from tests.cluster.hosting import FIRST, RUN, TOKEN, hosted, introduction, joined_by_hand, until
 from tests.faults.test_company import end_well
 from tests.launch.running import Laboratory, said, steps_done, wait_for_step, wait_until
@@ -106,8 +108,7 @@ def test_the_conductor_before_is_told_when_it_can_be_reached_and_not_before(
     async def work() -> None:
         async with hosted(home) as host:
             address = host.address
-        known = msgspec.structs.replace(KNOWN, before=address)
-        telling = asyncio.create_task(tell(known, SECOND, ""))
+        telling = asyncio.create_task(tell(KNOWN, address, SECOND, ""))
         await asyncio.sleep(0.2)
         assert not telling.done()
         async with hosted(home, listen=address) as host:
@@ -115,7 +116,7 @@ def test_the_conductor_before_is_told_when_it_can_be_reached_and_not_before(
             assert host.superseded == [(2, "here:7420")]
         async with hosted(home, listen=address, run="another-99") as host:  # with the same token
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(tell(known, SECOND, ""), 0.2)
+                await asyncio.wait_for(tell(KNOWN, address, SECOND, ""), 0.2)
             assert host.superseded == []
 
     now(work())
@@ -124,17 +125,16 @@ def test_the_conductor_before_is_told_when_it_can_be_reached_and_not_before(
 def test_who_tells_a_newer_one_gives_way_itself_and_who_meets_itself_does_not(home: Path) -> None:
     async def work() -> None:
         async with hosted(home, tenure=SECOND) as host:
-            known = msgspec.structs.replace(KNOWN, before=host.address)
             with pytest.raises(RunSuperseded, match=rf"run {RUN} at {host.address} \(epoch 2\), from a copy"):
-                await tell(known, FIRST, "")
-            assert not await tell(known, SECOND, "")
+                await tell(KNOWN, host.address, FIRST, "")
+            assert not await tell(KNOWN, host.address, SECOND, "")
             assert host.superseded == []
 
     now(work())
 
 
 def test_a_copy_is_refused_while_a_conductor_lives_where_the_folder_says(home: Path, tmp_path: Path) -> None:
-    def write(**changes: str) -> None:
+    def write(**changes: str | tuple[str, ...]) -> None:
         known = msgspec.structs.replace(KNOWN, **({"address": ""} | changes))
         (tmp_path / JOIN).write_bytes(msgspec.json.encode(known))
 
@@ -148,7 +148,7 @@ def test_a_copy_is_refused_while_a_conductor_lives_where_the_folder_says(home: P
                     RunFolderError, match=rf"run {RUN}, whose conductor lives {where}.*remove join\.json"
                 ):
                     await assert_alone(tmp_path, "")
-            write(before=host.address)
+            write(before=("127.0.0.1:1", host.address))
             with pytest.raises(RunFolderError, match="stop that one first"):
                 await assert_alone(tmp_path, "")
             write(address=host.address, token="u" * 64)  # somebody else's by now
@@ -159,6 +159,16 @@ def test_a_copy_is_refused_while_a_conductor_lives_where_the_folder_says(home: P
         await assert_alone(tmp_path, "")
 
     now(work())
+
+
+def test_a_conductor_that_was_not_told_is_remembered_over_every_crash_of_the_newer_one(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    first = identity_of(folder)
+    write_join_file(folder, first)
+    for address in ("first:1", "second:2", "", "third:3", "second:2"):  # of conductors that were killed, one by one
+        write_join_file(folder, msgspec.structs.replace(identity_of(folder), address=address))
+    assert identity_of(folder).before == ("first:1", "second:2", "third:3")
+    assert identity_of(folder).run == first.run
 
 
 def test_two_conductors_on_copies_of_one_folder_become_one(laboratory: Laboratory, tmp_path: Path) -> None:

@@ -108,8 +108,9 @@ class Cluster:
         patience = PATIENCE_SECONDS + (placing_seconds(config.wait) if config.placer == "ray" else 0.0)
         told = msgspec.structs.replace(self.identity, address=address, control=control, tls=tls, patience=patience)
         write_join_file(self.folder, told)
-        if told.before not in ("", address):
-            self._tasks.add("succession", self._tell(told))
+        for before in told.before:
+            if before != address:
+                self._tasks.add(f"succession to {before}", self._tell(told, before))
         if config.placer == "ray":
             await self._place_by_ray(address)
 
@@ -143,15 +144,15 @@ class Cluster:
         if self._ray is not None:
             await self._ray.close()
 
-    async def _tell(self, known: JoinFile) -> None:
-        if await tell(known, self.tenure, self.plan.recipe.cluster.tls or ""):
-            self.report(
-                f"the conductor at {known.before}, which went on with another copy of this run, was told to end"
-            )
+    async def _tell(self, known: JoinFile, before: str) -> None:
+        if await tell(known, before, self.tenure, self.plan.recipe.cluster.tls or ""):
+            self.report(f"the conductor at {before}, which went on with another copy of this run, was told to end")
+        others = tuple(address for address in self.identity.before if address != before)
+        self.identity = msgspec.structs.replace(self.identity, before=others)
 
     async def _give_way(self, epoch: int, address: str) -> NoReturn:
         """End, and remember where the newer conductor is: who resumes this folder is told so while it lives."""
-        self.identity = msgspec.structs.replace(self.identity, before=address or self.identity.before)
+        self.identity = msgspec.structs.replace(self.identity, before=_with(self.identity.before, address))
         raise RunSuperseded(self.identity.run, epoch, address)
 
     async def _place_by_ray(self, address: str) -> None:
@@ -354,5 +355,9 @@ def identity_of(folder: RunFolder) -> JoinFile:
     except RecipeError:
         known = JoinFile(run=f"{folder.path.name}-{secrets.token_hex(4)}", token=new_key())
     token = os.environ.pop(TOKEN, "") or known.token  # the roles would inherit it
-    before = known.address or known.before
+    before = _with(known.before, known.address)
     return msgspec.structs.replace(known, token=token, address="", control="", tls="", before=before)
+
+
+def _with(before: tuple[str, ...], address: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*before, *filter(None, (address,)))))
