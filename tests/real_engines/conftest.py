@@ -17,6 +17,8 @@ from stretto.model.hf.build import build_policy
 from tests.launch.running import Laboratory
 from tests.real_engines.serving import MODEL, Installed, RealServer
 
+collect_ignore = ["verifiers_client.py"]  # runs in the environment of verifiers
+
 
 @pytest.fixture(scope="session", params=["vllm", "sglang"])
 def installed(request: pytest.FixtureRequest) -> Installed:
