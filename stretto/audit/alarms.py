@@ -7,10 +7,12 @@ strange step says nothing.
 from __future__ import annotations
 
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -18,11 +20,13 @@ from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
-from stretto.store.series.metrics import EvaluationLine, StepMetrics, read_metrics
+from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
 
 WINDOW = 10  #: steps of a mean
 _IDLE_SECONDS = 10.0
 _ROOM = 1 << 30  # bytes that a disk needs at least
+_LARGEST = 1 << 63  # a number that no column can hold
+_LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 
 Numbers = npt.NDArray[np.float64]
 
@@ -59,7 +63,7 @@ class Evidence:
     evaluations: Sequence[EvaluationLine] = ()
     bound: float | None = None  # `rollout.max_staleness`; None: no bound
     disk: Disk | None = None
-    last_step: int | None = None  # of the recipe
+    last_step: int | None = None  # `trainer.steps`; None: not known
 
     @classmethod
     def of(cls, steps: Sequence[StepMetrics]) -> Evidence:
@@ -160,8 +164,9 @@ def disk_filling(found: Evidence) -> Iterator[Alarm]:
     left = max((found.last_step or done) - done, 0)
     need = found.disk.written / max(done, 1) * left
     if found.disk.free < max(need, _ROOM):
-        message = f"{found.disk.free / 2**30:.2f} GiB are free; the {left} steps that are left will write"
-        message += f" about {need / 2**30:.2f} GiB"
+        message = f"{found.disk.free / 2**30:.2f} GiB are free"
+        if left:
+            message += f"; the {left} steps that are left will write about {need / 2**30:.2f} GiB"
         yield Alarm("disk_filling", "disk filling", done, message, "recipe:store.keep_payloads")
 
 
@@ -182,17 +187,44 @@ def alarms_of(found: Evidence) -> list[Alarm]:
 
 
 def alarms_of_run(path: Path) -> list[Alarm]:
-    """The alarms of a running, finished or dead run.
+    """The alarms of a running, finished or dead run. Lines of its metrics that cannot be read are left out, as they are
+    in the browser.
 
     Raises:
         RunFolderError: there is no run.
-        StoreError: its ledger or its metrics cannot be read.
+        StoreError: its ledger cannot be read.
     """
     folder = RunFolder.open(path)
-    steps, evaluations = read_metrics(folder.metrics)
-    found = Evidence.of(steps)
+    lines = list(_readable(folder.metrics))
+    found = Evidence.of([line for line in lines if isinstance(line, StepMetrics)])
+    evaluations = [line for line in lines if type(line) is EvaluationLine]
     bound = inspect_run(path).staleness.bound
-    return alarms_of(Evidence(found.steps, found.series, evaluations, bound, disk_of(path)))
+    return alarms_of(
+        Evidence(found.steps, found.series, evaluations, bound, disk_of(path), _steps_of_recipe(folder.recipe))
+    )
+
+
+def _readable(metrics: Path) -> Iterator[MetricsLine]:
+    try:
+        rows = metrics.read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return
+    for row in rows:
+        try:
+            line = _LINE.decode(row)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+        if abs(line.step) < _LARGEST:
+            yield line
+
+
+def _steps_of_recipe(recipe: Path) -> int | None:
+    try:
+        found = tomllib.loads(recipe.read_text(encoding="utf-8")).get("trainer")
+    except (OSError, ValueError, RecursionError):
+        return None
+    steps = found.get("steps") if isinstance(found, dict) else None
+    return steps if type(steps) is int and abs(steps) < _LARGEST else None
 
 
 def disk_of(folder: Path) -> Disk | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import html
 import ipaddress
 import secrets
 import socket
+import tempfile
 import webbrowser
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,8 +50,8 @@ def watch(
     """Serve until a signal ends it; the address is said when it listens.
 
     Args:
-        token: what opens the dashboard; None makes one.
-        password: the token where others than this machine may ask; see `PASSWORD`.
+        token: what opens the dashboard on loopback; None makes one.
+        password: what opens it where others than this machine may ask; see `PASSWORD`.
         opens: open the address in a browser.
 
     Raises:
@@ -77,13 +80,24 @@ def watch(
     )
     bound.listen()
     say(f"stretto watch: {address}")
-    if opens and loopback:
-        webbrowser.open(address)
-    try:
-        asyncio.run(_WatchServer(config).serve([bound]))
-    finally:
-        dashboard.close()
-        bound.close()
+    with contextlib.ExitStack() as ending:
+        if opens and loopback:
+            folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="stretto-watch-"))
+            webbrowser.open(_way(Path(folder), address).as_uri())
+        try:
+            asyncio.run(_WatchServer(config).serve([bound]))
+        finally:
+            dashboard.close()
+            bound.close()
+
+
+def _way(folder: Path, address: str) -> Path:
+    """A page of the user's own that leads to an address: everybody on the machine can see the command line of a
+    browser, and would see the token."""
+    page = folder / "open.html"
+    page.touch(mode=0o600)
+    page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')
+    return page
 
 
 def _is_loopback(host: str) -> bool:
@@ -100,7 +114,7 @@ def _secret(host: str, loopback: bool, token: str | None, password: str | None) 
             remedy = f"set {PASSWORD} to {_SHORTEST_PASSWORD} characters or more"
             raise RunFolderError([Problem(f"--host {host}", found, remedy)])
         return password
-    found = token or password or secrets.token_urlsafe(24)
+    found = token or secrets.token_urlsafe(24)
     if not found.isascii() or not found.isprintable() or any(character in found for character in " &#+%;"):
         raise RunFolderError([Problem("--token", "has characters that an address cannot hold", "letters and digits")])
     return found

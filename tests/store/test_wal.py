@@ -4,8 +4,10 @@ with its place and what can be done.
 
 from __future__ import annotations
 
+import os
 import re
 import sqlite3
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,3 +81,32 @@ def test_no_log_and_the_beginning_of_one_are_accepted(log: Path, tmp_path: Path)
     for size in (0, 7, 31, 32, 32 + FRAME - 1, 32 + 2 * FRAME):
         log.write_bytes(data[:size])
         check(log)
+
+
+def test_a_log_that_stays_as_it_is_is_read_once(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.utime(log, (1.0, 1.0))
+    check(log)
+    with monkeypatch.context() as patched:
+        patched.delattr(Path, "read_bytes")
+        check(log)
+    flip(log, 32 + 2000)
+    os.utime(log, (2.0, 2.0))
+    with pytest.raises(StoreError, match="damaged at byte 32"):
+        check(log)
+
+
+def test_a_log_that_is_too_large_is_not_read(log: Path) -> None:
+    os.truncate(log, 100 << 30)
+    with pytest.raises(StoreError, match="has 107,374,182,400 bytes"):
+        check(log)
+
+
+def test_a_page_size_that_sqlite_never_wrote_is_damage(tmp_path: Path) -> None:
+    words = (0x377F0683, 3_007_000, 5, 0, 0, 0)
+    s0 = s1 = 0
+    for x0, x1 in zip(words[::2], words[1::2], strict=True):
+        s0 = (s0 + x0 + s1) & 0xFFFFFFFF
+        s1 = (s1 + x1 + s0) & 0xFFFFFFFF
+    (tmp_path / "ledger.sqlite-wal").write_bytes(struct.pack(">8I", *words, s0, s1) + bytes(100))
+    with pytest.raises(StoreError, match="damaged at byte 0"):
+        check_log(tmp_path / "ledger.sqlite")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from stretto.core.errors import RunFolderError
@@ -24,7 +25,7 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.watch.serve import watch
 from tests.watch.conftest import TOKEN, serving
-from tests.watch.runs import HOSTILE, completion, train, write_run
+from tests.watch.runs import HOSTILE, completion, step_line, train, write_run
 
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 SECRET = "root:x:0:0"
@@ -62,6 +63,9 @@ def stranger(client: httpx.Client) -> Iterator[httpx.Client]:
         ("/?token=" + TOKEN, {"host": "rebound.example"}, 403),
         ("/api/runs", {**BEARER, "origin": "http://evil.example"}, 403),
         ("/api/runs", {**BEARER, "origin": "null"}, 403),
+        ("/api/runs", {**BEARER, "origin": "http://["}, 403),
+        ("/api/runs", {**BEARER, "host": "[:::::]"}, 403),
+        ("/?" + "&".join(["a=1"] * 9), {}, 401),
         ("/api/runs", {**BEARER, "sec-fetch-site": "cross-site"}, 403),
         ("/api/runs", {**BEARER, "sec-fetch-site": "same-site"}, 403),
         ("/api/runs/..%2f..%2f..%2fetc%2fpasswd", BEARER, 404),
@@ -79,6 +83,7 @@ def test_who_may_not_ask_gets_nothing(stranger: httpx.Client, path: str, headers
     assert "first" not in reply.text
     assert "set-cookie" not in reply.headers
     assert "access-control-allow-origin" not in reply.headers
+    assert "content-security-policy" in reply.headers
 
 
 @pytest.mark.parametrize("path", ["/../../../../etc/passwd", "/assets/../../../../../etc/passwd", "/api/runs/../../x"])
@@ -157,6 +162,7 @@ def test_a_password_is_asked_for_and_a_wrong_one_opens_nothing(client: httpx.Cli
         page = browser.get("/")
         assert (page.status_code, page.headers["content-type"]) == (401, "text/html; charset=utf-8")
         assert "<script" not in page.text
+        assert page.headers.get_list("referrer-policy") == ["same-origin"]  # or the form's Origin is null
         for body in (b"token=wrong", b"token=" + b"x" * 100_000):
             wrong = browser.post("/login", content=body)
             assert wrong.status_code == 401
@@ -233,6 +239,16 @@ def _huge_number(run: Path) -> None:
         connection.execute("UPDATE trajectories SET tokens = 1 << 62")
 
 
+def _far_step(run: Path) -> None:
+    lines = [msgspec.json.encode(step_line(step)) for step in (1, 10**30, 2)]
+    (run / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+
+
+def _sparse_log(run: Path) -> None:
+    (run / "ledger.sqlite-wal").touch()
+    os.truncate(run / "ledger.sqlite-wal", 100 << 30)
+
+
 def _link(name: str, target: str) -> Callable[[Path], None]:
     def link(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
@@ -271,6 +287,14 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "spans",
     ),
     "recipe-broken": (_replace("recipe.toml", b"[trainer\n"), "recipe.toml"),
+    "metrics-far": (_far_step, "metrics.jsonl: line 2 cannot be read: step has more than 64 bits"),
+    "log-sparse": (_sparse_log, "ledger.sqlite-wal: is not checked: it has 107,374,182,400 bytes"),
+    "recipe-digits": (_replace("recipe.toml", b"a = " + b"1" * 5_000), "recipe.toml: cannot be read"),
+    "recipe-far": (_replace("recipe.toml", b"a = 0x" + b"f" * 8_000), "recipe.toml: cannot be read"),
+    "recipe-dots": (
+        _replace("recipe.toml", b".".join([b"a"] * 4_000) + b" = 1"),
+        "recipe.toml: cannot be read: line 1",
+    ),
     "recipe-deep": (_replace("recipe.toml", b"a = " + b"[" * 100_000), "recipe.toml"),
 }
 

@@ -5,6 +5,7 @@ signal; a folder that is not there and a port in use are mistakes of the user; `
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from stretto.cli.main import inspect
 from stretto.core.errors import RunFolderError
+from stretto.store import lock
 from stretto.watch.serve import watch
 from tests.watch.runs import step_line, write_run
 
@@ -70,3 +72,42 @@ def test_inspect_has_the_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (alarm["name"], alarm["first_step"], alarm["look"]) == ("entropy_collapse", 19, "series:trainer.entropy")
     inspect(path)
     assert "alarm  entropy collapse since step 19: the entropy fell from 1 to 0.01 nats" in capsys.readouterr().out
+
+
+def test_inspect_knows_the_steps_of_the_recipe_and_leaves_a_bad_line_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "run")  # 2 of 3 steps
+    lines = (path / "metrics.jsonl").read_bytes().split(b"\n")
+    (path / "metrics.jsonl").write_bytes(b"\n".join([lines[0], b"{bad", *lines[1:]]))
+    with (path / "large").open("wb") as file:
+        file.truncate(1 << 43)
+    held = lock.acquire(path)
+    inspect(path, json=True)
+    os.close(held)
+    (alarm,) = json.loads(capsys.readouterr().out)["alarms"]
+    assert alarm["name"] == "disk_filling"
+    # 8 TiB in 2 steps: 4 TiB in the one that is left
+    assert "; the 1 steps that are left will write about 4096.00 GiB" in alarm["message"]
+
+
+def test_neither_the_password_nor_the_token_is_where_others_can_read_it(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    browser, seen = tmp_path / "browser", tmp_path / "seen"
+    browser.write_text(f'#!/bin/sh\nf="${{1#file://}}"\n(echo "$1"; stat -c %a "$f"; cat "$f") > {seen}\n')
+    browser.chmod(0o755)
+    command = [sys.executable, "-m", "stretto.cli.main", "watch", str(tmp_path / "runs"), "--port", "0"]
+    given = {"STRETTO_WATCH_PASSWORD": "a-password", "BROWSER": f"{browser} %s", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | given) as process:
+        assert process.stdout is not None
+        try:
+            address = process.stdout.readline().rpartition(" ")[2].strip()
+            assert httpx.get(address, timeout=30).status_code in (200, 404)  # it is open; 404: no front end is built
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    argument, mode, page = seen.read_text().strip().split("\n")
+    assert "a-password" not in address
+    assert address.partition("token=")[2] not in argument
+    assert (mode, f'content="0; url={address}"' in page) == ("600", True)
+    assert not Path(argument.removeprefix("file://")).exists()

@@ -12,10 +12,12 @@ of sqlite.org/fileformat2.html).
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from pathlib import Path
 
 from stretto.core.errors import StoreError
 
+LARGEST = 1 << 30  #: bytes of a log that are checked; SQLite folds a log in when it has a few MiB
 _HEADER, _FRAME = 32, 24
 _MAGIC = {0x377F0682: "<", 0x377F0683: ">"}  # the order of bytes in which checksums are computed
 
@@ -27,25 +29,39 @@ def log_of(ledger: Path) -> Path:
     return ledger.with_name(f"{ledger.name}-wal")
 
 
-def check_log(ledger: Path) -> None:
-    """Check the log of a ledger that no process has open.
+def check_log(ledger: Path, largest: int = LARGEST) -> None:
+    """Check the log of a ledger that no process has open. A log that stays as it is is read once.
 
     Raises:
-        StoreError: whole frames follow a broken one; SQLite would drop them silently.
+        StoreError: whole frames follow a broken one, and SQLite would drop them silently; or it has more bytes than
+            `largest`.
     """
     log = log_of(ledger)
-    if not log.exists():
-        return
     try:
-        data = log.read_bytes()
+        found = log.stat()
+        if found.st_size > largest:
+            raise StoreError(
+                f"{log}: is not checked: it has {found.st_size:,} bytes, more than {largest:,}; fold it into the "
+                f"ledger: sqlite3 {ledger} 'PRAGMA wal_checkpoint(TRUNCATE)'"
+            )
+        broken = _damage(log, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise StoreError(f"{log}: cannot be read: {error.strerror or error}") from error
-    broken = _first_broken(data)
-    if broken is not None and _goes_on(data, broken):
+    if broken is not None:
         raise StoreError(
-            f"{log}: damaged at byte {broken:,} of {len(data):,}, before the end; restore the file, "
+            f"{log}: damaged at byte {broken:,} of {found.st_size:,}, before the end; restore the file, "
             f"or give up what follows the damage: truncate -s {broken} {log}"
         )
+
+
+@lru_cache(maxsize=1_024)
+def _damage(log: Path, stamp: tuple[int, ...]) -> int | None:
+    """The offset at which whole frames begin to be lost, None if none are; `stamp`: what tells the file."""
+    data = log.read_bytes()
+    broken = _first_broken(data)
+    return broken if broken is not None and _goes_on(data, broken) else None
 
 
 def _first_broken(data: bytes) -> int | None:
@@ -55,6 +71,8 @@ def _first_broken(data: bytes) -> int | None:
         return 0
     sums = _checksum(data[:24], (0, 0), order)
     if sums != struct.unpack_from(">II", data, 24):
+        return 0
+    if _page_size(data) % 8:  # SQLite has written no such page
         return 0
     frame = _FRAME + _page_size(data)
     for at in range(_HEADER, len(data) - frame + 1, frame):

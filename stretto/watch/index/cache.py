@@ -5,6 +5,7 @@ It is the dashboard's own. One that is missing, damaged, or of an earlier run at
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
@@ -46,7 +47,8 @@ class Cache:
                 value = msgspec.json.encode(facts).decode()
                 connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (part, value))
         except (sqlite3.Error, OSError):
-            self._path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it is a folder, say, or in one that cannot be written
+                self._path.unlink(missing_ok=True)
 
     def load(self, part: str, kind: type[Facts]) -> tuple[dict[str, Column], Facts] | None:
         """What was kept of a part; None if there is nothing, or nothing that can be read."""

@@ -3,6 +3,7 @@ read without a bound."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sqlite3
 import stat
@@ -16,13 +17,17 @@ import msgspec
 from stretto.core.errors import StoreError
 from stretto.store import lock
 from stretto.store.ledger.schema import reading
-from stretto.store.ledger.wal import log_of
+from stretto.store.ledger.wal import check_log, log_of
 
-Line = TypeVar("Line")
+Line = TypeVar("Line", bound=msgspec.Struct)
+_FIRST_BYTES = 4_096  # of a file's first line: it has a time, or a role, of the run's own
 _BLOCK = 1 << 20  #: bytes of lines that are read at a time
 _LONGEST_LINE = 64 << 20
+_LARGEST_LOG = 64 << 20  # of the ledger: three seconds of checking, once
+_LARGEST_NUMBER = (1 << 63) - 1
 _PATIENCE = 0.2  # seconds for a ledger that another has locked: others wait for their pages
 LEDGER = "ledger.sqlite"
+_NO_FILE = (0, 0, "")
 
 
 def open_plain(path: Path) -> int:
@@ -85,11 +90,30 @@ def read_ledger(folder: Path) -> Iterator[sqlite3.Connection]:
     """The ledger of a run folder, read only, until the block ends.
 
     Raises:
-        StoreError: as `reading`; or it is no plain file, or another has locked it.
+        StoreError: as `reading`; or it is no plain file, or another has locked it, or its log is too large.
     """
     refuse_strange_files(folder)
+    if not lock.is_held(folder):
+        check_log(folder / LEDGER, _LARGEST_LOG)
     with reading(folder / LEDGER, _PATIENCE) as connection:
         yield connection
+
+
+def decode_line(decoder: msgspec.json.Decoder[Line], row: bytes) -> Line:
+    """A record of a line.
+
+    Raises:
+        StoreError: it is none, or a number in it has more than 64 bits: no column and no reply can hold it.
+    """
+    try:
+        line = decoder.decode(row)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise StoreError(str(error)) from error
+    for name in line.__struct_fields__:
+        value = getattr(line, name)
+        if isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
+            raise StoreError(f"{name} has more than 64 bits")
+    return line
 
 
 class LineFollower(Generic[Line]):
@@ -100,7 +124,7 @@ class LineFollower(Generic[Line]):
 
     def __init__(self, path: Path, decoder: msgspec.json.Decoder[Line]) -> None:
         self._path, self._decoder = path, decoder
-        self.identity: tuple[int, int] = (0, 0)
+        self.identity: tuple[int, int, str] = _NO_FILE  # device, inode, digest of the first line
         self.offset, self.number = 0, 0  # bytes and lines that have been read
         self.more = True  # whether there may be more than has been read
         self.fault: str | None = None
@@ -115,12 +139,12 @@ class LineFollower(Generic[Line]):
             descriptor = open_plain(self._path)
         except FileNotFoundError:
             self.more = False
-            return [], self._begin((0, 0))
+            return [], self._begin()
         with open(descriptor, "rb") as file:
             found = os.fstat(descriptor)
-            identity, again = (found.st_dev, found.st_ino), False
-            if identity != self.identity or found.st_size < self.offset:
-                again = self._begin(identity)
+            identity, again = (found.st_dev, found.st_ino, _digest(file.read(_FIRST_BYTES))), False
+            if self.offset and (found.st_size < self.offset or identity != self.identity):
+                again = self._begin()
             file.seek(self.offset)
             data = file.read(_BLOCK)
             while b"\n" not in data and len(data) < _LONGEST_LINE and (block := file.read(_BLOCK)):
@@ -128,14 +152,16 @@ class LineFollower(Generic[Line]):
         if len(data) >= _LONGEST_LINE and b"\n" not in data:
             raise StoreError(f"{self._path.name}: line {self.number + 1} is longer than {_LONGEST_LINE:,} bytes")
         whole = data[: data.rfind(b"\n") + 1]
+        if whole and not self.offset:
+            self.identity = (*identity[:2], _digest(whole))
         self.offset += len(whole)
         self.more = bool(whole) and found.st_size > self.offset
         return self._lines(whole), again
 
-    def _begin(self, identity: tuple[int, int]) -> bool:
+    def _begin(self) -> bool:
         """Start anew; whether something had been read."""
         had = self.offset > 0
-        self.identity, self.offset, self.number, self.fault = identity, 0, 0, None
+        self.identity, self.offset, self.number, self.fault = _NO_FILE, 0, 0, None
         return had
 
     def _lines(self, data: bytes) -> list[Line]:
@@ -143,7 +169,11 @@ class LineFollower(Generic[Line]):
         for row in data.split(b"\n")[:-1]:
             self.number += 1
             try:
-                lines.append(self._decoder.decode(row))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                lines.append(decode_line(self._decoder, row))
+            except StoreError as error:
                 self.fault = self.fault or f"{self._path.name}: line {self.number} cannot be read: {error}"
         return lines
+
+
+def _digest(lines: bytes) -> str:
+    return hashlib.blake2b(lines.partition(b"\n")[0][:_FIRST_BYTES], digest_size=8).hexdigest()

@@ -27,7 +27,7 @@ DERIVED = ("masked_fraction", "seconds_step", "tokens_per_second")
 
 
 class _Facts(Record, frozen=True):
-    identity: tuple[int, int]
+    identity: tuple[int, int, str]
     offset: int
     number: int
     evaluations: tuple[EvaluationLine | SetEvaluationLine, ...]

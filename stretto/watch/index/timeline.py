@@ -27,7 +27,7 @@ CATEGORIES += ("checkpoint", "evaluate", "score", "other")
 
 
 class _Facts(Record, frozen=True):
-    identity: tuple[int, int]
+    identity: tuple[int, int, str]
     offset: int
     number: int
     roles: list[str]

@@ -19,6 +19,7 @@ from stretto.watch.index.files import read_text, refuse_strange_files
 
 _LARGEST_RECIPE, _LARGEST_LOG, _LARGEST_JSON = 1 << 20, 1 << 16, 1 << 20
 _LONGEST_REASON = 600
+_LONGEST_LINE, _MOST_DOTS = 10_000, 300  # of a recipe: a name of N parts takes N² steps to be read
 _STARTED = re.compile(r"^[\d-]{10} [\d:]{8}  starts at version \d+$", re.MULTILINE)
 _ENDED = re.compile(r"^[\d-]{10} [\d:]{8}  ends with exit code (\d+)$", re.MULTILINE)
 _FAILED = re.compile(r"^[\d-]{10} [\d:]{8}  failed: (.*)", re.MULTILINE | re.DOTALL)
@@ -82,10 +83,26 @@ def recipe_of(folder: Path) -> dict[str, Any]:
     Raises:
         StoreError: it cannot be read.
     """
+    text = recipe_text(folder) or ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if len(line) > _LONGEST_LINE or line.count(".") > _MOST_DOTS:
+            allowed = f"at most {_LONGEST_LINE:,} characters and {_MOST_DOTS} dots are allowed in a line"
+            raise StoreError(f"recipe.toml: cannot be read: line {number} is too long: {allowed}")
     try:
-        return tomllib.loads(recipe_text(folder) or "")
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        found = tomllib.loads(text)
+        msgspec.json.encode(found)  # a reply has it: an integer of base 16 may have too many digits of base 10
+    except (ValueError, OverflowError, RecursionError) as error:  # TOML's own error is a ValueError
         raise StoreError(f"recipe.toml: cannot be read: {error}") from error
+    return found
+
+
+def recipe_stamp(folder: Path) -> tuple[int, int, int] | None:
+    """What changes when the recipe is written again; None if there is none."""
+    try:
+        found = RunFolder(folder).recipe.lstat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_ctime_ns
 
 
 def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:

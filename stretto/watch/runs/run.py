@@ -18,11 +18,11 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import ENGINES, TOTALS, Inspection, Membership, Totals, inspection_of
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
 from stretto.watch.index.cache import Cache
-from stretto.watch.index.files import LEDGER, read_ledger, read_text, refuse_strange_files
+from stretto.watch.index.files import LEDGER, decode_line, read_ledger, read_text, refuse_strange_files
 from stretto.watch.index.steps import Steps
 from stretto.watch.index.timeline import Spans
 from stretto.watch.index.trajectories import Trajectories
-from stretto.watch.runs.folder import Condition, condition, recipe_of, recipe_text
+from stretto.watch.runs.folder import Condition, condition, recipe_of, recipe_stamp, recipe_text
 from stretto.watch.runs.pieces import Pieces
 from stretto.watch.runs.questions import PromptTexts
 from stretto.watch.runs.trajectory import Reader
@@ -35,7 +35,7 @@ _FACT = "SELECT value FROM meta WHERE name = ?"
 _COUNTS = "SELECT state, count(*) FROM trajectories GROUP BY state"
 _NEWEST = "SELECT step, published_version FROM steps WHERE published_version IS NOT NULL ORDER BY step DESC LIMIT 1"
 
-_line: Callable[[bytes], MetricsLine] = msgspec.json.Decoder(MetricsLine).decode
+_LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 Fact = TypeVar("Fact")
 
 
@@ -47,22 +47,30 @@ class RunSummary(Record, frozen=True):
     path: str
     state: str
     reason: str
-    fault: str | None
-    started: float | None  # Unix seconds
-    step: int
-    steps: int | None
-    version: int
-    accuracy: float | None
-    reward: float | None
-    rl_seconds: float | None
-    wall_seconds: float | None
-    steps_per_second: float | None
-    trained_tokens: int | None
-    generated_tokens: int | None
-    trajectories: dict[str, int] | None
-    task: str | None
-    engines: int
-    alarms: int | None
+    fault: str | None = None
+    started: float | None = None  # Unix seconds
+    step: int = 0
+    steps: int | None = None
+    version: int = 0
+    accuracy: float | None = None
+    reward: float | None = None
+    rl_seconds: float | None = None
+    wall_seconds: float | None = None
+    steps_per_second: float | None = None
+    trained_tokens: int | None = None
+    generated_tokens: int | None = None
+    trajectories: dict[str, int] | None = None
+    task: str | None = None
+    engines: int = 0
+    alarms: int | None = None
+
+
+class _Recorded(Record, frozen=True):
+    """What the ledger says of the whole run."""
+
+    totals: Totals | None = None
+    engines: tuple[Membership, ...] = ()
+    newest: tuple[int, int] = (0, 0)  # step, version
 
 
 class TablePart(Protocol):
@@ -105,6 +113,7 @@ class WatchedRun:
         self._tables: Tables | None = None
         self.faults: dict[str, str] = {}
         self._alarmed: tuple[object, list[Alarm]] = (None, [])
+        self._recipe: tuple[object, dict[str, Any]] = (None, {})
         self._again = float("-inf")  # when a ledger that could not be read is tried again
         self._inspected: tuple[float, Inspection | None] = (float("-inf"), None)
         self._counted: tuple[float, dict[str, int] | None] = (float("-inf"), None)
@@ -171,7 +180,7 @@ class WatchedRun:
         try:
             refuse_strange_files(self.folder)
             more, fault = part.advance(), part.fault
-        except (StoreError, OverflowError) as error:  # a number that no run has written
+        except (StoreError, OverflowError) as error:  # a number of the ledger that no run has written
             more, fault = False, self.told(error)
         self.faults.pop(place, None)
         if fault is not None:
@@ -186,14 +195,28 @@ class WatchedRun:
 
     def facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
         """The totals and the engines on record; a fault is noted."""
-        totals, engines = self._of_ledger(lambda: self._facts()) or (None, ())
-        return totals, engines
+        recorded = self._recorded()
+        return recorded.totals, recorded.engines
 
-    def _facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
+    def _recorded(self) -> _Recorded:
+        if (found := self._of_ledger(self._read_ledger)) is not None:
+            return found
+        self._counted = (float("-inf"), None)
+        return _Recorded()
+
+    def _read_ledger(self) -> _Recorded:
+        """With one connection: to open a ledger takes longer than these questions do."""
         with read_ledger(self.folder) as connection:
             found = {name: connection.execute(_FACT, (name,)).fetchone() for name in (TOTALS, ENGINES)}
+            newest = connection.execute(_NEWEST).fetchone() or (0, 0)
+            if not self._is_counted and time.monotonic() >= self._counted[0]:
+                since = time.monotonic()
+                counts = _balance(dict(connection.execute(_COUNTS).fetchall()))
+                now = time.monotonic()
+                self._counted = (now + _COUNT_SHARE * (now - since), counts)
         totals = msgspec.json.decode(found[TOTALS][0], type=Totals) if found[TOTALS] else None
-        return totals, msgspec.json.decode(found[ENGINES][0], type=tuple[Membership, ...]) if found[ENGINES] else ()
+        engines = msgspec.json.decode(found[ENGINES][0], type=tuple[Membership, ...]) if found[ENGINES] else ()
+        return _Recorded(totals, engines, newest)
 
     def _of_ledger(self, read: Callable[[], Fact]) -> Fact | None:
         if time.monotonic() < self._again:
@@ -216,14 +239,16 @@ class WatchedRun:
             return Condition("unreadable", self.told(error))
 
     def recipe(self) -> dict[str, Any]:
-        """Its recipe; empty, and a fault noted, if it cannot be read."""
-        try:
-            found = recipe_of(self.folder)
-        except StoreError as error:
-            self.faults["recipe.toml"] = self.told(error)
-            return {}
-        self.faults.pop("recipe.toml", None)
-        return found
+        """Its recipe; empty, and a fault noted, if it cannot be read. It is read again when it was written again."""
+        stamp = recipe_stamp(self.folder)
+        if self._recipe[0] != (stamp,):
+            self.faults.pop("recipe.toml", None)
+            self._recipe = ((stamp,), {})
+            try:
+                self._recipe = ((stamp,), recipe_of(self.folder))
+            except StoreError as error:
+                self.faults["recipe.toml"] = self.told(error)
+        return self._recipe[1]
 
     def inspection(self) -> Inspection | None:
         """What `stretto inspect` says, unchecked; of a large run that goes on it may be some seconds old."""
@@ -249,8 +274,8 @@ class WatchedRun:
     def summary(self) -> RunSummary:
         """The row of the run."""
         how, recipe = self.condition(), self.recipe()
-        totals, engines = self.facts()
-        done = self._of_ledger(self._newest_step) or (0, 0)
+        recorded = self._recorded()
+        totals, engines, done = recorded.totals, recorded.engines, recorded.newest
         steps, evaluations = self._newest_lines()
         counts = self._counts()
         last = steps[-1] if steps else None
@@ -260,7 +285,7 @@ class WatchedRun:
         return RunSummary(
             id=self.id,
             name=self.name,
-            path=str(self.folder).encode("utf-8", "surrogateescape").decode("utf-8", "replace"),
+            path=self._path,
             state=how.state,
             reason=how.reason,
             fault="; ".join(self.faults.values()) or None,
@@ -281,10 +306,19 @@ class WatchedRun:
             alarms=len(self.alarms()) if self.is_open else None,
         )
 
+    def unreadable(self, reason: str) -> RunSummary:
+        """The row of a run of which no row can be made."""
+        return RunSummary(self.id, self.name, self._path, "unreadable", reason, fault=reason)
+
+    @property
+    def _path(self) -> str:
+        return str(self.folder).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
     def alarms(self) -> list[Alarm]:
-        """The alarms of what was read so far; decided again when there are new steps or evaluations."""
-        steps = self.tables.steps
-        key = (steps.epoch, steps.table.rows, len(steps.evaluations))
+        """The alarms of what was read so far; decided again when there are new steps or evaluations, and when the run
+        ends or goes on."""
+        steps, runs = self.tables.steps, self.condition().state == "running"
+        key = (steps.epoch, steps.table.rows, len(steps.evaluations), runs)
         if key != self._alarmed[0]:
             totals, _ = self.facts()
             evidence = Evidence(
@@ -292,15 +326,11 @@ class WatchedRun:
                 series={name: steps.table[name] for name in steps.table.names},
                 evaluations=[line for line in steps.evaluations if type(line) is EvaluationLine],
                 bound=None if totals is None else totals.max_staleness,
-                disk=disk_of(self.folder) if self.condition().state == "running" else None,
+                disk=disk_of(self.folder) if runs else None,
                 last_step=_number(self.recipe(), "trainer", "steps"),
             )
             self._alarmed = (key, alarms_of(evidence))
         return self._alarmed[1]
-
-    def _newest_step(self) -> tuple[int, int]:
-        with read_ledger(self.folder) as connection:
-            return connection.execute(_NEWEST).fetchone() or (0, 0)
 
     def _newest_lines(self) -> tuple[list[StepMetrics], list[EvaluationLine]]:
         """What the end of the metrics holds."""
@@ -312,31 +342,19 @@ class WatchedRun:
         found: list[MetricsLine] = []
         for row in text.split("\n")[:-1]:
             try:
-                found.append(_line(row.encode()))
-            except (
-                msgspec.MsgspecError,
-                RecursionError,
-            ):  # the first one is cut; damage is named when the run is opened
+                found.append(decode_line(_LINE, row.encode()))
+            except StoreError:  # the first one is cut; damage is named when the run is opened
                 continue
         steps = [line for line in found if isinstance(line, StepMetrics)]
         return steps, [line for line in found if type(line) is EvaluationLine]
 
     def _counts(self) -> dict[str, int] | None:
         """Trajectories by state: those of the table if it is whole, or counted, at times if that takes long."""
-        if self.is_open and self.tables.trajectories.indexed == 1.0:
-            return _balance(self.tables.trajectories.count("state"))
-        due, counts = self._counted
-        if time.monotonic() < due:
-            return counts
-        since = time.monotonic()
-        counts = self._of_ledger(self._count)
-        now = time.monotonic()
-        self._counted = (now + _COUNT_SHARE * (now - since), counts)
-        return counts
+        return _balance(self.tables.trajectories.count("state")) if self._is_counted else self._counted[1]
 
-    def _count(self) -> dict[str, int]:
-        with read_ledger(self.folder) as connection:
-            return _balance(dict(connection.execute(_COUNTS).fetchall()))
+    @property
+    def _is_counted(self) -> bool:
+        return self.is_open and self.tables.trajectories.indexed == 1.0
 
     def trained_by_step(self) -> Any:
         """[steps] trajectories trained in each step of the metrics, as far as they are indexed."""

@@ -12,7 +12,7 @@ import asyncio
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,11 +26,12 @@ from starlette.staticfiles import StaticFiles
 
 from stretto.core.errors import RefusedRequest, RunFolderError, StoreError
 from stretto.watch.runs.catalog import Catalog
-from stretto.watch.runs.comparing import compare, recipe_differences
+from stretto.watch.runs.comparing import Comparison, compare, recipe_differences
 from stretto.watch.runs.run import WatchedRun
 from stretto.watch.web import pages
 from stretto.watch.web.events import Follower, stream
 from stretto.watch.web.guard import refusal
+from stretto.watch.web.thread import ReadingThread
 
 STATIC = Path(__file__).parent.parent / "static"
 _PIECE_SECONDS = 0.02  # of reading on between two requests
@@ -48,13 +49,18 @@ class NotThere(Exception):
         self.where, self.found, self.allowed = where, found, allowed
 
 
+class Busy(Exception):
+    """Another comparison is being made."""
+
+
 class Dashboard:
     """The application of one server."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._reader = ThreadPoolExecutor(1, "watch-reader")
-        self._comparer = ThreadPoolExecutor(1, "watch-comparer")  # of runs of a day, for minutes
+        self._reader = ReadingThread("watch-reader")
+        self._comparer = ReadingThread("watch-comparer")  # of runs of a day, for minutes
+        self._comparison: Future[Comparison] | None = None
         self._reading: dict[str, asyncio.Task[None]] = {}
 
     def app(self) -> Starlette:
@@ -89,8 +95,8 @@ class Dashboard:
         """End the reading."""
         for task in self._reading.values():
             task.cancel()
-        for pool in (self._reader, self._comparer):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for worker in (self._reader, self._comparer):
+            worker.shutdown()
 
     async def read(self, do: Callable[[], Result]) -> Result:
         """Do something in the thread that reads."""
@@ -102,6 +108,8 @@ class Dashboard:
                 return Response(msgspec.json.encode(await do(request)), media_type=_JSON)
             except NotThere as error:
                 return _refused(404, error.where, error.found, error.allowed)
+            except Busy:
+                return _refused(429, "diff", "two other runs are being compared", "ask again when that has ended")
             except RefusedRequest as error:
                 return _refused(400, error.field, error.found, error.allowed)
             except (StoreError, RunFolderError) as error:
@@ -156,7 +164,10 @@ class Dashboard:
 
     async def _diff(self, request: Request) -> Any:
         a, b = (self._run(request.query_params.get(name, "")) for name in ("a", "b"))
-        return await asyncio.get_running_loop().run_in_executor(self._comparer, lambda: compare(a, b))
+        if self._comparison is not None and not self._comparison.done():
+            raise Busy
+        self._comparison = self._comparer.submit(compare, a, b)
+        return await asyncio.wrap_future(self._comparison)
 
     async def _recipes(self, request: Request) -> Any:
         ids = [id for id in request.query_params.get("runs", "").split(",") if id]

@@ -23,7 +23,7 @@ Event = tuple[str, int | None, Any]  # name, id, data
 
 
 class Follower:
-    """What one client has been told of a run."""
+    """What one client knows of a run."""
 
     def __init__(self, run: WatchedRun, last_step: int | None) -> None:
         """`last_step`: the newest step that the client knows; None: it loads the curves by itself."""

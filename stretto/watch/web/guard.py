@@ -44,7 +44,9 @@ _LOGIN = b"""<!doctype html>
 <p>The address that stretto watch printed has the token.</p></main></body></html>
 """
 _LARGEST_FORM = 4_096
-_LOGIN_SECONDS = 0.5  # what a wrong password costs
+_WRONG_SECONDS = 0.5  # what a wrong token or password costs, one after the other
+_FORM_HEADERS = ((b"referrer-policy", b"same-origin"),)  # with no-referrer, a browser hides the Origin of its form
+_MOST_FIELDS = 8
 _FORM_SECONDS = 10.0
 _OPEN = re.compile(r"/assets/[\w./-]+|/favicon\.(?:ico|svg)")
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
@@ -64,6 +66,10 @@ class Guard:
         """`loopback`: it listens there alone, and the names of loopback are the only ones it has."""
         self._inner, self._token, self._loopback = inner, token.encode(), loopback
         self._cookie = f"stretto-watch-{port}"
+        self._names = _LOOPBACK_NAMES
+        if not loopback:  # the second asks the resolver, which may take seconds
+            self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
+        self._wrong = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See `ASGIApp`."""
@@ -72,7 +78,9 @@ class Guard:
             if message["type"] == "http.response.start":
                 kept = scope["path"].startswith("/assets/") and message["status"] == 200
                 caching = b"public, max-age=31536000, immutable" if kept else b"no-store"
-                message["headers"] = [*message.get("headers", ()), *_HEADERS, (b"cache-control", caching)]
+                own = [*message.get("headers", ())]
+                further = [header for header in _HEADERS if all(header[0] != name for name, _ in own)]
+                message["headers"] = [*own, *further, (b"cache-control", caching)]
             await send(message)
 
         if scope["type"] != "http":
@@ -85,12 +93,13 @@ class Guard:
             await _refuse(guarded, 405, "method", f"{scope['method'][:20]} is not served", "GET")
         elif _OPEN.fullmatch(scope["path"]) and ".." not in scope["path"]:
             await self._inner(scope, receive, guarded)
-        elif self._is_known(scope):
+        elif any(fits := self._shown(scope)):
             admit(scope)
             await self._inner(scope, receive, guarded)
         elif scope["path"] == "/":
-            await self._page(scope, receive, guarded)
+            await self._page(scope, receive, guarded, wrong=bool(fits))
         else:
+            await self._pause(bool(fits))
             await _refuse(guarded, 401, "token", "missing or wrong", "send it as: Authorization: Bearer TOKEN")
 
     def _why_refused(self, scope: Scope) -> tuple[str, str, str] | None:
@@ -98,7 +107,7 @@ class Guard:
         if not self._is_name(host):
             return "host", f"{host[:80]!r} is no name of this server", "use the address that stretto watch printed"
         origin = header(scope, b"origin")
-        if origin is not None and urlsplit(origin.decode("latin-1")).netloc != host:
+        if origin is not None and _authority(origin.decode("latin-1")) != host:
             return "origin", "another site asks", "open the dashboard itself"
         site = header(scope, b"sec-fetch-site")
         page = scope["path"] == "/" and header(scope, b"sec-fetch-mode") == b"navigate"
@@ -109,27 +118,37 @@ class Guard:
     def _is_name(self, host: str) -> bool:
         """Whether a value of Host is an address or a name of this machine: only these are proof against a name that
         another site lets point here."""
-        name = urlsplit(f"//{host}").hostname if _is_authority(host) else None
+        try:
+            name = urlsplit(f"//{host}").hostname if _is_authority(host) else None
+        except ValueError:
+            return False
         if name is None:
             return False
-        if name in _LOOPBACK_NAMES:
-            return True
         try:
             address = ipaddress.ip_address(name)
         except ValueError:
-            return not self._loopback and name in (socket.gethostname().lower(), socket.getfqdn().lower())
+            return name in self._names
         return address.is_loopback or not self._loopback
 
-    def _is_known(self, scope: Scope) -> bool:
+    def _shown(self, scope: Scope) -> list[bool]:
+        """Of each secret in the headers of a request, whether it is the right one."""
+        fits = []
         bearer = (header(scope, b"authorization") or b"").split(b" ", 1)
-        if len(bearer) == 2 and bearer[0].lower() == b"bearer" and self._fits(bearer[1].strip()):
-            return True
+        if len(bearer) == 2 and bearer[0].lower() == b"bearer":
+            fits.append(self._fits(bearer[1].strip()))
         try:
             cookies = SimpleCookie((header(scope, b"cookie") or b"").decode("latin-1"))
         except CookieError:
-            return False
-        found = cookies.get(self._cookie)
-        return found is not None and hmac.compare_digest(found.value.encode(), self._cookie_value.encode())
+            return fits
+        if (found := cookies.get(self._cookie)) is not None:  # one can be made of every password that is tried
+            fits.append(hmac.compare_digest(found.value.encode(), self._cookie_value.encode()))
+        return fits
+
+    async def _pause(self, wrong: bool) -> None:
+        """What a wrong secret costs, wherever it was; many at once wait for each other."""
+        if wrong:
+            async with self._wrong:
+                await asyncio.sleep(_WRONG_SECONDS)
 
     def _fits(self, given: bytes) -> bool:
         return hmac.compare_digest(given, self._token)
@@ -139,12 +158,13 @@ class Guard:
         """Not the token itself: what a browser keeps opens this server and says no password."""
         return hmac.new(self._token, self._cookie.encode(), "sha256").hexdigest()
 
-    async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _page(self, scope: Scope, receive: Receive, send: Send, *, wrong: bool) -> None:
         """The page for one who has no cookie yet: with the token in its address, which the page removes, it is served
         as it is. A redirection would lose the cookie when a link of another site led here."""
-        given = parse_qs(scope["query_string"].decode("latin-1"), max_num_fields=8).get("token", [""])[-1]
-        if not self._fits(given.encode()):
-            await reply(send, 401, "text/html; charset=utf-8", _LOGIN)
+        given = _token_of(scope["query_string"])
+        if not self._fits(given):
+            await self._pause(wrong or bool(given))
+            await reply(send, 401, "text/html; charset=utf-8", _LOGIN, _FORM_HEADERS)
             return
 
         async def welcoming(message: Message) -> None:
@@ -164,13 +184,9 @@ class Guard:
                 body = await read_body(scope, receive, _LARGEST_FORM)
         except (TimeoutError, ValueError):
             body = None
-        try:
-            given = parse_qs((body or b"").decode(), max_num_fields=8).get("token", [""])[-1]
-        except ValueError:
-            given = ""
-        if not self._fits(given.encode()):
-            await asyncio.sleep(_LOGIN_SECONDS)
-            await reply(send, 401, "text/html; charset=utf-8", _LOGIN)
+        if not self._fits(_token_of(body or b"")):
+            await self._pause(wrong=True)
+            await reply(send, 401, "text/html; charset=utf-8", _LOGIN, _FORM_HEADERS)
             return
         await reply(send, 303, "text/plain", b"", [(b"location", b"/"), self._set_cookie()])
 
@@ -180,6 +196,22 @@ class Guard:
 
 def _is_authority(host: str) -> bool:
     return re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?", host, re.ASCII) is not None
+
+
+def _authority(origin: str) -> str | None:
+    """Host and port of an Origin; None if it has none."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None
+
+
+def _token_of(fields: bytes) -> bytes:
+    """The token among the fields of a form or an address; empty if there is none, or if they are none."""
+    try:
+        return parse_qs(fields.decode(), max_num_fields=_MOST_FIELDS).get("token", [""])[-1].encode()
+    except ValueError:
+        return b""
 
 
 async def _refuse(send: Send, status: int, where: str, found: str, allowed: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +20,7 @@ from stretto.watch.index.timeline import CATEGORIES, lanes, marks
 from stretto.watch.runs.catalog import Catalog
 from stretto.watch.runs.folder import json_of
 from stretto.watch.runs.health import health_of
-from stretto.watch.runs.run import WatchedRun
+from stretto.watch.runs.run import RunSummary, WatchedRun
 from stretto.watch.runs.trajectory import MOST_TOKENS
 from stretto.watch.runs.where import parse_sort, parse_where
 
@@ -37,7 +39,15 @@ Asked = Mapping[str, str]
 
 def list_page(catalog: Catalog) -> Any:
     """GET /api/runs"""
-    return {"runs": [run.summary() for run in catalog.all()], "version": __version__}
+    return {"runs": [_row(run) for run in catalog.all()], "version": __version__}
+
+
+def _row(run: WatchedRun) -> RunSummary:
+    try:
+        return run.summary()
+    except Exception as error:  # whatever is the matter with one run, the others are shown; its row says it
+        traceback.print_exc(file=sys.stderr)
+        return run.unreadable(run.told(error) or type(error).__name__)
 
 
 def run_page(run: WatchedRun, asked: Asked) -> Any:

@@ -1,0 +1,47 @@
+"""A thread that does one thing after another, and that nobody waits for when the process ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+_Work = tuple[Future[Any], Callable[[], Any]]
+
+
+class ReadingThread(Executor):
+    """What it does only reads, or writes in transactions: a thread of a `ThreadPoolExecutor` is joined at the end of
+    the process, and would hold up Ctrl-C for as long as a comparison of two runs takes."""
+
+    def __init__(self, name: str) -> None:
+        self._waiting: SimpleQueue[_Work | None] = SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, do: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        """Have something done, after what was submitted before."""
+        future: Future[Result] = Future()
+        self._waiting.put((future, lambda: do(*args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
+        """Begin nothing more. What is being done is not waited for, and what waits is cancelled."""
+        try:
+            while True:
+                if (work := self._waiting.get_nowait()) is not None:
+                    work[0].cancel()
+        except Empty:
+            self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            future, do = work
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(do())
+            except BaseException as error:  # it is raised where the result is waited for
+                future.set_exception(error)

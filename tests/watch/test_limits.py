@@ -1,0 +1,167 @@
+"""Promises: a wrong secret costs a wait wherever it was shown; the names of the machine are looked up once; one
+comparison is made at a time, and no reading holds up the end of the process; what is the matter with one run, one line
+or one file of the cache leaves the others as they are; a recipe is read once, a ledger opened once for a row; an alarm
+of a running run ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from starlette.responses import Response
+
+from stretto.store import lock
+from stretto.watch.index.cache import Cache
+from stretto.watch.index.files import read_ledger
+from stretto.watch.index.steps import Steps
+from stretto.watch.runs import run as run_module
+from stretto.watch.runs.catalog import Catalog
+from stretto.watch.runs.run import RunSummary, WatchedRun
+from stretto.watch.web.guard import Guard
+from stretto.watch.web.pages import list_page
+from tests.watch.conftest import serving
+from tests.watch.runs import step_line, write_run
+
+
+def _watched(path: Path) -> WatchedRun:
+    return WatchedRun("id", path, "name", Cache(path.parent / "cache.sqlite"))
+
+
+def _lines(*steps: int) -> bytes:
+    return b"".join(msgspec.json.encode(step_line(step)) + b"\n" for step in steps)
+
+
+def test_wrong_secrets_wait_for_each_other_wherever_they_are(client: httpx.Client) -> None:
+    cookie = f"stretto-watch-{client.base_url.port}=guess"
+    asked = [
+        ("/api/runs", {"authorization": "Bearer guess"}),
+        ("/?token=guess", {}),
+        ("/api/runs", {"cookie": cookie}),
+    ]
+    begun = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(lambda one: httpx.get(client.base_url.join(one[0]), headers=one[1], timeout=30), asked))
+    assert [reply.status_code for reply in replies] == [401] * 3
+    assert time.monotonic() - begun >= 1.5  # half a second each
+
+
+def test_the_names_of_the_machine_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard(Response("inner"), "secret", 80, loopback=False)
+    name = socket.gethostname()
+    monkeypatch.delattr(socket, "getfqdn")
+    monkeypatch.delattr(socket, "gethostname")
+
+    async def ask(host: str) -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard)) as asking:
+            headers = {"host": host, "authorization": "Bearer secret"}
+            return (await asking.get("http://here/api/runs", headers=headers)).status_code
+
+    assert [asyncio.run(ask(host)) for host in (name, "elsewhere.example")] == [200, 403]
+
+
+def test_a_second_comparison_is_refused_while_one_is_made(tmp_path: Path) -> None:
+    path, other = write_run(tmp_path / "runs" / "a"), write_run(tmp_path / "runs" / "b")
+    assert other.is_dir()
+    with serving(tmp_path / "runs", tmp_path / "cache") as client, ThreadPoolExecutor(2) as pool:
+        ids = {run["name"]: run["id"] for run in client.get("/api/runs").json()["runs"]}
+        with closing(sqlite3.connect(path / "ledger.sqlite", isolation_level=None)) as writer:
+            writer.execute("PRAGMA journal_mode = DELETE")
+            writer.execute("BEGIN EXCLUSIVE")
+            held = lock.acquire(path)
+            asked = {pool.submit(client.get, "/api/diff", params=ids) for _ in range(2)}
+            done, waiting = wait(asked, 30, FIRST_COMPLETED)
+            assert [reply.result().status_code for reply in done] == [429]
+        os.close(held)
+        assert [reply.result().status_code for reply in waiting] == [200]
+
+
+def test_the_end_of_the_process_waits_for_no_reading() -> None:
+    program = (
+        "import time; from stretto.watch.web.thread import ReadingThread; ReadingThread('w').submit(time.sleep, 3600)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_a_run_that_cannot_be_summed_up_is_a_row_among_the_others(tmp_path: Path) -> None:
+    class Broken(WatchedRun):
+        def summary(self) -> RunSummary:
+            raise ZeroDivisionError("by zero")
+
+    class Both(Catalog):
+        def all(self) -> list[WatchedRun]:
+            return [Broken("x", tmp_path, "broken", Cache(tmp_path / "c")), *super().all()]
+
+    write_run(tmp_path / "runs" / "good")
+    rows = list_page(Both([tmp_path / "runs"], tmp_path / "cache"))["runs"]
+    assert [(row.name, row.state, row.fault) for row in rows] == [
+        ("broken", "unreadable", "by zero"),
+        ("good", "finished", None),
+    ]
+
+
+def test_a_row_reads_the_recipe_once_and_opens_the_ledger_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, opened = _watched(write_run(tmp_path / "run")), list[Path]()
+
+    def counting(folder: Path) -> AbstractContextManager[sqlite3.Connection]:
+        opened.append(folder)
+        return read_ledger(folder)
+
+    monkeypatch.setattr(run_module, "read_ledger", counting)
+    row = run.summary()
+    assert (row.step, row.engines, row.trajectories["issued"] if row.trajectories else None) == (2, 2, 8)
+    assert opened == [run.folder]
+    assert run.recipe() is run.recipe()
+    (run.folder / "recipe.toml").write_text("[trainer]\nsteps = 40\n")
+    assert run.summary().steps == 40
+
+
+def test_an_alarm_of_a_running_run_ends_with_it(tmp_path: Path) -> None:
+    run = _watched(write_run(tmp_path / "run"))
+    with (run.folder / "large").open("wb") as file:
+        file.truncate(1 << 43)  # 8 TiB in 2 steps of 3
+    held = lock.acquire(run.folder)
+    while run.advance(1.0):
+        pass
+    assert [alarm.name for alarm in run.alarms()] == ["disk_filling"]
+    os.close(held)
+    assert run.alarms() == []
+
+
+def test_metrics_that_were_written_again_in_place_are_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(_lines(1, 2))
+    steps = Steps(path, Cache(tmp_path / "cache.sqlite"))
+    assert steps.advance() is False
+    path.write_bytes(_lines(5, 6, 7))  # the same file, and longer
+    assert steps.advance() is False
+    assert (steps.table["step"].tolist(), steps.epoch) == ([5, 6, 7], 1)
+    path.write_bytes(_lines(5, 6, 7, 8))
+    assert steps.advance() is False
+    assert (steps.table["step"].tolist(), steps.epoch) == ([5, 6, 7, 8], 1)
+
+
+def test_a_number_that_no_column_can_hold_leaves_the_lines_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(_lines(1, 1 << 63, 3))
+    steps = Steps(path, Cache(tmp_path / "cache.sqlite"))
+    assert steps.advance() is False
+    assert steps.table["step"].tolist() == [1, 3]
+    assert steps.fault == "metrics.jsonl: line 2 cannot be read: step has more than 64 bits"
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)  # a folder in the place of its file
+    cache.save("steps", {}, None)
+    assert cache.load("steps", int) is None
