@@ -47,7 +47,7 @@ class Seconds:
     def load(self) -> float:
         return self.pause
 
-    def judge(self, completions: int) -> float:
+    def judge(self) -> float:
         return self.judging
 
     def train(self, sequences: Sequence[int]) -> float:
