@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_read_is_a_failed_run_among_others(study: Path, 
     ledger.write_bytes(b"no database" * 1000)
     again = work_on(study, tmp_path / "out")
     assert again.exit_code == 1
-    assert (again.failed.keys(), len(again.finished)) == ({damaged}, 3)
+    assert (list(again.failed), len(again.finished)) == ([damaged], 3)
     assert str(ledger) in again.failed[damaged]
     assert ledger.read_bytes().startswith(b"no database")
 
