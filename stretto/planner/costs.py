@@ -165,24 +165,17 @@ class Costs:
         tokens = max(job.trainer.micro_batch_tokens, job.longest)
         item = BYTES[job.trainer.dtype]
         layer = shape.body / shape.layers * _GATHERED_BYTES
-        if job.trainer.activation_checkpointing:
-            kept = tokens * shape.hidden_size * (shape.layers + _KEPT) * item
-        else:
-            kept = tokens * shape.hidden_size * shape.layers * _KEPT * item
+        layers = shape.layers + _KEPT if job.trainer.activation_checkpointing else shape.layers * _KEPT
+        kept = tokens * shape.hidden_size * layers * item
         logits = 2 * 4 * min(tokens * shape.vocab_size, _CHUNK_LOGITS)
         trainer = shape.parameters * _TRAINED_BYTES / layout.ranks + 2 * layer + kept + logits
         engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor
         available = self.machine.memory_gib * (1 - _RESERVED)
-        wanted = self.cache_tokens_wanted * self._token_bytes / 2**30
+        wanted = job.engine.slots * job.longest * self._token_bytes / 2**30
         room = max(0.0, available - engine / 2**30)
         asked = wanted if job.engine.kind != "native" else min(wanted, job.engine.cache_gib)
         completion = job.longest * self._token_bytes * self._waste / 2**30
         return Memory(trainer / 2**30, engine / 2**30, min(asked, room), available, completion)
-
-    @property
-    def cache_tokens_wanted(self) -> float:
-        """Of all slots at the longest completions."""
-        return float(self.job.engine.slots * self.job.longest)
 
     def cache_tokens(self) -> float:
         """Tokens that the KV cache of one engine holds."""

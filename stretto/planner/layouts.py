@@ -44,15 +44,12 @@ def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
         RecipeError: it does not have the memory; by how much, and what would make it fit.
     """
     layout = own_layout(job)
-
-    def fits(changed: Job) -> bool:
-        return Costs(changed, machine, layout).memory().missing <= 0
-
-    if not fits(job):
-        memory = Costs(job, machine, layout).memory()
+    memory = Costs(job, machine, layout).memory()
+    if memory.missing > 0:
+        settings = _settings_that_fit(job, lambda changed: Costs(changed, machine, layout).memory().missing <= 0)
         trains = memory.trainer >= memory.generation
         place = f"trainer.ranks = {layout.ranks}" if trains else f"engine.count = {layout.engines}"
-        remedies = _settings_that_fit(job, fits) or [_SMALLER, "give --gpus N for the layouts of N devices"]
+        remedies = settings or [_SMALLER, "give --gpus N for the layouts of N devices"]
         raise RecipeError([Problem(place, f"the layout lacks the memory: {_lack(memory)}", _any_of(remedies))])
     return layout
 

@@ -117,12 +117,9 @@ def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[
     """The candidates with the least estimates, one for each split; fewer devices too where they may cost less."""
     chosen: dict[Layout, Candidate] = {}
     for number in (devices, devices // 2, devices // 4) if goal == "cost" else (devices,):
-        if number == devices or number >= 2:
-            with (
-                suppress(RecipeError) if number < devices else nullcontext()
-            ):  # fewer devices may have too little memory
-                for one in candidates(job, machine, number):
-                    chosen.setdefault(one.layout, one)
+        with suppress(RecipeError) if number < devices else nullcontext():  # fewer may have too little memory
+            for one in candidates(job, machine, number):
+                chosen.setdefault(one.layout, one)
 
     def price(one: Candidate) -> float:
         return one.estimate * (one.layout.devices if goal == "cost" else 1)

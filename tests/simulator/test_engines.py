@@ -179,8 +179,8 @@ def test_an_aborted_group_leaves_with_what_it_has() -> None:
 
 
 def test_two_engines_share_the_groups_and_a_step_takes_half() -> None:
-    """Synchronous batches of 4 completions of 5 tokens: 5 steps of 4 s with one engine, of 2 s with two; 1 s of judging,
-    or 2 s where two judge at a time, and 1 s of training."""
+    """Synchronous batches of 4 completions of 5 tokens: 5 steps of 4 s with one engine, of 2 s with two; 1 s of
+    judging, or 2 s where two judge at a time, and 1 s of training."""
     config = RolloutConfig(batch_size=4, group_size=1, max_in_flight=4, max_staleness=0)
     for engines, judges, seconds in ((1, 4, 22.0), (2, 4, 12.0), (1, 2, 23.0)):
         limits, durations = EngineLimits(count=engines), Seconds(judging=1.0)
