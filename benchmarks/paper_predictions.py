@@ -38,6 +38,7 @@ TABLE_1 = (  # recipe, nodes, tensor, steps, staleness, hours
 )
 FIGURE_5C = {0: 128.7, 1: 269.3, 2: 356.6, 4: 356.6, 8: 371.7, 16: 382.4, math.inf: 396.8}  # thousand tokens/s
 FIGURE_4 = {"math_1.5b": (1, (32, 64, 128, 256)), "math_7b": (1, (64, 128, 256, 512)), "math_32b": (4, (256, 512))}
+_WORKERS = 8  # of the recipes' rewards; this machine, which checks the recipes, may carry fewer
 SPLITS = (2, 3, 4, 5, 6, 8)  # sixteenths of the devices that train
 VERL = ((16, 16, 294.77), (32, 32, 189.26), (64, 64, 150.63))  # devices that generate and train, seconds of a step
 
@@ -58,7 +59,7 @@ def jobs() -> dict[str, Job]:
     found = {
         row[0]: job_of(RECIPES / f"{row[0]}.toml", ["rewards.workers=1"], None, lambda text: None) for row in TABLE_1
     }
-    return {name: replace(job, lengths=lengths) for name, job in found.items()}
+    return {name: replace(job, lengths=lengths, reward_workers=_WORKERS) for name, job in found.items()}
 
 
 def table_1(known: dict[str, Job], machine: MachineProfile) -> list[dict[str, Any]]:

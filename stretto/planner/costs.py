@@ -11,7 +11,8 @@ products and its bytes at the rate of memory. The formulas:
     ranks           FSDP (arXiv 2304.11277, section 4): each pass over a micro-batch gathers the parameters forward and
                     backward and scatters the gradients, while products go on
     tensor parallel Megatron-LM (arXiv 1909.08053): two all-reduces of the activations in each layer
-    memory          ZeRO (arXiv 1910.02054): weights, gradients and Adam's moments, 16 bytes per parameter in float32
+    memory          ZeRO (arXiv 1910.02054): weights, gradients and Adam's moments, 16 bytes per parameter in float32;
+                    `trainer.dtype` is that of the arithmetic, so that parameters are gathered in float32 too
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from stretto.planner.job import BYTES, Job
 from stretto.planner.machine import MachineProfile
 
+_GATHERED_BYTES = 4  # of a parameter: ranks shard float32, and the products convert it
 _TRAINED_BYTES = 16  # of a parameter: weight, gradient and two moments in float32
 _KEPT = 40  # numbers of the model's width that a layer keeps for each token, as `stretto train --dry-run` counts them
 _CHUNK_LOGITS = 1 << 28  # the trainer computes no more of them at a time
@@ -45,21 +47,28 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """GiB of one device of each side, and those of a device; the KV cache gets what is left."""
+    """GiB of one device of each side, and those of a device; the KV cache gets what is left. `completion` is the part
+    of the KV cache without which an engine cannot finish its longest completion."""
 
     trainer: float
     engine: float
     cache: float
     available: float
+    completion: float
 
     @property
     def most(self) -> float:
         return max(self.trainer, self.engine + self.cache)
 
     @property
+    def generation(self) -> float:
+        """GiB that an engine needs at least."""
+        return self.engine + self.completion
+
+    @property
     def missing(self) -> float:
         """GiB by which the fuller side exceeds a device; not positive where it fits."""
-        return max(self.trainer, self.engine) - self.available
+        return max(self.trainer, self.generation) - self.available
 
 
 @dataclass(frozen=True)
@@ -77,10 +86,10 @@ class Costs:
         weights = (shape.body + shape.embedding) / tensor
         products = 2.0 * weights * rows / machine.decode_flops
         read = weights * BYTES[job.engine.dtype] / machine.weight_bandwidth
-        cache = cached * shape.cache_bytes(job.engine.dtype) / tensor / machine.cache_bandwidth
+        cache = cached * self._token_bytes / machine.cache_bandwidth
         fixed = machine.step_seconds + shape.layers * machine.layer_seconds
         each = machine.row_seconds + shape.layers * shape.hidden_size * machine.row_width_seconds
-        by_rows = rows * (each + machine.serve_seconds / job.lengths.mean)  # so many end in a step
+        by_rows = rows * (each + machine.serve_seconds / job.lengths.mean)  # rows / mean of them end in a step
         return self.slower_generation * (fixed + by_rows + max(products, read) + cache + self._reduced(rows))
 
     def prefill(self, contexts: Sequence[float]) -> float:
@@ -102,8 +111,8 @@ class Costs:
         machine, parameters = self.machine, self.job.shape.parameters / self.layout.tensor
         return self.slower_generation * (machine.load_seconds + machine.load_parameter_seconds * parameters)
 
-    def judge(self, completions: int) -> float:
-        return completions * self.machine.judge_seconds
+    def judge(self) -> float:
+        return self.machine.judge_seconds
 
     def train(self, sequences: Sequence[int]) -> float:
         job, machine, shape, ranks = self.job, self.machine, self.job.shape, self.layout.ranks
@@ -126,11 +135,11 @@ class Costs:
         return 2.0 * (shape.body * tokens + shape.embedding * sampled) + attention
 
     def _gather(self) -> float:
-        """Seconds in which each rank gets the parts of all others; bfloat16 where the arithmetic is."""
-        ranks, shape, trainer = self.layout.ranks, self.job.shape, self.job.trainer
+        """Seconds in which each rank gets the parts of all others."""
+        ranks, shape = self.layout.ranks, self.job.shape
         if ranks == 1:
             return 0.0
-        size = shape.parameters * BYTES[trainer.dtype] * (ranks - 1) / ranks
+        size = shape.parameters * _GATHERED_BYTES * (ranks - 1) / ranks
         return self._collective(ranks, size) + shape.layers * self.machine.link_seconds
 
     def _reduced(self, tokens: float) -> float:
@@ -155,28 +164,29 @@ class Costs:
         job, shape, layout = self.job, self.job.shape, self.layout
         tokens = max(job.trainer.micro_batch_tokens, job.longest)
         item = BYTES[job.trainer.dtype]
-        layer = shape.body / shape.layers * item
-        if job.trainer.activation_checkpointing:
-            kept = tokens * shape.hidden_size * (shape.layers + _KEPT) * item
-        else:
-            kept = tokens * shape.hidden_size * shape.layers * _KEPT * item
+        layer = shape.body / shape.layers * _GATHERED_BYTES
+        layers = shape.layers + _KEPT if job.trainer.activation_checkpointing else shape.layers * _KEPT
+        kept = tokens * shape.hidden_size * layers * item
         logits = 2 * 4 * min(tokens * shape.vocab_size, _CHUNK_LOGITS)
         trainer = shape.parameters * _TRAINED_BYTES / layout.ranks + 2 * layer + kept + logits
         engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor
         available = self.machine.memory_gib * (1 - _RESERVED)
-        wanted = self.cache_tokens_wanted * shape.cache_bytes(job.engine.dtype) / layout.tensor / 2**30
+        wanted = job.engine.slots * job.longest * self._token_bytes / 2**30
         room = max(0.0, available - engine / 2**30)
         asked = wanted if job.engine.kind != "native" else min(wanted, job.engine.cache_gib)
-        return Memory(trainer / 2**30, engine / 2**30, min(asked, room), available)
-
-    @property
-    def cache_tokens_wanted(self) -> float:
-        """Of all slots at the longest completions."""
-        return float(self.job.engine.slots * self.job.longest)
+        completion = job.longest * self._token_bytes * self._waste / 2**30
+        return Memory(trainer / 2**30, engine / 2**30, min(asked, room), available, completion)
 
     def cache_tokens(self) -> float:
         """Tokens that the KV cache of one engine holds."""
-        job, shape = self.job, self.job.shape
-        waste = NATIVE_SLOT if job.engine.kind == "native" else 1.0
-        held = self.memory().cache * 2**30 * self.layout.tensor / shape.cache_bytes(job.engine.dtype) / waste
-        return max(held, float(job.longest))
+        return self.memory().cache * 2**30 / self._token_bytes / self._waste
+
+    @property
+    def _token_bytes(self) -> float:
+        """Of a token's keys and values on one device of an engine; fewer heads than devices are replicated."""
+        shape = self.job.shape
+        return shape.cache_bytes(self.job.engine.dtype) / min(self.layout.tensor, shape.kv_heads)
+
+    @property
+    def _waste(self) -> float:
+        return NATIVE_SLOT if self.job.engine.kind == "native" else 1.0

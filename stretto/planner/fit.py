@@ -46,7 +46,7 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class LoadSample:
-    """Seconds for which an engine paused to load so many parameters."""
+    """Seconds for which an engine paused to load that number of parameters."""
 
     parameters: int
     seconds: float
@@ -133,5 +133,5 @@ def _forward(shape: ModelShape, lengths: Sequence[int], through_the_output: int)
 
 
 def _rate(seconds: float) -> float:
-    """Of what takes so many seconds each."""
+    """Of what takes that time each."""
     return float(min(_FREE, 1.0 / seconds if seconds > 0 else inf))

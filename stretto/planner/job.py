@@ -61,6 +61,7 @@ class Job:
     trainer: TrainerConfig
     longest: int  # tokens of the longest prompt with the longest completion
     proximal: float = 0.0
+    reward_workers: int = 1
 
     @property
     def completions(self) -> int:

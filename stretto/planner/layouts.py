@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from stretto.core.errors import Problem, RecipeError
-from stretto.planner.costs import Costs, Layout
+from stretto.planner.costs import Costs, Layout, Memory
 from stretto.planner.job import Job
 from stretto.planner.machine import MachineProfile
 
@@ -18,6 +18,7 @@ _FINE = 16  # devices up to which every split is tried
 _MICRO_BATCHES = (1, 2, 4)  # times the recipe's
 _MOST_DEVICES = 1 << 16
 _TENSOR_WORDS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
+_SMALLER = "devices with more memory, or shorter completions (sampling.max_tokens)"
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,28 @@ def own_layout(job: Job) -> Layout:
     return Layout(job.engine.count, job.trainer.ranks, max(1, int(sizes[-1])) if sizes else 1)
 
 
-def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Candidate]:
-    """Layouts of so many devices that have the memory, by their estimates.
+def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
+    """The layout that the recipe asks for.
 
     Raises:
-        RecipeError: none has it; by how much, and what would make it fit.
+        RecipeError: it does not have the memory; by how much, and what would make it fit.
+    """
+    layout = own_layout(job)
+    memory = Costs(job, machine, layout).memory()
+    if memory.missing > 0:
+        settings = _settings_that_fit(job, lambda changed: Costs(changed, machine, layout).memory().missing <= 0)
+        trains = memory.trainer >= memory.generation
+        place = f"trainer.ranks = {layout.ranks}" if trains else f"engine.count = {layout.engines}"
+        remedies = settings or [_SMALLER, "give --gpus N for the layouts of N devices"]
+        raise RecipeError([Problem(place, f"the layout lacks the memory: {_lack(memory)}", _any_of(remedies))])
+    return layout
+
+
+def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Candidate]:
+    """Layouts of this number of devices that have the memory, by their estimates.
+
+    Raises:
+        RecipeError: none has it; by how much, and what would make it fit. Or a batch feeds no rank.
     """
     found = list(_all(job, machine, devices))
     fitting = [one for one in found if Costs(one.job, machine, one.layout).memory().missing <= 0]
@@ -50,9 +68,7 @@ def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Candidat
 
 
 def _all(job: Job, machine: MachineProfile, devices: int) -> Iterator[Candidate]:
-    for layout in _layouts(devices, machine):
-        if layout.ranks * job.trainer.minibatches > job.completions:
-            continue  # ranks would be idle
+    for layout in _layouts(job, devices, machine):
         for times in _MICRO_BATCHES:
             tokens = job.trainer.micro_batch_tokens * times
             if times > 1 and tokens > job.completions * job.lengths.mean / layout.ranks:
@@ -72,14 +88,29 @@ def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: floa
     return Candidate(planned, layout, _estimate(Costs(planned, machine, layout)))
 
 
-def _layouts(devices: int, machine: MachineProfile) -> Iterator[Layout]:
-    splits = range(1, devices) if devices <= _FINE else sorted({devices * part // 16 for part in _SIXTEENTHS})
+def _layouts(job: Job, devices: int, machine: MachineProfile) -> Iterator[Layout]:
+    most = _most_ranks(job)
+    splits = set(range(1, devices)) if devices <= _FINE else {devices * part // 16 for part in _SIXTEENTHS}
+    if most < min(splits, default=0):  # of many devices a small batch feeds few ranks
+        splits = {1 << power for power in range(most.bit_length())} | {most}
     for tensor in _TENSOR:
-        if tensor > machine.node_devices:
-            return
-        for ranks in splits:
-            if ranks and devices - ranks >= tensor and (devices - ranks) % tensor == 0:
-                yield Layout((devices - ranks) // tensor, ranks, tensor)
+        if tensor <= machine.node_devices and _divides(job, tensor):
+            for ranks in sorted(splits):
+                if 0 < ranks <= most and devices - ranks >= tensor and (devices - ranks) % tensor == 0:
+                    yield Layout((devices - ranks) // tensor, ranks, tensor)
+
+
+def _most_ranks(job: Job) -> int:
+    """More would be idle."""
+    return job.completions // job.trainer.minibatches
+
+
+def _divides(job: Job, tensor: int) -> bool:
+    """Whether engines can be of this number of devices: servers share out whole heads, and replicate those of the KV
+    cache where there are fewer; the native engine has one device."""
+    kv_heads = job.shape.kv_heads
+    shared = job.shape.heads % tensor == 0 and max(tensor, kv_heads) % min(tensor, kv_heads) == 0
+    return tensor == 1 or (shared and job.engine.kind != "native")
 
 
 def _estimate(costs: Costs) -> float:
@@ -96,30 +127,45 @@ def _estimate(costs: Costs) -> float:
 
 def _too_large(job: Job, machine: MachineProfile, devices: int, found: list[Candidate]) -> Problem:
     place = f"--gpus {devices}"
+    if not found and not _most_ranks(job):
+        said = f"{job.completions} completions a step cannot be shared out to {job.trainer.minibatches} minibatches"
+        return Problem(place, said, f"trainer.minibatches can be {job.completions} at most")
     if not found:
         return Problem(place, "too few devices to generate and to train", "two are needed at least")
     least = min((Costs(one.job, machine, one.layout).memory() for one in found), key=lambda memory: memory.missing)
-    side = "training" if least.trainer >= least.engine else "generation"
-    said = (
-        f"no layout has the memory: {side} needs {max(least.trainer, least.engine):.1f} GiB of a device, of which "
-        f"{least.available:.1f} GiB can be used: {least.missing:.1f} GiB too much"
+    return Problem(place, f"no layout has the memory: {_lack(least)}", _any_of(_remedies(job, machine, devices)))
+
+
+def _lack(memory: Memory) -> str:
+    trains = memory.trainer >= memory.generation
+    side, needed = ("training", memory.trainer) if trains else ("generation", memory.generation)
+    return (
+        f"{side} needs {needed:.1f} GiB of a device, of which {memory.available:.1f} GiB can be used: "
+        f"{memory.missing:.1f} GiB too much"
     )
-    return Problem(place, said, "what would make it fit: " + ", or ".join(_remedies(job, machine, devices)))
 
 
-def _remedies(job: Job, machine: MachineProfile, devices: int) -> list[str]:
+def _any_of(remedies: list[str]) -> str:
+    return "what would make it fit: " + ", or ".join(remedies)
+
+
+def _settings_that_fit(job: Job, fits: Callable[[Job], bool]) -> list[str]:
     settings: list[tuple[str, dict[str, object]]] = [
         ("trainer.activation_checkpointing=true", {"activation_checkpointing": True}),
         (f"trainer.micro_batch_tokens={job.longest}", {"micro_batch_tokens": job.longest}),
     ]
-    remedies = [words for words, change in settings if _fits(job.with_settings({}, {}, change), machine, devices)]
+    return [words for words, change in settings if fits(job.with_settings({}, {}, change))]
+
+
+def _remedies(job: Job, machine: MachineProfile, devices: int) -> list[str]:
+    remedies = _settings_that_fit(job, lambda changed: _fits(changed, machine, devices))
     saving = job.with_settings({}, {}, {"activation_checkpointing": True})
     more = devices * 2
     while more <= _MOST_DEVICES and not _fits(saving, machine, more):
         more *= 2
     if more <= _MOST_DEVICES:
         remedies.append(f"--gpus {more} with activation checkpointing")
-    return remedies or ["devices with more memory, or shorter completions (sampling.max_tokens)"]
+    return remedies or [_SMALLER]
 
 
 def _fits(job: Job, machine: MachineProfile, devices: int) -> bool:

@@ -53,7 +53,7 @@ from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
 from stretto.weights.folder import remove, shared_folder
-from stretto.weights.shared_memory import SharedMemoryPublisher
+from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 
 _ALPHABET = "0123456789+-=abcdefghijklmnopqr"
 _PROMPT = 10
@@ -196,21 +196,23 @@ def _measure_trainer(shape: ModelShape, folder: Path, found: Measurements) -> No
     trainer = Trainer(load_policy(folder, attention=PACKED_ATTENTION), config, algorithm, Sampling(max_tokens=512))
     run, version = f"{_RUN}.{os.getpid()}", 0
     place = shared_folder(4 * shape.parameters, folder)
-    publisher = SharedMemoryPublisher(run, place)
+    publisher, subscriber = SharedMemoryPublisher(run, place), SharedMemorySubscriber(run, place)
     try:
         for completions, length in ((16, 20), (64, 10), (64, 40), (64, 40), (128, 30), (128, 60)):
             for repeat in range(3):
                 batch = _batch(completions, length, shape.vocab_size, version)
                 began = _now()
                 trainer.train(batch)
-                trained = _now()
                 trainer.publish(publisher)
+                published = _now()
                 version += 1
+                subscriber.load(version)
+                loadable = _now()
                 if repeat:
                     sequences = (length + _PROMPT,) * completions
                     passes = -(-sum(sequences) // config.micro_batch_tokens)
-                    found.trainings.append(TrainSample(shape, sequences, passes, _now() - began))
-                    found.transfers.append(_now() - trained)
+                    found.trainings.append(TrainSample(shape, sequences, passes, published - began))
+                    found.transfers.append(loadable - published)
     finally:
         remove(run, place)
 

@@ -11,7 +11,7 @@ from stretto.core.errors import RecipeError
 from stretto.core.records import Record
 from stretto.planner.costs import Costs, Layout
 from stretto.planner.job import Job
-from stretto.planner.layouts import Candidate, candidate, candidates, own_layout
+from stretto.planner.layouts import Candidate, candidate, candidates, fitting_own_layout
 from stretto.planner.lengths import Lengths
 from stretto.planner.machine import MachineProfile
 from stretto.rollout.controller import InRounds
@@ -54,7 +54,7 @@ class LayoutPrediction(Record, frozen=True):
     memory: Mapping[str, float]  # GiB of a device: trainer, engine, cache
     masked: float  # share of the trained completions' tokens
     recomputed: float  # tokens computed again, for each sampled one
-    waits_for: str  # what a step waits for: generation or training
+    waits_for: str  # what a step waits for: generation, judging or training
 
 
 class RunPlan(Record, frozen=True):
@@ -88,13 +88,13 @@ class Grained:
 
 
 def plan(job: Job, machine: MachineProfile, devices: int | None, goal: str = "time", seed: int = 1) -> RunPlan:
-    """The best layouts of so many devices; without a number, the recipe's own.
+    """The best layouts of this number of devices; without one, the recipe's own.
 
     Raises:
         RecipeError: no layout has the memory.
     """
     if devices is None:
-        found = [predict(job, machine, own_layout(job), seed)]
+        found = [predict(job, machine, fitting_own_layout(job, machine), seed)]
     else:
         chosen = _chosen(job, machine, devices, goal)
         found = [predict(one.job, machine, one.layout, seed) for one in chosen]
@@ -117,12 +117,9 @@ def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[
     """The candidates with the least estimates, one for each split; fewer devices too where they may cost less."""
     chosen: dict[Layout, Candidate] = {}
     for number in (devices, devices // 2, devices // 4) if goal == "cost" else (devices,):
-        if number == devices or number >= 2:
-            with (
-                suppress(RecipeError) if number < devices else nullcontext()
-            ):  # fewer devices may have too little memory
-                for one in candidates(job, machine, number):
-                    chosen.setdefault(one.layout, one)
+        with suppress(RecipeError) if number < devices else nullcontext():  # fewer may have too little memory
+            for one in candidates(job, machine, number):
+                chosen.setdefault(one.layout, one)
 
     def price(one: Candidate) -> float:
         return one.estimate * (one.layout.devices if goal == "cost" else 1)
@@ -167,7 +164,17 @@ def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: 
     config = rollout.model_copy(update={"filter": "none", "success_rate_min": 0.0, "success_rate_max": 1.0})
     pacing = InRounds() if rounds else None
     lengths = Grained(job.lengths, grain)
-    return SimulatedRun(config, lengths, steps, seed, durations=costs, limits=limits, pacing=pacing, warm=warm).run()
+    return SimulatedRun(
+        config,
+        lengths,
+        steps,
+        seed,
+        durations=costs,
+        limits=limits,
+        pacing=pacing,
+        warm=warm,
+        judges=job.reward_workers,
+    ).run()
 
 
 def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
@@ -196,7 +203,7 @@ def _prediction(costs: Costs, report: SimulationReport, steps: int, grain: int) 
     hours = (costs.machine.start_seconds + step_seconds * job.trainer.steps) / 3600
     generation = min(1.0, report.generating / report.seconds / layout.engines)
     training = min(1.0, report.training / report.seconds)
-    judging = report.judging / report.seconds
+    judging = min(1.0, report.judging / report.seconds / job.reward_workers)
     busy = {f"engine-{number}": round(generation, 4) for number in range(layout.engines)}
     bound = job.rollout.max_staleness
     return LayoutPrediction(
@@ -216,5 +223,5 @@ def _prediction(costs: Costs, report: SimulationReport, steps: int, grain: int) 
         memory={"trainer": memory.trainer, "engine": memory.engine, "cache": memory.cache},
         masked=round(report.masked_share, 4),
         recomputed=round(report.recomputed / max(1.0, report.sampled), 4),
-        waits_for="training" if training > _BUSY else "generation",
+        waits_for="training" if training > _BUSY else "judging" if judging > _BUSY else "generation",
     )

@@ -36,8 +36,8 @@ class Durations(Protocol):
     def load(self) -> float:
         """The pause in which an engine loads weights."""
 
-    def judge(self, completions: int) -> float:
-        """From the end of a group's last completion until the group is finished."""
+    def judge(self) -> float:
+        """The judging of one completion, by one worker; those of a group begin after its last completion."""
 
     def train(self, sequences: Sequence[int]) -> float:
         """A training step, from the batch to the publication; tokens of each sequence, its prompt included."""

@@ -21,7 +21,7 @@ class SimulationReport:
     waiting: float = 0.0  # seconds in which the trainer was idle
     training: float = 0.0  # seconds in which it was not
     generating: float = 0.0  # seconds in which engines worked, summed over them
-    judging: float = 0.0  # seconds of judging, summed over groups
+    judging: float = 0.0  # seconds of judging, summed over completions
     sampled: float = 0.0  # tokens of the model, of all completions
     recomputed: float = 0.0  # tokens of the model whose KV cache was computed again
     preempted: float = 0.0  # completions that left a full cache

@@ -6,6 +6,7 @@ version is the one that was live when it was sampled.
 
 from __future__ import annotations
 
+import heapq
 import random
 from functools import partial
 
@@ -36,7 +37,8 @@ class SimulatedRun:
     """One run of `steps` training steps; the same seed gives the same run.
 
     `workload` says how long completions are and which groups fail, `durations` how long everything takes (default: what
-    the workload says), `limits` what engines there are. The report begins after the first `warm` steps.
+    the workload says), `limits` what engines there are, `judges` how many completions are judged at
+    a time. The report begins after the first `warm` steps.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class SimulatedRun:
         limits: EngineLimits | None = None,
         pacing: Pacing | None = None,
         warm: int = 0,
+        judges: int = 1,
     ) -> None:
         if durations is None:
             assert isinstance(workload, Workload), "lengths alone say no durations"
@@ -74,6 +77,7 @@ class SimulatedRun:
         ]
         self._flights: dict[str, tuple[Flight, SimulatedEngine]] = {}
         self._idle_since: float | None = 0.0
+        self._free = [0.0] * judges  # a heap: the times at which each has judged what it was given
 
     def run(self) -> SimulationReport:
         """Run to the last step. Raises RuntimeError when no event is left before it: the run is stuck."""
@@ -123,12 +127,18 @@ class SimulatedRun:
         if len(flight.versions) < len(flight.lengths) or flight.judged:
             return
         flight.judged = True
-        seconds = self._durations.judge(len(flight.lengths))
-        self.report.judging += seconds
-        if seconds:
-            self.clock.call_after(seconds, lambda: self._finish(flight))
-        else:
+        seconds, judged = self._durations.judge(), self.clock.now()
+        if not seconds:
             self._finish(flight)
+            return
+        for _ in flight.lengths:
+            judged = max(self._free[0], self.clock.now()) + seconds
+            heapq.heapreplace(self._free, judged)
+        self.clock.call_at(judged, lambda: self._judge(flight, seconds * len(flight.lengths)))
+
+    def _judge(self, flight: Flight, seconds: float) -> None:
+        self.report.judging += seconds
+        self._finish(flight)
 
     def _finish(self, flight: Flight) -> None:
         ticket = flight.ticket

@@ -59,7 +59,7 @@ class Workload:
     def load(self) -> float:
         return 0.0
 
-    def judge(self, completions: int) -> float:
+    def judge(self) -> float:
         return 0.0
 
     def train(self, sequences: Sequence[int]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.processes.stopping import until_cut_short
 from stretto.store.files import write_atomically
 from stretto.study.conduct import conduct
 from stretto.study.definition import load_study
@@ -33,13 +33,13 @@ def perform(
 
     Raises:
         UserError: with every mistake of the study, or of its folder.
-        StoreError: a run folder cannot be read.
+        SystemExit: with 130, where a second signal has cut it short; the runs under way have ended.
     """
     path = find_study(study)
     loaded = load_study(path, seeds, steps)
     with StudyFolder.take(out or Path("studies") / loaded.name, loaded) as folder:
         _say(f"{len(loaded.cells)} cells, {len(loaded.runs)} runs in {folder.path}")
-        progress = asyncio.run(conduct(loaded, folder, runner(folder), _say))
+        progress = until_cut_short(conduct(loaded, folder, runner(folder), _say))
         result = summarise(loaded, progress)
         write_atomically(folder.results, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
         write_atomically(folder.table, table(result).encode())

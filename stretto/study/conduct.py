@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.machine import cores
 from stretto.core.tasks import gather_or_cancel
 from stretto.launch.recipe.recipe import Recipe
@@ -30,16 +31,18 @@ class StudyProgress:
 
 
 async def conduct(study: Study, folder: StudyFolder, runner: StudyRunner, say: Say) -> StudyProgress:
-    """Train what is not finished yet, until all runs are, or a stop is requested.
-
-    Raises:
-        StoreError: a run folder cannot be read.
-    """
-    stop, progress = StopSignal(), StudyProgress()
+    """Train what is not finished yet, until all runs are, or a stop is requested. A run whose folder cannot be read has
+    failed, and is left as it is."""
+    stop, progress, waiting = StopSignal(), StudyProgress(), deque[PlannedRun]()
     for run in study.runs:
-        if (outcome := _outcome(folder, run)) is not None:
-            progress.finished[run.digest] = outcome
-    waiting = deque(run for run in study.runs if run.digest not in progress.finished)
+        try:
+            if (outcome := _outcome(folder, run)) is not None:
+                progress.finished[run.digest] = outcome
+            else:
+                waiting.append(run)
+        except (StoreError, RunFolderError) as error:
+            progress.failed[run.digest] = str(error)
+            say(f"{_name(study, run)}: failed: {error}")
     total = len(study.runs)
     if progress.finished:
         say(f"{len(progress.finished)} of {total} runs are finished already")
@@ -47,9 +50,11 @@ async def conduct(study: Study, folder: StudyFolder, runner: StudyRunner, say: S
     async def work() -> None:
         while waiting and not stop.requested:
             run, start = waiting.popleft(), time.monotonic()
-            name = f"{study.cells[run.cell].name}, seed {run.seed}"
-            failure = await runner.train(run, stop)
-            outcome = _outcome(folder, run)
+            failure, outcome = await runner.train(run, stop), None
+            try:
+                outcome = _outcome(folder, run)
+            except (StoreError, RunFolderError) as error:
+                failure = f"{failure}; {error}" if failure else str(error)
             if outcome is not None:
                 progress.finished[run.digest] = outcome
                 told = f"accuracy {outcome.accuracy:.3f} in {outcome.seconds:.1f} s"
@@ -59,12 +64,16 @@ async def conduct(study: Study, folder: StudyFolder, runner: StudyRunner, say: S
                 progress.failed[run.digest] = failure or "it ended before its last evaluation"
                 told = f"failed: {progress.failed[run.digest]}; {folder.log(run)}"
             seconds = time.monotonic() - start
-            say(f"[{len(progress.finished)}/{total}] {name}: {told} ({seconds:.0f} s in all)")
+            say(f"[{len(progress.finished)}/{total}] {_name(study, run)}: {told} ({seconds:.0f} s in all)")
 
     jobs = min(len(waiting), side_by_side([run.recipe for run in waiting]))
     await gather_or_cancel(*(work() for _ in range(jobs)))
     progress.exit_code = stop.exit_code or int(bool(progress.failed))
     return progress
+
+
+def _name(study: Study, run: PlannedRun) -> str:
+    return f"{study.cells[run.cell].name}, seed {run.seed}"
 
 
 def side_by_side(recipes: Sequence[Recipe]) -> int:

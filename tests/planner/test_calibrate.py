@@ -3,17 +3,24 @@
 - what a machine of known numbers would have taken gives these numbers back, whatever the shapes;
 - no number is negative, and what costs nothing has a rate of its own;
 - a measured shape gives samples of every kind, and they make a machine;
+- a publication is counted once;
+- a file that is there stays until it is replaced by a whole measurement; a run that does not end is an error;
 - what of a synchronous run is neither generation, training nor the conductor's work is the engine's server's.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 import pytest
+from torch import Tensor
 
+from stretto.core.errors import RoleDied
 from stretto.engine.config import EngineConfig
+from stretto.launch.commands import calibrate as calibrating
 from stretto.launch.commands.calibrate import between_roles
+from stretto.planner import measure
 from stretto.planner.costs import Costs, Layout
 from stretto.planner.fit import DecodeSample, TrainSample, fit_decode, fit_training, least_squares
 from stretto.planner.job import Job, ModelShape
@@ -23,6 +30,8 @@ from stretto.planner.measure import ON_A_PROCESSOR, Measurements, measure_shape,
 from stretto.rollout.config import RolloutConfig
 from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
 from stretto.trainer.config import TrainerConfig
+from stretto.weights.mailbox import Gather, as_it_is
+from stretto.weights.shared_memory import SharedMemoryPublisher
 
 SHAPES = (
     ModelShape(90_000, 2, 64, 4, 4, 16, 32, tied=True),
@@ -87,9 +96,24 @@ def test_no_number_is_negative() -> None:
     assert least_squares([(1.0, 0.0), (1.0, 1.0)], [2.0, 1.0])[1] == 0.0
 
 
-def test_a_measured_shape_makes_a_machine(tmp_path: Path) -> None:
+class SlowPublisher(SharedMemoryPublisher):
+    """Works for a twentieth of a second more."""
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
+        super().publish(version, tensors, gather)
+        until = time.process_time() + 0.05
+        while time.process_time() < until:
+            pass
+
+
+def test_a_measured_shape_makes_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publication, slow here, is counted once, as the trainer's: a version is transferred from its end."""
+    monkeypatch.setattr(measure, "SharedMemoryPublisher", SlowPublisher)
+    monkeypatch.setattr(measure, "_now", time.process_time)
     found = Measurements()
     measure_shape(ON_A_PROCESSOR[0], tmp_path / "model", found, rows=(2,))
+    assert min(one.seconds for one in found.trainings) > 0.05
+    assert 0 < min(found.transfers) < 0.05
     assert found.decodes
     assert found.prefills
     assert found.trainings
@@ -99,6 +123,30 @@ def test_a_measured_shape_makes_a_machine(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_bytes(msgspec.json.encode(machine))
     assert machine_of(str(path)) == machine
+
+
+def test_a_calibration_that_cannot_begin_leaves_the_machine_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(say: Callable[[str], None]) -> MachineProfile:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrating, "calibrate", stopped)
+    out = tmp_path / "machine.json"
+    out.write_bytes(msgspec.json.encode(KNOWN))
+    with pytest.raises(KeyboardInterrupt):
+        calibrating.calibrate_machine(out, print)
+    assert machine_of(str(out)) == KNOWN
+    assert list(tmp_path.iterdir()) == [out]
+    for place in (tmp_path, tmp_path / "nowhere" / "machine.json"):
+        with pytest.raises(OSError, match="directory") as refused:
+            calibrating.calibrate_machine(place, print)
+        assert refused.value.filename == str(place)
+
+
+def test_a_short_run_that_does_not_end_is_a_role_that_died(tmp_path: Path) -> None:
+    with pytest.raises(RoleDied, match=r"the run of the calibration did not end within 0\.01 s"):
+        calibrating.short_run(tmp_path, patience=0.01)
 
 
 def test_what_is_neither_generation_nor_training_is_the_conductors_and_the_servers() -> None:

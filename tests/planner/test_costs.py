@@ -7,10 +7,13 @@
 - memory is that of weights, gradients, moments and activations on one side, of weights and KV cache on the other.
 """
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 
 from stretto.engine.config import EngineConfig
-from stretto.planner.costs import Costs, Layout
+from stretto.planner.costs import Costs, Layout, Memory
 from stretto.planner.job import Job, ModelShape
 from stretto.planner.lengths import LogNormalLengths
 from stretto.planner.machine import MachineProfile
@@ -47,9 +50,10 @@ def test_a_decode_step_is_the_longer_of_weights_and_products_and_its_cache() -> 
 
 
 def test_tensor_parallelism_divides_a_step_and_adds_its_reductions() -> None:
-    """Half of (3 + 1) seconds; 2 layers * 2 reductions, each of 2 * 3 rows * 20 wide * 4 bytes / 2 at 240 bytes/s."""
+    """Half of 3 seconds, and all of the cache's, whose only head both devices have; 2 layers * 2 reductions, each of
+    2 * 3 rows * 20 wide * 4 bytes / 2 at 240 bytes/s."""
     machine = ROUND.__class__(**{**{f: getattr(ROUND, f) for f in ROUND.__struct_fields__}, "link_bandwidth": 240.0})
-    assert Costs(JOB, machine, Layout(1, 1, tensor=2)).decode(3, 10) == pytest.approx(2.0 + 4 * 1.0)
+    assert Costs(JOB, machine, Layout(1, 1, tensor=2)).decode(3, 10) == pytest.approx(1.5 + 1.0 + 4 * 1.0)
 
 
 def test_a_prefill_multiplies_every_token_and_its_attention() -> None:
@@ -69,9 +73,14 @@ def test_training_is_three_passes_and_a_half_for_the_proximal_policy() -> None:
 
 
 def test_ranks_wait_for_their_parameters_where_that_takes_longer() -> None:
-    """Each of two ranks gets half of 12,000 bytes, three times for its only micro-batch of 10 tokens."""
+    """Each of two ranks gets half of 12,000 bytes, three times for its only micro-batch of 10 tokens; the
+    arithmetic of bfloat16 leaves the parameters in float32."""
     slow = ROUND.__class__(**{**{f: getattr(ROUND, f) for f in ROUND.__struct_fields__}, "link_bandwidth": 10.0})
     assert Costs(JOB, slow, Layout(1, 2)).train([10, 10]) == pytest.approx(3 * 6000 / 10)
+    half = JOB.with_settings({}, {}, {"dtype": "bfloat16"})
+    assert Costs(half, slow, Layout(1, 2)).train([10, 10]) == pytest.approx(3 * 6000 / 10)
+    parts = 48_000 / 2 + 8000 + 18 * 20 * 2 * 40 * 2 + 2 * 4 * 18 * 50  # two layers of 1,000 weights are whole
+    assert Costs(half, slow, Layout(1, 2)).memory().trainer * 2**30 == pytest.approx(parts)
 
 
 def test_memory_is_that_of_both_sides() -> None:
@@ -84,6 +93,22 @@ def test_memory_is_that_of_both_sides() -> None:
     assert memory.missing < 0
     shared = Costs(JOB, ROUND, Layout(1, 4)).memory()
     assert (memory.trainer - shared.trainer) * 2**30 == pytest.approx(36_000)
+
+
+def test_an_engine_needs_room_for_its_longest_completion() -> None:
+    """12,000 bytes of weights fit nine tenths of 13,400; 18 tokens of 160 bytes, in slots that are 3/4 full, do not."""
+    small = msgspec.structs.replace(ROUND, memory_gib=13_400 / 2**30)
+    costs = Costs(JOB, small, Layout(1, 1))
+    assert costs.memory().generation * 2**30 == pytest.approx(12_000 + 18 * 160 * 4 / 3)
+    assert costs.cache_tokens() == pytest.approx(60 / 160 * 3 / 4)
+    assert Memory(trainer=5, engine=11, cache=1, available=12, completion=3).missing == 2
+
+
+def test_heads_of_the_cache_are_replicated_where_there_are_fewer_than_devices() -> None:
+    """Four heads of 10 numbers: a device of two has half of 640 bytes a token; of eight, a quarter as of four."""
+    four = replace(JOB, shape=ModelShape(3000, 2, 20, 8, 4, 10, 50, tied=True))
+    wanted = {tensor: Costs(four, ROUND, Layout(1, 1, tensor)).memory().cache * 2**30 for tensor in (1, 2, 4, 8)}
+    assert wanted == pytest.approx({1: 128 * 18 * 640, 2: 128 * 18 * 320, 4: 128 * 18 * 160, 8: 128 * 18 * 160})
 
 
 def test_the_shape_of_a_known_model() -> None:

@@ -47,7 +47,7 @@ class Seconds:
     def load(self) -> float:
         return self.pause
 
-    def judge(self, completions: int) -> float:
+    def judge(self) -> float:
         return self.judging
 
     def train(self, sequences: Sequence[int]) -> float:
@@ -179,17 +179,18 @@ def test_an_aborted_group_leaves_with_what_it_has() -> None:
 
 
 def test_two_engines_share_the_groups_and_a_step_takes_half() -> None:
-    """Synchronous batches of 4 completions of 5 tokens: 5 steps of 4 s with one engine, of 2 s with two; 1 s of judging
-    and 1 s of training."""
+    """Synchronous batches of 4 completions of 5 tokens: 5 steps of 4 s with one engine, of 2 s with two; 1 s of
+    judging, or 2 s where two judge at a time, and 1 s of training."""
     config = RolloutConfig(batch_size=4, group_size=1, max_in_flight=4, max_staleness=0)
-    for engines, seconds in ((1, 22.0), (2, 12.0)):
-        limits = EngineLimits(count=engines)
-        run = SimulatedRun(config, Same(5), 6, 1, durations=Seconds(judging=1.0), limits=limits, warm=2)
+    for engines, judges, seconds in ((1, 4, 22.0), (2, 4, 12.0), (1, 2, 23.0)):
+        limits, durations = EngineLimits(count=engines), Seconds(judging=1.0)
+        run = SimulatedRun(config, Same(5), 6, 1, durations=durations, limits=limits, warm=2, judges=judges)
         report = run.run()
         assert report.steps == 4
         assert report.seconds == pytest.approx(4 * seconds)
         assert report.training == pytest.approx(4.0)
         assert report.waiting == pytest.approx(4 * (seconds - 1.0))
+        assert report.judging == pytest.approx(4 * 4.0)
         assert report.sampled == 4 * 20
         assert report.staleness_quantile(0.99) == 0
 

@@ -151,6 +151,39 @@ def test_a_study_that_was_stopped_goes_on(study: Path, tmp_path: Path) -> None:
     assert (resumed.exit_code, len(resumed.finished)) == (0, 4)
 
 
+def test_a_folder_that_cannot_be_read_is_a_failed_run_among_others(study: Path, tmp_path: Path) -> None:
+    first = work_on(study, tmp_path / "out", seeds=1)
+    damaged = min(first.finished)
+    ledger = tmp_path / "out" / "runs" / damaged / "ledger.sqlite"
+    for file in ledger.parent.glob("ledger.sqlite*"):
+        file.unlink()
+    ledger.write_bytes(b"no database" * 1000)
+    again = work_on(study, tmp_path / "out")
+    assert again.exit_code == 1
+    assert (list(again.failed), len(again.finished)) == ([damaged], 3)
+    assert str(ledger) in again.failed[damaged]
+    assert ledger.read_bytes().startswith(b"no database")
+
+
+class Hasty(Scribe):
+    """Is asked to stop twice."""
+
+    async def train(self, run: PlannedRun, stop: StopSignal) -> str | None:
+        os.kill(os.getpid(), signal.SIGINT)
+        while not stop.requested:
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(10)
+        return None
+
+
+def test_a_second_request_to_stop_ends_the_study_at_once(study: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        perform(str(study), tmp_path / "out", seeds=1, runner=Hasty)
+    assert ended.value.code == 130
+    StudyFolder.take(tmp_path / "out", load_study(study, seeds=1)).close()  # it is free again
+
+
 def test_a_study_without_finished_runs_has_a_table_too(study: Path, tmp_path: Path) -> None:
     loaded = load_study(study)
     rows = table(summarise(loaded, StudyProgress())).splitlines()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import RoleDied, naming
+from stretto.core.errors import RoleDied
 from stretto.planner.machine import MachineProfile
 from stretto.planner.measure import calibrate
 from stretto.store.files import write_atomically
@@ -60,13 +62,12 @@ def calibrate_machine(out: Path, say: Callable[[str], None]) -> MachineProfile:
 
     Raises:
         OSError: it cannot be written.
-        RoleDied: the run failed.
+        RoleDied: the run failed, or did not end in time.
     """
-    with naming(out):
-        write_atomically(out, b"")  # before two minutes are spent
+    _check_writable(out)  # before two minutes are spent
     machine = calibrate(say)
     with tempfile.TemporaryDirectory(prefix="stretto-calibrate-") as folder:
-        run = _short_run(Path(folder))
+        run = short_run(Path(folder))
     say("measured: a short run")
     whole = msgspec.structs.replace(machine, **between_roles(run))
     write_atomically(out, msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
@@ -86,11 +87,30 @@ def between_roles(run: Inspection) -> dict[str, float]:
     }
 
 
-def _short_run(folder: Path) -> Inspection:
+def _check_writable(out: Path) -> None:
+    """Raises OSError where no file of this name can be made; one that is there stays as it is."""
+    try:
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(out)) from None
+
+
+def short_run(folder: Path, patience: float = _PATIENCE) -> Inspection:
+    """A run of the calibration, in `folder`.
+
+    Raises:
+        RoleDied: it failed, or did not end in `patience` seconds.
+    """
+    name = "the run of the calibration"
     recipe, run = folder / "calibration.toml", folder / "run"
     recipe.write_text(_RECIPE, encoding="utf-8")
     command = (sys.executable, "-m", "stretto.cli.main", "train", str(recipe), "--run-dir", str(run))
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience)
+    except subprocess.TimeoutExpired:
+        raise RoleDied(name, f"did not end within {patience:g} s") from None
     if done.returncode:
-        raise RoleDied("the run of the calibration", f"ended with {done.returncode}: {done.stderr[-400:]}")
+        raise RoleDied(name, f"ended with {done.returncode}: {done.stderr[-400:]}")
     return inspect_run(run)

@@ -86,6 +86,7 @@ def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) ->
         trainer=recipe.trainer,
         longest=asked.longest_prompt + recipe.sampling.max_tokens,
         proximal=(minibatches - 1) / minibatches if anchored else 0.0,
+        reward_workers=recipe.rewards.workers,
     )
 
 

@@ -61,7 +61,7 @@ class EvaluationSet(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
     source: Source = Field(
         description='as one of `[[task.sources]]`, such as { data = "aime.jsonl", mapping = "aime" }'
     )
-    prompts: int = Field(512, ge=1, description="the first so many questions of it")
+    prompts: int = Field(512, ge=1, description="only its first questions, this number of them")
     samples: int = Field(1, ge=1, le=1024, description="completions of each prompt")
     every: int = Field(0, ge=0, description="training steps between evaluations")
     minutes: float = Field(0.0, ge=0, description="minutes between evaluations")

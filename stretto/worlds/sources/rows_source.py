@@ -33,7 +33,7 @@ class RowsSource(BaseModel, extra="forbid", frozen=True):
     subset: str | None = Field(None, description="the dataset's configuration, such as 'main'")
     split: str = Field("train", description="the split of a hub dataset or of a saved folder")
     revision: str | None = Field(None, description="branch, tag or commit of a hub dataset; a commit stays what it is")
-    rows: int | None = Field(None, ge=1, description="the first so many rows; left out: all")
+    rows: int | None = Field(None, ge=1, description="only the first rows, this number of them; left out: all")
     streaming: bool = Field(False, description="read a hub dataset without storing it; needs `rows`")
     mapping: str | None = Field(None, description=f"ready columns: {', '.join(MAPPINGS)}")
     prompt_field: str = Field("prompt", description="key of the question: a text, or chat messages")
