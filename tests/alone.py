@@ -2,8 +2,8 @@
 
     python -m tests.alone CODE                 CODE: pytest's exit code
 
-Nothing but load differs between the two runs, so a test that passes alone is reported as one to be mended, and is not an
-error (decision 0032). More than three failures are never put down to load.
+Nothing but load differs between the two runs, so a test that passes alone is reported as one to be mended, and is no
+error (decision 32). More than three failures are never put down to load.
 """
 
 from __future__ import annotations
