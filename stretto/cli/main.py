@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from stretto import __version__
+from stretto.cli.exporting import export
 from stretto.cli.joining import engine, rank
 from stretto.cli.planning import plan
 from stretto.cli.score import score
@@ -372,15 +373,7 @@ def diff(
     raise typer.Exit(1 if parting.fields else 0)
 
 
-@app.command()
-def export(
-    run: RunFolder,
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="The file to write, one trajectory a line.")],
-) -> None:
-    """Write every trajectory of a run: tokens, log-probabilities, versions, verdict and final state."""
-    from stretto.store.export import export_run
-
-    print(f"{export_run(run, file):,} trajectories written to {file}")
+app.command()(export)
 
 
 def main() -> None:
