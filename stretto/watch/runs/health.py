@@ -83,8 +83,8 @@ class SaidOften(Record, frozen=True):
 
 
 class Duplicates(Record, frozen=True):
-    """What repeats: completions of one prompt that are equal teach nothing, and a policy that says the same to all prompts
-    has collapsed.
+    """What repeats: completions of one prompt that are equal teach nothing, and a policy that says the same to all
+    prompts has collapsed.
 
     `answers`: the newest completions that have the same tokens as another of their group; `prompts`: the first prompts
     with the text of another prompt; `said_often`: what several of the newest completions say, of any group.
