@@ -16,7 +16,7 @@ import numpy as np
 from stretto.core.errors import StoreError
 from stretto.core.records import Record
 from stretto.store.export import ExportedQuestion
-from stretto.watch.index.files import open_plain
+from stretto.store.series.follower import open_plain
 
 _BLOCK = 1 << 20
 _LONGEST = 64 << 20  #: bytes of a line; a longer one is no prompt
