@@ -51,10 +51,10 @@ class Catalog:
 
     def all(self) -> list[WatchedRun]:
         """Every run, the newest first."""
-        if (begun := time.monotonic()) >= self._look_at:
+        if (since := time.monotonic()) >= self._look_at:
             self._look()
             now = time.monotonic()
-            self._look_at = now + max(_LOOK_SECONDS, _LOOK_SHARE * (now - begun))
+            self._look_at = now + max(_LOOK_SECONDS, _LOOK_SHARE * (now - since))
         return sorted(self._runs.values(), key=lambda run: (-(run.started or 0), run.name))
 
     def find(self, id: str) -> WatchedRun | None:
