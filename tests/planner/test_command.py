@@ -74,7 +74,7 @@ def test_a_mistake_is_refused(choice: PlanChoice, said: str) -> None:
         plan_recipe(GPUS, SMALL, choice, lambda text: None)
 
 
-OWN = [*SMALL, "engine.count=2", "trainer.ranks=2", "trainer.activation_checkpointing=true"]
+OWN = [*SMALL, "trainer.ranks=2", "trainer.activation_checkpointing=true"]
 
 
 def planned(run: Path, *changes: str) -> str | None:
