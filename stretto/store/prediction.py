@@ -35,10 +35,10 @@ class Term(Record, frozen=True):
     off: float
 
 
-class Comparison(Record, frozen=True):
+class PredictedRun(Record, frozen=True):
     """A prediction beside its run; `most_off` is the term that explains most of the error.
 
-    Example: ``Comparison("Xeon, 2 cores", "d0c1...", {"engines.generate": Term(0.061, 0.082, 0.744, -0.18), ...},
+    Example: ``PredictedRun("Xeon, 2 cores", "d0c1...", {"engines.generate": Term(0.061, 0.082, 0.744, -0.18), ...},
     most_off="engines.generate")``
     """
 
@@ -86,7 +86,7 @@ def run_digest(path: str | Path) -> str:
     return settings_digest(tomllib.loads(text or folder.recipe.read_text(encoding="utf-8")))
 
 
-def predicted_beside_measured(path: str | Path, file: Path | None = None) -> Comparison | None:
+def predicted_beside_measured(path: str | Path, file: Path | None = None) -> PredictedRun | None:
     """The comparison by a prediction in `file`, or by the one in the run folder; None without one, or without a step.
 
     Raises:
@@ -154,12 +154,12 @@ def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
     return terms
 
 
-def compared(machine: str, recipe: str, predicted: Mapping[str, float], measured: Mapping[str, float]) -> Comparison:
+def compared(machine: str, recipe: str, predicted: Mapping[str, float], measured: Mapping[str, float]) -> PredictedRun:
     """The terms that both have. `step_seconds` and `tokens_per_second` are what the others explain, and are never the
     one that is most off."""
     terms = {name: _term(name, predicted[name], measured) for name in predicted if name in measured}
     causes = {name: abs(term.off) for name, term in terms.items() if name not in _OUTCOMES}
-    return Comparison(machine, recipe, terms, max(causes, key=lambda name: causes[name]))
+    return PredictedRun(machine, recipe, terms, max(causes, key=lambda name: causes[name]))
 
 
 def _term(name: str, predicted: float, measured: Mapping[str, float]) -> Term:

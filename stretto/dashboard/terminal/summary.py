@@ -13,7 +13,7 @@ from rich.text import Text
 
 from stretto.measures.selection import SIGNIFICANT
 from stretto.store.inspection import EngineRecord, Inspection, WeightsSummary, inspect_run
-from stretto.store.prediction import Comparison, predicted_beside_measured
+from stretto.store.prediction import PredictedRun, predicted_beside_measured
 
 _BAR_WIDTH = 24
 _SHOWN = 0.05  # seconds
@@ -43,7 +43,7 @@ def print_inspection(
         Console().print(Group(*comparison_lines(comparison)))
 
 
-def comparison_lines(comparison: Comparison) -> list[RenderableType]:
+def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
     """One row for each term of a step, and the term that is most off in words."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("", "predicted", "measured", "ratio"):
