@@ -100,10 +100,11 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     medium_of(recipe)
     check_reward_function(recipe.rewards)
     needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
-    check_ports(recipe.engine)
+    check_ports(recipe)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
-    check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
+    engine = recipe.engine if recipe.local_engines else None  # a machine that joins is asked for its own
+    check_devices({"engine": engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
     base = inspect_model_folder(base_folder(recipe))
     check_kind(base)
     check_head_dim(recipe, base)
