@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ from stretto.trainer.objective.estimators import GAE, generalised
 #: A score for each own sampled token of each path, by its id (`scoring.py`).
 TokenScores = Mapping[str, Sequence[float]]
 NO_SCORES: TokenScores = MappingProxyType({})
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,13 @@ def _scored(
         known = f"version {newest}, but version {batch.version} is being trained"
         raise BoundViolated(f"trajectory {path.id} has tokens of {known}")
     weight = config.reference.weight if config.reference is not None else 0.0
+    oldest = batch.oldest_trainable
+    trained: Sequence[int] = range(len(path.versions))
+    if min(path.versions) < oldest:
+        trained = [t for t in trained if path.versions[t] >= oldest]
     return ScoredPath(
         path=path,
-        trained=tuple([t for t, version in enumerate(path.versions) if version >= batch.oldest_trainable]),
+        trained=trained,
         values=values.get(path.id, ()),
         kl=[weight * one for one in kl.get(path.id, ())],
     )
@@ -128,16 +134,22 @@ def _sample(
     scored: ScoredPath, advantages: list[float], version: int, targets: Mapping[str, tuple[float, ...]]
 ) -> Sample:
     path = scored.path
+    versions = _chosen(path.versions, scored.trained)
     return Sample(
         id=path.id,
         token_ids=path.token_ids,
         prompt_tokens=path.prompt_tokens,
-        loss_positions=tuple([path.places[t] for t in scored.trained]),
-        behavior_logprobs=tuple([path.behavior_logprobs[t] for t in scored.trained]),
-        staleness=tuple([version - path.versions[t] for t in scored.trained]),
+        loss_positions=_chosen(path.places, scored.trained),
+        behavior_logprobs=_chosen(path.behavior_logprobs, scored.trained),
+        staleness=tuple([version - one for one in versions]),
         advantages=tuple(advantages),
         **targets,
     )
+
+
+def _chosen(values: Sequence[Value], places: Sequence[int]) -> tuple[Value, ...]:
+    """The values at some places, ascending; most often all of them, which are not gone through one by one."""
+    return tuple(values) if len(places) == len(values) else tuple([values[place] for place in places])
 
 
 def _targets(
