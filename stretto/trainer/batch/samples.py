@@ -11,21 +11,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeVar
 
 import torch
 
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Batch
 from stretto.trainer.batch.credit import ScoredPath, ScoredTrajectory, advantages_by_path, rewarded
-from stretto.trainer.batch.paths import PathTokens, paths_of
+from stretto.trainer.batch.paths import PathTokens, Value, paths_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import GAE, generalised
 
 #: A score for each own sampled token of each path, by its id (`scoring.py`).
 TokenScores = Mapping[str, Sequence[float]]
 NO_SCORES: TokenScores = MappingProxyType({})
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -118,10 +116,8 @@ def _scored(
         known = f"version {newest}, but version {batch.version} is being trained"
         raise BoundViolated(f"trajectory {path.id} has tokens of {known}")
     weight = config.reference.weight if config.reference is not None else 0.0
-    oldest = batch.oldest_trainable
-    trained: Sequence[int] = range(len(path.versions))
-    if min(path.versions) < oldest:
-        trained = [t for t in trained if path.versions[t] >= oldest]
+    whole, oldest = range(len(path.versions)), batch.oldest_trainable
+    trained = whole if min(path.versions) >= oldest else [t for t in whole if path.versions[t] >= oldest]
     return ScoredPath(
         path=path,
         trained=trained,
@@ -134,14 +130,13 @@ def _sample(
     scored: ScoredPath, advantages: list[float], version: int, targets: Mapping[str, tuple[float, ...]]
 ) -> Sample:
     path = scored.path
-    versions = _chosen(path.versions, scored.trained)
     return Sample(
         id=path.id,
         token_ids=path.token_ids,
         prompt_tokens=path.prompt_tokens,
         loss_positions=_chosen(path.places, scored.trained),
         behavior_logprobs=_chosen(path.behavior_logprobs, scored.trained),
-        staleness=tuple([version - one for one in versions]),
+        staleness=tuple([version - one for one in _chosen(path.versions, scored.trained)]),
         advantages=tuple(advantages),
         **targets,
     )
