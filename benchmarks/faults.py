@@ -12,8 +12,9 @@ at random. The run has to go on by itself, unless its roles were
 starting: then it may end with an error that names the role, and is resumed. Kills come at any time: while the roles
 start, while another kill is being recovered from, in the middle of a step. A *hang* is a run that does no further step
 within 100 seconds. Whenever the conductor is gone, and at the end, the checker decides from the records. The runs are
-short ones of the arithmetic recipe; those that nobody disturbs say how accurate they are to be. A process that was stopped before it could ask to be ended with its
-parent goes on (SIGCONT) once the conductor is gone, and has to end by itself.
+short ones of the arithmetic recipe; those that nobody disturbs say how accurate they are to be. A process that was
+stopped before it could ask to be ended with its parent goes on (SIGCONT) once the conductor is gone, and has to end by
+itself.
 """
 
 from __future__ import annotations
