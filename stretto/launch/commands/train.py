@@ -48,6 +48,7 @@ _MAY_CHANGE = (
     "deadlines",
     "store",
     "cluster",
+    "logging",
 )
 
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"

@@ -20,6 +20,7 @@ from stretto.launch.preflight.checks import (
     check_devices,
     check_in_flight,
     check_kind,
+    check_logging,
     check_ports,
     check_reward_function,
     check_reward_sources,
@@ -100,10 +101,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     medium_of(recipe)
     check_reward_function(recipe.rewards)
     needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
-    check_ports(recipe.engine)
-    check_cluster(recipe)
-    check_in_flight(recipe.rollout)
-    check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
+    _check_surroundings(recipe)
     base = inspect_model_folder(base_folder(recipe))
     check_kind(base)
     check_head_dim(recipe, base)
@@ -154,6 +152,15 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
             *try_reward(recipe.rewards, questions.training),
         ),
     )
+
+
+def _check_surroundings(recipe: Recipe) -> None:
+    """Raises RecipeError: ports, tools, machines or devices of the recipe are not to be had."""
+    check_ports(recipe.engine)
+    check_logging(recipe.logging)
+    check_cluster(recipe)
+    check_in_flight(recipe.rollout)
+    check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
 
 
 def _check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:

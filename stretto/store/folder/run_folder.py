@@ -11,6 +11,7 @@ ledger.sqlite                               the state of every trajectory
 policy/v000012/ checkpoints/step-000040/    policies and checkpoints
 policy/best/ best.json                      the policy of the best evaluation, if it is kept
 plots/*.png                                 plots
+outlets/<tool>.json                         what each tool of [logging] has of the run
 lock                                        the process that writes here now
 """
 
@@ -51,7 +52,7 @@ class RunFolder:
         self.log, self.metrics, self.spans = path / "log.txt", path / "metrics.jsonl", path / "spans.jsonl"
         self.questions, self.samples = path / "questions.jsonl", path / "samples.jsonl"
         self.held_out = path / "held_out.jsonl"
-        self.gateway = path / "gateway"
+        self.gateway, self.outlets = path / "gateway", path / "outlets"
         self.logs, self.policies, self.checkpoints, self.plots = (path / inner for inner in _INNER)
 
     @classmethod
