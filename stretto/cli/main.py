@@ -272,6 +272,10 @@ def inspect(
     ledger: Annotated[
         bool, typer.Option("--ledger", help="Print the balance of the ledger, and check the laws.")
     ] = False,
+    predicted: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `stretto plan --json` printed [default: what `plan --run` left]."),
+    ] = None,
 ) -> None:
     """Print the summary of a run: accuracy, tokens, trajectories, staleness, and the busy share of its roles."""
     from stretto.audit.alarms import alarms_of_run
@@ -281,7 +285,7 @@ def inspect(
     if ledger:
         raise typer.Exit(print_balance(run))
     alarms = alarms_of_run(run)
-    print_inspection(run, as_json=json, also={"alarms": alarms})
+    print_inspection(run, as_json=json, also={"alarms": alarms}, predicted=predicted)
     for alarm in () if json else alarms:
         print(f"alarm  {alarm.title} since step {alarm.first_step}: {alarm.message}; see {alarm.look}")
 
