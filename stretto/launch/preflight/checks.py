@@ -161,9 +161,18 @@ def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
         raise RewardFunctionError(problems)
 
 
-def check_ports(config: EngineConfig) -> None:
-    """Raises RecipeError: a port on which an engine would listen is in use, or does not exist."""
-    if config.transport == "unix":
+def check_machine(recipe: Recipe) -> None:
+    """Raises RecipeError: this machine lacks what its own roles need; another is asked when it joins."""
+    check_ports(recipe)
+    check_logging(recipe.logging)
+    engine = recipe.engine if recipe.local_engines else None
+    check_devices({"engine": engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
+
+
+def check_ports(recipe: Recipe) -> None:
+    """Raises RecipeError: a port of this machine on which an engine would listen is in use, or does not exist."""
+    config = recipe.engine
+    if config.transport == "unix" or not recipe.local_engines:  # engines elsewhere take free ports of their machines
         return
     ports = range(config.base_port, config.base_port + config.count)
     if ports[-1] > _LARGEST_PORT:
@@ -176,12 +185,13 @@ def check_ports(config: EngineConfig) -> None:
 
 def check_logging(config: LoggingConfig) -> None:
     """Raises RecipeError: a tool that the run is to be shown in is not installed."""
-    missing = [tool for tool in config.to if not is_installed(tool)]
-    if missing:
-        problem = "is not installed"
-        raise RecipeError(
-            Problem("logging.to", f"{tool!r} {problem}", f"pip install 'stretto[{tool}]'") for tool in missing
-        )
+    problems = [
+        Problem("logging.to", f"{tool!r} is not installed", f"pip install 'stretto[{tool}]'")
+        for tool in config.to
+        if not is_installed(tool)
+    ]
+    if problems:
+        raise RecipeError(problems)
 
 
 def is_installed(package: str) -> bool:

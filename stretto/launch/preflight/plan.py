@@ -17,11 +17,9 @@ from stretto.gateway.config import AgentConfig
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_cluster,
-    check_devices,
     check_in_flight,
     check_kind,
-    check_logging,
-    check_ports,
+    check_machine,
     check_reward_function,
     check_reward_sources,
     check_top_k,
@@ -101,7 +99,9 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     medium_of(recipe)
     check_reward_function(recipe.rewards)
     needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
-    _check_surroundings(recipe)
+    check_machine(recipe)
+    check_cluster(recipe)
+    check_in_flight(recipe.rollout)
     base = inspect_model_folder(base_folder(recipe))
     check_kind(base)
     check_head_dim(recipe, base)
@@ -152,15 +152,6 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
             *try_reward(recipe.rewards, questions.training),
         ),
     )
-
-
-def _check_surroundings(recipe: Recipe) -> None:
-    """Raises RecipeError: ports, tools, machines or devices of the recipe are not to be had."""
-    check_ports(recipe.engine)
-    check_logging(recipe.logging)
-    check_cluster(recipe)
-    check_in_flight(recipe.rollout)
-    check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
 
 
 def _check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
