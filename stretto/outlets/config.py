@@ -10,8 +10,6 @@ from stretto.core.errors import nearest
 
 Tool = Literal["wandb", "tensorboard", "mlflow", "trackio"]
 
-#: Of the page for Prometheus, as of a tool: the process that serves it follows the run in the same way.
-PROMETHEUS = "prometheus"
 _MOST_TAGS = 32
 
 
@@ -50,7 +48,3 @@ class LoggingConfig(BaseModel, extra="forbid", frozen=True):
     tags: Annotated[tuple[Tag, ...], BeforeValidator(_listed)] = Field(
         (), max_length=_MOST_TAGS, description="of the run in the tools"
     )
-    prometheus_port: int | None = Field(
-        None, ge=1, le=65_535, description="where Prometheus finds the numbers of the newest step; none without it"
-    )
-    prometheus_host: str = Field("127.0.0.1", description="address of that page; it needs no password")
