@@ -33,6 +33,7 @@ from stretto.outlets.config import LoggingConfig
 from stretto.rewards.config import RewardsConfig
 from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
+from stretto.store.series.tokens import TokensConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.weights.config import WeightsConfig
@@ -102,6 +103,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
+    logging: TokensConfig = TokensConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
