@@ -19,10 +19,10 @@ from stretto.engine.config import EngineConfig
 from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.config import BuildConfig
+from stretto.outlets.config import LoggingConfig
 from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
-from stretto.store.series.tokens import TokensConfig
 from stretto.trainer.config import LoraConfig, SupervisedConfig, TrainerConfig
 from stretto.worlds.data.dataset import JsonlTask
 from stretto.worlds.sources.gym_source import GymSource
@@ -40,6 +40,7 @@ __all__ = [
     "EvaluationConfig",
     "GymSource",
     "JsonlTask",
+    "LoggingConfig",
     "LoraConfig",
     "ModelConfig",
     "ProgramsTask",
@@ -50,6 +51,5 @@ __all__ = [
     "SamplingConfig",
     "StoreConfig",
     "SupervisedConfig",
-    "TokensConfig",
     "TrainerConfig",
 ]
