@@ -88,8 +88,8 @@ def test_without_the_permission_nothing_is_begun(client: httpx.Client, first: st
     ],
 )
 def test_another_site_begins_nothing(sleeping: httpx.Client, headers: dict[str, str], status: int) -> None:
-    opened = sleeping.get(f"/?token={TOKEN}").headers["set-cookie"].partition(";")[0]
     own = str(sleeping.base_url).rstrip("/")
+    opened = httpx.get(f"{own}/?token={TOKEN}").headers["set-cookie"].partition(";")[0]
     given = {name: {"COOKIE": opened, "OWN": own}.get(value, value) for name, value in headers.items()}
     body = b'{"set": []}'
     asked = httpx.post(f"{own}{_address(sleeping)}", content=body, headers={"content-type": "application/json"} | given)

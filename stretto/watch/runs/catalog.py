@@ -24,8 +24,8 @@ _NOT_ENTERED = frozenset({"checkpoints", "logs", "plots", "policy"})
 
 
 class BranchLine(Record, frozen=True):
-    """A branch of `stretto replay`: its id, and that of its run if that is watched as well; the steps after `first_step`
-    were trained again."""
+    """A branch of `stretto replay`: its id, and that of its run if that is watched too; steps after `first_step` were
+    trained again."""
 
     id: str
     run: str | None

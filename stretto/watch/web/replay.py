@@ -184,7 +184,9 @@ class Replays:
             _end(process)
             await process.wait()  # which is killed if it does not end
         finally:
-            _kill(process)  # when the server ends
+            if process.returncode is None:  # the server ends
+                _kill(process)
+                await process.wait()
             replay.ended = time.monotonic()
             replay.state = _outcome(replay, process.returncode)
             if replay.state != "done":
