@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from stretto.core.records import State
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.measures.goodput import CATEGORIES
+from stretto.store.series.tokens import TokenOutcome, read_tokens
 from tests.launch.running import TINY, Laboratory, assert_the_law, exported
 from tests.tolerances import EXACT
 
@@ -103,6 +105,23 @@ def test_the_run_folder_holds_everything_that_explains_the_run(run_dir: Path) ->
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
     assert "torch" in json.loads((run_dir / "versions.json").read_text())
     assert json.loads((run_dir / "machine.json").read_text())["cores"] >= 1
+
+
+def test_what_became_of_each_token_is_on_record_and_adds_up_to_what_each_step_measured(
+    run_dir: Path, trajectories: list[dict[str, Any]]
+) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if "trained_tokens" in line}
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    for step, line in steps.items():
+        trained = {t["id"]: t for t in trajectories if t["trained_step"] == step}
+        found = read_tokens(run_dir / "tokens", step, list(trained))
+        assert {id: len(t["token_ids"]) for id, t in trained.items()} == {id: len(r.outcome) for id, r in found.items()}
+        outcomes = np.concatenate([record.outcome for record in found.values()])
+        in_loss, bounded, corrected, _ = (np.count_nonzero(outcomes & flag) for flag in TokenOutcome)
+        assert (in_loss, len(outcomes) - in_loss) == (line["trained_tokens"], line["masked_tokens"])
+        assert bounded == round(line["trainer"]["clip_fraction"] * in_loss)
+        assert corrected == round(line["trainer"]["capped_fraction"] * in_loss)
 
 
 def test_the_resolved_recipe_is_the_one_that_was_run(run_dir: Path) -> None:

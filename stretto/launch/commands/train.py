@@ -47,6 +47,7 @@ _MAY_CHANGE = (
     "evaluation",
     "deadlines",
     "store",
+    "logging",
     "cluster",
 )
 

@@ -63,7 +63,7 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
         engine += CAPABILITIES[recipe.engine.kind].process_bytes
     of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
     others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + 2 * base.parameters * 4
-    return MemoryEstimate(trainer, recipe.engine.count * engine, others, available_memory())
+    return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory())
 
 
 @dataclass(frozen=True)
@@ -73,31 +73,35 @@ class DiskEstimate:
     ledger: int
     policies: int
     checkpoints: int
+    tokens: int
     available: int
 
     @property
     def total(self) -> int:
-        return self.ledger + self.policies + self.checkpoints
+        return self.ledger + self.policies + self.checkpoints + self.tokens
 
     def __str__(self) -> str:
-        parts = (("ledger", self.ledger), ("policies", self.policies), ("checkpoints", self.checkpoints))
+        of_states = ("policies", self.policies), ("checkpoints", self.checkpoints)
+        parts = (("ledger", self.ledger), *of_states, ("tokens", self.tokens))
         shown = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in (*parts, ("all", self.total)))
         return f"{shown} at most; available {self.available / 2**30:.2f} GiB"
 
 
 def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
-    """Ledger: 16 bytes for each token (id, log-probability, version) of the longest completions, 200 for each row.
-    Policies in float32; checkpoints with Adam's two moments, of a critic too, and one more while it is written."""
+    """Ledger: 16 bytes for each token (id, log-probability, version) of the longest completions, 200 for each row; what
+    became of each token: 13, within its own bound. Policies in float32; checkpoints with Adam's two moments, of a
+    critic too, and one more while it is written."""
     recipe, weights = plan.recipe, plan.base.parameters * 4
     trainer, store, rollout = recipe.trainer, recipe.store, recipe.rollout
     kept = trainer.steps + 1 if trainer.keep_versions == "all" else trainer.keep_versions + 1
     steps = trainer.steps if store.keep_payloads != "none" else trainer.checkpoint_every * (store.keep_checkpoints + 1)
     completions = steps * rollout.batch_size * rollout.group_size
-    rows = trainer.steps * rollout.batch_size * rollout.group_size * 200
+    trained = trainer.steps * rollout.batch_size * rollout.group_size
     return DiskEstimate(
-        ledger=completions * plan.sampling.max_tokens * 16 + rows,
+        ledger=completions * plan.sampling.max_tokens * 16 + trained * 200,
         policies=kept * weights,
         checkpoints=(store.keep_checkpoints + 1) * 3 * weights * (2 if recipe.algorithm.critic else 1),
+        tokens=recipe.logging.most_bytes(trained * plan.sampling.max_tokens),
         available=shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free,
     )
 
@@ -114,7 +118,7 @@ def warnings(plan: Outline) -> Sequence[str]:
     """Sentences about settings that work, but perhaps not as hoped."""
     recipe, notes = plan.recipe, list(plan.notes)
     cores = len(os.sched_getaffinity(0))
-    served = 0 if recipe.engine.addresses else recipe.engine.count
+    served = 0 if recipe.engine.addresses else recipe.local_engines
     threads = served * recipe.engine.threads + recipe.trainer.local_ranks * recipe.trainer.threads
     if threads > cores and recipe.rollout.max_staleness > 0:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")

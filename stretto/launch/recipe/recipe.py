@@ -32,6 +32,7 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
 from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
+from stretto.store.series.tokens import TokensConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.weights.config import WeightsConfig
@@ -101,6 +102,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
+    logging: TokensConfig = TokensConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -113,6 +115,11 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
             return build(tree)
         except ValidationError as error:
             raise RecipeError(problems_of(info.context or cls.__name__, error.errors(), cls)) from None
+
+    @property
+    def local_engines(self) -> int:
+        """Engines that the run starts on the machine of the conductor; others start theirs and join."""
+        return self.engine.count if self.cluster.placer == "local" else 0
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
