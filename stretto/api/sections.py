@@ -16,10 +16,9 @@ the recipe says what is allowed and which key is near.
 from __future__ import annotations
 
 from stretto.engine.config import EngineConfig
-from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
+from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.config import BuildConfig
-from stretto.outlets.config import LoggingConfig
 from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig

@@ -1,13 +1,12 @@
-"""`[logging]`: the tools that a run is shown in, beside stretto's own pages, and what is kept of single tokens."""
+"""Settings of `[logging]`: the tools that a run is shown in, beside stretto's own pages."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from stretto.core.errors import nearest
-from stretto.store.series.tokens import TokensConfig
 
 Tool = Literal["wandb", "tensorboard", "mlflow", "trackio"]
 
@@ -30,11 +29,10 @@ def _known(name: object) -> object:
 Tag = Annotated[str, Field(min_length=1, max_length=64)]
 
 
-class LoggingConfig(TokensConfig, extra="forbid", frozen=True):
-    """What is kept of single tokens (docs/metrics.md), and the tools that a run is shown in, beside its own pages
-    (docs/logging.md).
+class OutletsConfig(BaseModel, extra="forbid", frozen=True):
+    """The tools that a run is shown in, beside its own pages (docs/logging.md).
 
-    Example: ``LoggingConfig(to=("wandb", "tensorboard"), project="arithmetic")``
+    Example: ``OutletsConfig(to=("wandb", "tensorboard"), project="arithmetic")``
     """
 
     to: Annotated[tuple[Annotated[Tool, BeforeValidator(_known)], ...], BeforeValidator(_listed)] = Field(
