@@ -72,6 +72,8 @@ class Counts:
     def commit_batch(self, batch: Batch) -> None:
         self.trained += sum(len(group.trajectories) for group in batch.groups)
 
+    def change_bound(self, change: records.BoundChange) -> None: ...
+
 
 async def generate(engine: NativeEngine, controller: Controller, mailbox: Mailbox, tokenizer: Tokenizer) -> None:
     """Until it is cancelled: load new weights, admit what may start, sample one token of everything, judge."""
