@@ -9,9 +9,8 @@ import sqlite3
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -100,7 +99,7 @@ class RecordedStep:
     masked_tokens: int
     batch: tuple[tuple[str, tuple[int, ...]], ...]
     published_version: int | None
-    own_oldest: Mapping[str, int] = MappingProxyType({})
+    own_oldest: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
