@@ -39,8 +39,8 @@ types: .venv/ready-test
 # In the order of the folders, which leaves the lightest for the end.
 PYTEST := $(RUN) pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-tests: .venv/ready-test  ## the tests alone
-	$(PYTEST)
+tests: .venv/ready-test  ## the tests alone; up to three that fail run once more with nothing beside them
+	$(PYTEST) || $(RUN) tests.alone $$?
 
 coverage: .venv/ready-test  ## the tests, slower, and which lines they have run
 	$(PYTEST) --cov --cov-report=term

@@ -34,7 +34,6 @@ from safetensors.torch import load_file
 from benchmarks.generators import prompts
 from benchmarks.peers.environment import Environment, PeerUnavailable
 from benchmarks.report import Table, save
-from benchmarks.servers import descendants
 from benchmarks.shapes import make
 from stretto.core.errors import EngineLost
 from stretto.core.records import GenerateRequest, Sampling
@@ -46,6 +45,7 @@ from stretto.engine.external.makes import MAKES
 from stretto.engine.external.server import ServerProcess, free_port, until_ready
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import EngineSpec
+from stretto.processes.tree import descendants
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher
 

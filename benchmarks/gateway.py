@@ -45,7 +45,7 @@ from stretto.gateway.sessions import RecordedSessions, SessionTable
 from stretto.launch.commands.gateway import speaker_of
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
-from stretto.processes.heartbeat import cpu_ticks
+from stretto.processes.tree import cpu_ticks
 
 SESSIONS = (1, 32, 256)
 TURNS, NEW_TOKENS, CONTEXT, SLOTS = 6, 32, 8192, 256

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from benchmarks.peers.environment import Environment
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE, train
 from stretto.audit.check import check_run
+from stretto.processes.tree import children, descendants
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import read_metrics
@@ -118,20 +119,6 @@ def victim(run: int, *, worker: bool) -> tuple[str, int]:
     if not worker:
         return "main process", main
     return "worker", min(pid for pid in descendants(main) if TRACKER not in command_line(pid))
-
-
-def descendants(pid: int) -> Iterator[int]:
-    for child in children(pid):
-        yield child
-        yield from descendants(child)
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += list(map(int, task.read_text().split()))
-    return found
 
 
 def command_line(pid: int) -> str:

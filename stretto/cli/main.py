@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Optional
 
 import typer
-from typer.core import TyperGroup
 
 from stretto import __version__
+from stretto.cli.interrupts import Commands, forking, importing
 from stretto.cli.joining import engine, rank
 from stretto.cli.planning import plan
 from stretto.cli.score import score
@@ -21,41 +17,9 @@ from stretto.cli.studies import study
 from stretto.cli.watching import watch
 from stretto.core.errors import StrettoError, described
 
-_STOPPED, _STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
-
-
-class _Commands(TyperGroup):
-    """Ctrl-C before a run listens to it, or in another command, ends with one line."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print(_STOPPED, file=sys.stderr)
-            raise typer.Exit(_STOPPED_CODE) from None
-
-
-@contextmanager
-def _importing() -> Iterator[None]:
-    """Ctrl-C ends the process at once, and the kernel its fork server: a library that is interrupted while it is
-    imported may raise an error of its own, or go on."""
-
-    def end(number: int, frame: object) -> NoReturn:
-        os.write(2, f"{_STOPPED}\n".encode())
-        os._exit(_STOPPED_CODE)
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 app = typer.Typer(
     name="stretto",
-    cls=_Commands,
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -123,22 +87,21 @@ def train(
     ] = None,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
-    from stretto.launch.preflight.descriptors import check_descriptors
+    with importing():
+        from stretto.launch.preflight.descriptors import check_descriptors
 
-    print(f"checking {recipe}", flush=True)
-    check_descriptors()
+        print(f"checking {recipe}", flush=True)
+        check_descriptors()
     if ray is not None:
         overrides = [*(overrides or []), 'cluster.placer="ray"', f'cluster.ray="{ray}"']
     if dry_run:
-        with _importing():
+        with importing():
             _refuse_mistakes(recipe, overrides or [])
             from stretto.launch.commands.train import check
         check(recipe, overrides or [], resume, run_dir)
         return
-    from stretto.processes.fork_server import fork_server
-
-    with fork_server() as spawner:  # first: it imports the libraries of the roles while the recipe is checked
-        with _importing():
+    with forking() as spawner:
+        with importing():
             _refuse_mistakes(recipe, overrides or [])
             from stretto.launch.commands.train import prepare
         prepared = prepare(recipe, overrides or [], run_dir, resume)
@@ -167,10 +130,8 @@ def sft(
     overrides: Overrides = None,
 ) -> None:
     """Train on the recipe's demonstrations (its [warm_start]), and write a Hugging Face folder."""
-    from stretto.processes.fork_server import fork_server
-
-    with fork_server() as spawner:
-        with _importing():
+    with forking() as spawner:
+        with importing():
             _refuse_mistakes(recipe, overrides or [])
             from stretto.dashboard.terminal.progress import open_display
             from stretto.launch.assemble.warm_start import sft
@@ -187,10 +148,8 @@ def dpo(
     overrides: Overrides = None,
 ) -> None:
     """Train on the recipe's preference pairs (its [preferences]) by DPO, and write a Hugging Face folder."""
-    from stretto.processes.fork_server import fork_server
-
-    with fork_server() as spawner:
-        with _importing():
+    with forking() as spawner:
+        with importing():
             from stretto.dashboard.terminal.progress import open_display
             from stretto.launch.commands.dpo import dpo
 
@@ -225,12 +184,10 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure a policy on held-out prompts: accuracy (avg@n) with its interval, pass@k, maj@n, lengths, truncation."""
-    from stretto.processes.fork_server import fork_server
-
     if (task is None) == (not data):
         raise typer.BadParameter("give either --task or --data")
-    with fork_server() as spawner:
-        with _importing():
+    with forking() as spawner:
+        with importing():
             from stretto.launch.commands.evaluate import Asked, DataChoice, evaluate
 
         asked = task if task is not None else DataChoice(tuple(data or ()), mapping)
@@ -259,7 +216,7 @@ def serve(
     Without a key, every client that reaches the address may use the model and the engine's own interface: /generate,
     /abort, /partials, /spans.
     """
-    with _importing():
+    with importing():
         from stretto.launch.commands.serve import serve
 
     serve(model, host=host, port=port, name=name, api_key=api_key, overrides=overrides or [])
@@ -285,7 +242,7 @@ def gateway(
 
     POST /sessions gives an agent its address and its key. Sessions that are recorded in the folder go on.
     """
-    with _importing():
+    with importing():
         from stretto.launch.commands.gateway import gateway
 
     gateway(model, host=host, port=port, folder=folder, name=name, api_key=api_key, overrides=overrides or [])
@@ -348,10 +305,8 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="Folder of the branch [default: RUN_DIR/branches/NNN].")] = None,
 ) -> None:
     """Train again on the recorded batches, without generation: bit-equal weights, unless a setting is changed."""
-    from stretto.processes.fork_server import fork_server
-
-    with fork_server() as spawner:
-        with _importing():
+    with forking() as spawner:
+        with importing():
             from stretto.launch.commands.replay import replay
 
         replayed = replay(run, first, settings or [], out, spawner=spawner)

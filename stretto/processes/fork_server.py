@@ -28,8 +28,9 @@ from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded
 from stretto.core.records import Record
 from stretto.core.tasks import cancel_and_wait
-from stretto.processes.heartbeat import PARENT, cpu_ticks
+from stretto.processes.heartbeat import PARENT
 from stretto.processes.spawn import FRESH, RunningProcess, Spawn, Spawner, environment
+from stretto.processes.tree import cpu_ticks
 
 ROLES = ("stretto.engine.role", "stretto.trainer.roles.trainer", "stretto.trainer.roles.supervised")
 LONGEST_MESSAGE = 1 << 18

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 #: Environment variables of a role: the process that it ends with, and the descriptor that takes its heartbeats.
@@ -25,15 +24,6 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the request took effect
         sys.exit(0)
-
-
-def cpu_ticks(pid: int) -> int:
-    """Hundredths of a second for which a process has computed, or the kernel for it; 0 once it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[11]) + int(fields[12])
 
 
 def begin_role() -> None:

@@ -18,8 +18,9 @@ import msgspec
 
 from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
-from stretto.processes.heartbeat import HEARTBEAT, cpu_ticks
+from stretto.processes.heartbeat import HEARTBEAT
 from stretto.processes.spawn import FRESH, RunningProcess, Spawn, Spawner
+from stretto.processes.tree import cpu_ticks
 
 RESTART_DELAY_SECONDS = 0.5  #: between two starts of a role: memory that was missing may be free then
 _END_SECONDS = 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ _MEMORY = ":".join(
         "top_pad": 64 << 20,
     }.items()
 )
+_MOST_LOG_BYTES = 8 << 20  # beyond them the newer half is dropped
 
 
 class Spawn(Record, frozen=True):
@@ -133,3 +135,12 @@ def settings(threads: int) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def cut_log(log: Path) -> None:
+    """Cut the log of a role with a user's code, and say so in it: what prints without end must not fill the disk."""
+    with contextlib.suppress(OSError):  # an unwritable log is reported at the start of a role
+        if log.stat().st_size > _MOST_LOG_BYTES:
+            os.truncate(log, _MOST_LOG_BYTES // 2)
+            with log.open("a") as end:
+                end.write(f"\n[output cut after {_MOST_LOG_BYTES >> 21} MiB]\n")

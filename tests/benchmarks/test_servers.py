@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import servers
+from stretto.processes.tree import descendants
 from tests.launch.running import Laboratory
 
 
@@ -39,7 +40,7 @@ def test_the_processes_below_another_are_found() -> None:
     with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, start_new_session=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"1\n"
-        (child,) = servers.descendants(parent.pid)
+        (child,) = descendants(parent.pid)
         assert "time.sleep(60)" in servers.command_line(child)
         parent.kill()
         subprocess.run(["kill", "-KILL", str(child)], check=True)

@@ -8,19 +8,19 @@ import os
 import secrets
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.gateway.agents import guard
+from stretto.processes.tree import kill_marked
 
 _GUARD = str(Path(guard.__file__))
 _LAST_BYTES = 4096  # of what a program prints
 _CHUNK = 1 << 16
 _GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0  # whether the guard is still there
-_ROUNDS, _PAUSE = 50, 0.01
+_PAUSE = 0.01
 _SHOWN = 300
 _MARK = "STRETTO_PROGRAM"
 
@@ -64,7 +64,7 @@ async def run_program(command: Sequence[str], environment: Mapping[str, str], fo
         if process.returncode is None:
             await _end(process)
         if process.returncode is None or process.returncode < 0:  # the guard was killed, and has left what was below it
-            await asyncio.to_thread(_end_marked, f"{_MARK}={mark}".encode())
+            await asyncio.to_thread(kill_marked, f"{_MARK}={mark}")
     code = await process.wait()
     return ProgramExit(code if code >= 0 else 128 - code, said.decode(errors="replace"))
 
@@ -83,25 +83,6 @@ async def _printed(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:
             continue
         if process.returncode is not None:
             return
-
-
-def _end_marked(mark: bytes) -> None:
-    """Kill every process that has the mark in its environment, those that they start meanwhile too."""
-    for _ in range(_ROUNDS):
-        found = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _has(pid, mark)]
-        if not found:
-            return
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(_PAUSE)
-
-
-def _has(pid: int, mark: bytes) -> bool:
-    try:
-        return mark in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has ended, or is someone else's
-        return False
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -22,7 +22,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError, described
 from stretto.core.events import Span
 from stretto.core.records import Outcome, Verdict
-from stretto.processes.role_log import cut_log
+from stretto.processes.spawn import cut_log
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.facts import Facts
 from stretto.rewards.service.judging import undecided

@@ -20,7 +20,7 @@ import msgspec
 from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError
 from stretto.core.frames import Unframer, frame
-from stretto.processes.heartbeat import cpu_ticks
+from stretto.processes.tree import cpu_ticks, descendants, kill_marked
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.loading import PLACE
 from stretto.rewards.service.wire import (
@@ -40,7 +40,6 @@ from stretto.sandbox.cgroups import remove_groups_of
 FORGED = "something wrote into its replies"
 _REAP_SECONDS = 5.0
 _MARK = "STRETTO_REWARD_WORKER"  # in the environment of a worker and, if they keep it, of all that it starts
-_SWEEPS = 5  # a process may start another one between two looks
 
 
 class WorkerProcess:
@@ -134,7 +133,7 @@ class WorkerProcess:
     def kill(self) -> None:
         """SIGKILL to the worker and to whatever it started, in sessions of its own too."""
         if self._process is not None and self._process.returncode is None:
-            for pid in (*_descendants(self._process.pid), self._process.pid):
+            for pid in (*descendants(self._process.pid), self._process.pid):
                 for send in (os.killpg, os.kill):
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         send(pid, signal.SIGKILL)
@@ -146,7 +145,7 @@ class WorkerProcess:
         self._ready.cancel()
         code = await self._exit_code()
         if self._process is not None:
-            await asyncio.to_thread(_kill_orphans, self._mark)
+            await asyncio.to_thread(kill_marked, self._mark)
         if self._process is not None and self.facts:  # it had a sandbox
             await asyncio.to_thread(remove_groups_of, self._process.pid)
         if self._progress is not None:
@@ -195,35 +194,6 @@ def _parts(config: RewardsConfig) -> Iterator[PartSettings]:
 
 class _LostWhileStarting(Exception):
     pass
-
-
-def _descendants(pid: int) -> list[int]:
-    """The processes that a process has started, those that these have started, and so on."""
-    found = list[int]()
-    with contextlib.suppress(OSError):  # it has ended meanwhile
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            for child in map(int, children.read_text().split()):
-                found += [child, *_descendants(child)]
-    return found
-
-
-def _kill_orphans(mark: str) -> None:
-    """SIGKILL to what a worker has started and is no descendant of it, since its parent or the worker has exited."""
-    for _ in range(_SWEEPS):
-        found = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _has(pid, mark)]
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not found:
-            return
-
-
-def _has(pid: int, mark: str) -> bool:
-    """Whether a living process was started with this in its environment."""
-    try:
-        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended, or is another user's
-        return False
 
 
 def _spawn(settings: WorkerSettings, log: Path | None, mark: str) -> subprocess.Popen[bytes]:

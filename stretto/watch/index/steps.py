@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 
 from stretto.core.records import Record
+from stretto.store.series.follower import LineFollower
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, SetEvaluationLine, StepMetrics
 from stretto.watch.index.cache import Cache
 from stretto.watch.index.columns import Column, GrowingColumns
-from stretto.watch.index.files import LineFollower
 
 _DECODER: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 _PART = "steps"

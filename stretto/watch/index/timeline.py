@@ -11,9 +11,9 @@ import numpy as np
 
 from stretto.core.events import Span
 from stretto.core.records import Record
+from stretto.store.series.follower import LineFollower
 from stretto.watch.index.cache import Cache
 from stretto.watch.index.columns import Column, GrowingColumns
-from stretto.watch.index.files import LineFollower
 from stretto.watch.index.trajectories import WordCodes
 
 _PART = "spans"

@@ -10,7 +10,7 @@ import msgspec
 
 from stretto.core.errors import StoreError
 from stretto.store.export import ExportedQuestion
-from stretto.watch.index.files import open_plain
+from stretto.store.series.follower import open_plain
 
 _BLOCK = 1 << 20
 _LONGEST = 64 << 20  #: bytes of a line; a longer one is no prompt

@@ -18,8 +18,7 @@ from stretto.core.errors import RoleDied
 from stretto.core.records import Trajectory
 from stretto.core.tasks import NamedTasks, cancel_and_wait, first_of, gather_or_cancel
 from stretto.processes.role import RestartBudget
-from stretto.processes.role_log import cut_log
-from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.spawn import FRESH, Spawner, cut_log
 from stretto.rollout.failures import RecentFailures
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange
