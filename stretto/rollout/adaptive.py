@@ -85,7 +85,7 @@ def adapted(
 ) -> AdaptiveBound:
     """The state after the measurements of `step`; those of an earlier one change nothing.
 
-    `starved`: when the batch of the step had left, less than another one was buffered.
+    `starved`: when the batch of the step was taken, there was no second one to be taken after it.
     """
     if step <= state.step or (measured := mismatch(metrics)) is None:
         return state

@@ -23,7 +23,7 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
     group_size: int = Field(8, ge=1, description="completions sampled for one prompt (G)")
     max_in_flight: int = Field(32, ge=1, description="groups generated or scored at the same time")
     max_staleness: Annotated[float, Field(ge=0), AfterValidator(_whole_or_infinite)] | Literal["auto"] = Field(
-        4,
+        4.0,
         description="versions allowed between sampling and training (eta); 0 is synchronous, inf is no bound; auto: "
         "raised while the measured mismatch of the policies allows it, lowered when it does not",
     )

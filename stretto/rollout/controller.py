@@ -73,7 +73,7 @@ class ControllerState(Record, frozen=True):
     position: Position = Position()
     failures: Mapping[str, int] = {}
     staleness: AdaptiveBound | None = None  # None: the bound is fixed
-    starved: bool = True  # the newest batch left less than another one in the buffer
+    starved: bool = True  # the newest batch left no other one that could be taken after it
 
 
 class Ticket(Record, frozen=True):
@@ -289,7 +289,7 @@ class Controller:
 
     def take(self) -> Batch | None:
         """The next batch, trained at `published` and committed to the journal; None while it must wait."""
-        choice = choose(self.config.beyond_bound, self._facts())
+        choice = choose(self.config.beyond_bound, self._facts(self.published))
         self._expire_finished(choice.expired)
         if not choice.groups:
             return None
@@ -301,17 +301,19 @@ class Controller:
             oldest_by_group=choice.oldest_by_group,
         )
         self._assert_bound(batch)
-        self._starved = len(self._buffer) < 2 * self.config.batch_size  # before the journal, which may write `state`
+        next_one = choose(self.config.beyond_bound, self._facts(self.published + 1, without=choice.groups))
+        self._starved = not next_one.groups  # before the journal, which may write `state`
         self._journal.commit_batch(batch)
         self._taken += len(self._leave_buffer(choice.groups))
         self.filtered = 0
         return batch
 
-    def _facts(self) -> QueueState:
+    def _facts(self, version: int, without: Sequence[Group] = ()) -> QueueState:
+        taken = {group.id for group in without}
         return QueueState(
-            finished=[group for _, group in self._buffer],
+            finished=[group for _, group in self._buffer if group.id not in taken],
             in_flight=[ticket.due for ticket in self._in_flight.values()],
-            version=self.published,
+            version=version,
             batch_size=self.config.batch_size,
         )
 
