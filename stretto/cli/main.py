@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from stretto import __version__
+from stretto.cli.exporting import export
 from stretto.cli.interrupts import Commands, forking, importing
 from stretto.cli.joining import engine, rank
 from stretto.cli.planning import plan
@@ -272,6 +273,10 @@ def inspect(
     ledger: Annotated[
         bool, typer.Option("--ledger", help="Print the balance of the ledger, and check the laws.")
     ] = False,
+    predicted: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `stretto plan --json` printed [default: what `plan --run` left]."),
+    ] = None,
 ) -> None:
     """Print the summary of a run: accuracy, tokens, trajectories, staleness, and the busy share of its roles."""
     from stretto.audit.alarms import alarms_of_run
@@ -281,7 +286,7 @@ def inspect(
     if ledger:
         raise typer.Exit(print_balance(run))
     alarms = alarms_of_run(run)
-    print_inspection(run, as_json=json, also={"alarms": alarms})
+    print_inspection(run, as_json=json, also={"alarms": alarms}, predicted=predicted)
     for alarm in () if json else alarms:
         print(f"alarm  {alarm.title} since step {alarm.first_step}: {alarm.message}; see {alarm.look}")
 
@@ -327,15 +332,7 @@ def diff(
     raise typer.Exit(1 if parting.fields else 0)
 
 
-@app.command()
-def export(
-    run: RunFolder,
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="The file to write, one trajectory a line.")],
-) -> None:
-    """Write every trajectory of a run: tokens, log-probabilities, versions, verdict and final state."""
-    from stretto.store.export import export_run
-
-    print(f"{export_run(run, file):,} trajectories written to {file}")
+app.command()(export)
 
 
 def main() -> None:

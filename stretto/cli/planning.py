@@ -34,6 +34,12 @@ def plan(
             help="Lengths of completions [default: those of the demonstrations, if the recipe has a warm start].",
         ),
     ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR", help="The run that is predicted, begun or not; `stretto inspect` compares them."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine and write it to --out; about two minutes.")
@@ -54,6 +60,6 @@ def plan(
         raise typer.BadParameter("give --machine, a file or a name such as h100")
     from stretto.launch.commands.plan import PlanChoice, as_json, plan_recipe, table
 
-    choice = PlanChoice(machine, gpus, nodes, network, goal, lengths)
+    choice = PlanChoice(machine, gpus, nodes, network, goal, lengths, run)
     found = plan_recipe(recipe, overrides or [], choice, lambda text: print(text, file=sys.stderr))
     print(as_json(found) if json else table(found))

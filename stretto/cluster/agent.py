@@ -65,6 +65,7 @@ from stretto.processes.handshake import call
 from stretto.processes.role import RoleProcess
 from stretto.processes.tls import client_context
 from stretto.processes.wire import Wire, connect
+from stretto.weights.folder import release
 from stretto.weights.mirror import Mirror
 
 _HANDSHAKE_SECONDS = 10.0
@@ -86,6 +87,7 @@ class Offer:
         advertised: the address by which others reach this machine; None: that by which it reaches the gate.
         tls: folder of certificates, "" for none.
         patience: seconds to look for the gate, at first and after it was lost.
+        gpu: whether this machine has a GPU.
         environments: what the role of each place gets beside its orders: which GPUs are its own.
     """
 
@@ -96,6 +98,7 @@ class Offer:
     advertised: str | None = None
     tls: str = ""
     patience: float = 600.0
+    gpu: bool = False
     environments: tuple[Mapping[str, str], ...] = ()
 
 
@@ -119,7 +122,7 @@ async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Eve
         MachineLost: no gate was found for `offer.patience` seconds.
         RecipeError: an address or a certificate is not what it should be.
     """
-    join = Join(kind=offer.kind, host=socket.gethostname(), count=offer.count, release=__version__)
+    join = Join(offer.kind, host=socket.gethostname(), count=offer.count, release=__version__, gpu=offer.gpu)
     since, told = time.monotonic(), ""
     while not leave.is_set():
         problem = ""
@@ -343,6 +346,7 @@ class _Session:
             how = await process.ended()
         except RoleDied as death:
             how = death.how
+        release(self.terms.mailbox, self.memory, seat.scratch.name)
         self._send_log(seat)
         self.wire.send(RoleEnded(place=order.place, turn=order.turn, how=how, killed=process.killed))
 
@@ -384,17 +388,3 @@ class _Session:
             if data := log.read(_LOG_BYTES):
                 seat.told += len(data)
                 self.wire.send(LogText(name=seat.name, text=data.decode(errors="replace")))
-
-
-def places_of_gpus(count: int) -> tuple[Mapping[str, str], ...]:
-    """The GPUs of this machine dealt to `count` places, those of CUDA_VISIBLE_DEVICES if it is set; none without."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = told.split(",") if told else sorted(path.name.removeprefix("nvidia") for path in _nvidia_devices())
-    each = len(found) // count
-    if not each:
-        return ()
-    return tuple({"CUDA_VISIBLE_DEVICES": ",".join(found[at * each : (at + 1) * each])} for at in range(count))
-
-
-def _nvidia_devices() -> list[Path]:
-    return [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]

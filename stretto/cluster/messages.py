@@ -46,6 +46,7 @@ class Join(Record, frozen=True, tag=True):
     release: str  # of stretto
     run: str = ""
     served: Tenure | None = None
+    gpu: bool = False  # whether it has one
 
 
 class Look(Record, frozen=True, tag=True):

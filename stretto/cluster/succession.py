@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from stretto.cluster.messages import TENURE, Look, Tenure
 from stretto.core.deadlines import deadline
 from stretto.core.errors import (
     DeadlineExceeded,
+    HandshakeBroken,
     HandshakeRefused,
     MachineLost,
     Problem,
@@ -31,8 +33,10 @@ from stretto.processes.handshake import call
 from stretto.processes.tls import client_context
 from stretto.processes.wire import Wire, connect
 
+UNIX = "unix:"  #: begins an address on this machine
 _SECONDS = 5.0
 _PAUSE_SECONDS = 5.0
+_SEARCH_SECONDS = 24 * 3600.0  # a network that is cut for longer is a run of its own
 
 
 class RunSuperseded(StrettoError):
@@ -62,42 +66,70 @@ async def assert_alone(folder: Path, tls: str) -> None:
     """Look where the run's conductors have been; `tls` is the folder of certificates, "" for none.
 
     Raises:
-        RunFolderError: one of them is alive, and has another folder: this one is a copy.
+        RunFolderError: one of them is alive, and has another folder: this one is a copy. Or a newer one has gone on
+            with a copy of this folder, wherever it is now.
     """
     try:
         known = read_join_file(folder)
     except RecipeError:  # it was killed before it had a gate
         return
     places = [address for address in (known.control, known.address, *known.before) if address]
-    tenures = await asyncio.gather(*(_asked(known, address, tls, Look(known.run)) for address in places))
-    living = [address for address, tenure in zip(places, tenures, strict=True) if tenure is not None]
-    if living:
-        where = "on this machine" if living[0] == known.control else f"at {living[0]}"
+    lives = await asyncio.gather(*(_lives(known, address, tls) for address in places))
+    own_run = f"remove {JOIN} from this one, which is then a run of its own"
+    if living := [address for address, alive in zip(places, lives, strict=True) if alive]:
+        where = "on this machine" if living[0].startswith(UNIX) else f"at {living[0]}"
         found = f"is a copy of the folder of run {known.run}, whose conductor lives {where}"
-        remedy = f"stop that one first; or remove {JOIN} from the copy, which is then a run of its own"
-        raise RunFolderError([Problem(str(folder), found, remedy)])
+        raise RunFolderError([Problem(str(folder), found, f"stop that one first; or {own_run}")])
+    if known.superseded:
+        found = f"a newer conductor (epoch {known.superseded}) has gone on with run {known.run}, from a copy of it"
+        raise RunFolderError([Problem(str(folder), found, f"go on with that copy; or {own_run}")])
 
 
-async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str) -> bool:
-    """Tell the conductor at `before` that a newer one is at `known.address`; returns when it has heard it: True, or
-    False where it is this one, at another of its addresses. It may come back at any time, when a network has healed
-    say, so there is no deadline.
+async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str, seconds: float = _SEARCH_SECONDS) -> str:
+    """Tell the conductor at `before` that a newer one goes on with the run; what has come of it, "" where there is
+    nobody to tell. It may come back when a network has healed, so it is looked for `seconds` long.
 
     Raises:
         RunSuperseded: it is the newer one.
+        DeadlineExceeded: it was not found.
     """
-    while (theirs := await _asked(known, before, tls, Look(known.run, tenure, known.address))) is None:
-        await asyncio.sleep(_PAUSE_SECONDS)
-    if theirs > tenure:
-        raise RunSuperseded(known.run, theirs.epoch, before)
-    return theirs < tenure
+    look, end = Look(known.run, tenure, known.address or known.control), time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            theirs = await _asked(known, before, tls, look)
+        except MachineLost:
+            if before.startswith(UNIX):  # on this machine: a process that is stopped would still have its socket
+                return ""
+            theirs = None
+        except HandshakeRefused as other:
+            return f"nobody at {before} can be told that this conductor has the run now: {other}"
+        if theirs is not None:
+            if theirs > tenure:
+                raise RunSuperseded(known.run, theirs.epoch, before)
+            told = f"the conductor at {before}, which went on with another copy of this run, was told to end"
+            return told if theirs < tenure else ""  # it is this one, at another of its addresses
+        await asyncio.sleep(min(_PAUSE_SECONDS, seconds))
+    raise DeadlineExceeded("the conductor", f"the one at {before}, to tell it that the run is here now", seconds)
+
+
+async def _lives(known: JoinFile, address: str, tls: str) -> bool:
+    """Whether a conductor of the run replies at the address."""
+    try:
+        return await _asked(known, address, tls, Look(known.run)) is not None
+    except (MachineLost, HandshakeRefused):
+        return False
 
 
 async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure | None:
-    """The tenure of the run's conductor at `address`; None if there is none."""
+    """The tenure of the run's conductor at `address`; None where it does not reply, or is about to end.
+
+    Raises:
+        MachineLost: nobody listens there.
+        HandshakeRefused: who listens there has another run, another token or another language.
+    """
     try:
-        reader, writer = await connect(address, None if address.startswith("unix:") else client_context(tls))
-    except (MachineLost, HandshakeRefused, DeadlineExceeded):
+        reader, writer = await connect(address, None if address.startswith(UNIX) else client_context(tls))
+    except DeadlineExceeded:
         return None
     wire: Wire[Tenure] = Wire(address, reader, writer, TENURE)
     try:
@@ -105,7 +137,11 @@ async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure 
         await call(reader, writer, known.token, said, peer=address, seconds=_SECONDS)
         async with deadline("the conductor", f"a word of the one at {address}", _SECONDS):
             return await wire.receive()
-    except (WireError, msgspec.MsgspecError, DeadlineExceeded):  # another run is there, or it is about to end
+    except (HandshakeBroken, DeadlineExceeded):
         return None
+    except HandshakeRefused:
+        raise
+    except (WireError, msgspec.MsgspecError) as error:
+        raise HandshakeRefused(address, f"speaks another language: {error}") from None
     finally:
         wire.cut()

@@ -13,6 +13,7 @@
     │   ├── RoleFailed           it reported an error from which it cannot continue
     │   ├── CheckpointLost       the trainer ended before a checkpoint was written
     │   ├── EngineLost           an engine that cannot be reached, or that broke off a completion
+    │   │   ├── EngineLied       one whose server told what cannot be: nothing that it told is kept
     │   │   └── EngineLeft       one that has left the run: what was asked of it is not the cause
     │   ├── MachineLost          a machine that ran roles, and does not answer any more or has left
     │   ├── SourceLost           a server of weights that cannot be reached, or that broke off a transfer
@@ -226,6 +227,10 @@ class EngineLost(RoleError):
 
     def __str__(self) -> str:
         return f"{self.engine} {self.how}"
+
+
+class EngineLied(EngineLost):
+    """Its server has told of a request what cannot be true: what it told of the request before is not to be kept."""
 
 
 class EngineLeft(EngineLost):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import RefusedRequest
+from stretto.core.errors import EngineLied, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Partials
@@ -39,10 +39,11 @@ class Stream:
         self.missing -= 1
         self._wake.set()
 
-    def refuse(self, refused: RefusedRequest) -> None:
-        """One of the requests turns out not to be served; finished completions are delivered all the same."""
+    def refuse(self, error: RefusedRequest | EngineLied) -> None:
+        """One of the requests turns out not to be served, or not truly; finished completions are delivered all the
+        same."""
         if self.missing:
-            self._ready += frame([Refusal.of(refused)])
+            self._ready += frame([Refusal.of(error)])
             self.missing = 0
             self._wake.set()
 

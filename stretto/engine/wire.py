@@ -2,7 +2,7 @@
 
     POST /generate         [GenerateRequest] →  frames (`core.frames`) of one Completion each, as they end; all requests
                                                 begin in the same step. A list of one Refusal ends them: the server
-                                                behind the engine will not serve one of them
+                                                behind the engine will not serve one of them, or has lied of it
     POST /update_weights   UpdateRequest     →  UpdateReply, when the weights are loaded
     POST /abort            AbortRequest      →  EngineHealth
     POST /partials         PartialsRequest   →  Partials: the tokens of unfinished completions beyond the known ones
@@ -15,7 +15,7 @@ body. `stretto serve` has these paths beside OpenAI's; its /health is JSON unles
 
 from __future__ import annotations
 
-from stretto.core.errors import RefusedRequest
+from stretto.core.errors import EngineLied, RefusedRequest
 from stretto.core.records import Record
 
 #: The media type of all bodies.
@@ -55,9 +55,11 @@ class Refusal(Record, frozen=True):
     allowed: str = ""
 
     @classmethod
-    def of(cls, refused: RefusedRequest) -> Refusal:
+    def of(cls, error: RefusedRequest | EngineLied) -> Refusal:
         """As it is sent."""
-        return cls(error="RefusedRequest", field=refused.field, found=refused.found, allowed=refused.allowed)
+        if isinstance(error, EngineLied):
+            return cls(error="EngineLied", field=error.engine, found=error.how)
+        return cls(error="RefusedRequest", field=error.field, found=error.found, allowed=error.allowed)
 
 
 def split_address(address: str) -> tuple[str | None, str, int]:

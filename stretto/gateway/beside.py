@@ -8,10 +8,9 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
-import uvicorn
 from starlette.types import ASGIApp
 
-from stretto.processes.http.server import HttpServer
+from stretto.processes.http.server import HttpServer, settings_of
 
 _BACKLOG = 4096
 _SHUTDOWN_SECONDS = 1
@@ -30,13 +29,8 @@ class _BesideServer(HttpServer):
 async def serving_beside(app: ASGIApp, bound: socket.socket) -> AsyncIterator[str]:
     """Serve on a bound socket for as long as the block runs; its address as ``http://host:port``."""
     server = _BesideServer(
-        uvicorn.Config(
+        settings_of(
             app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_level="critical",
-            access_log=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,

@@ -138,7 +138,7 @@ def goodput(
     idle: dict[str, dict[str, float]] = {}
     for role, seconds in sorted(busy.items()):
         worked = min(max(seconds, 0.0), clock.rl)
-        spent = _scaled(activities.get(role, {}), worked)
+        spent = parts_of_work(activities.get(role, {}), worked)
         if role in engines:
             roles[role], reasons = _generation(spent, tokens, produced)
         elif role == "trainer":
@@ -153,7 +153,7 @@ def goodput(
     return Goodput(budget, roles, idle)
 
 
-def _scaled(spans: Mapping[str, float], worked: float) -> dict[str, float]:
+def parts_of_work(spans: Mapping[str, float], worked: float) -> dict[str, float]:
     """The seconds of spans, which may overlap or have short gaps, as parts of the seconds of work."""
     whole = sum(spans.values())
     return {name: seconds * worked / whole for name, seconds in spans.items()} if whole > 0 else {"": worked}

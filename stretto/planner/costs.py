@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stretto.planner.job import BYTES, Job
 from stretto.planner.machine import MachineProfile
@@ -71,6 +72,15 @@ class Memory:
         return max(self.trainer, self.generation) - self.available
 
 
+class TrainingSeconds(NamedTuple):
+    """The parts of a training step: the conductor's before it, the proximal policy, the update, the publication."""
+
+    conduct: float
+    proximal: float
+    update: float
+    publish: float
+
+
 @dataclass(frozen=True)
 class Costs:
     """The `Durations` of a simulated run. `slower` stretches generation and training: roles that share cores."""
@@ -115,6 +125,10 @@ class Costs:
         return self.machine.judge_seconds
 
     def train(self, sequences: Sequence[int]) -> float:
+        return sum(self.training(sequences))
+
+    def training(self, sequences: Sequence[int]) -> TrainingSeconds:
+        """The parts of a training step."""
         job, machine, shape, ranks = self.job, self.machine, self.job.shape, self.layout.ranks
         tokens, squares = sum(sequences), sum(length * length for length in sequences)
         forwards = 3.0 + (1.0 if job.trainer.activation_checkpointing else 0.0) + job.proximal
@@ -122,11 +136,15 @@ class Costs:
         minibatches = job.trainer.minibatches
         passes = minibatches * math.ceil(tokens / minibatches / ranks / job.trainer.micro_batch_tokens)
         gathered = passes * (3.0 + job.proximal) * self._gather()
-        fixed = machine.train_seconds + passes * shape.layers * machine.micro_batch_seconds * (1 + job.proximal / 3)
-        own = tokens / ranks * shape.layers * shape.hidden_size * machine.token_width_seconds * (1 + job.proximal / 3)
-        updates = (minibatches + 1) / 2 * shape.parameters / ranks * machine.parameter_seconds
-        each = len(sequences) * (machine.sequence_seconds / ranks + machine.conduct_seconds)
-        return self.slower_training * (fixed + own + max(products, gathered) + updates + each)
+        whole = max(products, gathered)
+        beside = passes * shape.layers * machine.micro_batch_seconds
+        beside += tokens / ranks * shape.layers * shape.hidden_size * machine.token_width_seconds
+        proximal = job.proximal * (whole / forwards + beside / 3)
+        adam = shape.parameters / ranks * machine.parameter_seconds / 2  # a publication reads as much
+        own = machine.train_seconds + len(sequences) * machine.sequence_seconds / ranks
+        update = own + minibatches * adam + (1 - job.proximal / forwards) * whole + beside
+        conduct = len(sequences) * machine.conduct_seconds
+        return TrainingSeconds(*(self.slower_training * part for part in (conduct, proximal, update, adam)))
 
     def _forward(self, tokens: float, sampled: float, squares: float) -> float:
         """Operations of a forward pass, of `sampled` tokens through the output matrix too."""

@@ -56,6 +56,7 @@ class LayoutPrediction(Record, frozen=True):
     masked: float  # share of the trained completions' tokens
     recomputed: float  # tokens computed again, for each sampled one
     waits_for: str  # what a step waits for: generation, judging or training
+    terms: Mapping[str, float]  # seconds of a step by role and work, and what they depend on
 
 
 class RunPlan(Record, frozen=True):
@@ -65,6 +66,7 @@ class RunPlan(Record, frozen=True):
     goal: str
     mean_length: float
     layouts: tuple[LayoutPrediction, ...]
+    recipe: str | None = None  # the digest of the recipe whose own layout this is; None: other layouts
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,7 @@ def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
     same time share caches and memory."""
     machine, job, layout = costs.machine, costs.job, costs.layout
     generation = report.generating / report.seconds / layout.engines
-    training = report.training / report.seconds
-    conductor = machine.conduct_seconds * job.completions * report.steps / report.seconds
+    conductor, training = _conducting_and_training(costs, report)
     threads = (
         generation * layout.engines * job.engine.threads + training * layout.ranks * job.trainer.threads + conductor
     )
@@ -198,20 +199,54 @@ def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
     )
 
 
+def _conducting_and_training(costs: Costs, report: SimulationReport) -> tuple[float, float]:
+    """The busy shares of the conductor and of the trainer; a simulated step has the seconds of both."""
+    conductor = costs.machine.conduct_seconds * costs.job.completions * report.steps
+    both = report.training / costs.slower_training
+    return conductor / report.seconds, costs.slower_training * (both - conductor) / report.seconds
+
+
+def _terms(costs: Costs, report: SimulationReport, grain: int) -> dict[str, float]:
+    """Seconds of a step by role and work, those of engines in the mean of them, under the names of
+    `store.prediction`; and what they depend on."""
+    job, engines = costs.job, costs.layout.engines * report.steps
+    parts = costs.training([round(job.lengths.prompt_tokens + job.lengths.mean)] * job.completions)
+    trained = report.training / report.steps / sum(parts)
+    step = report.seconds / report.steps
+    working = trained * (sum(parts) - parts.conduct)
+    completions = report.answers.total()
+    return {
+        "step_seconds": step,
+        "tokens_per_second": report.trained_tokens * grain / report.seconds,
+        "completion_tokens": report.trained_tokens * grain / completions,
+        "staleness": report.mean_staleness,
+        "engines.generate": (report.generating - report.loading - report.recomputing) / engines,
+        "engines.recompute": report.recomputing / engines,
+        "engines.load": report.loading / engines,
+        "engines.idle": max(0.0, step - report.generating / engines),
+        "trainer.proximal": trained * parts.proximal,
+        "trainer.update": trained * parts.update,
+        "trainer.publish": trained * parts.publish,
+        "trainer.idle": max(0.0, step - working),
+        "rewards.score": report.judging / report.steps / job.reward_workers,
+    }
+
+
 def _prediction(costs: Costs, report: SimulationReport, steps: int, grain: int) -> LayoutPrediction:
     job, layout, memory = costs.job, costs.layout, costs.memory()
     step_seconds = report.seconds / steps
     hours = (costs.machine.start_seconds + step_seconds * job.trainer.steps) / 3600
     generation = min(1.0, report.generating / report.seconds / layout.engines)
-    training = min(1.0, report.training / report.seconds)
-    judging = min(1.0, report.judging / report.seconds / job.reward_workers)
+    conductor, training = _conducting_and_training(costs, report)
+    judging = report.judging / report.seconds / job.reward_workers
+    others = {"trainer": training, "rewards": judging}
     busy = {f"engine-{number}": round(generation, 4) for number in range(layout.engines)}
     bound = report.max_staleness
     return LayoutPrediction(
         engines=layout.engines,
         ranks=layout.ranks,
         step_seconds=step_seconds,
-        busy=busy | {"trainer": round(training, 4), "rewards": round(judging, 4)},
+        busy=busy | {name: round(min(1.0, share), 4) for name, share in others.items()},
         staleness=Staleness(round(report.mean_staleness, 3), report.staleness_quantile(0.99)),
         tokens_per_second=report.trained_tokens * grain / report.seconds,
         memory_gib=round(memory.most, 2),
@@ -224,5 +259,6 @@ def _prediction(costs: Costs, report: SimulationReport, steps: int, grain: int) 
         memory={"trainer": memory.trainer, "engine": memory.engine, "cache": memory.cache},
         masked=round(report.masked_share, 4),
         recomputed=round(report.recomputed / max(1.0, report.sampled), 4),
-        waits_for="training" if training > _BUSY else "judging" if judging > _BUSY else "generation",
+        waits_for="training" if training + conductor > _BUSY else "judging" if judging > _BUSY else "generation",
+        terms=_terms(costs, report, grain),
     )

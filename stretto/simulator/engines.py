@@ -93,7 +93,8 @@ class SimulatedEngine:
         loaded: Callable[[], None],
     ) -> None:
         self.version = self.served = 0  # of the newest tokens; the same, once it has been loaded
-        self.busy = 0.0  # seconds
+        self.busy = 0.0  # seconds, of which:
+        self.loading = self.recomputing = 0.0
         self.sampled = self.recomputed = 0.0  # tokens of the model
         self.preempted = 0
         self._clock, self._durations, self._limits = clock, durations, limits
@@ -148,12 +149,16 @@ class SimulatedEngine:
         self._advance()
         self.version, self._last_load = self._arrived, self._clock.now()
         self._switches.append((self._tick, self.version))
-        self._pause(self._durations.load())
+        seconds = self._durations.load()
+        self.loading += seconds
+        self._pause(seconds)
         ready = self._at
         if self._limits.recompute and self._running:
             contexts = [self._context(row) for row in self._rows()]
             self.recomputed += sum(contexts)
-            self._pause(self._durations.prefill(contexts))
+            seconds = self._durations.prefill(contexts)
+            self.recomputing += seconds
+            self._pause(seconds)
         self._go_on()
         version = self.version
         if ready > self._clock.now():

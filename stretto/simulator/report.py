@@ -21,7 +21,9 @@ class SimulationReport:
     seconds: float = 0.0
     waiting: float = 0.0  # seconds in which the trainer was idle
     training: float = 0.0  # seconds in which it was not
-    generating: float = 0.0  # seconds in which engines worked, summed over them
+    generating: float = 0.0  # seconds in which engines worked, summed over them; of these:
+    loading: float = 0.0  # seconds of loads of weights
+    recomputing: float = 0.0  # seconds of contexts computed again after a load
     judging: float = 0.0  # seconds of judging, summed over completions
     sampled: float = 0.0  # tokens of the model, of all completions
     recomputed: float = 0.0  # tokens of the model whose KV cache was computed again

@@ -97,7 +97,8 @@ class SimulatedRun:
         self._run_steps(self._steps - self._warm)
         self.report.seconds = self.clock.now() - began
         counts = [now - then for now, then in zip(self._engine_counts(), before, strict=True)]
-        self.report.generating, self.report.sampled, self.report.recomputed, self.report.preempted = counts
+        self.report.generating, self.report.loading, self.report.recomputing = counts[:3]
+        self.report.sampled, self.report.recomputed, self.report.preempted = counts[3:]
         self.report.max_staleness = self.controller.max_staleness
         for trajectory in self.accounts.expired:
             length = len(trajectory.token_ids)
@@ -109,11 +110,13 @@ class SimulatedRun:
             if not self.clock.advance():
                 raise RuntimeError(f"stuck at step {self.report.steps}: {self.accounts.balance}")
 
-    def _engine_counts(self) -> tuple[float, float, float, float]:
-        """Busy seconds, tokens sampled and recomputed, preemptions, of all engines."""
+    def _engine_counts(self) -> tuple[float, ...]:
+        """Seconds busy, loading and recomputing, tokens sampled and recomputed, preemptions, of all engines."""
         engines = self._engines
         return (
             sum(engine.busy for engine in engines),
+            sum(engine.loading for engine in engines),
+            sum(engine.recomputing for engine in engines),
             sum(engine.sampled for engine in engines),
             sum(engine.recomputed for engine in engines),
             sum(engine.preempted for engine in engines),

@@ -206,7 +206,7 @@ def _gateway(folder: RunFolder) -> str | None:
 
 def inspection_of(connection: sqlite3.Connection) -> Inspection:
     """The summary by a ledger, of which nothing is checked."""
-    totals = _fact(connection, TOTALS, Totals) or Totals(max_staleness=None)
+    totals = fact(connection, TOTALS, Totals) or Totals(max_staleness=None)
     steps, version, masked = connection.execute(
         "SELECT count(published_version), coalesce(max(published_version), 0), coalesce(sum(masked_tokens), 0)"
         " FROM steps"
@@ -237,7 +237,7 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
         busy={role: _fraction(seconds, totals.rl_seconds) for role, seconds in sorted(totals.busy.items())},
         engines=tuple(
             EngineRecord(**msgspec.structs.asdict(row), generated=totals.generated_by.get(row.name, 0))
-            for row in _fact(connection, ENGINES, tuple[Membership, ...]) or ()
+            for row in fact(connection, ENGINES, tuple[Membership, ...]) or ()
         ),
         weights=_weights(totals.carried),
         rewards=totals.rewards,
@@ -246,13 +246,14 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
         idle=spent.idle,
         bounds=tuple(
             ChangedBound(one.step, one.name, one.before, one.after, one.reason)
-            for one in _fact(connection, BOUNDS, tuple[BoundChange, ...]) or ()
+            for one in fact(connection, BOUNDS, tuple[BoundChange, ...]) or ()
         ),
-        selection_bias=report(_fact(connection, SELECTION, SelectionBias) or SelectionBias()),
+        selection_bias=report(fact(connection, SELECTION, SelectionBias) or SelectionBias()),
     )
 
 
-def _fact(connection: sqlite3.Connection, name: str, kind: type[Value]) -> Value | None:
+def fact(connection: sqlite3.Connection, name: str, kind: type[Value]) -> Value | None:
+    """A fact of a ledger, of which nothing is checked; None where there is none of this name."""
     found = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
     return msgspec.json.decode(found[0], type=kind) if found else None
 

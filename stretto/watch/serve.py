@@ -14,10 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-import uvicorn
-
 from stretto.core.errors import Problem, RunFolderError
-from stretto.processes.http.server import HttpServer
+from stretto.processes.http.server import HttpServer, settings_of
 from stretto.watch.runs.catalog import Catalog
 from stretto.watch.web.app import Dashboard
 from stretto.watch.web.guard import Guard
@@ -67,13 +65,8 @@ def watch(
     address = f"{shown}?token={secret}" if loopback else shown
     dashboard = Dashboard(Catalog(folders, cache))
     app = Guard(dashboard.app(), secret, port, loopback=loopback)
-    config = uvicorn.Config(
+    settings = settings_of(
         app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_level="critical",
-        access_log=False,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         server_header=False,
@@ -85,7 +78,7 @@ def watch(
             folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="stretto-watch-"))
             webbrowser.open(_way(Path(folder), address).as_uri())
         try:
-            asyncio.run(_WatchServer(config).serve([bound]))
+            asyncio.run(_WatchServer(settings).serve([bound]))
         finally:
             dashboard.close()
             bound.close()

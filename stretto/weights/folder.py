@@ -55,6 +55,16 @@ def remove(run: str, folder: Path) -> int:
     return unlink(folder.glob(f"{prefix(run)}*"))
 
 
+def held(run: str, folder: Path, holder: str) -> Path:
+    """What the name of a version that `holder` holds begins with (`SharedMemorySubscriber.hold`)."""
+    return folder / f"{prefix(run)}{holder}-"
+
+
+def release(run: str, folder: Path, holder: str) -> int:
+    """Unlink what `holder` holds, which has ended, however it did; returns how many files there were."""
+    return unlink(folder.glob(f"{held(run, folder, holder).name}*.held"))
+
+
 def prefix(run: str) -> str:
     """What the names of a run's files begin with.
 

@@ -25,13 +25,12 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import msgspec
-import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import TornPublication
-from stretto.processes.http.server import HttpServer, admit
+from stretto.processes.http.server import HttpServer, admit, settings_of
 from stretto.weights.delta import Deltas, NoDelta
 from stretto.weights.folder import path_of, versions
 from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
@@ -200,20 +199,15 @@ def bound(host: str, port: int) -> socket.socket:
 
 def server_of(app: WeightsApp, tls: Path | None = None) -> HttpServer:
     """The server, for a socket that is bound already; `tls` as for `serve`."""
-    config = uvicorn.Config(
+    settings = settings_of(
         app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_level="critical",  # refusals go to the mirror
-        access_log=False,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         ssl_certfile=str(tls / "cert.pem") if tls else None,
         ssl_keyfile=str(tls / "key.pem") if tls else None,
         ssl_ca_certs=str(tls / "ca.pem") if tls else None,
         ssl_cert_reqs=ssl.CERT_REQUIRED if tls else ssl.CERT_NONE,
     )
-    return HttpServer(config)
+    return HttpServer(settings)
 
 
 async def _gone(receive: Receive) -> None:

@@ -21,7 +21,7 @@ import xxhash
 from torch import Tensor
 
 from stretto.core.errors import DeadlineExceeded, TornPublication, WireError
-from stretto.weights.folder import KEPT, map_file, path_of, prefix, private, unlink, versions, write_all
+from stretto.weights.folder import KEPT, held, map_file, path_of, prefix, private, unlink, versions, write_all
 from stretto.weights.mailbox import Gather, as_it_is
 from stretto.weights.manifest import NO_CHECKSUM, TensorEntry, WeightsManifest, header, verify
 
@@ -122,24 +122,25 @@ class SharedMemorySubscriber:
 
     def hold(self, version: int, holder: str) -> Path:
         """The file of `version`, a safetensors file, once every byte was checked: a second name of it, which stays
-        until `holder` holds another version, however many are published meanwhile.
+        until `holder` holds another version, however many are published meanwhile, or is released
+        (`weights.folder.release`).
 
         Raises:
             TornPublication, WireError: as for `load`; `holder` holds what it held before.
         """
-        mine = f"{prefix(self._run)}{holder}-"
-        held = self._folder / f"{mine}{version:06d}.held"
-        held.unlink(missing_ok=True)
+        mine = held(self._run, self._folder, holder)
+        file = mine.with_name(f"{mine.name}{version:06d}.held")
+        file.unlink(missing_ok=True)
         try:
-            held.hardlink_to(path_of(self._run, self._folder, version))
-            verify(map_file(held), version)
+            file.hardlink_to(path_of(self._run, self._folder, version))
+            verify(map_file(file), version)
         except FileNotFoundError:
             raise self._gone(version) from None
         except TornPublication:
-            held.unlink()
+            file.unlink()
             raise
-        unlink(file for file in self._folder.glob(f"{mine}*.held") if file != held)
-        return held
+        unlink(other for other in self._folder.glob(f"{mine.name}*.held") if other != file)
+        return file
 
     def _mapped(self, version: int) -> memoryview:
         try:

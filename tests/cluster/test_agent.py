@@ -108,6 +108,23 @@ def test_a_machine_joins_serves_and_leaves_without_a_trace(home: Path) -> None:
     now(work())
 
 
+def test_a_version_that_a_killed_role_held_for_its_server_is_freed(home: Path) -> None:
+    async def work() -> None:
+        async with hosted(home, published=3) as host, agent(host.address, count=2):
+            machine = await host.machine()
+            process, client = await toy(machine, home)
+            memory, names = Path(machine.mailbox_folder), (Path(place.scratch).name for place in machine.places)
+            mine, others = (memory / f"stretto-run-v{name}-000003.held" for name in names)
+            for held in (mine, others):
+                held.touch()
+            process.kill()
+            await process.ended()
+            assert (mine.exists(), others.exists()) == (False, True)
+            await client.close()
+
+    now(work())
+
+
 def test_what_is_published_while_the_model_travels_is_pulled_and_nothing_older(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

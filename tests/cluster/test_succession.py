@@ -24,7 +24,7 @@ from stretto.cluster.agent import Offer, run_agent
 from stretto.cluster.join_file import JOIN, JoinFile, read_join_file
 from stretto.cluster.messages import Dismissed, RunTerms, Tenure
 from stretto.cluster.succession import RunSuperseded, assert_alone, next_tenure, tell
-from stretto.core.errors import RunFolderError
+from stretto.core.errors import DeadlineExceeded, RunFolderError
 from stretto.launch.assemble.cluster import identity_of, write_join_file
 from stretto.store.folder.run_folder import RunFolder
 from tests.cluster.hosting import FIRST, RUN, TOKEN, hosted, introduction, joined_by_hand, until
@@ -112,12 +112,13 @@ def test_the_conductor_before_is_told_when_it_can_be_reached_and_not_before(
         await asyncio.sleep(0.2)
         assert not telling.done()
         async with hosted(home, listen=address) as host:
-            assert await telling
+            assert (
+                await telling
+                == f"the conductor at {address}, which went on with another copy of this run, was told to end"
+            )
             assert host.superseded == [(2, "here:7420")]
-        async with hosted(home, listen=address, run="another-99") as host:  # with the same token
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(tell(KNOWN, address, SECOND, ""), 0.2)
-            assert host.superseded == []
+        with pytest.raises(DeadlineExceeded, match=rf"waited 0\.1 s for the one at {address}, to tell it"):
+            await tell(KNOWN, address, SECOND, "", 0.1)
 
     now(work())
 
@@ -127,7 +128,7 @@ def test_who_tells_a_newer_one_gives_way_itself_and_who_meets_itself_does_not(ho
         async with hosted(home, tenure=SECOND) as host:
             with pytest.raises(RunSuperseded, match=rf"run {RUN} at {host.address} \(epoch 2\), from a copy"):
                 await tell(KNOWN, host.address, FIRST, "")
-            assert not await tell(KNOWN, host.address, SECOND, "")
+            assert await tell(KNOWN, host.address, SECOND, "") == ""
             assert host.superseded == []
 
     now(work())
@@ -161,13 +162,63 @@ def test_a_copy_is_refused_while_a_conductor_lives_where_the_folder_says(home: P
     now(work())
 
 
+def test_at_an_address_that_somebody_else_has_by_now_the_search_ends_with_who_it_is(home: Path) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+    async def said_of(address: str, known: JoinFile = KNOWN) -> str:
+        return await tell(known, address, SECOND, "")
+
+    async def work() -> None:
+        async with hosted(home, run="another-99") as host:  # with the same token
+            assert await said_of(host.address) == (
+                f"nobody at {host.address} can be told that this conductor has the run now: "
+                f"{host.address} refused: this is run another-99"
+            )
+            assert "the key is wrong" in await said_of(host.address, msgspec.structs.replace(KNOWN, token="u" * 64))
+            assert host.superseded == []
+        browser = await asyncio.start_server(silent, "127.0.0.1", 0)
+        async with browser:
+            assert "speaks another language" in await said_of(f"127.0.0.1:{browser.sockets[0].getsockname()[1]}")
+        assert await said_of(f"unix:{home}/control") == ""  # on this machine, so it is known that it has ended
+
+    now(work())
+
+
+def test_a_folder_that_a_newer_conductor_went_on_with_is_refused_wherever_that_one_is(
+    home: Path, tmp_path: Path
+) -> None:
+    """It has no address, its machine cannot be reached, or it has ended: nobody replies, and it has the later steps."""
+    known = msgspec.structs.replace(KNOWN, address="", superseded=2, before=("127.0.0.1:1",))
+    (tmp_path / JOIN).write_bytes(msgspec.json.encode(known))
+    with pytest.raises(RunFolderError, match=rf"newer conductor \(epoch 2\) has gone on with run {RUN}, from a copy"):
+        now(assert_alone(tmp_path, ""))
+
+
+def test_a_conductor_without_an_address_is_found_by_its_socket_and_tells_by_its_own(home: Path) -> None:
+    """On one machine two conductors meet though no other machine can join either of them."""
+    known = msgspec.structs.replace(KNOWN, address="", control=f"unix:{home}/newer")
+
+    async def work() -> None:
+        async with hosted(home) as host:
+            control = await host.gate.open(f"unix:{home}/control")
+            assert "was told to end" in await tell(known, control, SECOND, "")
+            assert host.superseded == [(2, f"unix:{home}/newer")]
+
+    now(work())
+
+
 def test_a_conductor_that_was_not_told_is_remembered_over_every_crash_of_the_newer_one(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     first = identity_of(folder)
     write_join_file(folder, first)
     for address in ("first:1", "second:2", "", "third:3", "second:2"):  # of conductors that were killed, one by one
         write_join_file(folder, msgspec.structs.replace(identity_of(folder), address=address))
-    assert identity_of(folder).before == ("first:1", "second:2", "third:3")
+    write_join_file(folder, msgspec.structs.replace(identity_of(folder), control="unix:/c", superseded=3))
+    assert identity_of(folder).before == ("first:1", "second:2", "third:3", "unix:/c")
+    assert identity_of(folder).superseded == 3
     assert identity_of(folder).run == first.run
 
 
@@ -194,3 +245,4 @@ def test_two_conductors_on_copies_of_one_folder_become_one(laboratory: Laborator
             wait_until(lambda: "which went on with another copy of this run, was told to end" in said(copy), "its word")
             laboratory.run("train", "--resume", run_dir).refused(f"whose conductor lives at {there}")
             end_well(second, laboratory, copy)
+        laboratory.run("train", "--resume", run_dir).refused("a newer conductor (epoch 2) has gone on with run")

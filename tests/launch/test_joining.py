@@ -1,16 +1,19 @@
 """Promises: `--join FOLDER` takes address, token and certificates from the run's join.json, and what is given by hand
 comes first; `stretto scale` waits for as long as the run says that it may take; a machine for which the run has no file
-descriptors is told so.
+descriptors, or without the GPU that its roles need, is told so; an engine that was drained holds no version in memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
 import socket
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -18,9 +21,19 @@ import pytest
 from stretto.cluster.agent import Offer
 from stretto.cluster.join_file import JOIN, JoinFile
 from stretto.core.errors import DeadlineExceeded, RecipeError
-from stretto.launch.commands.join import offer, scale
+from stretto.launch.assemble.cluster import Cluster
+from stretto.launch.assemble.cluster import _why_not as why_not
+from stretto.launch.assemble.specs import Endpoints
+from stretto.launch.commands.join import dealt, gpus_of_this_machine, offer, scale
 from stretto.launch.preflight.descriptors import no_room_for
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe, load_recipe
+from stretto.loop.engines.pool import EnginePool
 from stretto.processes.handshake import admit_blocking
+from stretto.processes.spawn import FRESH
+from stretto.store.folder.run_folder import RunFolder
+from tests.cluster.hosting import FIRST, introduction
+from tests.launch.running import TINY
 
 
 def joined(folder: Path, token: str | None = None, tls: str | None = None) -> Offer:
@@ -81,3 +94,72 @@ def test_a_machine_for_which_there_are_no_descriptors_is_told_so() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "512 more engine(s) need 2048" in said
     assert "ulimit -n" in said
+
+
+def recipe(*settings: str) -> Recipe:
+    return load_recipe(TINY, settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "gpu", "said"),
+    [
+        (("engine.device=cuda",), "engine", False, "engine.device is 'cuda', and this machine shows no GPU"),
+        (("engine.device=cuda",), "engine", True, ""),
+        (("engine.device=auto", "trainer.device=cuda"), "engine", False, ""),
+        (
+            ("trainer.device=cuda", "trainer.ranks=2", "trainer.remote_ranks=1"),
+            "rank",
+            False,
+            "trainer.device is 'cuda'",
+        ),
+        (("engine.device=cuda", "trainer.ranks=2", "trainer.remote_ranks=1"), "rank", False, ""),
+        ((), "rank", False, "the run's trainer has no ranks on other machines"),
+        ((), "trainer", False, "there is no role 'trainer'"),
+    ],
+)
+def test_a_machine_is_asked_for_what_its_roles_need_when_it_joins(
+    settings: Sequence[str], kind: str, gpu: bool, said: str
+) -> None:
+    found = why_not(recipe(*settings), introduction(kind=kind, gpu=gpu))
+    assert (said in found) if said else (found == "")
+
+
+def test_gpus_that_are_hidden_are_none_and_others_are_dealt_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for told, found in (("", ()), ("3", ("3",)), ("1,2,5", ("1", "2", "5"))):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+        assert gpus_of_this_machine() == found
+    assert dealt(("1", "2", "5"), 2) == ({"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "2"})
+    assert dealt(("1",), 2) == dealt((), 1) == ()
+
+
+class TwoEngines:
+    """Of the run's own, on this machine; they leave when they are told to, killed or not."""
+
+    names: Sequence[str] = ("engine-0", "engine-1")
+
+    def announce_with(self, announce: Callable[[int], None]) -> None: ...
+
+    async def drain(self, names: Sequence[str], why: str) -> None:
+        self.names = [name for name in self.names if name not in names]
+
+
+def test_what_an_engine_held_for_its_server_is_freed_when_it_has_left(tmp_path: Path) -> None:
+    mailbox = tmp_path / "mailbox"
+    mailbox.mkdir()
+    for name in ("engine-0-000004.held", "engine-1-000003.held", "engine-10-000004.held", "000004.weights"):
+        (mailbox / f"stretto-run-v{name}").touch()
+    said = list[str]()
+
+    class _Plan:
+        recipe = recipe()
+
+    async def work() -> None:
+        with RunFolder.create(tmp_path / "run") as folder:
+            pool, endpoints = cast(EnginePool, TwoEngines()), Endpoints("run", mailbox, tmp_path)
+            known = JoinFile(run="run", token="t" * 64)
+            cluster = Cluster(cast(Plan, _Plan()), folder, endpoints, pool, said.append, FRESH, known, FIRST)
+            assert await cluster.scale(1) == "1 engines; engine-1 left"
+
+    asyncio.run(work())
+    left = sorted(path.name.removeprefix("stretto-run-v") for path in mailbox.iterdir())
+    assert left == ["000004.weights", "engine-0-000004.held", "engine-10-000004.held"]

@@ -286,6 +286,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(plan_for: Planner) -> N
         engine = {"transport": "tcp", "base_port": port, "count": 1}
         assert message(plan_for, engine=engine) == f"engine.base_port: port {port} is in use; choose free ports"
         plan_for(engine=engine | {"transport": "unix"})
+        plan_for(engine=engine, cluster={"placer": "given", "listen": "127.0.0.1:0"})  # engines of other machines
     plan_for(engine=engine)
 
 
@@ -299,6 +300,8 @@ def test_a_gpu_that_is_not_there_is_refused(plan_for: Planner) -> None:
         "warm_start.device",
     ]
     assert "torch finds no GPU that it can use; 'auto' takes a GPU if there is one" in told
+    plan = plan_for(engine=gpu | {"count": 64}, cluster={"placer": "given", "listen": "127.0.0.1:0"})
+    assert estimate_memory(plan).engines == 0  # of machines that join, and are asked then
 
 
 def test_an_attention_that_no_engine_computes_is_refused(plan_for: Planner, policy: Path, tmp_path: Path) -> None:

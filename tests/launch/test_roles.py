@@ -12,17 +12,20 @@ import tempfile
 from collections.abc import Coroutine
 from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
-from stretto.core.errors import DeadlineExceeded, RunFolderError
+from stretto.core.errors import DeadlineExceeded, RoleDied, RunFolderError
 from stretto.core.events import Span
+from stretto.launch.assemble.cluster import Cluster
 from stretto.launch.assemble.roles import _endpoints as endpoints
 from stretto.launch.assemble.roles import _in_turn as in_turn
 from stretto.launch.assemble.roles import _sweep as sweep
+from stretto.launch.assemble.roles import _up as up
 from stretto.launch.assemble.roles import end_all, locked_socket_folder, mailbox_name
 from stretto.launch.preflight.plan import Plan
+from stretto.loop.engines.pool import EnginePool
 from stretto.loop.records.log import RunLog
 from stretto.loop.records.reporter import SilentReporter
 from stretto.store import lock
@@ -127,6 +130,36 @@ def test_who_comes_second_is_not_begun_when_the_first_fails() -> None:
     with pytest.raises(DeadlineExceeded):
         asyncio.run(in_turn(fails, make_second))
     assert begun == []
+
+
+class WithoutWeights:
+    """A cluster whose server of weights dies too often while the roles start."""
+
+    def __init__(self) -> None:
+        self.opened = False
+
+    async def open(self) -> None:
+        self.opened = True
+
+    async def supervise(self) -> NoReturn:
+        while not self.opened:
+            await asyncio.sleep(0)
+        raise RoleDied("weights", "exit code 1, 4 times", "logs/weights.txt")
+
+
+def test_a_part_of_the_cluster_that_fails_while_roles_start_ends_the_start_with_its_name() -> None:
+    ended: list[str] = []
+
+    async def trainer() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()  # it loads a large model, say
+        finally:
+            ended.append("trainer")
+
+    start = up(cast(Cluster, WithoutWeights()), cast(EnginePool, None), 600.0, trainer)
+    with pytest.raises(RoleDied, match="weights"):
+        asyncio.run(asyncio.wait_for(start, 10))
+    assert ended == ["trainer"]
 
 
 def test_a_socket_folder_that_cannot_be_locked_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

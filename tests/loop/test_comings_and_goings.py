@@ -46,6 +46,9 @@ class Journal:
     def journal(self, id: str, piece: Segment, node: int = 0) -> None:
         self.pieces[id] = self.pieces.get(id, Segment()) + piece
 
+    def retract(self, id: str, count: int, node: int = 0) -> None:
+        raise AssertionError("no engine of this story has a server that lies")
+
 
 class Story:
     """A run without a trainer: versions are published by the clock."""

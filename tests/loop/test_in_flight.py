@@ -6,15 +6,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from stretto.conversation.session import TurnRequest
-from stretto.core.errors import EngineLeft, EngineLost, RefusedRequest
-from stretto.core.records import Completion, GenerateRequest, Partials, Sampling, Segment, StopReason
+from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest
+from stretto.core.records import Completion, GenerateRequest, Partials, Prompt, Sampling, Segment, StopReason
 from stretto.loop.engines.in_flight import LOSSES, InFlight, attempts
 from stretto.loop.engines.sessions import sessions_of_evaluation
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import read_unfinished
 
 ANSWER = tuple(range(100, 110))
 
@@ -47,6 +52,9 @@ class Journal:
     def journal(self, id: str, partial: Segment, node: int = 0) -> None:
         self.tokens += partial.token_ids
         self.whole += partial
+
+    def retract(self, id: str, count: int, node: int = 0) -> None:
+        raise AssertionError("an engine that was killed has told the truth")
 
 
 def test_two_who_look_at_the_same_time_journal_a_token_once() -> None:
@@ -118,12 +126,67 @@ def test_a_completion_that_moves_after_a_kill_is_journaled_under_both_names() ->
     assert journal.whole == completion.segment
 
 
+class LiesAfterFour(LostAfterFour):
+    """As its parent, but `a` goes on behind two tokens that another engine wrote, and of its own four one cannot be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, ...]] = []
+
+    async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
+        self.asked.append(request.prefixes[0].token_ids if request.prefixes else ())
+        self.begun.set()
+        await self.go_on.wait()
+        self.go_on.clear()
+        if len(self.asked) < 3:
+            raise (EngineLost if len(self.asked) == 1 else EngineLied)("an engine", "is gone")
+        segment = msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP)
+        yield Completion.of(request.id, 0, segment).written_by("c", request.prefixes[0])
+
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
+        name = "abc"[len(self.asked) - 1]
+        return {id: {0: written(count, self.told).written_by(name)} for id, (count,) in known.items()}
+
+
+def test_what_a_server_told_of_a_request_of_which_it_lied_is_in_no_journal_and_no_completion(tmp_path: Path) -> None:
+    """`a` writes two tokens and is killed; `b` tells four more, the last of them NaN, say; `c` goes on behind two."""
+    path, in_file = tmp_path / "ledger.sqlite", list[int]()
+
+    async def main(ledger: Ledger) -> Completion:
+        engines = LiesAfterFour()
+        in_flight = InFlight(engines, ledger, {})
+        request = GenerateRequest(id="7", prompt_token_ids=(1,), seeds=(0,), sampling=Sampling(max_tokens=20))
+        answering = asyncio.ensure_future(anext(in_flight.generate(request)))
+        for told in (2, 4, 6, 3):
+            if told != 6:
+                await engines.begun.wait()
+                engines.begun.clear()
+            engines.told = told
+            await in_flight.keep()
+            ledger.flush()
+            in_file.append(len(read_unfinished(path)[0].members[0].segments[0].token_ids))
+            if told != 4:
+                engines.go_on.set()
+        completion = await answering
+        assert engines.asked == [(), ANSWER[:2], ANSWER[:2]]
+        return completion
+
+    with closing(Ledger(path, StoreConfig(flush_seconds=0.0))) as ledger:
+        ledger.issue("7", Prompt(id="17", token_ids=(1,), text="1", answer="2"), 1, 0)
+        completion = asyncio.run(main(ledger))
+    assert in_file == [2, 4, 6, 3]
+    assert completion.engines == (("a", 2), ("c", 8))
+
+
 def test_a_turn_whose_engine_is_killed_goes_on_behind_its_tokens_and_is_journaled_as_its_segment() -> None:
     pieces: list[tuple[str, Segment, int]] = []
 
     class Pieces:
         def journal(self, id: str, piece: Segment, node: int = 0) -> None:
             pieces.append((id, piece, node))
+
+        def retract(self, id: str, count: int, node: int = 0) -> None:
+            raise AssertionError("an engine that was killed has told the truth")
 
     async def main() -> Segment:
         engines = LostAfterFour()

@@ -2,16 +2,23 @@
 
 - a recipe and a model's config.json give the layouts as JSON with the keys that others read, best first;
 - the lengths are those of the demonstrations, those that a user names, or an assumption that is said;
+- the plan of a recipe's own layout goes into the folder of a run, begun or not; a run of another recipe refuses it;
 - mistakes are refused with what is allowed.
 """
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from stretto.core.errors import UserError
+from stretto.core.errors import RunFolderError, UserError
 from stretto.launch.commands.plan import PlanChoice, as_json, job_of, plan_recipe, table
+from stretto.launch.recipe.recipe import load_recipe, to_toml
+from stretto.launch.recipe.recorded import record_recipe
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 
 ROOT = Path(__file__).parents[2]
 GPUS = ROOT / "recipes" / "sglang_8gpu.toml"
@@ -59,8 +66,34 @@ def test_the_lengths_of_a_warm_start_are_those_of_its_demonstrations() -> None:
         (PlanChoice("h100", gpus=1), "at least 2"),
         (PlanChoice("h100", gpus=8, nodes=3), "8 GPUs cannot be shared out to 3 nodes"),
         (PlanChoice("h100", gpus=8, network="fast"), "such as 400gbit"),
+        (PlanChoice("h100", gpus=8, run=Path("to_come")), "not a run; plan the recipe without --gpus"),
     ],
 )
 def test_a_mistake_is_refused(choice: PlanChoice, said: str) -> None:
     with pytest.raises(UserError, match=said):
         plan_recipe(GPUS, SMALL, choice, lambda text: None)
+
+
+OWN = [*SMALL, "trainer.ranks=2", "trainer.activation_checkpointing=true"]
+
+
+def planned(run: Path, *changes: str) -> str | None:
+    choice = PlanChoice("h200", lengths="constant:tokens=100", run=run)
+    return plan_recipe(GPUS, [*OWN, *changes], choice, lambda text: None).recipe
+
+
+def test_a_plan_is_the_prediction_of_a_run_of_its_recipe_alone(tmp_path: Path) -> None:
+    """A longer run, or one that is evaluated more often, has the same steps; one with another bound has not."""
+    run = tmp_path / "run"
+    digest = planned(run)
+    saved = json.loads((run / "prediction.json").read_bytes())
+    assert saved["recipe"] == digest
+    assert saved["layouts"][0]["terms"]["step_seconds"] == saved["layouts"][0]["step_seconds"]
+    with RunFolder.create(run) as folder:  # the prediction does not make the folder somebody else's
+        recipe = load_recipe(GPUS, OWN)
+        folder.write("recipe.toml", to_toml(recipe))
+        with closing(Ledger(folder.ledger, StoreConfig())) as ledger:
+            record_recipe(ledger, recipe)
+    assert planned(run, "trainer.steps=4000", "evaluation.every=7") == digest
+    with pytest.raises(RunFolderError, match=rf"another recipe \(digest \w+\) than the run's \(digest {digest}\)"):
+        planned(run, "rollout.max_staleness=1")

@@ -71,6 +71,36 @@ def test_an_asynchronous_step_is_the_longer_of_the_two() -> None:
     assert 1.0 < found.staleness.mean <= 4.0
 
 
+def test_the_terms_of_a_step_are_its_seconds_by_role_and_work() -> None:
+    """The synchronous step again, judged in 2 s; the conductor takes 3.2 s before the training, of which the trainer
+    knows nothing, and a load 4 s, beside which the engine generates for 50."""
+    machine = msgspec.structs.replace(CLOCK, judge_seconds=0.0625, conduct_seconds=0.1, load_seconds=4.0)
+    found = predict(job(0), machine, Layout(1, 1))
+    step = 50 + 4 * 0.0625 * 8 + 3.2 + 19.2 + 4
+    terms = found.terms
+    assert terms["step_seconds"] == found.step_seconds == pytest.approx(step, rel=0.02)
+    assert terms["engines.generate"] == pytest.approx(50, rel=0.02)
+    assert terms["engines.load"] == pytest.approx(4, rel=0.05)
+    assert terms["engines.recompute"] == 0.0
+    assert terms["engines.generate"] + terms["engines.load"] + terms["engines.idle"] == pytest.approx(
+        found.step_seconds, rel=0.01
+    )
+    assert terms["trainer.update"] == pytest.approx(19.2, rel=0.01)
+    assert terms["trainer.idle"] == pytest.approx(found.step_seconds - 19.2, rel=0.01)
+    assert found.busy["trainer"] == pytest.approx(19.2 / step, abs=0.01)
+    assert terms["rewards.score"] == pytest.approx(2.0)
+    assert terms["completion_tokens"] == pytest.approx(50)
+
+
+def test_the_parts_of_training_add_up_to_its_step() -> None:
+    """A quarter of the tokens have their log-probabilities from their own minibatch: the forward pass of the others is
+    the proximal policy's, a third of what a forward and backward pass takes."""
+    machine = msgspec.structs.replace(CLOCK, train_seconds=1.0, parameter_seconds=1e-6)
+    asked = replace(job(), proximal=0.75).with_settings({}, {}, {"minibatches": 4})
+    parts = Costs(asked, machine, Layout(1, 1)).training([60] * 32)
+    assert parts == pytest.approx((0.0, 19.2 * 0.75 / 3, 1.0 + 4 * 0.5 + 19.2, 0.5), rel=1e-4)
+
+
 def test_roles_that_share_cores_slow_each_other_down() -> None:
     """One core for two roles that both always work: twice as long."""
     alone = predict(job(4), CLOCK, Layout(1, 1))

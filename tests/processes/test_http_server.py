@@ -15,10 +15,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from stretto.processes.http.server import HttpServer, admit
+from stretto.processes.http.server import HttpServer, admit, settings_of
 from stretto.processes.tls import client_context, server_context
 from tests.certificates import authority
 
@@ -39,7 +38,7 @@ async def _app(scope: Scope, receive: Receive, send: Send) -> None:
 @contextmanager
 def _serving(tls: Path | None = None) -> Iterator[tuple[str, int]]:
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(_app, http="httptools", lifespan="off", log_level="critical", timeout_keep_alive=60)
+    config = settings_of(_app, timeout_keep_alive=60)
     config.load()
     config.ssl = server_context(str(tls)) if tls is not None else None
     server = HttpServer(config, strangers=_MOST, patience=_PATIENCE)

@@ -64,6 +64,26 @@ def test_steps_appear_while_they_are_written_and_a_death_is_seen(
     expect(page.locator(".state")).to_contain_text("dead", timeout=PATIENCE_MILLISECONDS)
 
 
+def test_more_tabs_than_a_browser_has_connections_share_them(
+    page: Page, server: WatchServer, writer: Writer, request: pytest.FixtureRequest
+) -> None:
+    rows = page.get_by_test_id("run-row")
+    expect(rows.filter(has_text=str(request.node.name))).to_have_count(1)
+    ids = {str(row.locator("th").inner_text()): str(row.get_attribute("data-run")) for row in rows.all()}
+    shown = [str(request.node.name)] * 7 + ["recorded", "one", "other"]
+    tabs = [page.context.new_page() for _ in shown]
+    for tab, name in zip(tabs, shown, strict=True):
+        tab.goto(f"{server.address}#/runs/{ids[name]}/curves")
+        expect(tab.locator(".facts").first).to_be_visible(timeout=PATIENCE_MILLISECONDS)
+    writer.step()
+    for tab in tabs[:7]:
+        expect(tab.locator(".facts").first).to_contain_text("2 / 3", timeout=PATIENCE_MILLISECONDS)
+    tabs[0].close()  # it had the connection
+    writer.step()
+    for tab in tabs[1:7]:
+        expect(tab.locator(".facts").first).to_contain_text("3 / 3", timeout=PATIENCE_MILLISECONDS)
+
+
 def test_a_page_goes_on_by_itself_after_the_server_was_started_again(
     page: Page, server: WatchServer, writer: Writer, faults: list[str], request: pytest.FixtureRequest
 ) -> None:

@@ -56,6 +56,27 @@ def sampled(*tokens: int, parent: int | None = None, end: StopReason | None = No
     return Segment(tokens, logprobs, (0,) * len(tokens), stop_reason=end, parent=parent, cause=cause)
 
 
+def test_what_is_taken_back_of_a_segment_is_gone_and_what_other_segments_have_stays(path: Path) -> None:
+    with closing(begun(path)) as ledger:
+        for node, piece in (
+            (0, sampled(2, 3)),
+            (1, sampled(parent=0)),
+            (0, sampled(4)),
+            (1, sampled(7, 8)),
+            (0, sampled(5)),
+        ):
+            ledger.journal(ID, piece, node)
+        ledger.retract(ID, 2)
+        crash(ledger)
+    assert member(path).segments == (sampled(2, 3), sampled(7, 8, parent=0))
+    with closing(Ledger(path, HOLD_BACK)) as ledger:
+        ledger.journal(ID, sampled(6))
+        ledger.retract(ID, 3)  # nothing is behind it
+        ledger.retract(ID, 0, node=1)
+        ledger.flush()
+        assert member(path).segments == (sampled(2, 3, 6), sampled(parent=0))
+
+
 def test_two_turns_at_a_time_are_read_as_two_segments(path: Path) -> None:
     with closing(begun(path)) as ledger:
         ledger.journal(ID, sampled(4, 5))

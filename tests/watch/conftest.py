@@ -11,9 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 
-from stretto.processes.http.server import HttpServer
+from stretto.processes.http.server import HttpServer, settings_of
 from stretto.watch.runs.catalog import Catalog
 from stretto.watch.web.app import Dashboard
 from stretto.watch.web.guard import Guard
@@ -29,8 +28,7 @@ def serving(runs: Path, cache: Path) -> Iterator[httpx.Client]:
     port = listening.getsockname()[1]
     dashboard = Dashboard(Catalog([runs], cache))
     app = Guard(dashboard.app(), TOKEN, port, loopback=True)
-    server = HttpServer(uvicorn.Config(app, http="httptools", lifespan="off", log_level="critical"))
-    server.config.timeout_graceful_shutdown = 1
+    server = HttpServer(settings_of(app, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     thread.start()
     try:

@@ -1,13 +1,16 @@
-"""Promises: a wrong secret costs a wait wherever it was shown; the names of the machine are looked up once; one
-comparison is made at a time, and no reading holds up the end of the process; what is the matter with one run, one line
-or one file of the cache leaves the others as they are; a recipe is read once, a ledger opened once for a row; an alarm
-of a running run ends with it.
+"""Promises: of too many runs the newest are shown, and how many are left out is said; open runs together hold a
+bounded number of bytes, and a follower does not push another run out; a tokenizer that cannot be read is a fault;
+prompts are searched piece by piece. A wrong secret costs a wait wherever it was shown; the names of the machine are
+looked up once; one comparison is made at a time, and no reading holds up the end of the process; what is the matter
+with one run, one line or one file of the cache leaves the others as they are; a recipe is read once, a ledger opened
+once for a row; an alarm of a running run ends with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -22,17 +25,23 @@ import msgspec
 import pytest
 from starlette.responses import Response
 
+from stretto.core.errors import StrettoError
 from stretto.store import lock
 from stretto.watch.index.cache import Cache
 from stretto.watch.index.files import read_ledger
 from stretto.watch.index.steps import Steps
 from stretto.watch.runs import run as run_module
 from stretto.watch.runs.catalog import Catalog
+from stretto.watch.runs.questions import PromptTexts, Searched
 from stretto.watch.runs.run import RunSummary, WatchedRun
+from stretto.watch.web import app as app_module
+from stretto.watch.web.events import Follower
 from stretto.watch.web.guard import Guard
 from stretto.watch.web.pages import list_page
 from tests.watch.conftest import serving
 from tests.watch.runs import step_line, write_run
+
+SYNCHRONOUS = Path(__file__).parent.parent / "data" / "synchronous_run"
 
 
 def _watched(path: Path) -> WatchedRun:
@@ -159,6 +168,80 @@ def test_a_number_that_no_column_can_hold_leaves_the_lines_beside_it(tmp_path: P
     assert steps.advance() is False
     assert steps.table["step"].tolist() == [1, 3]
     assert steps.fault == "metrics.jsonl: line 2 cannot be read: step has more than 64 bits"
+
+
+def test_of_too_many_runs_the_newest_are_shown_and_the_others_counted(tmp_path: Path) -> None:
+    for age, name in enumerate(("new", "middle", "old")):
+        path = write_run(tmp_path / "runs" / name)
+        os.utime(path / "recipe.toml", (1e9 - age, 1e9 - age))
+    found = list_page(Catalog([tmp_path / "runs"], tmp_path / "cache", most_runs=2))
+    assert ([row.name for row in found["runs"]], found["left_out"]) == (["new", "middle"], 1)
+    with serving(tmp_path / "runs", tmp_path / "cache") as client:
+        assert client.get("/api/runs").json()["left_out"] == 0
+
+
+def test_open_runs_hold_a_bounded_number_of_bytes_and_a_follower_pushes_none_out(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    alone = Catalog([tmp_path], tmp_path / "cache")
+    first, second = sorted(alone.all(), key=lambda run: run.name)
+    follower = Follower(first, None)
+    for run in (first, second):
+        alone.opened(run)
+        while run.advance(1.0):
+            pass
+    assert {name for name, *_ in follower.news()} >= {"run", "trajectories"}
+    assert alone._most_held > first.held + second.held
+    alone.give_up()
+    assert first.is_open
+    alone._most_held = second.held
+    alone.give_up()
+    assert (first.is_open, first.held, second.is_open) == (False, 0, True)
+    assert [name for name, *_ in follower.news()] == ["standing", "run"]
+    assert not first.is_open
+    assert follower.news() == []
+    first.advance(1.0)  # a page of it was asked for
+    assert follower.news()[0][0] == "reset"
+
+
+def test_a_tokenizer_that_cannot_be_read_is_a_fault_until_it_can(tmp_path: Path) -> None:
+    policy = write_run(tmp_path / "runs" / "a") / "policy" / "v000000"
+    with serving(tmp_path / "runs", tmp_path / "cache") as client:
+        (run,) = client.get("/api/runs").json()["runs"]
+        trajectory = f"/api/runs/{run['id']}/trajectories/0.a.0/0"
+        found = client.get(trajectory).json()
+        assert found["tokenizer_fault"].startswith("tokenizer.json: no policy of the run has one")
+        policy.mkdir(parents=True)
+        (policy / "tokenizer.json").write_text('{"version": ')  # half copied
+        until = time.monotonic() + 30
+        while "cannot be read" not in (said := client.get(trajectory).json()["tokenizer_fault"]):
+            assert time.monotonic() < until
+        assert said.endswith("tokens are shown as their numbers")
+        assert client.get("/api/runs").json()["runs"][0]["fault"] == said
+        shutil.copy(SYNCHRONOUS / "policy" / "v000000" / "tokenizer.json", policy / "tokenizer.json")
+        while (found := client.get(trajectory).json())["tokenizer_fault"] is not None:
+            assert time.monotonic() < until
+        assert found["segments"][0]["tokens"]["text"][0] != "⟨3⟩"
+        assert client.get("/api/runs").json()["runs"][0]["fault"] is None
+
+
+def test_prompts_are_searched_piece_by_piece_and_asked_again_the_search_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    prompts = [f"needle {at} " + "x" * 700_000 for at in range(6)]  # pieces of a mebibyte to the end of a line
+    lines = [{"id": str(at), "prompt": text, "answer": ""} for at, text in enumerate(prompts)]
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    questions = PromptTexts(path)
+    found = [questions.search("NEEDLE", 0.0), questions.search("needle 5", 0.0), questions.search("NEEDLE", 0.0)]
+    assert [sorted(one.ids) for one in found] == [["0", "1"], [], ["0", "1", "2", "3"]]
+    assert found[0].share == pytest.approx(1 / 3, abs=1e-3)
+    assert questions.search("NEEDLE", 60.0) == Searched(frozenset("012345"), 1.0)
+    assert PromptTexts(tmp_path / "none").search("x", 0.0) == Searched(frozenset(), 1.0)
+
+
+def test_what_the_dashboard_refuses_is_in_the_tree_of_errors() -> None:
+    own = [kind for kind in vars(app_module).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(own) >= 2
+    assert [kind for kind in own if not issubclass(kind, StrettoError)] == []
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from stretto.core.records import State
+from stretto.core.records import Outcome, State, Verdict
 from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
@@ -24,8 +25,9 @@ from stretto.store.series.metrics import MetricsLog, rewind_metrics
 from stretto.watch.index.cache import Cache
 from stretto.watch.index.trajectories import Trajectories
 from tests.watch.conftest import serving
-from tests.watch.runs import ENDED, HOSTILE, LOG, completion, step_line, train, write_run
+from tests.watch.runs import ENDED, HOSTILE, LOG, completion, prompt, step_line, train, write_run
 
+UNDECIDED = Verdict(Outcome.UNDECIDED, None, "no answer in 5 s")
 SYNCHRONOUS = Path(__file__).parent.parent / "data" / "synchronous_run"
 
 
@@ -212,6 +214,28 @@ def test_health_counts_states_reasons_and_prompts(client: httpx.Client, first: s
         (3, 4, 1, 1.0),
         (4, 5, 1, 0.75),
     ]
+
+
+def test_health_counts_what_repeats_and_says_why_completions_are_undecided(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "runs" / "a")
+    lines = [
+        f'{{"id":"{name}","prompt":"{text}","answer":""}}\n' for name, text in (("p", "1"), ("q", "2"), ("r", "1"))
+    ]
+    (path / "questions.jsonl").write_text("".join(lines))
+    undecided = msgspec.structs.replace(completion("2.x.0", 0, 0.0, (2,)), verdict=UNDECIDED)
+    with closing(Ledger(path / "ledger.sqlite", StoreConfig())) as ledger:
+        members = tuple(completion("1.b.0", member, 1.0, (1,) * length) for member, length in enumerate((2, 5, 5)))
+        train(ledger, 3, "b", members)
+        ledger.issue("2.x.0", prompt("x", "1+2="), 1, 2)
+        ledger.settle("2.x.0/0", State.FAILED, "no answer in 5 s", undecided)
+    with serving(tmp_path / "runs", tmp_path / "cache") as client:
+        (run,) = client.get("/api/runs").json()["runs"]
+        found = client.get(f"/api/runs/{run['id']}/health").json()
+    # tokens of 0.a.0: 3 4 5, 3 4; of 0.b.0: 3 4 5 6, 3; of 1.b.0: 3 4, 3 4 5 6 7 twice; of 2.x.0: 3
+    assert found["duplicates"]["answers"] == {"looked_at": 8, "duplicate": 2, "share": 0.25}
+    assert found["duplicates"]["prompts"] == {"looked_at": 3, "duplicate": 2, "share": 2 / 3}
+    assert sorted(one["count"] for one in found["duplicates"]["said_often"]) == [2, 2, 2]
+    assert found["undecided"] == [{"state": "failed", "reason": "no answer in 5 s", "count": 1}]
 
 
 def test_two_runs_part_at_a_step_and_a_token(tmp_path: Path) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from stretto.measures.selection import SIGNIFICANT
 from stretto.store.inspection import EngineRecord, Inspection, WeightsSummary, inspect_run
+from stretto.store.prediction import PredictedRun, predicted_beside_measured
 
 _BAR_WIDTH = 24
 _CHANGES = 3  # newest changes of bounds that are shown
@@ -20,19 +21,42 @@ _SHOWN = 0.05  # seconds
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def print_inspection(path: str | Path, as_json: bool = False, also: Mapping[str, object] | None = None) -> None:
-    """Print the summary of a run: a table, or one JSON object, which has what is `also` to be said of the run.
+def print_inspection(
+    path: str | Path,
+    as_json: bool = False,
+    also: Mapping[str, object] | None = None,
+    predicted: Path | None = None,
+) -> None:
+    """Print the summary of a run: a table, or one JSON object, which has what is `also` to be said of the run. Its
+    prediction stands beside it: that of the file `predicted`, or else that of the run folder.
 
     Raises:
-        RunFolderError: there is no run.
+        RunFolderError: there is no run; or the prediction is that of another recipe.
         StoreError: its ledger cannot be read.
     """
-    inspection = inspect_run(path)
+    inspection, comparison = inspect_run(path), predicted_beside_measured(path, predicted)
     if as_json:
-        told = {**msgspec.structs.asdict(inspection), **(also or {})}
+        told = {**msgspec.structs.asdict(inspection), "predicted": comparison, **(also or {})}
         sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
-    else:
-        print_summary(inspection, str(path))
+        return
+    print_summary(inspection, str(path))
+    if comparison is not None:
+        Console().print(Group(*comparison_lines(comparison)))
+
+
+def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
+    """One row for each term of a step, and the term that is most off in words."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for head in ("", "predicted", "measured", "ratio"):
+        table.add_column(head, justify="right")
+    for name, term in comparison.terms.items():
+        words = (name.replace("_", " "), f"{term.predicted:,.4g}", f"{term.measured:,.4g}")
+        ratio = "" if term.ratio is None else f"{term.ratio:.2f}"
+        table.add_row(*words, ratio, style="bold red" if name == comparison.most_off else "")
+    off = comparison.terms[comparison.most_off].off
+    of = {"staleness": "{:+.2f} versions", "completion_tokens": "{:+.0%}"}.get(comparison.most_off, "{:+.0%} of a step")
+    said = f"most off: {comparison.most_off.replace('_', ' ')}, {of.format(off)}"
+    return [Text(f"predicted for {comparison.machine}", style="bold"), table, Text(said)]
 
 
 def print_summary(inspection: Inspection, title: str, console: Console | None = None) -> None:

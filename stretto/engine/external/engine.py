@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 
 from stretto.core.deadlines import waiting
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, StrettoError
+from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError
 from stretto.core.events import Span
 from stretto.core.records import GenerateRequest, Partials, StopReason
 from stretto.core.tasks import cancel_and_wait
@@ -161,7 +161,7 @@ class ExternalEngine:
             completion.stream.refuse(refused)
         except StrettoError as error:  # the server cannot be trusted with another token
             completion.distrust()
-            completion.stream.break_off(str(error))
+            completion.stream.refuse(EngineLied(self.name, f"is not trusted: {error}"))
             self._fail(error)
 
     def _notice(self, task: asyncio.Task[None]) -> None:

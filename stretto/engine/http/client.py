@@ -10,7 +10,7 @@ import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import EngineLost, RefusedRequest, TornPublication, WireError
+from stretto.core.errors import EngineLied, EngineLost, RefusedRequest, TornPublication, WireError
 from stretto.core.events import Span
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest, Partials
@@ -67,6 +67,7 @@ class HttpEngine:
         Raises:
             RefusedRequest: the engine will not serve one of them, and so none; a server behind it may say so later.
             EngineLost: it cannot be reached, is stopping, or ended before the last completion.
+            EngineLied: the server behind it told what cannot be.
             DeadlineExceeded: no completion ended for `answer_seconds`.
         """
         missing, unframer = sum(len(request.seeds) for request in requests), Unframer()
@@ -180,6 +181,6 @@ def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
 def _error(told: Refusal) -> WireError | EngineLost:
     if told.error == "RefusedRequest":
         return RefusedRequest(told.field, told.found, told.allowed)
-    if told.error == "EngineLost":
-        return EngineLost(told.field, told.found)
+    if told.error in ("EngineLost", "EngineLied"):
+        return (EngineLied if told.error == "EngineLied" else EngineLost)(told.field, told.found)
     return (TornPublication if told.error == "TornPublication" else WireError)(told.found)

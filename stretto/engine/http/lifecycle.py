@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.engine.native.generation import Generation
-from stretto.processes.http.server import STRANGERS, HttpServer
+from stretto.processes.http.server import STRANGERS, HttpServer, settings_of
 from stretto.processes.tls import server_context
 
 _SHUTDOWN_SECONDS = 1
@@ -119,14 +119,9 @@ def bind(host: str, port: int, place: str) -> socket.socket:
 
 
 def _config(app: ASGIApp, keep_alive_seconds: int, unix_path: str | None) -> uvicorn.Config:
-    return uvicorn.Config(
+    return settings_of(
         app,
         uds=unix_path,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_level="critical",  # errors of a request go to its client; errors that end the loop are raised
-        access_log=False,
         backlog=_BACKLOG,
         timeout_keep_alive=keep_alive_seconds,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,

@@ -20,7 +20,7 @@ from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import AGENTS_TLS, Join, RunTerms, Tenure
 from stretto.cluster.placing import RayPlacerSpec
 from stretto.cluster.succession import RunSuperseded, tell
-from stretto.core.errors import Problem, RecipeError, RoleDied
+from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied
 from stretto.core.events import Span
 from stretto.core.tasks import NamedTasks, first_of
 from stretto.launch.assemble.ray_agents import RayAgents, placing_seconds
@@ -29,6 +29,7 @@ from stretto.launch.assemble.specs import Endpoints, engine_role, engine_spec, o
 from stretto.launch.preflight.checks import medium_of
 from stretto.launch.preflight.descriptors import no_room_for
 from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.engines.guest import guest
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
@@ -38,6 +39,7 @@ from stretto.processes.spawn import TOKEN, Spawner
 from stretto.processes.tls import client_context
 from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.config import ChosenMedium
+from stretto.weights.folder import release
 from stretto.weights.role import WeightsServerSpec
 
 #: Files among the sockets of a run.
@@ -80,8 +82,8 @@ class Cluster:
             scale=self.scale,
             say=self.report,
             logs=self.folder.logs,
-            superseded=lambda epoch, address: self._tasks.add("superseded", self._give_way(epoch, address)),
-            refuses=self._why_not,
+            superseded=self._superseded,
+            refuses=lambda join: _why_not(self.plan.recipe, join),
         )
         self.gate = Gate(self.identity.run, self.identity.token, doors)
         self.engines.announce_with(self.gate.publish)
@@ -145,14 +147,31 @@ class Cluster:
             await self._ray.close()
 
     async def _tell(self, known: JoinFile, before: str) -> None:
-        if await tell(known, before, self.tenure, self.plan.recipe.cluster.tls or ""):
-            self.report(f"the conductor at {before}, which went on with another copy of this run, was told to end")
+        try:
+            if said := await tell(known, before, self.tenure, self.plan.recipe.cluster.tls or ""):
+                self.report(said)
+        except RunSuperseded as newer:
+            self._remember(newer.epoch, newer.address)
+            raise
+        except DeadlineExceeded as late:  # who goes on with the run looks for it again
+            self.report(str(late))
+            return
         others = tuple(address for address in self.identity.before if address != before)
         self.identity = msgspec.structs.replace(self.identity, before=others)
 
+    def _superseded(self, epoch: int, address: str) -> None:
+        if not self.identity.superseded:  # else it ends already
+            self._remember(epoch, address)  # before the newer one hears that it was heard
+            self._tasks.add("superseded", self._give_way(epoch, address))
+
+    def _remember(self, epoch: int, address: str) -> None:
+        """Put it into the run folder that a newer conductor has the run: who resumes this one is refused."""
+        before = _with(self.identity.before, address)
+        self.identity = msgspec.structs.replace(self.identity, before=before, superseded=epoch)
+        if self.folder.is_ours():
+            write_join_file(self.folder, self.identity)
+
     async def _give_way(self, epoch: int, address: str) -> NoReturn:
-        """End, and remember where the newer conductor is: who resumes this folder is told so while it lives."""
-        self.identity = msgspec.structs.replace(self.identity, before=_with(self.identity.before, address))
         raise RunSuperseded(self.identity.run, epoch, address)
 
     async def _place_by_ray(self, address: str) -> None:
@@ -205,17 +224,6 @@ class Cluster:
                 await process.stop(_STOP_GRACE)
 
     # ── machines ─────────────────────────────────────────────────────────────────────────────────
-
-    def _why_not(self, join: Join) -> str:
-        recipe = self.plan.recipe
-        if join.kind == "rank":
-            none = "the run's trainer has no ranks on other machines (trainer.remote_ranks = 0)"
-            return "" if recipe.trainer.remote_ranks else none
-        if join.kind != "engine":
-            return f"there is no role {join.kind!r}; machines run an engine or a rank"
-        if recipe.engine.addresses:
-            return "the run's engines are the servers of engine.addresses; it takes machines for ranks alone"
-        return no_room_for(join.count)
 
     def _terms(self) -> RunTerms:
         return RunTerms(
@@ -310,6 +318,7 @@ class Cluster:
         await self.engines.drain(leaving, "stretto scale")
         for name in leaving:
             self._dismiss_if_empty(name)
+            release(self.endpoints.mailbox, self.endpoints.mailbox_folder, name)
         if self._ray is not None:
             await self._ray.place(wanted, self.plan.recipe.trainer.remote_ranks)
         return f"{wanted} engines" + (f"; {', '.join(leaving)} left" if leaving else "")
@@ -339,6 +348,20 @@ class Cluster:
             machine.dismiss("stretto scale")
 
 
+def _why_not(recipe: Recipe, join: Join) -> str:
+    """Why a machine may not join the run; "" if it may."""
+    if join.kind not in ("engine", "rank"):
+        return f"there is no role {join.kind!r}; machines run an engine or a rank"
+    if join.kind == "rank" and not recipe.trainer.remote_ranks:
+        return "the run's trainer has no ranks on other machines (trainer.remote_ranks = 0)"
+    if join.kind == "engine" and recipe.engine.addresses:
+        return "the run's engines are the servers of engine.addresses; it takes machines for ranks alone"
+    place, section = ("trainer", recipe.trainer) if join.kind == "rank" else ("engine", recipe.engine)
+    if section.device == "cuda" and not join.gpu:
+        return f"{place}.device is 'cuda', and this machine shows no GPU (/dev/nvidia*, CUDA_VISIBLE_DEVICES)"
+    return no_room_for(join.count) if join.kind == "engine" else ""
+
+
 def write_join_file(folder: RunFolder, content: JoinFile) -> None:
     """Write it, for our user alone."""
     part = folder.path / f".{JOIN}.{os.getpid()}.part"
@@ -355,7 +378,7 @@ def identity_of(folder: RunFolder) -> JoinFile:
     except RecipeError:
         known = JoinFile(run=f"{folder.path.name}-{secrets.token_hex(4)}", token=new_key())
     token = os.environ.pop(TOKEN, "") or known.token  # the roles would inherit it
-    before = _with(known.before, known.address)
+    before = _with(known.before, known.address or known.control)  # one for each conductor
     return msgspec.structs.replace(known, token=token, address="", control="", tls="", before=before)
 
 

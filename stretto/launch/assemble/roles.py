@@ -19,7 +19,7 @@ import msgspec
 from stretto.cluster.messages import Tenure
 from stretto.core.errors import described
 from stretto.core.events import Span
-from stretto.core.tasks import gather_or_cancel
+from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.launch.assemble.cluster import CONTROL, WEIGHTS_KEY, Cluster, identity_of
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, in_rounds, socket_folder, trainer_spec
 from stretto.launch.assemble.workflows import Conversing, workflow_pool
@@ -256,10 +256,18 @@ async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None
 async def _up(
     cluster: Cluster, engines: EnginePool, patience: float, *starts: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    """Open the gate, start all roles, and wait for the first engine: those that join may still be starting."""
-    await cluster.open()
-    await gather_or_cancel(*(start() for start in starts))
-    await engines.until_up(patience)
+    """Open the gate, start all roles, and wait for the first engine: those that join may still be starting.
+
+    Raises:
+        StrettoError: a role cannot be started; or a part of the cluster fails meanwhile, with its name.
+    """
+
+    async def up() -> None:
+        await cluster.open()
+        await gather_or_cancel(*(start() for start in starts))
+        await engines.until_up(patience)
+
+    await run_beside(cluster.supervise(), up())
 
 
 async def _in_turn(*starts: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -51,7 +51,7 @@ def engine_role(config: EngineConfig) -> str:
 
 def engine_specs(plan: Plan, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
     """The engines that a run starts itself; `published` False: they serve the folder as it is."""
-    count = plan.recipe.engine.count if plan.recipe.cluster.placer == "local" else 0
+    count = plan.recipe.local_engines
     return [engine_spec(plan, model, endpoints, number, published) for number in range(count)]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from stretto import __version__
-from stretto.cluster.agent import Offer, places_of_gpus, run_agent
+from stretto.cluster.agent import Offer, run_agent
 from stretto.cluster.join_file import JoinFile, read_join_file
 from stretto.cluster.messages import ANSWER, Answer, Scale
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError, RunFolderError
@@ -53,8 +53,28 @@ def offer(
     if not token:
         remedy = f"give the token of the run's join.json by --token, or in the environment variable {TOKEN}"
         raise RecipeError([Problem("--token", "is missing", remedy)])
-    environments = places_of_gpus(count)
-    return Offer(join, token, kind, count, host, tls or "", patience=patience, environments=environments)
+    gpus = gpus_of_this_machine()
+    return Offer(join, token, kind, count, host, tls or "", patience, gpu=bool(gpus), environments=dealt(gpus, count))
+
+
+def gpus_of_this_machine() -> tuple[str, ...]:
+    """The numbers of its GPUs of NVIDIA, those of CUDA_VISIBLE_DEVICES if it is set."""
+    if (told := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(filter(None, told.split(",")))
+    numbers = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*"))
+    return tuple(sorted(filter(str.isdecimal, numbers)))
+
+
+def dealt(gpus: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
+    """The environments of `count` places that share the GPUs evenly; none where there are too few.
+
+    >>> dealt(("0", "1", "2"), 2)
+    ({'CUDA_VISIBLE_DEVICES': '0'}, {'CUDA_VISIBLE_DEVICES': '1'})
+    """
+    each = len(gpus) // count
+    if not each:
+        return ()
+    return tuple({"CUDA_VISIBLE_DEVICES": ",".join(gpus[at * each : (at + 1) * each])} for at in range(count))
 
 
 def work(brought: Offer, say: Callable[[str], None]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,11 @@ from statistics import fmean
 
 import msgspec
 
-from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.core.errors import Problem, RecipeError, RunFolderError, nearest
 from stretto.launch.preflight.encoding import encode_demonstrations
 from stretto.launch.preflight.paper import outline
 from stretto.launch.preflight.plan import Outline
-from stretto.launch.recipe.recipe import load_recipe
+from stretto.launch.recipe.recipe import load_recipe, to_toml
 from stretto.model.hf.skeleton import outlined
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.planner.costs import Costs
@@ -23,6 +24,9 @@ from stretto.planner.layouts import own_layout
 from stretto.planner.lengths import Lengths, LogNormalLengths, alone, lengths_of
 from stretto.planner.machine import MachineProfile, machine_of
 from stretto.planner.predict import GOALS, RunPlan, plan
+from stretto.store.files import write_atomically
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.prediction import check_digest, run_digest, settings_digest
 from stretto.worlds.data.task import Question
 
 _ANY = "h100"  # weights and activations are the same on every machine
@@ -34,7 +38,8 @@ _ASSUMED_MEAN, _ASSUMED_SIGMA = 1 / 3, 0.8  # of completions that nothing is kno
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """What the command line says beside the recipe. `gpus` None: the recipe's own layout."""
+    """What the command line says beside the recipe. `gpus` None: the recipe's own layout. `run`: the folder of the run
+    that is predicted, which gets the plan."""
 
     machine: str
     gpus: int | None = None
@@ -42,6 +47,7 @@ class PlanChoice:
     network: str | None = None
     goal: str = "time"
     lengths: str | None = None
+    run: Path | None = None
 
 
 def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: Callable[[str], None]) -> RunPlan:
@@ -53,7 +59,26 @@ def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: C
     if choice.goal not in GOALS:
         raise RecipeError([Problem(f"--goal {choice.goal}", "no such goal", nearest(choice.goal, GOALS))])
     machine = _connected(machine_of(choice.machine), choice)
-    return plan(job_of(path, overrides, choice.lengths, say), machine, choice.gpus, choice.goal)
+    asked = outline(load_recipe(path, overrides))
+    own = settings_digest(tomllib.loads(to_toml(asked.recipe))) if choice.gpus is None else None
+    if choice.run is not None:
+        _check_run(choice.run, own)
+    found = plan(job_from(asked, choice.lengths, say), machine, choice.gpus, choice.goal)
+    whole = msgspec.structs.replace(found, recipe=own)
+    if choice.run is not None:
+        choice.run.mkdir(parents=True, exist_ok=True)
+        write_atomically(RunFolder(choice.run).prediction, as_json(whole).encode() + b"\n")
+    return whole
+
+
+def _check_run(run: Path, digest: str | None) -> None:
+    """Raises RunFolderError where the plan would be no prediction of this run; it need not have begun."""
+    if RunFolder(run).ledger.is_file():
+        check_digest(Path(f"--run {run}"), digest, run_digest(run))
+    elif digest is None:
+        check_digest(Path(f"--run {run}"), None, "")
+    elif run.exists() and not run.is_dir():
+        raise RunFolderError([Problem(f"--run {run}", "is no folder", "give the folder of a run, or of one to come")])
 
 
 def job_of(path: Path, overrides: Sequence[str], lengths: str | None, say: Callable[[str], None]) -> Job:

@@ -159,9 +159,17 @@ def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
         raise RewardFunctionError(problems)
 
 
-def check_ports(config: EngineConfig) -> None:
-    """Raises RecipeError: a port on which an engine would listen is in use, or does not exist."""
-    if config.transport == "unix":
+def check_machine(recipe: Recipe) -> None:
+    """Raises RecipeError: this machine lacks what its own roles need; another is asked when it joins."""
+    check_ports(recipe)
+    engine = recipe.engine if recipe.local_engines else None
+    check_devices({"engine": engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
+
+
+def check_ports(recipe: Recipe) -> None:
+    """Raises RecipeError: a port of this machine on which an engine would listen is in use, or does not exist."""
+    config = recipe.engine
+    if config.transport == "unix" or not recipe.local_engines:  # engines elsewhere take free ports of their machines
         return
     ports = range(config.base_port, config.base_port + config.count)
     if ports[-1] > _LARGEST_PORT:

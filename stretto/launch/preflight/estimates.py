@@ -63,7 +63,7 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
         engine += CAPABILITIES[recipe.engine.kind].process_bytes
     of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
     others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + 2 * base.parameters * 4
-    return MemoryEstimate(trainer, recipe.engine.count * engine, others, available_memory())
+    return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory())
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def warnings(plan: Outline) -> Sequence[str]:
     """Sentences about settings that work, but perhaps not as hoped."""
     recipe, notes = plan.recipe, list(plan.notes)
     cores = len(os.sched_getaffinity(0))
-    served = 0 if recipe.engine.addresses else recipe.engine.count
+    served = 0 if recipe.engine.addresses else recipe.local_engines
     threads = served * recipe.engine.threads + recipe.trainer.local_ranks * recipe.trainer.threads
     if threads > cores and recipe.rollout.staleness_bounds[1] > 0:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")

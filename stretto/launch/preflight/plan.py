@@ -17,10 +17,9 @@ from stretto.gateway.config import AgentConfig
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_cluster,
-    check_devices,
     check_in_flight,
     check_kind,
-    check_ports,
+    check_machine,
     check_reward_function,
     check_reward_sources,
     check_top_k,
@@ -100,10 +99,9 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     medium_of(recipe)
     check_reward_function(recipe.rewards)
     needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
-    check_ports(recipe.engine)
+    check_machine(recipe)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
-    check_devices({"engine": recipe.engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
     base = inspect_model_folder(base_folder(recipe))
     check_kind(base)
     check_head_dim(recipe, base)

@@ -114,6 +114,11 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         except ValidationError as error:
             raise RecipeError(problems_of(info.context or cls.__name__, error.errors(), cls)) from None
 
+    @property
+    def local_engines(self) -> int:
+        """Engines that the run starts on the machine of the conductor; others start theirs and join."""
+        return self.engine.count if self.cluster.placer == "local" else 0
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         completions = self.rollout.batch_size * self.rollout.group_size

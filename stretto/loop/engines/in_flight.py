@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from stretto.conversation.session import TurnRequest
-from stretto.core.errors import EngineLeft, EngineLost, RefusedRequest
+from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.store.ledger.reading import UnfinishedGroup
@@ -70,6 +70,8 @@ class SegmentJournal(Protocol):
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None: ...
 
+    def retract(self, id: str, count: int, node: int = 0) -> None: ...
+
 
 @dataclass
 class GroupInFlight:
@@ -77,6 +79,7 @@ class GroupInFlight:
 
     ended: dict[int, Completion] = field(default_factory=dict)
     prefixes: dict[int, Segment] = field(default_factory=dict)  # journaled, of members whose end is not
+    before: dict[int, Segment] = field(default_factory=dict)  # the same, when the open request was made
     journaled: set[int] = field(default_factory=set)  # members whose end is journaled
     members: tuple[int, ...] = ()  # that the open request asks for, in its order
     judging: bool = False  # its last completion has come
@@ -89,6 +92,7 @@ class GroupInFlight:
     def request(self, of: GenerateRequest) -> GenerateRequest:
         """What is missing of the group's request."""
         self.turn += 1
+        self.before = dict(self.prefixes)
         # A turn that its client has left may be asked for again before the engine has given the first request up.
         self.asked = f"{of.id}.{self.turn}" if self.session else of.id
         self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
@@ -104,6 +108,16 @@ class GroupInFlight:
             if member not in self.ended:  # else its last tokens have arrived meanwhile
                 self.prefixes[member] = self.prefixes.get(member, Segment()) + piece
                 yield member, piece
+
+    def retract(self) -> Iterator[tuple[int, int]]:
+        """Take back what the open request has brought, and refuse what is under way: each member of which something
+        was journaled, with the number of its tokens before."""
+        self.turn += 1
+        for member in self.members:
+            count = len(self.before.get(member, Segment()).token_ids)
+            if member not in self.ended and self.known(member) > count:
+                self.prefixes[member] = self.before.get(member, Segment())
+                yield member, count
 
     def pieces(self, id: str) -> Iterator[tuple[str, Segment, int]]:
         """What is not journaled yet of the members that have ended: its trajectory, the tokens, their segment."""
@@ -156,6 +170,10 @@ class InFlight:
                 except EngineLost as loss:  # another engine continues what is known
                     if self._journal is None:
                         group.ended.clear()
+                    elif isinstance(loss, EngineLied):
+                        for member, count in group.retract():
+                            trajectory, _, node = group.place(request.id, member, Segment())
+                            self._journal.retract(trajectory, count, node)
                     losses += not isinstance(loss, EngineLeft)
                     if losses > LOSSES and not self._ending:
                         raise

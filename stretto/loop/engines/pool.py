@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from stretto.core.deadlines import deadline
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import EngineLeft, EngineLost, RoleDied, RoleError, WireError
+from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RoleDied, RoleError, WireError
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment
 from stretto.core.tasks import NamedTasks, gather_or_cancel, gather_to_the_end
@@ -248,6 +248,7 @@ class EnginePool:
 
         Raises:
             EngineLost: the engine broke off. It is suspected then, unless it was told to give the requests up.
+            EngineLied: what it told of the requests is not to be kept.
             EngineLeft: it has left the run.
             RefusedRequest: the engine will not serve them.
         """
@@ -269,7 +270,7 @@ class EnginePool:
                 engine.suspect()  # with its machine, which is silent or gone
             raise
         except EngineLost as loss:
-            if engine.leaving:
+            if engine.leaving and not isinstance(loss, EngineLied):
                 raise EngineLeft(name, loss.how) from None
             if not ids & engine.given_up:
                 engine.suspect()

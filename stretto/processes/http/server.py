@@ -13,9 +13,10 @@ import socket
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import uvicorn
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from stretto.core.tasks import cancel_and_wait
@@ -32,6 +33,16 @@ def admit(scope: Scope) -> None:
     """For an application: this request has shown the key, so its connection is no stranger's any more."""
     if (admitted := scope.get("state", {}).get(_ADMIT)) is not None:
         admitted()
+
+
+def settings_of(app: ASGIApp, **further: Any) -> uvicorn.Config:
+    """What all servers have in common; `further` are settings of uvicorn as well.
+
+    Nothing is logged: an error of a request goes to its client, one that ends the server is raised.
+    """
+    return uvicorn.Config(
+        app, http="httptools", ws="none", lifespan="off", log_level="critical", access_log=False, **further
+    )
 
 
 @dataclass(eq=False)

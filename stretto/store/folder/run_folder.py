@@ -8,6 +8,7 @@ metrics.jsonl spans.jsonl                   measurements
 questions.jsonl                             prompts and gold answers, for the export
 samples.jsonl held_out.jsonl                sampled completions: some of the training, all of each evaluation
 ledger.sqlite                               the state of every trajectory
+prediction.json                             what `stretto plan --run` predicts of the run
 policy/v000012/ checkpoints/step-000040/    policies and checkpoints
 policy/best/ best.json                      the policy of the best evaluation, if it is kept
 plots/*.png                                 plots
@@ -30,8 +31,9 @@ from stretto.store.files import identity, write_atomically
 from stretto.store.folder.leftovers import sweep
 
 _INNER = ("logs", "policy", "checkpoints", "plots")
-_FREE_NAMES = {lock.NAME, "log.txt", "logs"}  # left by a run that ended before it had a ledger
-_RECIPE = "recipe.toml"
+_RECIPE, _PREDICTION = "recipe.toml", "prediction.json"
+#: Left by a run that ended before it had a ledger; and what `stretto plan --run` said before it.
+_FREE_NAMES = {lock.NAME, "log.txt", "logs", _PREDICTION}
 _HALF_A_RECIPE = re.compile(r"\.recipe\.toml\.\d+\.part")
 
 
@@ -50,7 +52,7 @@ class RunFolder:
         self.recipe, self.ledger, self.kernels = path / _RECIPE, path / "ledger.sqlite", path / "kernels.json"
         self.log, self.metrics, self.spans = path / "log.txt", path / "metrics.jsonl", path / "spans.jsonl"
         self.questions, self.samples = path / "questions.jsonl", path / "samples.jsonl"
-        self.held_out = path / "held_out.jsonl"
+        self.held_out, self.prediction = path / "held_out.jsonl", path / _PREDICTION
         self.gateway = path / "gateway"
         self.logs, self.policies, self.checkpoints, self.plots = (path / inner for inner in _INNER)
 

@@ -32,9 +32,9 @@ from stretto.measures.goodput import OnRecord
 from stretto.store.files import identity, sync_file
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.forgetting import FORGET_PROMPTS, FORGET_TRAINED, FORGET_UNTRAINED, UNSETTLED
-from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls
+from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls, retraction
 from stretto.store.ledger.reading import BOUNDS, tokens_on_record
-from stretto.store.ledger.rows import Balance, LiveRow, TokenTally, encode_payload, step_columns, update_columns
+from stretto.store.ledger.rows import UPSERT, Balance, LiveRow, TokenTally, encode_payload, step_columns, update_columns
 from stretto.store.ledger.schema import open_for_writing
 from stretto.store.ledger.seals import META, find_fact, seal
 from stretto.store.ledger.wal import log_of
@@ -42,13 +42,6 @@ from stretto.store.ledger.wal import log_of
 Value = TypeVar("Value")
 
 _INSERT_GROUP = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)"
-_UPSERT_TRAJECTORY = """
-    INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-    ON CONFLICT (key) DO UPDATE SET state = excluded.state, reason = excluded.reason,
-        trained_step = excluded.trained_step, verdict = excluded.verdict, reward = excluded.reward,
-        stop_reason = excluded.stop_reason, tokens = excluded.tokens, oldest_version = excluded.oldest_version,
-        newest_version = excluded.newest_version, interrupted = excluded.interrupted, seal = excluded.seal
-"""
 _INSERT_PAYLOAD = "INSERT OR IGNORE INTO payloads VALUES (?, ?)"
 _INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _UPDATE_STEP = "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?"
@@ -176,6 +169,12 @@ class Ledger:
         self._partials.append((_INSERT_PARTIAL, (row.key, row.journaled, encode_piece(id, piece, node))))
         row.journaled += max(1, len(piece.token_ids))
 
+    def retract(self, id: str, count: int, node: int = 0) -> None:
+        """Delete the pieces of a segment behind its first `count` tokens, from the file too."""
+        self.flush()
+        self._partials += retraction(self._query, id, self._row(id).key, count, node)
+        self.flush()
+
     def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None:
         """The session of a trajectory in flight is about to make a call; numbers grow. If it is `durable`, its begin
         and its end are each in the file on return: what must not be done twice is never begun without a record."""
@@ -296,7 +295,7 @@ class Ledger:
         pending = self._pending
         self._execute("BEGIN IMMEDIATE")
         self._many(_INSERT_GROUP, pending.pop(_INSERT_GROUP, []))
-        self._many(_UPSERT_TRAJECTORY, rows)
+        self._many(UPSERT, rows)
         for statement, row in self._partials:
             self._execute(statement, row)
         for statement, parameters in pending.items():

@@ -10,7 +10,8 @@ behind. A call is on record when it begins, with what was asked, and again when 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -18,12 +19,18 @@ from stretto.core.records import NOTHING, Record, Segment
 from stretto.store.ledger.seals import SIZE, check, seal
 
 _PIECES = "SELECT payload FROM partials WHERE key = ? ORDER BY begin"
+_BEGINS = "SELECT begin, payload FROM partials WHERE key = ? ORDER BY begin"
+_DELETE_PIECE = "DELETE FROM partials WHERE key = ? AND begin = ?"
 _CALLS = "SELECT number, asked, reply, seal FROM calls WHERE key = ? ORDER BY number"
 _PAIR = b"\x92"  # begins a MessagePack array of two
 
 _encode = msgspec.msgpack.Encoder().encode
 _segment = msgspec.msgpack.Decoder(Segment).decode
 _placed = msgspec.msgpack.Decoder(tuple[int, Segment]).decode
+
+
+#: The rows of a statement with these parameters.
+Query = Callable[[str, tuple[int, ...]], list[Any]]
 
 
 class JournaledCall(Record, frozen=True):
@@ -67,6 +74,17 @@ def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
     for node, piece in pieces:
         found[node] = found[node] + piece if node in found else piece
     return tuple(found.get(node, Segment(parent=NOTHING)) for node in range(max(found, default=-1) + 1))
+
+
+def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """The statements that delete the pieces of segment `node` behind its first `count` tokens. Raises as `query`, and
+    as `decode_piece`."""
+    told = 0
+    for begin, sealed in query(_BEGINS, (key,)):
+        place, piece = decode_piece(id, sealed)
+        told += len(piece.token_ids) if place == node else 0
+        if place == node and told > count:
+            yield _DELETE_PIECE, (key, begin)
 
 
 def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[JournaledCall]:

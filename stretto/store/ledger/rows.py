@@ -84,6 +84,16 @@ def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Paylo
     return msgspec.convert(parts, Payload)
 
 
+#: Writes the columns of a `LiveRow`.
+UPSERT = """
+    INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    ON CONFLICT (key) DO UPDATE SET state = excluded.state, reason = excluded.reason,
+        trained_step = excluded.trained_step, verdict = excluded.verdict, reward = excluded.reward,
+        stop_reason = excluded.stop_reason, tokens = excluded.tokens, oldest_version = excluded.oldest_version,
+        newest_version = excluded.newest_version, interrupted = excluded.interrupted, seal = excluded.seal
+"""
+
+
 class LiveRow:
     """The row of a trajectory that is in flight or buffered, as the next flush writes it."""
 

@@ -13,7 +13,7 @@ _FIRST = 1024
 
 
 class GrowingColumns:
-    """GrowingColumns of one length, each an array that is doubled when it is full.
+    """Columns of one length, each an array that is doubled when it is full.
 
     Example::
 
@@ -30,6 +30,11 @@ class GrowingColumns:
     def __getitem__(self, name: str) -> Column:
         """[rows] a view; it is of the rows of now."""
         return self._arrays[name][: self.rows]
+
+    @property
+    def held(self) -> int:
+        """Bytes in memory."""
+        return sum(array.nbytes for array in self._arrays.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._arrays

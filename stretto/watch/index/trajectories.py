@@ -31,6 +31,7 @@ _ANCHOR = "SELECT t.seal FROM groups AS t ORDER BY key LIMIT 1"
 _NUMBERS = {"key": "i8", "group_key": "i8", "member": "i4", "step": "i4", "length": "i4", "oldest": "i4"}
 _NUMBERS |= {"newest": "i4", "interrupted": "i4", "admitted": "i4", "members": "i4"}
 _WORDS = {"state": "i1", "verdict": "i1", "stop": "i1", "reason": "i4", "prompt": "i4"}
+_WORD_BYTES = 200  # about, of a word with its number
 _ORDER: tuple[str, ...] = ("key", "group_key", "member", "state", "reason", "step", "verdict", "reward", "stop")
 _ORDER += ("length", "oldest", "newest", "interrupted", "admitted", "prompt", "members")
 
@@ -38,7 +39,7 @@ NONE = -1  #: in place of a number or a word that is not there
 
 
 class WordCodes:
-    """WordCodes as small numbers; `NONE` is no word."""
+    """Words as small numbers; `NONE` is no word."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         self.all = list(known)
@@ -53,6 +54,11 @@ class WordCodes:
             code = self._codes[word] = len(self.all)
             self.all.append(word)
         return code
+
+    @property
+    def held(self) -> int:
+        """About how many bytes it takes."""
+        return _WORD_BYTES * len(self.all)
 
     def find(self, word: str) -> int | None:
         """The number of a word, if it has one."""
@@ -71,7 +77,7 @@ class _Facts(Record, frozen=True):
 class Trajectories:
     """The rows of the ledger's trajectories. A row whose state is final is read once, any other again.
 
-    GrowingColumns: the numbers of the ledger's row, with `NONE` where it has none; ``reward`` with NaN; and ``state``,
+    Its columns: the numbers of the ledger's row, with `NONE` where it has none; ``reward`` with NaN; and ``state``,
     ``verdict``, ``stop``, ``reason``, ``prompt`` as numbers of `words`.
     """
 
@@ -128,6 +134,11 @@ class Trajectories:
         if not more and self.table.rows > max(_KEPT_FROM, 1.2 * self._kept):
             self.keep()
         return more
+
+    @property
+    def held(self) -> int:
+        """About how many bytes they take."""
+        return self.table.held + sum(words.held for words in self.words.values())
 
     def keep(self) -> None:
         """Write what was read to the cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from stretto.watch.runs.run import WatchedRun
 _DEPTH = 3  # folders below the one that was given: runs/SWEEP/RUN, and RUN/branches/NNN
 _MOST_RUNS = 2_000
 _LOOK_SECONDS = 1.0
-_MOST_OPEN = 8  # runs whose tables stay in memory
+_LOOK_SHARE = 20  # the pause between two looks, in times of what a look takes
+_MOST_HELD = 160 << 20  # bytes of the tables of open runs; the one that is in use has no bound
 _NOT_ENTERED = frozenset({"checkpoints", "logs", "plots", "policy"})
 
 
@@ -25,19 +27,34 @@ class Catalog:
     followed: what it leads to was not given.
     """
 
-    def __init__(self, roots: Sequence[Path], cache: Path | None = None) -> None:
-        """`cache`: where indexes are kept; None: the user's cache."""
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        cache: Path | None = None,
+        *,
+        most_runs: int = _MOST_RUNS,
+        most_held: int = _MOST_HELD,
+    ) -> None:
+        """
+        Args:
+            cache: where indexes are kept; None: the user's cache.
+            most_runs: runs that are shown; of more, the newest.
+            most_held: bytes of the tables of all open runs together.
+        """
         self._roots = [root.resolve() for root in roots]
         self._cache = cache or cache_folder() / "watch"
+        self._most_runs, self._most_held = most_runs, most_held
         self._runs: dict[str, WatchedRun] = {}
-        self._looked = float("-inf")
+        self._look_at = float("-inf")
         self._open: list[str] = []
+        self.left_out = 0  #: runs that are there and not shown, because there are too many
 
     def all(self) -> list[WatchedRun]:
         """Every run, the newest first."""
-        if time.monotonic() - self._looked >= _LOOK_SECONDS:
+        if (since := time.monotonic()) >= self._look_at:
             self._look()
-            self._looked = time.monotonic()
+            now = time.monotonic()
+            self._look_at = now + max(_LOOK_SECONDS, _LOOK_SHARE * (now - since))
         return sorted(self._runs.values(), key=lambda run: (-(run.started or 0), run.name))
 
     def find(self, id: str) -> WatchedRun | None:
@@ -47,22 +64,33 @@ class Catalog:
         return self._runs.get(id)
 
     def opened(self, run: WatchedRun) -> None:
-        """Note that the tables of a run are in use; those of the run that was not for longest are given up."""
+        """Note that the tables of a run are in use."""
         self._open = [id for id in self._open if id != run.id] + [run.id]
-        while len(self._open) > _MOST_OPEN:
-            if (oldest := self._runs.get(self._open.pop(0))) is not None:
-                oldest.close()
+
+    def give_up(self) -> None:
+        """While open runs hold too much, give up the tables of the one that was not used for longest. Tables grow, so
+        this is for after each piece that was read."""
+        held = {id: run.held for id in self._open if (run := self._runs.get(id)) is not None}
+        self._open = [id for id in self._open if id in held]
+        while len(self._open) > 1 and sum(held.values()) > self._most_held:
+            oldest = self._open.pop(0)
+            self._runs[oldest].close()
+            del held[oldest]
 
     def _look(self) -> None:
         found: dict[str, WatchedRun] = {}
+        for run in self._found():
+            found.setdefault(run.id, run)
+        newest = heapq.nlargest(self._most_runs, found.values(), key=lambda run: run.started or 0)
+        self.left_out = len(found) - len(newest)
+        self._runs = {run.id: run for run in newest}
+
+    def _found(self) -> Iterator[WatchedRun]:
         for root in self._roots:
             for folder in _run_folders(root, _DEPTH):
                 id = hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
                 known = self._runs.get(id)
-                found[id] = known or WatchedRun(id, folder, _name(folder, root), Cache(self._cache / f"{id}.sqlite"))
-                if len(found) >= _MOST_RUNS:
-                    break
-        self._runs = found
+                yield known or WatchedRun(id, folder, _name(folder, root), Cache(self._cache / f"{id}.sqlite"))
 
 
 def _name(folder: Path, root: Path) -> str:

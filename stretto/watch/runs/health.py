@@ -1,18 +1,32 @@
-"""What the data of a run is like: states and reasons, truncation, reward against length, prompts that teach nothing."""
+"""What the data of a run is like: states and reasons, truncation, reward against length, prompts that teach nothing,
+what repeats."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stretto.core.records import Record, State
+from stretto.core.errors import StoreError
+from stretto.core.records import Record, State, trajectory_id
 from stretto.store.inspection import Inspection
+from stretto.store.ledger.rows import decode_payload
 from stretto.watch.index.columns import Column
+from stretto.watch.index.files import read_ledger
 from stretto.watch.index.trajectories import NONE, Trajectories
-from stretto.watch.runs.questions import PromptTexts
+from stretto.watch.runs.questions import PromptTexts, Repeats
 from stretto.watch.runs.table import PROMPT_SHOWN
 
+_MOST_LOOKED_AT, _MOST_BYTES = 2_000, 16 << 20  # trajectories, and bytes of payloads, that are looked at for repeats
+_MOST_SAID, _SAID_SHOWN = 5, 200
+_NEWEST = "SELECT key, length(payload) FROM payloads ORDER BY key DESC LIMIT ?"
+_PAYLOAD = """
+    SELECT group_key, groups.id, member, verdict, reward, stop_reason, interrupted, payload FROM trajectories AS t
+    JOIN payloads USING (key) JOIN groups ON groups.key = group_key WHERE t.key = ?
+"""
 _MOST_BINS, _MOST_POINTS, _MOST_REASONS, _MOST_PROMPTS = 30, 200, 100, 50
 
 
@@ -61,6 +75,26 @@ class TruncationShare(Record, frozen=True):
     by_step: dict[str, list[Any]]
 
 
+class SaidOften(Record, frozen=True):
+    """The beginning of a completion, and how many of the newest have its tokens."""
+
+    text: str
+    count: int
+
+
+class Duplicates(Record, frozen=True):
+    """What repeats: completions of one prompt that are equal teach nothing, and a policy that says the same to all
+    prompts has collapsed.
+
+    `answers`: the newest completions that have the same tokens as another of their group; `prompts`: the first prompts
+    with the text of another prompt; `said_often`: what several of the newest completions say, of any group.
+    """
+
+    answers: Repeats
+    prompts: Repeats
+    said_often: list[SaidOften]
+
+
 class Health(Record, frozen=True):
     """See the module; `goodput` and `selection_bias` are those of `stretto inspect`, None where it has none."""
 
@@ -73,11 +107,16 @@ class Health(Record, frozen=True):
     reward_by_length: list[LengthBin]
     prompts: PromptCounts
     reasons: list[ReasonCount]
+    undecided: list[ReasonCount]  # those of `reasons` that are of completions without a verdict
+    duplicates: Duplicates
     indexed: float
 
 
-def health_of(trajectories: Trajectories, questions: PromptTexts, inspection: Inspection | None) -> Health:
+def health_of(
+    trajectories: Trajectories, questions: PromptTexts, duplicates: Duplicates, inspection: Inspection | None
+) -> Health:
     """The health of what is indexed; `inspection` is None if the ledger cannot be read."""
+    undecided = trajectories.table["verdict"] == trajectories.words["verdict"].code("undecided")
     return Health(
         goodput=inspection.goodput if inspection is not None else None,
         selection_bias=inspection.selection_bias if inspection is not None else None,
@@ -87,9 +126,31 @@ def health_of(trajectories: Trajectories, questions: PromptTexts, inspection: In
         truncation=_truncation(trajectories),
         reward_by_length=_by_length(trajectories),
         prompts=_prompts(trajectories, questions),
-        reasons=_reasons(trajectories),
+        reasons=_reasons(trajectories, trajectories.table["state"] != trajectories.words["state"].code(State.TRAINED)),
+        undecided=_reasons(trajectories, undecided),
+        duplicates=duplicates,
         indexed=trajectories.indexed,
     )
+
+
+def duplicates_of(folder: Path, questions: PromptTexts) -> Duplicates:
+    """Of the newest completions with tokens on record, 16 MiB of them at most. A damaged one is left out (its own page
+    says so), as are all if the ledger cannot be read."""
+    in_group, said, texts = Counter[tuple[int, int]](), Counter[int](), dict[int, str]()
+    left = _MOST_BYTES
+    with contextlib.suppress(StoreError), read_ledger(folder) as connection:
+        for key, size in connection.execute(_NEWEST, (_MOST_LOOKED_AT,)).fetchall():
+            if (left := left - size) < 0:
+                break
+            group, id, member, *columns, sealed = connection.execute(_PAYLOAD, (key,)).fetchone()
+            with contextlib.suppress(StoreError):
+                payload = decode_payload(trajectory_id(id, member), tuple(columns), sealed)
+                tokens = hash(tuple(segment.token_ids for segment in payload.segments if segment.sampled))
+                in_group[group, tokens] += 1
+                said[tokens] += 1
+                texts.setdefault(tokens, payload.text[:_SAID_SHOWN])
+    most = [SaidOften(texts[tokens], count) for tokens, count in said.most_common(_MOST_SAID) if count > 1]
+    return Duplicates(Repeats.among(in_group.values()), questions.repeats, most)
 
 
 def _truncation(trajectories: Trajectories) -> TruncationShare:
@@ -168,11 +229,10 @@ def _prompts(trajectories: Trajectories, questions: PromptTexts) -> PromptCounts
     )
 
 
-def _reasons(trajectories: Trajectories) -> list[ReasonCount]:
+def _reasons(trajectories: Trajectories, among: Column) -> list[ReasonCount]:
     table, words = trajectories.table, trajectories.words
     empty = words["reason"].find("")
-    chosen = (table["reason"] != (NONE if empty is None else empty)) & (table["reason"] != NONE)
-    chosen &= table["state"] != words["state"].code(State.TRAINED)
+    chosen = among & (table["reason"] != (NONE if empty is None else empty)) & (table["reason"] != NONE)
     pairs, counts = np.unique(np.stack((table["state"][chosen], table["reason"][chosen])), axis=1, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:_MOST_REASONS]
     return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,33 @@ from stretto.watch.index.files import read_text
 
 _LARGEST = 128 << 20
 _LARGEST_TEMPLATE = 4 << 20
+_LONGEST_FAULT = 200
+_PAUSE_SECONDS = 1.0
+
+
+_TOKENIZER = "tokenizer.json"
+_NUMBERS = "tokens are shown as their numbers"
 
 
 class Pieces:
-    """The tokenizer of a run folder, read when it is first needed; without one a token is shown as its number."""
+    """The tokenizer of a run folder, read when it is first needed; without one a token is shown as its number.
+
+    `fault` says why there is none, though there is a file: it is damaged or not to be read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read: tuple[Tokenizer | None] | None = None
+        self._tokenizer_read: Tokenizer | None = None
+        self._again = float("-inf")  # when one that could not be read is tried again: it may be copied just now
+        self.fault: str | None = None
         self._template: str | None = None
+
+    @property
+    def why_numbers(self) -> str | None:
+        """Why tokens are shown as their numbers; None if they are not."""
+        if self._tokenizer() is not None:
+            return None
+        return self.fault or f"{_TOKENIZER}: no policy of the run has one; {_NUMBERS}"
 
     def of(self, tokens: Sequence[int]) -> list[str]:
         """A piece for each token; together they are the text. A character of several tokens is the piece of the last,
@@ -60,17 +79,20 @@ class Pieces:
         return self._template
 
     def _tokenizer(self) -> Tokenizer | None:
-        if self._read is None:
-            text = self._of_policy("tokenizer.json", _LARGEST)
-            if text is None:
-                return None  # a run that has just begun may have one soon
-            try:
-                self._read = (Tokenizer.from_str(text),)
-            except Exception:  # as above: a damaged file
-                self._read = (None,)
-        return self._read[0]
+        if self._tokenizer_read is None and time.monotonic() >= self._again:
+            faults: list[str] = []
+            if (text := self._of_policy(_TOKENIZER, _LARGEST, faults)) is not None:
+                try:
+                    self._tokenizer_read = Tokenizer.from_str(text)
+                except Exception as error:  # as above: a damaged file
+                    faults = [f"{_TOKENIZER}: cannot be read: {str(error)[:_LONGEST_FAULT]}"]
+            found = self._tokenizer_read is not None or not faults
+            self.fault = None if found else f"{faults[0]}; {_NUMBERS}"
+            self._again = time.monotonic() + _PAUSE_SECONDS
+        return self._tokenizer_read
 
-    def _of_policy(self, name: str, largest: int) -> str | None:
+    def _of_policy(self, name: str, largest: int, faults: list[str] | None = None) -> str | None:
+        """The text of a file of the first policy that has one; what hinders it is added to `faults`."""
         policies = RunFolder(self._folder).policies
         try:
             kept = sorted(path for path in policies.glob("v*") if path.is_dir() and not path.is_symlink())
@@ -80,6 +102,7 @@ class Pieces:
             try:
                 if (text := read_text(policy / name, largest)) is not None:
                     return text
-            except StoreError:
-                continue
+            except StoreError as error:
+                if faults is not None:
+                    faults.append(str(error))
         return None

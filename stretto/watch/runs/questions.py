@@ -3,25 +3,62 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import time
+from array import array
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import msgspec
+import numpy as np
 
 from stretto.core.errors import StoreError
+from stretto.core.records import Record
 from stretto.store.export import ExportedQuestion
 from stretto.store.series.follower import open_plain
 
 _BLOCK = 1 << 20
 _LONGEST = 64 << 20  #: bytes of a line; a longer one is no prompt
+_PLACE_BYTES = 300  # about, of an id with its place
+_MOST_SEARCHES = 4  # kept
+_MOST_COMPARED = 1_000_000  # prompts
 _question = msgspec.json.Decoder(ExportedQuestion).decode
 
 
-class _Id(msgspec.Struct):
+class _Asked(msgspec.Struct):
     id: str
+    prompt: str
 
 
-_id = msgspec.json.Decoder(_Id).decode
+_asked = msgspec.json.Decoder(_Asked).decode
+
+
+class Repeats(Record, frozen=True):
+    """Of the first or newest `looked_at` texts those that are equal to another one."""
+
+    looked_at: int
+    duplicate: int
+    share: float
+
+    @classmethod
+    def among(cls, counts: Collection[int]) -> Self:
+        """`counts`: how often each text is there."""
+        looked_at, duplicate = sum(counts), sum(count for count in counts if count > 1)
+        return cls(looked_at, duplicate, duplicate / max(1, looked_at))
+
+
+class Searched(Record, frozen=True):
+    """The prompts found so far; `share` of them was searched."""
+
+    ids: frozenset[str]
+    share: float
+
+
+@dataclass
+class _Search:
+    at: int = 0  # bytes that were searched
+    found: set[str] = field(default_factory=set)
 
 
 class PromptTexts:
@@ -32,7 +69,8 @@ class PromptTexts:
         self.fault: str | None = None
         self._places: dict[str, tuple[int, int]] = {}  # id: where its line begins, and its bytes
         self._read, self._identity = 0, (0, 0, 0)
-        self._searched: tuple[object, frozenset[str]] = (None, frozenset())
+        self._searches: dict[tuple[str, tuple[int, int, int]], _Search] = {}
+        self._hashes = array("q")  # of the texts of the first prompts
 
     def advance(self) -> bool:
         """Read a few megabytes more; whether there is more.
@@ -47,14 +85,17 @@ class PromptTexts:
         with open(descriptor, "rb") as file:
             found = os.fstat(descriptor)
             if (identity := (found.st_dev, found.st_ino, found.st_mtime_ns)) != self._identity:
-                self._places, self._read, self._identity = {}, 0, identity
+                self._places, self._read, self._identity, self._hashes = {}, 0, identity, array("q")
             file.seek(self._read)
             data = file.read(_BLOCK) + file.readline(_LONGEST)
         for begin, row in _rows(data):
             try:
-                self._places[_id(row).id] = (self._read + begin, len(row))
+                question = _asked(row)
             except (msgspec.MsgspecError, RecursionError):  # the text of one prompt is missing, and that is seen
                 continue
+            self._places[question.id] = (self._read + begin, len(row))
+            if len(self._hashes) < _MOST_COMPARED:
+                self._hashes.append(hash(question.prompt))
         self._read += len(data)
         return self._read < found.st_size
 
@@ -73,26 +114,55 @@ class PromptTexts:
             pass  # it has gone or changed since it was read: what was found is shown
         return found
 
-    def search(self, text: str) -> frozenset[str]:
-        """The ids of the prompts that contain a text; capitals do not count."""
-        key = (text, self._read, self._identity)
-        if self._searched[0] == key:
-            return self._searched[1]
-        wanted, found = text.casefold(), set[str]()
+    def search(self, text: str, seconds: float) -> Searched:
+        """The prompts that contain a text (capitals do not count), as far as they were searched; asked again, the
+        search goes on, for about so many seconds each time."""
+        until = time.monotonic() + seconds
         try:
-            with open(open_plain(self._path), "rb") as file:
-                while data := file.read(_BLOCK) + file.readline(_LONGEST):
-                    for _, row in _rows(data):
-                        try:
-                            question = _question(row)
-                        except (msgspec.MsgspecError, RecursionError):
-                            continue
-                        if wanted in question.prompt.casefold():
-                            found.add(question.id)
-        except (OSError, StoreError):
-            pass  # there is no record of the questions: no prompt contains the text
-        self._searched = (key, frozenset(found))
-        return self._searched[1]
+            descriptor = open_plain(self._path)
+        except (OSError, StoreError):  # there is no record of the questions: no prompt contains the text
+            return Searched(frozenset(), 1.0)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            search = self._search(text, (status.st_dev, status.st_ino, status.st_mtime_ns))
+            wanted = text.casefold()
+            file.seek(search.at)
+            while search.at < status.st_size:
+                data = file.read(_BLOCK) + file.readline(_LONGEST)
+                search.found.update(_containing(wanted, data))
+                search.at = search.at + len(data) if data else status.st_size
+                if time.monotonic() >= until:
+                    break
+        return Searched(frozenset(search.found), min(1.0, search.at / status.st_size) if status.st_size else 1.0)
+
+    def _search(self, text: str, identity: tuple[int, int, int]) -> _Search:
+        """What was found before; the newest searches are kept, so that tabs do not begin each other's anew."""
+        found = self._searches.pop((text, identity), None) or _Search()
+        self._searches[text, identity] = found
+        while len(self._searches) > _MOST_SEARCHES:
+            del self._searches[next(iter(self._searches))]
+        return found
+
+    @property
+    def repeats(self) -> Repeats:
+        """Prompts whose text is that of another one, among the first million."""
+        return Repeats.among(np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)[1].tolist())
+
+    @property
+    def held(self) -> int:
+        """About how many bytes it takes."""
+        return _PLACE_BYTES * len(self._places) + self._hashes.itemsize * len(self._hashes)
+
+
+def _containing(wanted: str, data: bytes) -> Iterator[str]:
+    """The ids of the prompts in lines of JSON that contain a text in small letters."""
+    for _, row in _rows(data):
+        try:
+            question = _asked(row)
+        except (msgspec.MsgspecError, RecursionError):
+            continue
+        if wanted in question.prompt.casefold():
+            yield question.id
 
 
 def _rows(data: bytes) -> Iterator[tuple[int, bytes]]:

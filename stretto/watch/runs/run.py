@@ -101,6 +101,12 @@ class Tables:
     questions: PromptTexts
     reader: Reader
 
+    @property
+    def held(self) -> int:
+        """About how many bytes they take."""
+        tables = (self.steps.table, self.trajectories, self.spans.table, self.questions, self.reader.table)
+        return sum(table.held for table in tables)
+
 
 class WatchedRun:
     """A run folder that is read, whatever its run does, and never written.
@@ -154,6 +160,11 @@ class WatchedRun:
     @property
     def is_open(self) -> bool:
         return self._tables is not None
+
+    @property
+    def held(self) -> int:
+        """About how many bytes its tables take."""
+        return 0 if self._tables is None else self._tables.held
 
     def close(self) -> None:
         """Give up the tables; they are read again when they are needed."""
@@ -289,7 +300,7 @@ class WatchedRun:
             path=self._path,
             state=how.state,
             reason=how.reason,
-            fault="; ".join(self.faults.values()) or None,
+            fault="; ".join([*self.faults.values(), *filter(None, [self.pieces.fault])]) or None,
             started=self.started,
             step=max(done[0], last.step if last else 0),
             steps=_number(recipe, "trainer", "steps"),

@@ -18,6 +18,8 @@ from stretto.watch.runs.questions import PromptTexts
 from stretto.watch.runs.where import Clause
 
 PROMPT_SHOWN = 200  #: characters of a prompt in a row
+_SEARCH_SECONDS = 0.1  # for one page: others wait for theirs
+_MOST_ORDERS = 4  # kept
 _GROUPS = "SELECT key, id FROM groups WHERE key IN (SELECT value FROM json_each(?))"
 _KEY_OF = "SELECT key FROM groups WHERE id = ?"
 _SHOWN: tuple[str, ...] = ("group_key", "member", "state", "reason", "verdict", "reward", "length", "stop", "oldest")
@@ -60,6 +62,7 @@ class Page(Record, frozen=True):
     offset: int
     limit: int
     indexed: float
+    searched: float  # the share of the prompts that were searched for a text; asked again, the search goes on
     rows: list[TableRow]
 
 
@@ -71,6 +74,11 @@ class Table:
         self._orders: dict[str, Column] = {}
         self._changes = -1
 
+    @property
+    def held(self) -> int:
+        """Bytes of the orders."""
+        return sum(order.nbytes for order in self._orders.values())
+
     def page(self, where: Sequence[Clause], sort: tuple[str, bool], offset: int, limit: int) -> Page:
         """The rows that pass all clauses, in an order, from `offset` on.
 
@@ -78,10 +86,12 @@ class Table:
             StoreError: the ledger cannot be read.
         """
         order = self._order(*sort)
+        searched = 1.0
         if where:
             chosen = np.ones(self._trajectories.table.rows, bool)
             for clause in where:
-                chosen &= self._passes(clause)
+                passing, share = self._search(clause) if clause.field == "text" else (self._passes(clause), 1.0)
+                chosen, searched = chosen & passing, min(searched, share)
             order = order[chosen[order]]
         return Page(
             total=self._trajectories.table.rows,
@@ -89,6 +99,7 @@ class Table:
             offset=offset,
             limit=limit,
             indexed=self._trajectories.indexed,
+            searched=searched,
             rows=self.rows(order[offset : offset + limit]),
         )
 
@@ -100,6 +111,8 @@ class Table:
             return order[::-1] if descending else order
         key = f"-{name}" if descending else name
         if key not in self._orders:
+            while len(self._orders) >= _MOST_ORDERS:
+                del self._orders[next(iter(self._orders))]
             values, absent = self._sortable(name)
             order = np.argsort(-values if descending else values, kind="stable")
             self._orders[key] = np.concatenate((order[~absent[order]], order[absent[order]])).astype(np.int32)
@@ -122,10 +135,6 @@ class Table:
     def _passes(self, clause: Clause) -> Column:
         """[rows] whether each passes."""
         match clause.field:
-            case "text":
-                ids = self._questions.search(str(clause.values[0]))
-                codes = [code for id in ids if (code := self._trajectories.words["prompt"].find(id)) is not None]
-                return np.isin(self._trajectories.table["prompt"], codes)
             case "group":
                 found = np.isin(self._trajectories.table["group_key"], self._group_keys(clause.values))
                 return ~found if clause.operator == "!=" else found
@@ -133,6 +142,12 @@ class Table:
                 return self._passes_words(clause)
             case _:
                 return _passes_numbers(self._numbers(clause.field), clause)
+
+    def _search(self, clause: Clause) -> tuple[Column, float]:
+        """[rows] whether the prompt of each has a text, as far as prompts were searched; and how far."""
+        found = self._questions.search(str(clause.values[0]), _SEARCH_SECONDS)
+        codes = [code for id in found.ids if (code := self._trajectories.words["prompt"].find(id)) is not None]
+        return np.isin(self._trajectories.table["prompt"], codes), found.share
 
     def _group_keys(self, ids: Sequence[float | str | None]) -> list[int]:
         with read_ledger(self._folder) as connection:

@@ -41,16 +41,15 @@ _JSON = "application/json"
 Result = TypeVar("Result")
 
 
-class NotThere(Exception):
+class NotThere(RefusedRequest):
     """There is nothing of this name."""
 
-    def __init__(self, where: str, found: str, allowed: str) -> None:
-        super().__init__(where, found, allowed)
-        self.where, self.found, self.allowed = where, found, allowed
 
-
-class Busy(Exception):
+class Busy(RefusedRequest):
     """Another comparison is being made."""
+
+
+_STATUS = {NotThere: 404, Busy: 429}
 
 
 class Dashboard:
@@ -106,12 +105,8 @@ class Dashboard:
         async def answer(request: Request) -> Response:
             try:
                 return Response(msgspec.json.encode(await do(request)), media_type=_JSON)
-            except NotThere as error:
-                return _refused(404, error.where, error.found, error.allowed)
-            except Busy:
-                return _refused(429, "diff", "two other runs are being compared", "ask again when that has ended")
             except RefusedRequest as error:
-                return _refused(400, error.field, error.found, error.allowed)
+                return _refused(_STATUS.get(type(error), 400), error.field, error.found, error.allowed)
             except (StoreError, RunFolderError) as error:
                 return _refused(422, "run", str(error), "its other pages may be readable")
             except Exception:  # a bug, or numbers in a run that nobody wrote: the log has it, and the server goes on
@@ -134,7 +129,9 @@ class Dashboard:
             def read() -> tuple[Any, bool]:
                 self._catalog.opened(run)
                 more = not reading and run.advance(_READ_SECONDS)
-                return page(run, asked), more
+                answer = page(run, asked)
+                self._catalog.give_up()
+                return answer, more
 
             found, more = await self.read(read)
             if more:
@@ -159,13 +156,18 @@ class Dashboard:
             self._reading[run.id] = asyncio.create_task(self._read_all(run))
 
     async def _read_all(self, run: WatchedRun) -> None:
-        while await self.read(lambda: run.is_open and run.advance(_PIECE_SECONDS)):
+        def read() -> bool:
+            more = run.is_open and run.advance(_PIECE_SECONDS)
+            self._catalog.give_up()
+            return more
+
+        while await self.read(read):
             await asyncio.sleep(0)
 
     async def _diff(self, request: Request) -> Any:
         a, b = (self._run(request.query_params.get(name, "")) for name in ("a", "b"))
         if self._comparison is not None and not self._comparison.done():
-            raise Busy
+            raise Busy("diff", "two other runs are being compared", "ask again when that has ended")
         self._comparison = self._comparer.submit(compare, a, b)
         return await asyncio.wrap_future(self._comparison)
 

@@ -32,19 +32,27 @@ class Follower:
         self._seen: dict[str, Any] = {}
         self._alarms: set[tuple[str, str]] = set()
         self._epoch: int | None = None
+        self._stands = False
         self._evaluations: int | None = None
 
     def news(self) -> list[Event]:
-        """What has come since the last call."""
+        """What has come since the last call. A run whose tables were given up for those of others has only its row,
+        until a page of it is asked for: two large runs would else push each other out all the time."""
+        if self._epoch is not None and not self._run.is_open:
+            news = [*self._row()] if self._stands else [("standing", None, {}), *self._row()]
+            self._stands = True
+            return news
+        stood, self._stands = self._stands, False
         self._run.advance(_READ_SECONDS)
-        return list(self._news())
+        return [*([("reset", None, {})] if stood else []), *self._row(), *self._news()]
+
+    def _row(self) -> Iterator[Event]:
+        if (summary := self._run.summary()) != self._summary:
+            self._summary = summary
+            yield "run", None, summary
 
     def _news(self) -> Iterator[Event]:
         run, tables = self._run, self._run.tables
-        summary = run.summary()
-        if summary != self._summary:
-            self._summary = summary
-            yield "run", None, summary
         if self._epoch not in (None, tables.steps.epoch):
             self._last, self._evaluations = None, None
             yield "reset", None, {}

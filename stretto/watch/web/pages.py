@@ -19,7 +19,7 @@ from stretto.watch.index.steps import curves
 from stretto.watch.index.timeline import CATEGORIES, lanes, marks
 from stretto.watch.runs.catalog import Catalog
 from stretto.watch.runs.folder import json_of
-from stretto.watch.runs.health import health_of
+from stretto.watch.runs.health import duplicates_of, health_of
 from stretto.watch.runs.run import RunSummary, WatchedRun
 from stretto.watch.runs.trajectory import MOST_TOKENS
 from stretto.watch.runs.where import parse_sort, parse_where
@@ -39,7 +39,8 @@ Asked = Mapping[str, str]
 
 def list_page(catalog: Catalog) -> Any:
     """GET /api/runs"""
-    return {"runs": [_row(run) for run in catalog.all()], "version": __version__}
+    rows = [_row(run) for run in catalog.all()]
+    return {"runs": rows, "left_out": catalog.left_out, "version": __version__}
 
 
 def _row(run: WatchedRun) -> RunSummary:
@@ -91,7 +92,8 @@ def table_page(run: WatchedRun, asked: Asked) -> Any:
 def trajectory_page(run: WatchedRun, asked: Asked) -> Any:
     """GET /api/runs/ID/trajectories/TRAJECTORY"""
     offset, limit = _whole(asked, "offset", 0, 0, 1 << 40), _whole(asked, "limit", _TOKENS, 1, MOST_TOKENS)
-    return run.reader.trajectory(asked["/trajectory"], offset or 0, limit or _TOKENS, run.tables.steps.skipped)
+    found = run.reader.trajectory(asked["/trajectory"], offset or 0, limit or _TOKENS, run.tables.steps.skipped)
+    return None if found is None else msgspec.to_builtins(found) | {"tokenizer_fault": run.pieces.why_numbers}
 
 
 def group_page(run: WatchedRun, asked: Asked) -> Any:
@@ -124,7 +126,10 @@ def timeline_page(run: WatchedRun, asked: Asked) -> Any:
 
 def health_page(run: WatchedRun, asked: Asked) -> Any:
     """GET /api/runs/ID/health"""
-    return health_of(run.tables.trajectories, run.tables.questions, run.inspection())
+    tables = run.tables
+    return health_of(
+        tables.trajectories, tables.questions, duplicates_of(run.folder, tables.questions), run.inspection()
+    )
 
 
 def set_of(line: EvaluationLine) -> str:

@@ -6,15 +6,20 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import pytest
 from msgspec.structs import replace
 
-from stretto.core.errors import DeadlineExceeded, EngineLost, StrettoError, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, StrettoError, WireError
+from stretto.core.frames import LARGEST_FRAME, Unframer
 from stretto.engine.external import engine as external
 from stretto.engine.external.engine import ExternalEngine
 from stretto.engine.external.make import Continuation, Delta
+from stretto.engine.http.client import HttpEngine, decoded
+from stretto.engine.http.server import EngineApp, serve_app
+from stretto.engine.wire import Refusal
 from tests.engine.external.toy import (
     STOP,
     VOCABULARY,
@@ -78,8 +83,29 @@ def test_what_is_no_token_of_this_model_and_version_ends_the_engine(wrong: str) 
         stream = engine.submit_all([request("ab", max_tokens=6)])
         with pytest.raises(WireError, match=message):
             await asyncio.wait_for(engine.run(), 5)
-        assert (stream.broken, stream.ready) == (True, False)
+        (told,) = Unframer().feed(await stream.next())
+        assert decoded(told, list[Refusal])[0].error == "EngineLied"
         assert engine.partials({"ab": [0]}) == {}  # not the tokens before it either, by the same server
+
+    asyncio.run(scenario())
+
+
+def test_a_client_hears_that_the_server_has_lied_though_the_engine_ends_at_once(tmp_path: Path) -> None:
+    """It is the last word over the connection: a client that saw a mere end would keep the tokens that came before."""
+
+    async def scenario() -> None:
+        engine = engine_over(Scripted([good(4), Delta((7,), (math.nan,))]))
+        await engine.update(3)
+        address = f"unix:{tmp_path}/engine.sock"
+        serving = asyncio.create_task(serve_app(EngineApp(engine, LARGEST_FRAME, ""), address, engine))
+        while not (tmp_path / "engine.sock").exists():
+            await asyncio.sleep(0.01)
+        client = HttpEngine("engine-0", address)
+        with pytest.raises(EngineLied, match="engine-0 is not trusted: ab: the server sent a log-probability of nan"):
+            await anext(client.generate(request("ab", max_tokens=6)))
+        with pytest.raises(WireError, match="log-probability of nan"):
+            await asyncio.wait_for(serving, 10)
+        await client.close()
 
     asyncio.run(scenario())
 
@@ -140,7 +166,7 @@ def test_with_keep_versions_that_contradict_what_was_loaded_end_the_engine(spans
         await engine.update(4)
         with pytest.raises(WireError, match="the server says that versions"):
             await asyncio.wait_for(engine.run(), 5)
-        assert (stream.broken, stream.ready) == (True, False)
+        assert b"EngineLied" in await stream.next()
 
     asyncio.run(scenario())
 

@@ -34,6 +34,11 @@ export interface RunLine {
   alarms: number | null // null until the run was opened
 }
 
+export interface RunList {
+  runs: RunLine[]
+  left_out: number
+}
+
 export interface EngineLine {
   name: string
   kind: string
@@ -105,6 +110,7 @@ export interface TrajectoryPage {
   offset: number
   limit: number
   indexed: number
+  searched: number
   rows: TrajectoryLine[]
 }
 
@@ -161,6 +167,7 @@ export interface Trajectory extends TrajectoryLine {
   segments: Segment[]
   life: LifeEvent[]
   siblings: string[]
+  tokenizer_fault: string | null
 }
 
 export interface Group {
@@ -201,6 +208,12 @@ export interface AskedPrompt {
   mean: number
 }
 
+export interface Repeats {
+  looked_at: number
+  duplicate: number
+  share: number
+}
+
 export interface Health {
   goodput: Record<string, unknown> | null
   selection_bias: Record<string, unknown> | null
@@ -218,7 +231,8 @@ export interface Health {
     always: AskedPrompt[]
   }
   reasons: { state: string; reason: string; count: number }[]
-  duplicates: { looked_at: number; duplicate: number; share: number } | null
+  undecided: { state: string; reason: string; count: number }[]
+  duplicates: { answers: Repeats; prompts: Repeats; said_often: { text: string; count: number }[] }
   indexed: number
 }
 

@@ -1,6 +1,7 @@
 import { useCallback, useEffect, useRef, useState } from 'preact/hooks'
 
 import { ask, Refused } from './api'
+import { listen } from './stream'
 
 export interface Asked<T> {
   value: T | null
@@ -49,23 +50,12 @@ export function useEvents(path: string, listeners: Record<string, (data: unknown
   latest.current = listeners
   const [lost, setLost] = useState(false)
   useEffect(() => {
-    let source: EventSource | null = null
-    let timer = 0
-    const open = (): void => {
-      source = new EventSource(path)
-      source.onopen = () => setLost(false)
-      source.onerror = () => {
-        setLost(true)
-        if (source?.readyState === EventSource.CLOSED) timer = window.setTimeout(open, RETRY_MILLISECONDS)
-      }
-      for (const name of ['run', 'step', 'evaluation', 'trajectories', 'timeline', 'alarm', 'reset'])
-        source.addEventListener(name, (event) => latest.current[name]?.(JSON.parse((event as MessageEvent<string>).data)))
-    }
-    open()
-    return () => {
-      window.clearTimeout(timer)
-      source?.close()
-    }
+    const abort = new AbortController()
+    listen(path, abort.signal, ({ name, data }) => {
+      if (name === 'lost' || name === 'back') setLost(name === 'lost')
+      else latest.current[name]?.(data)
+    })
+    return () => abort.abort()
   }, [path])
   return lost
 }

@@ -6,7 +6,7 @@ import { useJson } from '../data/hooks'
 import { kind } from '../data/palette'
 import { to } from '../data/route'
 import { changed } from '../data/where'
-import { number, percent, setting, words } from '../data/words'
+import { number, percent, words } from '../data/words'
 import { Curve } from '../parts/chart'
 import { Bar, Fault, Tip } from '../parts/frame'
 import { Untrusted } from '../parts/text'
@@ -47,13 +47,9 @@ function Found({ run, health }: { run: string; health: Health }): JSX.Element {
         <Prompts run={run} title="Never solved" prompts={prompts.never} />
         <Prompts run={run} title="Always solved" prompts={prompts.always} />
       </div>
-      <Reasons run={run} health={health} />
-      <h3>Duplicates</h3>
-      <p>
-        {health.duplicates
-          ? `${number(health.duplicates.duplicate)} of the newest ${number(health.duplicates.looked_at)} trajectories (${percent(health.duplicates.share)}) have the same tokens as another of their group.`
-          : 'Not measured.'}
-      </p>
+      <Reasons run={run} title="Undecided verdicts" none="No completion is without a verdict." reasons={health.undecided} />
+      <Reasons run={run} title="Why trajectories ended untrained" none="None did." reasons={health.reasons} />
+      <Duplicates health={health} />
     </>
   )
 }
@@ -127,22 +123,41 @@ function Waterfall({ title, rows }: { title: string; rows: [string, number][] })
   )
 }
 
+/** How far the trained groups are from those that were sampled: the bar is the size of the statistic, which goes from -1 to 1. */
 function Bias({ health }: { health: Health }): JSX.Element {
-  const entries = Object.entries(health.selection_bias ?? {})
+  const entries = Object.entries(health.selection_bias ?? {}).map(([name, value]): [string, number, number] => {
+    const { statistic, p } = (value ?? {}) as { statistic?: unknown; p?: unknown }
+    return [name, typeof statistic === 'number' ? statistic : 0, typeof p === 'number' ? p : 1]
+  })
   return (
     <>
       <h3>Selection bias</h3>
-      {entries.length === 0 && <p>Not measured.</p>}
-      <dl class="settings">
-        {entries.map(([name, value]) => (
-          <div key={name}>
-            <dt>{words(name)}</dt>
-            <dd>
-              <Untrusted text={typeof value === 'object' && value !== null ? Object.entries(value).map(([key, one]) => `${words(key)} ${typeof one === 'number' ? number(one) : setting(one)}`).join(', ') : typeof value === 'number' ? number(value) : setting(value)} />
-            </dd>
-          </div>
-        ))}
-      </dl>
+      {entries.length === 0 ? (
+        <p>Not measured.</p>
+      ) : (
+        <table class="waterfall" data-table="bias">
+          <thead>
+            <tr>
+              <th scope="col">Measure</th>
+              <th scope="col" class="count">Statistic</th>
+              <th scope="col" class="count">p</th>
+              <td />
+            </tr>
+          </thead>
+          <tbody>
+            {entries.map(([name, statistic, p], index) => (
+              <tr key={name}>
+                <th scope="row">{words(name)}</th>
+                <td class="count">{number(statistic)}</td>
+                <td class="count">{number(p)}</td>
+                <td class="wide">
+                  <Bar to={Math.min(1, Math.abs(statistic))} colour={kind(index)} />
+                </td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      )}
     </>
   )
 }
@@ -195,15 +210,36 @@ function Prompts({ run, title, prompts }: { run: string; title: string; prompts:
   )
 }
 
-function Reasons({ run, health }: { run: string; health: Health }): JSX.Element {
+function Duplicates({ health }: { health: Health }): JSX.Element {
+  const { answers, prompts, said_often } = health.duplicates
+  return (
+    <section data-duplicates={answers.duplicate} aria-labelledby="duplicates">
+      <h3 id="duplicates">Duplicates</h3>
+      <p>
+        {number(answers.duplicate)} of the newest {number(answers.looked_at)} completions ({percent(answers.share)}) have the same tokens as another of their group.{' '}
+        {number(prompts.duplicate)} of the first {number(prompts.looked_at)} prompts ({percent(prompts.share)}) have the text of another prompt.
+      </p>
+      {said_often.length > 0 && <p>Said most often, over all prompts:</p>}
+      <ul class="dense">
+        {said_often.map(({ text, count }) => (
+          <li key={text}>
+            <Untrusted text={text} /> <span class="quiet">{number(count)} times</span>
+          </li>
+        ))}
+      </ul>
+    </section>
+  )
+}
+
+function Reasons({ run, title, none, reasons }: { run: string; title: string; none: string; reasons: Health['reasons'] }): JSX.Element {
   return (
     <>
-      <h3>Why trajectories ended untrained</h3>
-      {health.reasons.length === 0 ? (
-        <p>None did.</p>
+      <h3>{title}</h3>
+      {reasons.length === 0 ? (
+        <p>{none}</p>
       ) : (
-        <div class="scroll" tabIndex={0} role="region" aria-label="Reasons">
-          <table data-table="reasons">
+        <div class="scroll" tabIndex={0} role="region" aria-label={title}>
+          <table data-table={title === 'Undecided verdicts' ? 'undecided' : 'reasons'}>
             <thead>
               <tr>
                 <th scope="col">State</th>
@@ -212,7 +248,7 @@ function Reasons({ run, health }: { run: string; health: Health }): JSX.Element 
               </tr>
             </thead>
             <tbody>
-              {health.reasons.map(({ state, reason, count }) => (
+              {reasons.map(({ state, reason, count }) => (
                 <tr key={state + reason}>
                   <td>{words(state)}</td>
                   <td class="text">

@@ -42,6 +42,12 @@ export function Run({ route }: { route: Route }): JSX.Element {
   const { value: asked, fault, again: askRun } = useJson<RunDetail>(runPath(id))
   const [news, setNews] = useState<{ line: RunLine | null; issued: number; end: number }>({ line: null, issued: 0, end: 0 })
   const [series, refreshSeries, onStep, onEvaluation] = useSeries(id)
+  const [stands, setStands] = useState(false)
+  const goOn = (): void => {
+    setStands(false)
+    askRun()
+    refreshSeries()
+  }
   const lost = useEvents(`${runPath(id)}/events`, {
     run: (data) => setNews((before) => ({ ...before, line: data as RunLine })),
     step: (data) => onStep(data as StepEvent),
@@ -49,10 +55,8 @@ export function Run({ route }: { route: Route }): JSX.Element {
     trajectories: (data) => setNews((before) => ({ ...before, issued: (data as { total: number }).total })),
     timeline: (data) => setNews((before) => ({ ...before, end: (data as { end: number }).end })),
     alarm: (_: unknown) => askRun(),
-    reset: () => {
-      askRun()
-      refreshSeries()
-    },
+    standing: () => setStands(true),
+    reset: () => goOn(),
   })
   const length = asked?.series.length ?? 0
   useEffect(() => {
@@ -67,6 +71,14 @@ export function Run({ route }: { route: Route }): JSX.Element {
       {lost && (
         <p role="status" class="lost">
           The connection to the server is lost; it is tried again.
+        </p>
+      )}
+      {stands && (
+        <p role="status" class="lost">
+          This page stands still: other large runs were opened since.{' '}
+          <button type="button" onClick={goOn}>
+            Go on
+          </button>
         </p>
       )}
       <Head run={live.run} tab={route.parts[2] ?? 'curves'} />

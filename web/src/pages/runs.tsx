@@ -1,7 +1,7 @@
 import type { JSX } from 'preact'
 import { useMemo } from 'preact/hooks'
 
-import { query as question, type RunLine, runPath, type Series } from '../data/api'
+import { query as question, type RunLine, type RunList, runPath, type Series } from '../data/api'
 import { FIRST, heldOut, meaning } from '../data/curves'
 import { useJson } from '../data/hooks'
 import { kind } from '../data/palette'
@@ -16,7 +16,7 @@ const MOST = 8 // as many as there are colours
 
 /** All runs of the folders; those that are picked, over each other, and what their recipes differ in. */
 export function Runs({ route }: { route: Route }): JSX.Element {
-  const { value, fault } = useJson<{ runs: RunLine[] }>('/api/runs', 2000)
+  const { value, fault } = useJson<RunList>('/api/runs', 2000)
   const sought = (route.query.get('find') ?? '').toLowerCase()
   const picked = (route.query.get('pick') ?? '').split(',').filter(Boolean)
   const pick = (run: string): void => {
@@ -36,6 +36,11 @@ export function Runs({ route }: { route: Route }): JSX.Element {
         <span class="quiet">Pick runs to see them over each other.</span>
       </div>
       {shown && (shown.length ? <RunTable runs={shown} picked={picked} pick={pick} /> : <p>No run is here.</p>)}
+      {value !== null && value.left_out > 0 && (
+        <p role="status" data-left-out={value.left_out}>
+          {number(value.left_out)} older runs are left out: the newest {number(value.runs.length)} are shown. Give a folder with fewer.
+        </p>
+      )}
       {chosen.length > 0 && <Overlay runs={chosen} view={viewOf(route)} />}
     </>
   )

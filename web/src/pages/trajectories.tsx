@@ -12,6 +12,7 @@ import { Untrusted } from '../parts/text'
 import type { Live } from './run'
 
 const LIMIT = 50
+const SEARCH_MILLISECONDS = 100
 const features = tableFeatures({ columnVisibilityFeature, rowPaginationFeature, rowSortingFeature })
 const helper = createColumnHelper<typeof features, TrajectoryLine>()
 const NO_ROWS: TrajectoryLine[] = []
@@ -52,6 +53,11 @@ export function Trajectories({ live, route }: { live: Live; route: Route }): JSX
   useEffect(() => {
     if (offset === 0 && live.issued > 0) asked.again()
   }, [live.issued])
+  useEffect(() => {
+    if (!asked.value || asked.value.searched === 1) return
+    const timer = window.setTimeout(asked.again, SEARCH_MILLISECONDS) // the server searches the prompts piece by piece
+    return () => window.clearTimeout(timer)
+  }, [asked.value])
   const page = asked.value ?? last
   return (
     <>
@@ -194,6 +200,7 @@ function Pages({ page }: { page: TrajectoryPage }): JSX.Element {
       <span role="status" data-matched={page.matched}>
         {page.matched === 0 ? 'None' : `${number(page.offset + 1)} to ${number(last)}`} of {number(page.matched)}
         {page.matched !== page.total && ` that match, ${number(page.total)} in all`}
+        {page.searched < 1 && `; ${Math.floor(100 * page.searched)} % of the prompts are searched so far`}
         {page.indexed < 1 && `; ${Math.floor(100 * page.indexed)} % of the run is read so far`}
       </span>
     </p>

@@ -73,6 +73,11 @@ function Found({ run, trajectory, tint, route }: { run: RunDetail; trajectory: T
           </select>
         </label>
       </div>
+      {trajectory.tokenizer_fault !== null && (
+        <p role="status" data-fault="tokenizer">
+          <Untrusted text={trajectory.tokenizer_fault} />
+        </p>
+      )}
       <Window trajectory={trajectory} />
       {trajectory.tokens > 0 ? <Tokens trajectory={trajectory} tint={tint} chat={chat} /> : <Nothing trajectory={trajectory} />}
       <Life trajectory={trajectory} />

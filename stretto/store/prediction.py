@@ -1,0 +1,169 @@
+"""Predicted beside measured: what `stretto plan` said of a run, and what the run came to, term by term."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.core.errors import Problem, RunFolderError
+from stretto.core.records import Record
+from stretto.measures.goodput import parts_of_work
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import TOTALS, Inspection, Totals, fact, inspection_of
+from stretto.store.ledger.schema import reading
+
+RECIPE = "recipe"  #: the name of the resolved recipe in the ledger
+_NO_MATTER = frozenset({"evaluation", "store", "deadlines", "gateway"})  # sections that a step does not depend on
+_NO_MATTER_OF_TRAINER = frozenset({"steps", "checkpoint_every", "keep_versions"})
+_OUTCOMES = frozenset({"step_seconds", "tokens_per_second"})  # which the other terms explain
+
+
+class Term(Record, frozen=True):
+    """One term of a step. `ratio` is predicted over measured, None where nothing was measured. `off` is how far the
+    prediction is off: a share of the measured step for seconds, of the measured value for tokens, and versions for the
+    staleness."""
+
+    predicted: float
+    measured: float
+    ratio: float | None
+    off: float
+
+
+class PredictedRun(Record, frozen=True):
+    """A prediction beside its run; `most_off` is the term that explains most of the error.
+
+    Example: ``PredictedRun("Xeon, 2 cores", "d0c1...", {"engines.generate": Term(0.061, 0.082, 0.744, -0.18), ...},
+    most_off="engines.generate")``
+    """
+
+    machine: str
+    recipe: str  # the digest
+    terms: Mapping[str, Term]
+    most_off: str
+
+
+class _Layout(Record, frozen=True, forbid_unknown_fields=False):
+    terms: Mapping[str, float]
+
+
+class _Saved(Record, frozen=True, forbid_unknown_fields=False):
+    """What is read of the output of `stretto plan --json`."""
+
+    machine: str
+    layouts: tuple[_Layout, ...]
+    recipe: str | None = None
+
+
+def settings_digest(tables: Mapping[str, Any]) -> str:
+    """A digest of the resolved tables of a recipe, without the settings that the seconds of a step do not depend on."""
+    kept: dict[str, Any] = {name: table for name, table in tables.items() if name not in _NO_MATTER}
+    kept["trainer"] = {key: value for key, value in tables["trainer"].items() if key not in _NO_MATTER_OF_TRAINER}
+    return hashlib.blake2b(json.dumps(_named(kept), sort_keys=True).encode(), digest_size=10).hexdigest()
+
+
+def _named(value: Any) -> Any:
+    """The same with the names of files in place of their paths, which differ from machine to machine."""
+    if isinstance(value, dict):
+        return {key: _named(inner) for key, inner in value.items()}
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+
+def run_digest(path: str | Path) -> str:
+    """The `settings_digest` of a run.
+
+    Raises:
+        RunFolderError: there is no run.
+    """
+    folder = RunFolder.open(path)
+    with reading(folder.ledger) as connection:
+        text = fact(connection, RECIPE, str)
+    return settings_digest(tomllib.loads(text or folder.recipe.read_text(encoding="utf-8")))
+
+
+def predicted_beside_measured(path: str | Path, file: Path | None = None) -> PredictedRun | None:
+    """The comparison by a prediction in `file`, or by the one in the run folder; None without one, or without a step.
+
+    Raises:
+        RunFolderError: there is no run; the file is no prediction, or that of another recipe than the run's.
+    """
+    folder = RunFolder.open(path)
+    place = file or folder.prediction
+    if file is None and not place.is_file():
+        return None
+    saved = _read(place)
+    check_digest(place, saved.recipe, run_digest(path))
+    with reading(folder.ledger) as connection:
+        totals = fact(connection, TOTALS, Totals)
+        inspection = inspection_of(connection)
+    if totals is None or not inspection.steps:
+        return None
+    return compared(saved.machine, saved.recipe or "", saved.layouts[0].terms, measured_terms(inspection, totals))
+
+
+def check_digest(place: Path, predicted: str | None, of_run: str) -> None:
+    """Raises RunFolderError where a prediction is not of the run's recipe."""
+    if predicted is None:
+        found, remedy = "predicts the layouts of a number of GPUs, not a run", "plan the recipe without --gpus"
+    elif predicted != of_run:
+        found = f"is the prediction of another recipe (digest {predicted}) than the run's (digest {of_run})"
+        remedy = "plan the recipe of the run, with its overrides"
+    else:
+        return
+    raise RunFolderError([Problem(str(place), found, remedy)])
+
+
+def _read(place: Path) -> _Saved:
+    try:
+        saved = msgspec.json.decode(place.read_bytes(), type=_Saved)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        said = f"is no prediction: {getattr(error, 'strerror', None) or error}"
+        raise RunFolderError([Problem(str(place), said, "`stretto plan RECIPE --json` prints one")]) from None
+    if not saved.layouts:
+        raise RunFolderError([Problem(str(place), "is no prediction: it has no layout", "plan the recipe again")])
+    return saved
+
+
+def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
+    """The terms of a run that has trained, under the names of a prediction: seconds of a step by role and work."""
+    steps, trained = inspection.steps, inspection.tokens.trained + inspection.goodput["masked"].tokens
+    step = inspection.rl_seconds / steps
+    engines = [name for name in totals.busy if name in totals.generated_by] or [
+        name for name in totals.busy if name.startswith("engine")
+    ]
+    terms = {
+        "step_seconds": step,
+        "tokens_per_second": trained / inspection.rl_seconds,
+        "completion_tokens": trained / max(1, inspection.trajectories.trained),
+        "staleness": inspection.staleness.mean,
+    }
+    for name, roles in {"engines": engines, "trainer": ["trainer"], "rewards": ["rewards"]}.items():
+        for role in roles:
+            busy = totals.busy.get(role, 0.0)
+            work = parts_of_work(totals.activities.get(role, {}), busy) | {
+                "idle": max(0.0, inspection.rl_seconds - busy)
+            }
+            for part, seconds in work.items():
+                key = f"{name}.{part or 'score'}"
+                terms[key] = terms.get(key, 0.0) + seconds / steps / len(roles)
+    return terms
+
+
+def compared(machine: str, recipe: str, predicted: Mapping[str, float], measured: Mapping[str, float]) -> PredictedRun:
+    """The terms that both have. `step_seconds` and `tokens_per_second` are what the others explain, and are never the
+    one that is most off."""
+    terms = {name: _term(name, predicted[name], measured) for name in predicted if name in measured}
+    causes = {name: abs(term.off) for name, term in terms.items() if name not in _OUTCOMES}
+    return PredictedRun(machine, recipe, terms, max(causes, key=lambda name: causes[name]))
+
+
+def _term(name: str, predicted: float, measured: Mapping[str, float]) -> Term:
+    seen = measured[name]
+    scale = {"staleness": 1.0, "completion_tokens": seen, "tokens_per_second": seen}.get(name, measured["step_seconds"])
+    off = round((predicted - seen) / scale, 4) if scale else 0.0
+    return Term(round(predicted, 6), round(seen, 6), round(predicted / seen, 4) if seen else None, off)
