@@ -57,7 +57,7 @@ any_policy: st.SearchStrategy[BeyondBound] = st.sampled_from(["train", "wait", "
 def test_no_token_older_than_the_bound_is_trained_on(config: RolloutConfig, workload: Workload, seed: int) -> None:
     report = SimulatedRun(config, workload, steps=25, seed=seed).run()
     assert report.steps == 25
-    assert report.worst_staleness <= config.max_staleness
+    assert report.worst_staleness <= config.staleness_bounds[1]
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,7 +119,7 @@ def test_every_trajectory_is_in_exactly_one_state(config: RolloutConfig, workloa
     assert balance[State.TRAINED] <= 16 * config.batch_size * config.group_size
     assert balance[State.IN_FLIGHT] == run.controller.in_flight * config.group_size
     untrained = run.controller.counted - 15 * config.batch_size
-    assert untrained <= (config.max_staleness + 1) * config.batch_size
+    assert untrained <= (config.staleness_bounds[1] + 1) * config.batch_size
 
 
 def test_the_papers_rule_alone_lets_a_straggler_be_trained_far_past_the_bound() -> None:
