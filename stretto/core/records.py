@@ -346,20 +346,6 @@ class Batch(Record, frozen=True):
         return self.oldest_by_group.get(group, self.oldest_trainable)
 
 
-class BoundChange(Record, frozen=True, array_like=True):
-    """A bound that a run has changed itself: groups that are admitted from now on are under the new one.
-
-    Example: ``BoundChange(step=9, name="max_staleness", before=4, after=2, reason="mismatch 1.2 of its limit (...)")``
-    """
-
-    step: int  # whose measurements have led to it
-    name: str  # the key in `[rollout]`
-    before: int
-    after: int
-    reason: str
-    key: int = 0  # of the first group that is admitted under it; the ledger gives it
-
-
 class Update(Record, frozen=True):
     """What a training step reports: the version it published and its measurements (docs/metrics.md).
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
-from stretto.core.records import Batch, BoundChange, Group, Outcome, Prompt, Record, State, Trajectory
+from stretto.core.admission import BoundChange
+from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory
 
 MEASURES = ("length", "difficulty", "latency")
 WINDOW = 256  #: groups that are compared

@@ -21,11 +21,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from stretto.core.admission import Staleness, admits, due
+from stretto.core.admission import BoundChange, Staleness, admits, due
 from stretto.core.errors import BoundViolated, StrettoError
 from stretto.core.records import (
     Batch,
-    BoundChange,
     Group,
     Outcome,
     Prompt,

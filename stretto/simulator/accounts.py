@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from stretto.core.admission import BoundChange
 from stretto.core.errors import StoreError
-from stretto.core.records import Batch, BoundChange, Group, Prompt, State, Trajectory, trajectory_id
+from stretto.core.records import Batch, Group, Prompt, State, Trajectory, trajectory_id
 from stretto.core.states import ALLOWED
 
 

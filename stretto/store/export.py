@@ -11,9 +11,8 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError
 from stretto.core.records import Record, Segment
-from stretto.store.files import whole_file
+from stretto.store.files import refusing_file, whole_file
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.formats.parquet import Parquet
 from stretto.store.formats.text import Csv, JsonLines
@@ -153,20 +152,6 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
             writer.write(trajectory)
             count += 1
     return count
-
-
-@contextmanager
-def refusing_file(target: Path) -> Iterator[None]:
-    """What the system says of a file that is written becomes a mistake of the user.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        problem = Problem(str(target), f"cannot be written: {error.strerror}", "give a file in a folder of your own")
-        raise RunFolderError([problem]) from error
 
 
 @contextmanager

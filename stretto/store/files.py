@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from stretto.core.errors import naming
+from stretto.core.errors import Problem, RunFolderError, naming
 
 #: What a file system says of an operation that it does not have, as the mount of a bucket of objects says of renames.
 _LACKING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EPERM, errno.EMFILE})
@@ -33,6 +33,20 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def refusing_file(target: Path) -> Iterator[None]:
+    """What the system says of a file that is written becomes a mistake of the user.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        problem = Problem(str(target), f"cannot be written: {error.strerror}", "give a file in a folder of your own")
+        raise RunFolderError([problem]) from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

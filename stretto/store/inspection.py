@@ -11,7 +11,8 @@ from statistics import median
 
 import msgspec
 
-from stretto.core.records import BoundChange, Record
+from stretto.core.admission import BoundChange
+from stretto.core.records import Record
 from stretto.measures.goodput import Category, Clock, Goodput, OnRecord, Produced, goodput
 from stretto.measures.selection import SELECTION, Bias, SelectionBias, report
 from stretto.store import lock

@@ -17,7 +17,8 @@ import msgspec
 import pytest
 
 from stretto.audit.check import check_run
-from stretto.core.records import BoundChange, Prompt
+from stretto.core.admission import BoundChange
+from stretto.core.records import Prompt
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream

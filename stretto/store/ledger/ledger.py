@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from stretto.core.admission import BoundChange
 from stretto.core.errors import StoreError
-from stretto.core.records import Batch, BoundChange, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
+from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
 from stretto.measures.goodput import OnRecord
 from stretto.store.files import identity, sync_file

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.admission import BoundChange
 from stretto.core.errors import StoreError
 from stretto.core.records import (
     Batch,
-    BoundChange,
     Group,
     Outcome,
     Prompt,
