@@ -12,17 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, Segment, State
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.rows import BatchMember
 from stretto.store.series.follower import open_plain
 from stretto.store.series.tokens import SampledTokens, TokenOutcome, read_tokens, tokens_file
 from stretto.watch.runs.table import TableRow
 
-_STEP = "SELECT version, oldest_trainable, committed FROM steps WHERE step = ?"
+_STEP = "SELECT version, oldest_trainable, committed, batch FROM steps WHERE step = ?"
 _LARGEST = 256 << 20
 
 
@@ -116,7 +118,10 @@ def trained_in(connection: sqlite3.Connection, row: TableRow, skipped: Mapping[i
     found = connection.execute(_STEP, (row.trained_step,)).fetchone()
     if found is None:
         return None
-    version, oldest, committed = found
+    version, oldest, committed, batch = found
+    placed = msgspec.json.decode(batch, type=list[BatchMember])
+    own = next((one.oldest_trainable for one in placed if one.group == row.id.rpartition("/")[0]), None)
+    oldest = oldest if own is None else own
     return TrainedIn(row.trained_step, version, oldest, committed, row.id in skipped.get(row.trained_step, ()))
 
 
