@@ -170,6 +170,19 @@ def test_a_program_that_kills_its_guard_ends_with_all_that_it_has_started(tmp_pa
 
 
 @in_a_loop
+async def test_a_program_is_asked_to_end_before_it_is_killed_as_a_client_of_containers_needs(tmp_path: Path) -> None:
+    told = tmp_path / "container"
+    program = 'trap "echo stopped > $0; exit" TERM; (trap "" TERM; sleep 60) & echo runs > $0; wait'
+    async with run_of(tmp_path).groups(command=["sh", "-c", program, str(told)]) as groups:
+        member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+        while not (told.exists() and told.read_text()):
+            await asyncio.sleep(0.01)
+        member.cancel()
+        await asyncio.gather(member, return_exceptions=True)
+    assert told.read_text() == "stopped\n"
+
+
+@in_a_loop
 async def test_a_run_in_which_most_agents_fail_stops_with_a_message(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     async with run.groups(command=["false"], parallel=4) as groups:
@@ -238,6 +251,22 @@ async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
         assert (trajectory.verdict.reward, trajectory.session) == (0.5, session["id"])
         late = await client.post(f"{session['base_url']}/chat/completions", json=body)
         assert late.status_code == 409
+
+
+@in_a_loop
+async def test_what_a_service_gives_up_fails_with_its_reason_and_not_with_its_reward(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
+        waiting = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+        while (opened := await client.post("/sessions", json={})).status_code != 200:
+            await asyncio.sleep(0.01)
+        place = f"/sessions/{opened.json()['id']}"
+        await client.post(f"{place}/reward", json={"reward": 0.5})
+        assert (await client.post(f"{place}/end", json={"failed": 3})).status_code == 400
+        assert (await client.post(f"{place}/end", json={"failed": "the bus did not come"})).status_code == 200
+        assert (await waiting).verdict == Verdict(Outcome.UNDECIDED, None, "the agent failed: the bus did not come")
+    # It is on record: a run that goes on does not ask again.
+    assert (await run.one()).verdict.reason == "the agent failed: the bus did not come"
 
 
 @in_a_loop

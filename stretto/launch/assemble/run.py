@@ -33,9 +33,11 @@ from stretto.loop.records.alarms import SlowReward
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
 from stretto.loop.records.reporter import Reporter
 from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
+from stretto.outlets.supervision import followed
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
-from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
+from stretto.rollout.controller import Controller, ControllerState
+from stretto.rollout.pacing import Continuous, InRounds
 from stretto.rollout.prompts import Position, PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
@@ -132,16 +134,19 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         ledger.put("seed", plan.recipe.seed)
         ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
-        async with running_roles(
-            plan=plan,
-            folder=folder,
-            version=start.version,
-            saved_step=start.saved_step,
-            tenure=tenure,
-            stop=stop,
-            report=context.report,
-            spawner=spawner,
-        ) as roles:
+        async with (
+            followed(plan.recipe.logging, folder, reporter.say, stopped=lambda: stop.requested),
+            running_roles(
+                plan=plan,
+                folder=folder,
+                version=start.version,
+                saved_step=start.saved_step,
+                tenure=tenure,
+                stop=stop,
+                report=context.report,
+                spawner=spawner,
+            ) as roles,
+        ):
             for fact in roles.rewards.facts.values():
                 reporter.say(fact)
             _keep_roster(context, roles)
@@ -194,7 +199,7 @@ def _recorder(
         context.ledger,
         context.reporter,
         work=roles.work,
-        max_staleness=recipe.rollout.max_staleness,
+        max_staleness=recipe.rollout.staleness_bounds[1],
         earlier=earlier,
         clock=RunClock(earlier, since),
         medium=roles.cluster.medium.medium,
@@ -237,6 +242,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder, selectio
         recipe.seed,
         version=context.start.version,
         pacing=InRounds() if in_rounds(recipe) else Continuous(),
+        state=state,
     )
     unfinished = read_unfinished(context.folder.ledger)
     restored = restore(controller, state, unfinished)
@@ -264,7 +270,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder, selectio
         steps=recipe.trainer.steps,
         deadlines=recipe.deadlines,
     )
-    _record_again(context, roles.trainer.replayed, recorder)
+    _record_again(context, roles.trainer.replayed, controller, recorder)
     try:
         await _conduct(context, roles, conductor)
     finally:
@@ -340,13 +346,14 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
     )
 
 
-def _record_again(context: RunContext, updates: Sequence[Update], recorder: Recorder) -> None:
+def _record_again(context: RunContext, updates: Sequence[Update], controller: Controller, recorder: Recorder) -> None:
     """The run ended between a batch and the line of its step: the step was done again, and is recorded now."""
     recorded = context.ledger.last_update()
     for update in (update for update in updates if update.step > recorded):
         (batch,) = read_batches(context.folder.ledger, update.step - 1, update.step)
         for group in batch.groups:
             recorder.judged(group.prompt, group.trajectories)
+        controller.observe(update.step, update.metrics)
         recorder.updated(batch, update)
 
 

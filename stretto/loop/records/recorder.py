@@ -140,6 +140,7 @@ class Recorder:
         )
         self._before = Work()
         self._stopped: int | None = None  # tokens of aborted completions, before the end of the run aborts the others
+        self._left_over = 0  # tokens of whole turns that no trajectory has
         self._activities: Mapping[str, Mapping[str, float]] = {}
         # Tokens of evaluations by engine: now, and at the last poll.
         self._evaluation_tokens, self._not_trained_for = Counter[str](), Counter[str]()
@@ -147,6 +148,7 @@ class Recorder:
         self._accuracy = 0.0
         self._rewards: Mapping[str, float] = {}
         self._queues: Mapping[str, float] = {}
+        self._in_force: float | None = None
         self._busy: Mapping[str, float] = {}
         self._busy_before: Mapping[str, float] = {}
         self._polled = time.monotonic()
@@ -186,9 +188,16 @@ class Recorder:
         self._samples.judged(prompt, trajectories)
         self._sampled.update(trajectory.verdict.outcome for trajectory in trajectories)
 
-    def taken(self, batch: Batch, in_flight: int, buffered: int) -> None:
-        """A batch went to the trainer; `in_flight` and `buffered` groups stay behind."""
+    def left_over(self, tokens: int) -> None:
+        """Sampled in turns of a group that has ended, and of no trajectory: it was given up, or a program that began
+        again asked for something else."""
+        self._left_over += tokens
+
+    def taken(self, batch: Batch, in_flight: int, buffered: int, max_staleness: float | None = None) -> None:
+        """A batch went to the trainer; `in_flight` and `buffered` groups stay behind, and others are admitted under the
+        bound `max_staleness`."""
         self._queues = {"in_flight": float(in_flight), "buffered": float(buffered)}
+        self._in_force = max_staleness
 
     def updated(self, batch: Batch, update: Update) -> None:
         """A step is done: its line of metrics, its row in the ledger, the totals."""
@@ -208,9 +217,10 @@ class Recorder:
         lengths = [len(trajectory.versions) for trajectory in trajectories]
         ages = [
             batch.version - version
-            for trajectory in trajectories
+            for group, oldest in ((group, batch.oldest_of(group.id)) for group in batch.groups)
+            for trajectory in group.trajectories
             for version in trajectory.versions
-            if version >= batch.oldest_trainable
+            if version >= oldest
         ]
         decided = self._sampled[Outcome.RIGHT] + self._sampled[Outcome.WRONG]
         if decided:  # else two batches left the buffer one after the other: the last accuracy stands
@@ -233,6 +243,7 @@ class Recorder:
             generated_tokens=totals.generated,
             trainer=update.metrics,
             queues=self._queues,
+            max_staleness=self._in_force,
             busy=self._busy,
             slower_than_generation=self._slow_reward.found if self._slow_reward is not None else "",
             rewards=self._rewards,
@@ -313,7 +324,7 @@ class Recorder:
             max_staleness=self._max_staleness,
             generated=work.generated - before.generated + earlier.generated - self._not_trained_for.total(),
             recomputed=work.recomputed - before.recomputed + earlier.recomputed,
-            stopped=work.stopped - before.stopped + earlier.stopped,
+            stopped=work.stopped - before.stopped + earlier.stopped + self._left_over,
             busy=_since(work.busy, before.busy, earlier.busy),
             generated_by={name: tokens - self._not_trained_for[name] for name, tokens in sampled.items()},
             carried=self._carried,
