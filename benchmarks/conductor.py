@@ -4,8 +4,8 @@
 
 Each setting is a run: its machines join all at once, stand by for a while, work through the steps, and are told of some
 further versions. The simulated machines are one process, beside the conductor's; `--apart` keeps each of the two on a
-core of its own. A machine that others use as well gives the conductor less than a core; so each number stands beside the
-seconds of a core that the conductor has used for it (`cpu`), which depend less on that, and those in which it stood in
+core of its own. A machine that others use as well gives the conductor less than a core; so each number stands beside
+the seconds of a core that the conductor has used for it (`cpu`), which depend less on that, and those in which it stood in
 the queue for one (`queued`). `echo -10 > /proc/self/autogroup` in a shell of its own (`setsid`) puts both before the
 rest of the machine.
 """
@@ -227,8 +227,9 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="nothing is saved")
     parser.add_argument("--apart", action="store_true", help="conductor and machines have a core each")
     words = parser.parse_args()
+    core = -1
     if words.apart:
-        ours, theirs = sorted(os.sched_getaffinity(0))[:2]
+        ours, core = sorted(os.sched_getaffinity(0))[:2]
         os.sched_setaffinity(0, {ours})
     table = Table(
         *(
@@ -244,9 +245,8 @@ def main() -> None:
     )
     rows = []
     for setting in settings([int(count) for count in words.engines.split(",")], words.steps, words.quick):
-        setting = dataclasses.replace(setting, in_flight=words.in_flight, seconds=words.seconds or setting.seconds)
-        if words.apart:
-            setting = dataclasses.replace(setting, core=theirs)
+        seconds = words.seconds or setting.seconds
+        setting = dataclasses.replace(setting, in_flight=words.in_flight, seconds=seconds, core=core)
         run = uvloop.run if words.uvloop else asyncio.run
         with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
             found = run(measured(setting, Path(folder) / "run", words.profile))
