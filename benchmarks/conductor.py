@@ -5,8 +5,8 @@
 Each setting is a run: its machines join all at once, stand by for a while, work through the steps, and are told of some
 further versions. The simulated machines are one process, beside the conductor's; `--apart` keeps each of the two on a
 core of its own. A machine that others use as well gives the conductor less than a core; so each number stands beside
-the seconds of a core that the conductor has used for it (`cpu`), which depend less on that, and those in which it stood in
-the queue for one (`queued`). `echo -10 > /proc/self/autogroup` in a shell of its own (`setsid`) puts both before the
+the seconds of a core that the conductor has used for it (`cpu`), which depend less on that, and those in which it stood
+in the queue for one (`queued`). `echo -10 > /proc/self/autogroup` in a shell of its own (`setsid`) puts both before the
 rest of the machine.
 """
 
