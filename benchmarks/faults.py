@@ -12,7 +12,9 @@ at random. The run has to go on by itself, unless its roles were
 starting: then it may end with an error that names the role, and is resumed. Kills come at any time: while the roles
 start, while another kill is being recovered from, in the middle of a step. A *hang* is a run that does no further step
 within 100 seconds. Whenever the conductor is gone, and at the end, the checker decides from the records. The runs are
-short ones of the arithmetic recipe; those that nobody disturbs say how accurate they are to be.
+short ones of the arithmetic recipe; those that nobody disturbs say how accurate they are to be. A process that was
+stopped before it could ask to be ended with its parent goes on (SIGCONT) once the conductor is gone, and has to end by
+itself.
 """
 
 from __future__ import annotations
@@ -122,6 +124,9 @@ class Disturbed:
             resume = ("--resume",) if (self._run_dir / "ledger.sqlite").exists() else ()
             with self._laboratory.train(self._run_dir, *self._settings, *resume, recipe=self._recipe) as command:
                 over = self._disturb(command, kills)
+                for pid in command.processes():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGCONT)
                 wait_until(lambda: not command.processes(), "the end of all roles")
             self._check()
         return inspect_run(self._run_dir).final_accuracy

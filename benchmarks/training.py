@@ -3,6 +3,7 @@
     python -m benchmarks.training ways            packed beside padded, and beside the step of trl's GRPOTrainer
     python -m benchmarks.training micro-batches   as few as Algorithm 1 needs, beside a fixed count (paper, figure 6a)
     python -m benchmarks.training ceiling         which part of the machine's fastest product a step of 48M reaches
+    python -m benchmarks.training records         what it costs that each step records what became of each token
     python -m benchmarks.training all
 
 Same model, same answers, same loss; each number of threads is a process of its own, so that torch has its threads from
@@ -97,16 +98,35 @@ def best(rows: Sequence[dict[str, Any]], threads: int, kind: str) -> float | Non
     return min(ratios, default=None)
 
 
+def of_recipe(models: Path) -> Path:
+    """The model of recipes/arithmetic.toml."""
+    recipe = load_recipe(ROOT / "recipes" / "arithmetic.toml").model.build
+    assert recipe is not None
+    if not (path := models / "recipe").exists():
+        build_policy(recipe, path, seed=1)
+    return path
+
+
+def records(models: Path, steps: int, warm: int) -> list[dict[str, Any]]:
+    """One thread. The recipe's model computes next to nothing for a token: the worst case."""
+    rows = []
+    table = Table("model", "trained tokens of a step", "step, processor s", "with records", "cost", "bytes per token")
+    for name, model in (("the recipe's", of_recipe(models)), ("3.4M", make("3.4M", models))):
+        seen = step("records", model, 1, "--steps", steps, "--warm", warm)
+        rows.append({"model": name} | seen)
+        without, recorded = seen["processor_seconds"].values()
+        table.add(name, seen["tokens_per_step"], without, recorded, f"{seen['cost']:+.1%}", seen["bytes_per_token"])
+        table.show_last()
+    return rows
+
+
 def allocations(models: Path, steps: int, warm: int) -> list[dict[str, Any]]:
     """Dynamic against fixed micro-batches, one thread: the recipe's model, whose steps are short and whose products are
     made anew for each length that has not been seen, and one of 3.4M."""
-    recipe = load_recipe(ROOT / "recipes" / "arithmetic.toml").model.build
-    assert recipe is not None
-    build_policy(recipe, models / "recipe", seed=1)
     rows = []
     table = Table("model", "tokens at most", "dynamic", "fixed", "dynamic tokens/s", "fixed tokens/s", "gain")
     kinds = (
-        ("the recipe's", models / "recipe", ("--steps", 2 * steps, "--warm", 4 * warm)),
+        ("the recipe's", of_recipe(models), ("--steps", 2 * steps, "--warm", 4 * warm)),
         ("3.4M", make("3.4M", models), ("--steps", steps, "--warm", warm)),
     )
     for name, model, size in kinds:
@@ -145,7 +165,7 @@ def ceilings(models: Path, threads: Sequence[int], steps: int, warm: int) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("ways", "micro-batches", "ceiling", "all"))
+    parser.add_argument("part", choices=("ways", "micro-batches", "ceiling", "records", "all"))
     parser.add_argument("--threads", type=int, nargs="+", default=list(THREADS))
     parser.add_argument("--steps", type=int, default=8, help="steps that are measured")
     parser.add_argument("--warm", type=int, default=2, help="steps before them that are not")
@@ -164,6 +184,8 @@ def main() -> None:
             print(results["ratios"])
         if words.part in ("micro-batches", "all"):
             results["micro_batches"] = allocations(models, words.steps, words.warm)
+        if words.part in ("records", "all"):
+            results["records"] = records(models, 2 * words.steps, words.warm)
         if words.part in ("ceiling", "all"):
             results["ceiling"] = ceilings(models, words.threads, max(1, words.steps // 4), 1)
     save("training" if words.part == "all" else f"training-{words.part}", results)

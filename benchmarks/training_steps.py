@@ -3,6 +3,7 @@
     python -m benchmarks.training_steps ways MODEL_DIR --threads 1          packed beside padded, step by step in turn
     python -m benchmarks.training_steps micro-batches MODEL_DIR ...         dynamic beside fixed micro-batches
     python -m benchmarks.training_steps ceiling MODEL_DIR --dtype bfloat16  how much of the machine's products is used
+    python -m benchmarks.training_steps records MODEL_DIR                   with what became of each token on record
 
 The last line of standard output is one JSON object. Ways that are compared take their steps in turn, so that whatever
 disturbs the machine disturbs all of them.
@@ -18,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -29,12 +32,16 @@ from benchmarks.padded import PaddedTrainer
 from stretto.core.records import Batch, Sampling
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.store.series.tokens import TokensConfig
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig, Mask
 from stretto.trainer.objective.estimators import GroupMean
+from stretto.trainer.outcomes import TokenSink
+from stretto.trainer.roles.token_writer import TokenWriter
+from stretto.trainer.spec import TokensSpec
 from stretto.trainer.trainer import Trainer
 
 LONGEST = 144
@@ -58,14 +65,17 @@ class DealtTrainer(Trainer):
             part = minibatch(some, config, "token_mean", LONGEST, torch.device("cpu"))
             share = part.loss_tokens / total  # the mean is over the whole minibatch, not over this part
             parts += [replace(micro, scale=micro.scale * share) for micro in part.micro_batches]
-        return [Minibatch(tuple(parts), total, tuple(row.id for row in rows))]
+        return [Minibatch(tuple(parts), total, tuple(row.id for row in rows), (tuple(rows),))]
 
 
-def _trainer(kind: type[Trainer], model: Path, dtype: str, micro_batch_tokens: int) -> Trainer:
+def _trainer(
+    kind: type[Trainer], model: Path, dtype: str, micro_batch_tokens: int, sink: TokenSink | None = None
+) -> Trainer:
     config = TrainerConfig.model_validate(
         {"minibatches": 1, "dtype": dtype, "learning_rate": 1e-5, "micro_batch_tokens": micro_batch_tokens}
     )
-    return kind(load_policy(model, attention=PACKED_ATTENTION), config, ALGORITHM, Sampling(max_tokens=LONGEST))
+    policy = load_policy(model, attention=PACKED_ATTENTION)
+    return kind(policy, config, ALGORITHM, Sampling(max_tokens=LONGEST), sink=sink)
 
 
 def packed(model: Path, dtype: str = "float32", micro_batch_tokens: int = 4096) -> Step:
@@ -80,20 +90,36 @@ def fixed(model: Path, count: int) -> Step:
     return trainer.train
 
 
+def recorded(model: Path, folder: Path) -> Step:
+    """The same with the tokens of each step on record, and all of it written at the step's end: in a run the thread
+    that writes has the time of the next step."""
+    spec = TokensSpec(folder=str(folder), config=TokensConfig().model_dump_json())
+    writer = TokenWriter(spec, rank=0)
+    trainer = _trainer(Trainer, model, "float32", 4096, writer)
+
+    def step(batch: Batch) -> None:
+        trainer.train(batch)
+        writer.finish()
+
+    return step
+
+
 def padded(model: Path, rows: int, *, by_length: bool = False) -> Step:
     config = TrainerConfig(minibatches=1, learning_rate=1e-5)
     return PaddedTrainer(load_policy(model), config, ALGORITHM, LONGEST, rows, by_length=by_length).train
 
 
-def in_turn(ways: Mapping[str, Step], batches: Sequence[Batch], warm: int) -> dict[str, list[float]]:
+def in_turn(
+    ways: Mapping[str, Step], batches: Sequence[Batch], warm: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each step of each way, behind `warm` steps that do not count."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number, one in enumerate(batches):
         for name, step in ways.items():
-            began = time.perf_counter()
+            began = clock()
             step(one)
             if number >= warm:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(clock() - began)
     return seconds
 
 
@@ -110,7 +136,7 @@ def compare(ways: Mapping[str, Step], model: Path, steps: int, warm: int) -> dic
     seconds = in_turn(ways, batches, warm)
     return {
         "rates": rates(seconds, lengths[warm:]),
-        "seconds": {n: [round(s, 4) for s in x] for n, x in seconds.items()},
+        "seconds": {n: [round(s, 5) for s in x] for n, x in seconds.items()},
     }
 
 
@@ -150,6 +176,26 @@ def dealt(rows: Sequence[T], count: int) -> list[Sequence[T]]:
     return [rows[first:last] for first, last in pairwise(edges)]
 
 
+def records(model: Path, steps: int, warm: int) -> dict[str, Any]:
+    """Steps with and without what became of each token on record: the processor time of all threads, since a hundredth
+    of a step is less than what else runs on a machine takes of its wall time."""
+    lengths = load()[: warm + steps]
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    batches = [batch(groups, vocabulary, version) for version, groups in enumerate(lengths)]
+    with TemporaryDirectory() as folder:
+        kinds = {"without": packed(model), "with": recorded(model, Path(folder))}
+        seconds = in_turn(kinds, batches, warm, time.process_time)
+        written = sum(path.stat().st_size for path in Path(folder).iterdir())
+    trained = sum(map(tokens, lengths))
+    return {
+        "steps": steps,
+        "processor_seconds": {name: round(median(each), 5) for name, each in seconds.items()},
+        "cost": round(median(b / a - 1 for a, b in zip(seconds["without"], seconds["with"], strict=True)), 4),
+        "bytes_per_token": round(written / trained, 2),
+        "tokens_per_step": round(trained / len(lengths)),
+    }
+
+
 def utilisation(model: Path, dtype: str, steps: int, warm: int) -> dict[str, Any]:
     """Which part of the fastest product's rate a step reaches, and what it takes of memory."""
     most = ceiling(getattr(torch, dtype))
@@ -185,7 +231,7 @@ def utilisation(model: Path, dtype: str, steps: int, warm: int) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("ways", "micro-batches", "ceiling"))
+    parser.add_argument("part", choices=("ways", "micro-batches", "ceiling", "records"))
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
@@ -197,6 +243,7 @@ def main() -> None:
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "ways": lambda: ways(words.model, words.steps, words.warm),
         "micro-batches": lambda: allocation(words.model, words.capacity, words.steps, words.warm),
+        "records": lambda: records(words.model, words.steps, words.warm),
         "ceiling": lambda: utilisation(words.model, words.dtype, words.steps, words.warm),
     }
     print(json.dumps(parts[words.part]()))

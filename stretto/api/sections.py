@@ -22,6 +22,7 @@ from stretto.model.hf.config import BuildConfig
 from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
+from stretto.store.series.tokens import TokensConfig
 from stretto.trainer.config import LoraConfig, SupervisedConfig, TrainerConfig
 from stretto.worlds.data.dataset import JsonlTask
 from stretto.worlds.sources.gym_source import GymSource
@@ -49,5 +50,6 @@ __all__ = [
     "SamplingConfig",
     "StoreConfig",
     "SupervisedConfig",
+    "TokensConfig",
     "TrainerConfig",
 ]

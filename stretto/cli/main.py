@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from stretto import __version__
+from stretto.cli.exporting import export
 from stretto.cli.interrupts import Commands, forking, importing
 from stretto.cli.joining import engine, rank
 from stretto.cli.planning import plan
@@ -331,15 +332,7 @@ def diff(
     raise typer.Exit(1 if parting.fields else 0)
 
 
-@app.command()
-def export(
-    run: RunFolder,
-    file: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="The file to write, one trajectory a line.")],
-) -> None:
-    """Write every trajectory of a run: tokens, log-probabilities, versions, verdict and final state."""
-    from stretto.store.export import export_run
-
-    print(f"{export_run(run, file):,} trajectories written to {file}")
+app.command()(export)
 
 
 def main() -> None:

@@ -40,6 +40,10 @@ def plan(
             metavar="RUN_DIR", help="The run that is predicted, begun or not; `stretto inspect` compares them."
         ),
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw steps of the best layout, and throughput against the split."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine and write it to --out; about two minutes.")
@@ -58,8 +62,10 @@ def plan(
         raise typer.BadParameter("give a RECIPE.toml, or --calibrate")
     if machine is None:
         raise typer.BadParameter("give --machine, a file or a name such as h100")
-    from stretto.launch.commands.plan import PlanChoice, as_json, plan_recipe, table
+    from stretto.launch.commands.plan import PlanChoice, as_json, draw, plan_recipe, table
 
     choice = PlanChoice(machine, gpus, nodes, network, goal, lengths, run)
     found = plan_recipe(recipe, overrides or [], choice, lambda text: print(text, file=sys.stderr))
+    if picture is not None:
+        draw(found, picture)
     print(as_json(found) if json else table(found))

@@ -44,8 +44,8 @@ class RayPlacerSpec(Record, frozen=True):
 
 
 class PlaceAgents(Record, frozen=True, tag=True):
-    """Have so many agents for engines, spread over the nodes, and for ranks, packed; the reply is `AgentsPlaced`. A
-    reply has the `number` of its order: one that comes too late is not taken for that to the next."""
+    """Place `engines` agents for engines, spread over the nodes, and agents for ranks, packed; the reply is
+    `AgentsPlaced`. A reply has the `number` of its order: one that comes too late is not taken for that to the next."""
 
     engines: int
     ranks: int = 0

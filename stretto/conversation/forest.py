@@ -102,7 +102,7 @@ class Forest:
 
     def find(self, tokens: Tokens) -> Attachment:
         """Where `tokens` stand: behind the deepest segment all of whose path they begin with, an unfinished one never.
-        Of equal segments the first counts: a given one is held once, whoever asks for it."""
+        Of equal segments the first counts: a given one is held once, and shared by all turns."""
         starts = [(NOTHING, 0)]
         if self.prompt and tokens[: len(self.prompt)] == self.prompt:
             starts.append((PROMPT, len(self.prompt)))

@@ -139,7 +139,7 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 
 def instructions(tools: Sequence[Tool]) -> str:
-    """What a model whose template knows no tools is told of them: the words of Qwen's and Hermes' templates."""
+    """The text that describes tools to a model whose template knows none: the words of Qwen's and Hermes' templates."""
     listed = "\n".join(json.dumps(tool.function, ensure_ascii=False) for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

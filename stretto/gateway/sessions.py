@@ -25,7 +25,7 @@ from stretto.gateway.agent_session import AgentSession, GivenRewards, Speaker
 
 _SECRET_BYTES = 18
 _SHOWN = 64  # sessions that have ended and are kept whole
-_RETIRED = 16_384  # keys of sessions that are not: they are told of the end, and not that the key is wrong
+_RETIRED = 16_384  # keys of sessions that are not kept: their error names the end of the session, not a wrong key
 _IDLE_SECONDS = 3600.0  # without a request: such a session gives way to a new one
 
 

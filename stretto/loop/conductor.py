@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 from stretto.core.deadlines import Watchdog, deadline
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.events import Span
-from stretto.core.records import Batch
+from stretto.core.records import Batch, Trajectory
 from stretto.core.tasks import cancel_and_wait
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
@@ -136,6 +136,7 @@ class Conductor:
         self._admit()
 
     async def _generate(self, ticket: Ticket) -> None:
+        trajectories: Sequence[Trajectory] = ()
         try:
             trajectories = await self.workflow(ticket)
         except EngineLost as loss:
@@ -150,7 +151,11 @@ class Conductor:
             batches, rest = divmod(filtered, _SILENT_BATCHES * self.controller.config.batch_size)
             if filtered > before and not rest and batches.bit_count() == 1:  # at twice as many each time
                 self.recorder.filtered(filtered)
-        self.in_flight.forget(ticket.group_id)
+        self._forget(ticket, trajectories)
+
+    def _forget(self, ticket: Ticket, trajectories: Sequence[Trajectory] = ()) -> None:
+        kept = sum(len(trajectory.versions) for trajectory in trajectories)
+        self.recorder.left_over(self.in_flight.forget(ticket.group_id, kept))
 
     def _group_ended(self, task: asyncio.Task[None]) -> None:
         del self._groups[task.get_name()]
@@ -215,7 +220,7 @@ class Conductor:
             if (task := self._groups.get(ticket.group_id)) is not None:  # else it has failed, and the run ends
                 task.cancel()
             self.controller.expire(ticket)
-            self.in_flight.forget(ticket.group_id)
+            self._forget(ticket)
         self._admit()
 
     async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Result]) -> Result | None:

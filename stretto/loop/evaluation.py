@@ -176,8 +176,8 @@ class Evaluator:
 
 
 class PeriodicEvaluation:
-    """Evaluates one set of questions beside the training, one evaluation at a time: after every so many steps, or at
-    the first step after so many minutes."""
+    """Evaluates one set of questions beside the training, one evaluation at a time: every `every` steps, or at
+    the first step after an interval of minutes."""
 
     def __init__(
         self,

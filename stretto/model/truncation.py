@@ -23,8 +23,8 @@ from torch import Tensor
 
 from stretto.core.records import Sampling
 
-#: A nucleus is looked for among this many likeliest tokens, and where it is larger, among so many times more: ranking a
-#: row of 8,192 as a whole takes ten times as long as its first 128.
+#: A nucleus is looked for among the `_FIRST_RANKED` likeliest tokens, and where it is larger, among `_MORE` times more:
+#: ranking a row of 8,192 as a whole takes ten times as long as its first 128.
 _FIRST_RANKED = 128
 _MORE = 16
 

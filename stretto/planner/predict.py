@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from stretto.core.errors import RecipeError
+from stretto.core.events import Span
 from stretto.core.records import Record
 from stretto.planner.costs import Costs, Layout
 from stretto.planner.job import Job
@@ -24,6 +27,7 @@ _TRAJECTORIES = 12_000  # of one simulation
 _STEPS = 9  # of a simulation at least
 _ROUNDS = 3  # until roles that share cores agree on how much they slow each other down
 _SIMULATED = 6  # candidates
+_DRAWN = 4  # steps of a timeline
 _BUSY = 0.9  # share of a step; the trainer is what it waits for
 GOALS = ("time", "cost", "staleness")
 
@@ -56,6 +60,7 @@ class LayoutPrediction(Record, frozen=True):
     recomputed: float  # tokens computed again, for each sampled one
     waits_for: str  # what a step waits for: generation, judging or training
     terms: Mapping[str, float]  # seconds of a step by role and work, and what they depend on
+    timeline: tuple[Span, ...] = ()  # of the trainer and of one engine, over the last steps of the simulation
 
 
 class RunPlan(Record, frozen=True):
@@ -145,14 +150,25 @@ def predict(job: Job, machine: MachineProfile, layout: Layout, seed: int = 1) ->
     grain = max(1, round(job.lengths.mean / _GRAINS))
     steps = min(job.trainer.steps, max(_STEPS, _TRAJECTORIES // job.completions))
     warm = 0 if steps == job.trainer.steps else steps // 3
-    report = _simulated(job, costs, grain, steps, warm, seed)
+    run = _simulated(job, costs, grain, steps, warm, seed)
     for _ in range(_ROUNDS if machine.cores else 0):
-        costs = _sharing_cores(costs, report)
-        report = _simulated(job, costs, grain, steps, warm, seed)
-    return _prediction(costs, report, steps - warm, grain)
+        costs = _sharing_cores(costs, run.report)
+        run = _simulated(job, costs, grain, steps, warm, seed)
+    return msgspec.structs.replace(_prediction(costs, run.report, grain), timeline=newest_steps(run.spans))
 
 
-def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: int) -> SimulationReport:
+def newest_steps(spans: Sequence[Span], steps: int = _DRAWN) -> tuple[Span, ...]:
+    """The spans of the last training steps, from the end of the one before them; times from there."""
+    ends = [0.0, *(span.end for span in spans if span.name == "update")]
+    start = ends[max(0, len(ends) - 1 - steps)]
+    return tuple(
+        msgspec.structs.replace(span, start=max(0.0, span.start - start), end=min(span.end, ends[-1]) - start)
+        for span in sorted(spans, key=lambda span: span.start)
+        if span.end > start and span.start <= ends[-1]
+    )
+
+
+def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: int) -> SimulatedRun:
     rollout, engine = job.rollout, job.engine
     rounds = engine.batching == "rounds" or (engine.batching == "auto" and rollout.max_staleness == 0)
     limits = EngineLimits(
@@ -166,7 +182,7 @@ def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: 
     config = rollout.model_copy(update={"filter": "none", "success_rate_min": 0.0, "success_rate_max": 1.0})
     pacing = InRounds() if rounds else None
     lengths = Grained(job.lengths, grain)
-    return SimulatedRun(
+    run = SimulatedRun(
         config,
         lengths,
         steps,
@@ -176,7 +192,9 @@ def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: 
         pacing=pacing,
         warm=warm,
         judges=job.reward_workers,
-    ).run()
+    )
+    run.run()
+    return run
 
 
 def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
@@ -231,9 +249,9 @@ def _terms(costs: Costs, report: SimulationReport, grain: int) -> dict[str, floa
     }
 
 
-def _prediction(costs: Costs, report: SimulationReport, steps: int, grain: int) -> LayoutPrediction:
+def _prediction(costs: Costs, report: SimulationReport, grain: int) -> LayoutPrediction:
     job, layout, memory = costs.job, costs.layout, costs.memory()
-    step_seconds = report.seconds / steps
+    step_seconds = report.seconds / report.steps
     hours = (costs.machine.start_seconds + step_seconds * job.trainer.steps) / 3600
     generation = min(1.0, report.generating / report.seconds / layout.engines)
     conductor, training = _conducting_and_training(costs, report)

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from stretto.core.clock import VirtualClock
+from stretto.core.events import Span
 from stretto.rollout.controller import Ticket
 
 #: The part of the cache that is kept free for growth when a completion starts, as the native engine keeps it.
 GROWTH = 1 / 16
+_ROUNDING = 1e-9  # of the clock, between two spans of one stretch
 
 
 class Durations(Protocol):
@@ -82,7 +84,8 @@ class CompletionRow:
 
 
 class SimulatedEngine:
-    """See the module; `ended` gets each completion that ends, `loaded` is called when a version has been loaded."""
+    """See the module; `ended` gets each completion that ends, `loaded` is called when a version has been loaded, and
+    `spans` gets what the engine did and when."""
 
     def __init__(
         self,
@@ -91,14 +94,16 @@ class SimulatedEngine:
         limits: EngineLimits,
         ended: Callable[[Flight], None],
         loaded: Callable[[], None],
+        spans: list[Span] | None = None,
     ) -> None:
         self.version = self.served = 0  # of the newest tokens; the same, once it has been loaded
         self.busy = 0.0  # seconds, of which:
         self.loading = self.recomputing = 0.0
         self.sampled = self.recomputed = 0.0  # tokens of the model
         self.preempted = 0
+        self.load = 0  # completions that run or wait
         self._clock, self._durations, self._limits = clock, durations, limits
-        self._ended, self._loaded = ended, loaded
+        self._ended, self._loaded, self._spans = ended, loaded, spans
         self._tick, self._at, self._step = 0.0, 0.0, 1.0  # at the time `_at`, which is in the future during a pause
         self._running: list[tuple[float, int, CompletionRow]] = []  # by the tick at which they end
         self._waiting: deque[CompletionRow] = deque()
@@ -108,13 +113,9 @@ class SimulatedEngine:
         self._arrived, self._last_load = 0, -math.inf
         self._plan_number = 0
 
-    @property
-    def load(self) -> int:
-        """Completions that run or wait."""
-        return len(self._running) + len(self._waiting)
-
     def start(self, flight: Flight) -> None:
         """Queue the completions of a group."""
+        self.load += len(flight.lengths)
         self._waiting.extend(CompletionRow(flight, member) for member in range(len(flight.lengths)))
         self._go_on()
 
@@ -131,6 +132,7 @@ class SimulatedEngine:
         self._running = [entry for entry in self._running if entry[2].flight is not flight]
         heapq.heapify(self._running)
         self._waiting = deque(row for row in self._waiting if row.flight is not flight)
+        self.load = len(self._running) + len(self._waiting)
         self._go_on()
         return [sampled.get(member, 0) for member in range(len(flight.lengths))]
 
@@ -151,14 +153,14 @@ class SimulatedEngine:
         self._switches.append((self._tick, self.version))
         seconds = self._durations.load()
         self.loading += seconds
-        self._pause(seconds)
+        self._pause(seconds, "load")
         ready = self._at
         if self._limits.recompute and self._running:
             contexts = [self._context(row) for row in self._rows()]
             self.recomputed += sum(contexts)
             seconds = self._durations.prefill(contexts)
             self.recomputing += seconds
-            self._pause(seconds)
+            self._pause(seconds, "recompute")
         self._go_on()
         version = self.version
         if ready > self._clock.now():
@@ -192,12 +194,22 @@ class SimulatedEngine:
             tokens = (self._tick - before) * len(self._running) * self._limits.grain
             self._cached += tokens
             self.sampled += tokens
-            self.busy += now - self._at
+            self._work("generate", self._at, now)
         self._at = now
 
-    def _pause(self, seconds: float) -> None:
-        self._at = max(self._at, self._clock.now()) + seconds
-        self.busy += seconds
+    def _pause(self, seconds: float, name: str = "generate") -> None:
+        start = max(self._at, self._clock.now())
+        self._at = start + seconds
+        self._work(name, start, self._at)
+
+    def _work(self, name: str, start: float, end: float) -> None:
+        self.busy += end - start
+        if self._spans is None or start == end:
+            return
+        if self._spans and (last := self._spans[-1]).name == name and start - last.end < _ROUNDING * end:
+            self._spans[-1] = Span(last.role, name, last.start, end, self.version)
+        else:
+            self._spans.append(Span("engine-0", name, start, end, self.version))
 
     def _go_on(self) -> None:
         """Let waiting completions enter, and schedule the next event."""
@@ -227,6 +239,7 @@ class SimulatedEngine:
             self._cached -= self._context(row)
             row.flight.versions[row.member] = row.before + self._versions(row, row.left)
             ended.append(row.flight)
+        self.load -= len(ended)
         if full and not ended:
             self._preempt()
         self._go_on()

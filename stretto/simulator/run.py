@@ -11,6 +11,7 @@ import random
 from functools import partial
 
 from stretto.core.clock import VirtualClock
+from stretto.core.events import Span
 from stretto.core.records import (
     Batch,
     Outcome,
@@ -69,11 +70,14 @@ class SimulatedRun:
             self.accounts, self.clock.now, say=lambda said: self.report.warnings.append(said)
         )
         self.selection.ask(lambda group_id: self._aborted.pop(group_id, 0))
+        self.spans: list[Span] = []  # of the trainer and of the first engine
         self._aborted: dict[str, int] = {}  # the tokens of groups that are about to expire in flight
         self.controller = Controller(config, prompts, self.selection, seed, pacing=pacing)
         self._engines = [
-            SimulatedEngine(self.clock, self._durations, self._limits, self._completed, self._loaded)
-            for _ in range(self._limits.count)
+            SimulatedEngine(
+                self.clock, self._durations, self._limits, self._completed, self._loaded, None if number else self.spans
+            )
+            for number in range(self._limits.count)
         ]
         self._flights: dict[str, tuple[Flight, SimulatedEngine]] = {}
         self._idle_since: float | None = 0.0
@@ -121,7 +125,8 @@ class SimulatedRun:
     def _start(self, ticket: Ticket) -> None:
         lengths = self._workload.group(self._chance, len(ticket.members))
         flight = Flight(ticket, self._workload.prompt_tokens, lengths)
-        engine = min(self._engines, key=lambda engine: engine.load)
+        loads = [engine.load for engine in self._engines]
+        engine = self._engines[loads.index(min(loads))]
         self._flights[ticket.group_id] = flight, engine
         engine.start(flight)
 
@@ -185,9 +190,11 @@ class SimulatedRun:
     def _publish(self, batch: Batch, seconds: float) -> None:
         self.report.train(batch)
         self.report.training += seconds
+        now, version = self.clock.now(), batch.version + 1
+        self.spans.append(Span("trainer", "update", now - seconds, now, version))
+        self.spans.append(Span("trainer", "publish", now, now, version))
         self.report.steps += 1
         self._idle_since = self.clock.now()
-        version = batch.version + 1
         self.controller.publish(version)
         self._stop_overdue()
         for engine in self._engines:

@@ -1,22 +1,25 @@
-"""The export of a run: every trajectory as one line of JSON."""
+"""The export of a run: every trajectory as one row, in a format that others read."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError
 from stretto.core.records import Record, Segment
+from stretto.store.files import refusing_file, whole_file
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.formats.parquet import Parquet
+from stretto.store.formats.text import Csv, JsonLines
 from stretto.store.ledger.rows import Payload, decode_payload
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import check_rows
-from stretto.store.series.lines import read_lines
+from stretto.store.series.lines import iterate_lines
 
 #: Named here, not by SQLite: a flipped bit in the schema may change the case of a name.
 _NAMES: tuple[str, ...] = (
@@ -54,7 +57,7 @@ class ExportedSegment(Record, frozen=True, omit_defaults=True):
 
 
 class ExportedTrajectory(Record, frozen=True):
-    """One line. `token_ids` are those of all segments, one after the other; log-probabilities and versions are those of
+    """One row. `token_ids` are those of all segments, one after the other; log-probabilities and versions are those of
     the sampled tokens; `given` has the spans of `token_ids` that were given, not sampled; `engines` names those that
     wrote the sampled tokens, in the order in which they did. Token fields are empty if nothing was sampled, or
     ``store.keep_payloads`` kept none.
@@ -99,44 +102,77 @@ class ExportedQuestion(Record, frozen=True):
 _QUESTIONS = msgspec.json.Decoder(ExportedQuestion)
 
 
+class RowWriter(Protocol):
+    """Writes one row after the other to a file; it is whole when it was closed."""
+
+    def write(self, row: msgspec.Struct) -> None: ...
+
+    def close(self) -> None: ...
+
+
+#: By its name, which is also the suffix of its files.
+FORMATS: Mapping[str, Callable[[BinaryIO, type[msgspec.Struct]], RowWriter]] = {
+    "jsonl": JsonLines,
+    "parquet": Parquet,
+    "csv": Csv,
+}
+
+
 def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
-    """All trajectories of a run, in the order in which they were issued.
+    """All trajectories of a run, in the order in which they were issued; one at a time is in memory.
 
     Raises:
         RunFolderError: there is no run.
         StoreError: its ledger cannot be read, or is not what was written.
     """
     folder = RunFolder.open(path)
-    questions = {question.id: question for question in read_lines(folder.questions, _QUESTIONS)}
-    with reading(folder.ledger) as connection:
+    with _questions(folder.questions) as question_of, reading(folder.ledger) as connection:
         check_rows(connection, folder.ledger)
         for row in connection.execute(_ROWS):
             columns = dict(zip(_NAMES, row, strict=True))
-            yield _exported(columns, questions.get(columns["prompt_id"]))
+            yield _exported(columns, question_of(columns["prompt_id"]))
 
 
-def export_run(path: str | Path, file: str | Path) -> int:
-    """Write all trajectories of a run to `file`, one a line; returns how many. The file is whole or absent.
+def export_run(path: str | Path, file: str | Path, format: str | None = None) -> int:
+    """Write all trajectories of a run to `file`, one a row; returns how many. The file is whole or absent.
+
+    Args:
+        format: one of `FORMATS`; None: that of the file's suffix, else JSON lines.
 
     Raises:
         RunFolderError: there is no run, or `file` cannot be written.
+        UserError: the format needs a package that is missing.
         StoreError: the ledger cannot be read, or is not what was written.
     """
-    target = Path(file)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    encoder, count = msgspec.json.Encoder(), 0
-    try:
-        with part.open("wb") as output:
-            for trajectory in read_trajectories(path):
-                output.write(encoder.encode(trajectory) + b"\n")
-                count += 1
-        part.replace(target)
-    except OSError as error:
-        problem = Problem(str(target), f"cannot be written: {error.strerror}", "give a file in a folder of your own")
-        raise RunFolderError([problem]) from error
-    finally:
-        part.unlink(missing_ok=True)
+    target, count = Path(file), 0
+    suffix = target.suffix.removeprefix(".").lower()
+    make = FORMATS[format or (suffix if suffix in FORMATS else "jsonl")]
+    with refusing_file(target), whole_file(target) as output, closing(make(output, ExportedTrajectory)) as writer:
+        for trajectory in read_trajectories(path):
+            writer.write(trajectory)
+            count += 1
     return count
+
+
+@contextmanager
+def _questions(path: Path) -> Iterator[Callable[[str], ExportedQuestion | None]]:
+    """The questions of a run by their ids, in a file of SQLite that has no name and goes when it is closed: there may
+    be more of them than the memory holds.
+
+    Raises:
+        StoreError: a line cannot be read.
+    """
+    with closing(sqlite3.connect("", isolation_level=None)) as table:
+        table.execute("CREATE TABLE questions (id TEXT PRIMARY KEY, question BLOB) WITHOUT ROWID")
+        table.execute("BEGIN")
+        rows = ((question.id, msgspec.json.encode(question)) for question in iterate_lines(path, _QUESTIONS))
+        table.executemany("INSERT OR REPLACE INTO questions VALUES (?, ?)", rows)
+
+        def find(id: str) -> ExportedQuestion | None:
+            found = table.execute("SELECT question FROM questions WHERE id = ?", (id,)).fetchone()
+            return None if found is None else _QUESTIONS.decode(found[0])
+
+        yield find
 
 
 def _exported(columns: dict[str, Any], question: ExportedQuestion | None) -> ExportedTrajectory:

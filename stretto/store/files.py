@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from stretto.core.errors import naming
+from stretto.core.errors import Problem, RunFolderError, naming
 
 #: What a file system says of an operation that it does not have, as the mount of a bucket of objects says of renames.
 _LACKING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EPERM, errno.EMFILE})
@@ -17,17 +20,39 @@ def is_lacking(error: OSError) -> bool:
     return error.errno in _LACKING
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary file, force it to disk, rename it: a reader sees the old file or the new one."""
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that gets its name, in place of another of that name, when the block has ended and its contents
+    are on disk. A block that raises leaves nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with naming(path), temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def refusing_file(target: Path) -> Iterator[None]:
+    """What the system says of a file that is written becomes a mistake of the user.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        problem = Problem(str(target), f"cannot be written: {error.strerror}", "give a file in a folder of your own")
+        raise RunFolderError([problem]) from error
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write to a temporary file, force it to disk, rename it: a reader sees the old file or the new one."""
+    with whole_file(path) as file:
+        file.write(data)
     sync_folder(path.parent)
 
 

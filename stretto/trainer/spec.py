@@ -5,6 +5,13 @@ from __future__ import annotations
 from stretto.core.records import Record, Sampling
 
 
+class TokensSpec(Record, frozen=True):
+    """Where what became of each token is kept; `config` is the JSON text of its `TokensConfig`."""
+
+    folder: str
+    config: str
+
+
 class TrainerSpec(Record, frozen=True):
     """The trainer's spec; `trainer` and `algorithm` are JSON texts of their pydantic models.
 
@@ -28,6 +35,7 @@ class TrainerSpec(Record, frozen=True):
     rank_host: str = ""  # the address of this machine at which other ranks join; "": the loopback's
     assembly: float = 90.0  # seconds in which ranks on other machines have to join
     tls: str = ""  # folder of certificates (`processes.tls`) for the orders of ranks; "": no TLS
+    tokens: TokensSpec | None = None  # None: nothing is kept of single tokens
 
 
 class RankSpec(Record, frozen=True):

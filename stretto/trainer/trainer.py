@@ -39,6 +39,7 @@ from stretto.trainer.objective.decoupled_ppo import anchor_logprobs
 from stretto.trainer.objective.losses import evaluate
 from stretto.trainer.objective.tokens import LossTokens
 from stretto.trainer.optimizer import UNCHANGED, Learner, learning_rate
+from stretto.trainer.outcomes import TokenMeter, TokenSink
 from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers, adapter_parameters, merged, plain_parameters
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.reference import Reference, WithoutAdapters
@@ -66,13 +67,15 @@ class Trainer:
         reference: Reference | None = None,
         critic: Critic | None = None,
         ranks: Ranks = ALONE,
+        sink: TokenSink | None = None,
     ) -> None:
         """`model` must be loaded with the packed attention, in float32; `sampling` is that of the engines. `reference`
         and `critic` are given exactly where the algorithm has one; a model with adapters is its own reference to the
-        policy at the start. Each rank has a trainer, and all call the same methods with the same arguments.
+        policy at the start. Each rank has a trainer, and all call the same methods with the same arguments. `sink`
+        gets what became of each token, of the steps that it keeps.
         """
         self.learner = Learner(model, config, sampling, ranks)
-        self._ranks, self._adapted = ranks, adapted_layers(model)
+        self._ranks, self._sink, self._adapted = ranks, sink, adapted_layers(model)
         if algorithm.reference is not None and algorithm.reference.path is None and self._adapted:
             reference = WithoutAdapters(self.learner)
         if (algorithm.reference is None) != (reference is None):
@@ -99,6 +102,8 @@ class Trainer:
         if batch.version != self.version:
             raise BoundViolated(f"a batch of version {batch.version} for a trainer at version {self.version}")
         meter = Meter()
+        sink = self._sink if self._sink is not None and self._sink.keeps(batch.step) else None
+        tokens = TokenMeter() if sink is not None else None
         began = time.monotonic()
         values = self._critic.token_values(batch) if self._critic else NO_SCORES
         reference = self._in_reward.token_logprobs(batch) if self._in_reward else NO_SCORES
@@ -114,7 +119,7 @@ class Trainer:
         rate = learning_rate(self._config, self.version, self._config.steps)
         skipped: list[str] = []
         for index, part in enumerate(parts):
-            self._optimize(part, proximal[index], meter, first=index == 0)
+            self._optimize(part, proximal[index], meter, tokens, first=index == 0)
             if not self._step(part, rate, batch.step, meter):
                 skipped += part.ids
         update_done = self._span("update", proximal_done)
@@ -126,13 +131,15 @@ class Trainer:
             "seconds_proximal": proximal_done - began,
             "seconds_update": update_done - proximal_done,
         }
-        trained = sum(part.loss_tokens for part in parts)
+        metrics = meter.metrics(self._ranks) | facts
+        if sink is not None and tokens is not None:
+            sink.take(tokens.gathered(self._ranks, parts, batch))
         return Update(
             step=batch.step,
             version=self.version,
-            trained_tokens=trained,
+            trained_tokens=sum(part.loss_tokens for part in parts),
             masked_tokens=sampled.masked_tokens,
-            metrics=meter.metrics(self._ranks) | facts,
+            metrics=metrics,
             skipped=tuple(skipped),
         )
 
@@ -215,9 +222,11 @@ class Trainer:
         """log-probs [N] of each micro-batch by the policy as it is now."""
         return [self.learner.logprobs(micro.packed).logprobs for micro in part.micro_batches]
 
-    def _optimize(self, part: Minibatch, proximal: Sequence[Tensor] | None, meter: Meter, *, first: bool) -> None:
+    def _optimize(
+        self, part: Minibatch, proximal: Sequence[Tensor] | None, meter: Meter, kept: TokenMeter | None, *, first: bool
+    ) -> None:
         """Accumulate the gradient of one minibatch; `first`: nothing has been updated yet in this step."""
-        anchor, kept = self._algorithm.loss.anchor, self._selected(part)
+        anchor, selected = self._algorithm.loss.anchor, self._selected(part)
         for index, micro in enumerate(part.micro_batches):
             policy, entropy = self.learner.logprobs(micro.packed, entropy=self._entropy)
             before = policy.detach() if first else (proximal[index] if proximal is not None else None)
@@ -229,12 +238,14 @@ class Trainer:
                 advantages=micro.advantages,
                 scale=micro.scale,
                 sequences=micro.sequences,
-                kept=kept[index],
+                kept=selected[index],
                 reference_logprobs=self._reference.logprobs(micro.packed) if self._reference else None,
             )
             loss = evaluate(self._objective, policy, tokens, entropy)
             loss.value.backward()
             meter.computed(loss, len(policy), entropy)
+            if kept is not None:
+                kept.computed(loss, before)
             if before is not None:
                 meter.compared(micro.behavior_logprobs, before, micro.staleness == 0)
 

@@ -152,8 +152,9 @@ class Transfer:
                 self.check_wanted()
                 connection.request("GET", path, headers=self._headers | headers)
                 response = connection.getresponse()
-            self._check(response)
-            yield response
+            with response:  # the socket is its own where the server ends the connection after it
+                self._check(response)
+                yield response
         finally:
             self._socket = None
             connection.close()

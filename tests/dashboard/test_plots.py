@@ -28,7 +28,9 @@ from stretto.core.records import (
     Verdict,
 )
 from stretto.dashboard.plots.curves import smooth
+from stretto.dashboard.plots.planned import draw_splits
 from stretto.dashboard.plots.plots import plot_run
+from stretto.dashboard.plots.style import canvas
 from stretto.dashboard.plots.timeline import Window, busy_fraction, middle_window, plot_timeline
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import TOTALS, Totals
@@ -155,3 +157,14 @@ def test_a_smooth_curve_is_as_long_as_its_values_and_stays_between_them(values: 
     assert len(curve) == len(values)
     assert np.all(curve >= min(values) - 1e-6)
     assert np.all(curve <= max(values) + 1e-6)
+
+
+def test_throughput_stands_against_the_split_with_a_line_for_each_size_of_an_engine() -> None:
+    _, axes = canvas()
+    draw_splits(axes, [(0.5, 300.0, 1), (0.25, 400.0, 1), (0.25, 350.0, 2)])
+    drawn = {str(line.get_label()): np.column_stack(line.get_data()).tolist() for line in axes.get_lines()}
+    assert drawn == {
+        "engines of one device": [[0.25, 400.0], [0.5, 300.0]],
+        "engines of 2 devices": [[0.25, 350.0]],
+    }
+    assert axes.get_ylim()[0] == 0

@@ -29,6 +29,7 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.ledger.reading import last_step, read_batches
+from stretto.store.series.tokens import tokens_file
 from stretto.trainer.trainer import Trainer
 from tests.faults.plain import train_plainly
 from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, wait_for_step, wait_until
@@ -96,6 +97,10 @@ def test_a_synchronous_run_that_was_killed_twice_equals_one_that_was_not(
     assert (parting.step, parting.fields) == (STEPS, ())
     assert check_run(run_dir).kept
     assert assert_the_law(run_dir).trajectories.failed == 0
+    for step in range(1, STEPS + 1):  # those of steps that were trained again, too
+        assert (
+            tokens_file(run_dir / "tokens", step).read_bytes() == tokens_file(synchronous / "tokens", step).read_bytes()
+        )
 
 
 def test_with_two_engines_it_makes_no_difference_which_of_them_dies(laboratory: Laboratory, tmp_path: Path) -> None:

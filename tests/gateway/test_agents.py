@@ -170,6 +170,19 @@ def test_a_program_that_kills_its_guard_ends_with_all_that_it_has_started(tmp_pa
 
 
 @in_a_loop
+async def test_a_program_is_asked_to_end_before_it_is_killed_as_a_client_of_containers_needs(tmp_path: Path) -> None:
+    told = tmp_path / "container"
+    program = 'trap "echo stopped > $0; exit" TERM; (trap "" TERM; sleep 60) & echo runs > $0; wait'
+    async with run_of(tmp_path).groups(command=["sh", "-c", program, str(told)]) as groups:
+        member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+        while not (told.exists() and told.read_text()):
+            await asyncio.sleep(0.01)
+        member.cancel()
+        await asyncio.gather(member, return_exceptions=True)
+    assert told.read_text() == "stopped\n"
+
+
+@in_a_loop
 async def test_a_run_in_which_most_agents_fail_stops_with_a_message(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     async with run.groups(command=["false"], parallel=4) as groups:

@@ -394,5 +394,7 @@ def test_weights_are_published_in_the_dtype_that_all_engines_round_them_to(
     tree = plan.recipe.model_dump(mode="python", exclude_none=True)
     changed = {name: tree[name] | section for name, section in sections.items()}
     recipe = plan.recipe.model_validate(tree | changed)
-    spec = trainer_spec(replace(plan, recipe=recipe), plan.base.path, Endpoints("mailbox", tmp_path, tmp_path))
+    spec = trainer_spec(
+        replace(plan, recipe=recipe), plan.base.path, Endpoints("mailbox", tmp_path, tmp_path), tmp_path
+    )
     assert spec.published == published

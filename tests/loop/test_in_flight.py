@@ -236,6 +236,30 @@ def test_a_turn_of_a_group_that_was_given_up_is_refused_and_leaves_nothing(late:
     assert journal.tokens == []
 
 
+def test_what_the_turns_of_a_group_have_and_its_trajectories_have_not_is_left_over() -> None:
+    class AtOnce(LostAfterFour):
+        """Says ten tokens, behind those that are known."""
+
+        async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
+            yield Completion.of(request.id, 0, msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP))
+
+    async def left_over(kept: int) -> int:
+        in_flight = InFlight(AtOnce(), Journal(), {})
+        # An earlier process has five tokens of turn 1, which nobody asks for any more, and four of turn 2.
+        in_flight.begin("0.17.0/3", [Segment((1, 2)), written(0, 5), written(0, 4)])
+        in_flight.begin("0.17.0/4")
+        for session, node, known in (
+            ("0.17.0/3", 2, written(0, 4)),
+            ("0.17.0/3", 3, Segment()),
+            ("0.17.0/4", 0, Segment()),
+        ):
+            await in_flight.turn(session, TurnRequest(node, (1, 2), Sampling(max_tokens=20), seed=0, prefix=known))
+        return in_flight.forget("0.17.0", kept)
+
+    assert [asyncio.run(left_over(kept)) for kept in (0, 20, 35)] == [35, 15, 0]
+    assert InFlight(AtOnce(), Journal(), {}).forget("0.17.0", 10) == 0  # a group of single turns, which has no sessions
+
+
 def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_request_of_its_own() -> None:
     class SlowToLetGo(LostAfterFour):
         """Has four tokens of the first request, of which it hears late that nobody waits."""

@@ -40,6 +40,20 @@ def test_what_the_end_of_a_run_cuts_off_waits_and_what_was_aborted_before_has_fa
     }
 
 
+def test_turns_that_no_trajectory_has_are_wasted_and_have_failed(desk: Desk) -> None:
+    desk.recorder.rl_begins()
+    desk.counters.work = Work(generated=9, stopped=3)
+    desk.recorder.left_over(4)
+    desk.one_step()  # two tokens
+    desk.recorder.rl_ends()
+    desk.recorder.conclude()
+    desk.ledger.flush()
+    found = inspect_run(desk.folder.path)
+    tokens = {name: category.tokens for name, category in found.goodput.items() if category.tokens}
+    assert tokens == {"trained": 2, "failed": 7}
+    assert found.tokens.wasted == 7
+
+
 def test_a_resumed_run_has_lost_what_is_neither_on_record_nor_goes_on() -> None:
     totals = Totals(max_staleness=1, generated=20, stopped=3, unfinished=4)
     assert EarlierTotals.of(totals, kept=15).stopped == 5

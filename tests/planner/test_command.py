@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RunFolderError, UserError
-from stretto.launch.commands.plan import PlanChoice, as_json, job_of, plan_recipe, table
+from stretto.launch.commands.plan import PlanChoice, as_json, draw, job_of, plan_recipe, rank_share, table
 from stretto.launch.recipe.recipe import load_recipe, to_toml
 from stretto.launch.recipe.recorded import record_recipe
 from stretto.store.folder.run_folder import RunFolder
@@ -26,7 +26,7 @@ MODEL = f"model.path={ROOT / 'tests' / 'data' / 'models' / 'qwen2.5_7b'}"
 SMALL = [MODEL, "trainer.steps=3", "rollout.batch_size=4", "rollout.group_size=4", "rollout.max_in_flight=8"]
 
 
-def test_a_config_is_enough_for_the_best_layouts() -> None:
+def test_a_config_is_enough_for_the_best_layouts(tmp_path: Path) -> None:
     said: list[str] = []
     choice = PlanChoice("h100", gpus=8, nodes=1, network="400gbit", lengths="lognormal:mean=200,sigma=0.5")
     found = plan_recipe(GPUS, SMALL, choice, said.append)
@@ -39,6 +39,11 @@ def test_a_config_is_enough_for_the_best_layouts() -> None:
     shown = table(found).splitlines()
     assert len(shown) == 3 + len(layouts)
     assert "the second takes" in shown[-1]
+    draw(found, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert rank_share(found.layouts[0]) == layouts[0]["ranks"] / 8
+    with pytest.raises(RunFolderError, match=r"--picture .*: cannot be written: No such file"):
+        draw(found, tmp_path / "nowhere" / "plan.png")
 
 
 def test_what_is_assumed_is_said() -> None:

@@ -92,6 +92,22 @@ def test_the_terms_of_a_step_are_its_seconds_by_role_and_work() -> None:
     assert terms["completion_tokens"] == pytest.approx(50)
 
 
+def test_a_timeline_has_the_last_steps_as_they_were_simulated() -> None:
+    """Each synchronous step: 50 s of generation, 19.2 s of training, 4 s of a load."""
+    found = predict(job(0), msgspec.structs.replace(CLOCK, load_seconds=4.0), Layout(1, 1))
+    by_name = {name: [s for s in found.timeline if s.name == name] for name in ("generate", "update", "load")}
+    assert [len(spans) for spans in by_name.values()] == [4, 4, 4]  # the load after the last step is not there yet
+    assert [span.start for span in by_name["update"]] == pytest.approx([54 + 73.2 * step for step in range(4)])
+    assert [span.end - span.start for span in by_name["generate"]] == pytest.approx([50.0] * 4)
+    assert by_name["load"][0].start == pytest.approx(0.0)
+    assert {(span.role, span.name) for span in found.timeline} == {
+        ("engine-0", "generate"),
+        ("engine-0", "load"),
+        ("trainer", "update"),
+        ("trainer", "publish"),
+    }
+
+
 def test_the_parts_of_training_add_up_to_its_step() -> None:
     """A quarter of the tokens have their log-probabilities from their own minibatch: the forward pass of the others is
     the proximal policy's, a third of what a forward and backward pass takes."""

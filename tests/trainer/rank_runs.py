@@ -12,18 +12,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from threading import Thread
 from typing import Any, get_args
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, Sampling
+from stretto.store.series.tokens import SampledTokens
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
 from stretto.trainer.objective.algorithm import AlgorithmConfig, LossConfig
+from stretto.trainer.outcomes import TokenSink, TrainedTokens
 from stretto.trainer.parallel.lora import adapt
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.parallel.rendezvous import join, open_store, reach_store
@@ -109,7 +114,20 @@ RESUMED = (
 )
 
 
-def trainer_of(scenario: Scenario, ranks: Ranks) -> Trainer:
+class KeptTokens:
+    """Keeps what was recorded of the tokens of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, SampledTokens]] = []
+
+    def keeps(self, step: int) -> bool:
+        return step % 2 == 0
+
+    def take(self, tokens: TrainedTokens) -> None:
+        self.steps.append(divided(*tokens.sampled()))
+
+
+def trainer_of(scenario: Scenario, ranks: Ranks, sink: TokenSink | None = None) -> Trainer:
     """The scenario's trainer at version 0."""
     config = TrainerConfig.model_validate({"learning_rate": RATE, "eps": EPS, "minibatches": 2, **scenario.trainer})
     algorithm = AlgorithmConfig.model_validate(scenario.algorithm)
@@ -119,12 +137,15 @@ def trainer_of(scenario: Scenario, ranks: Ranks) -> Trainer:
     wanted = algorithm.reference is not None and config.lora is None
     reference = ReferencePolicy(scenario.model(), config, scenario.sampling, ranks) if wanted else None
     critic = Critic(scenario.model(), config, algorithm.critic, ranks) if algorithm.critic else None
-    return Trainer(model, config, algorithm, scenario.sampling, reference=reference, critic=critic, ranks=ranks)
+    return Trainer(
+        model, config, algorithm, scenario.sampling, reference=reference, critic=critic, ranks=ranks, sink=sink
+    )
 
 
 def play(scenario: Scenario, ranks: Ranks, file: Path) -> None:
     """Train, and write down what this rank saw. AdamW's first moment is a tenth of the gradient after one step."""
-    trainer = trainer_of(scenario, ranks)
+    sink = KeptTokens()
+    trainer = trainer_of(scenario, ranks, sink)
     updates = [trainer.train(scenario.batch(version)) for version in range(scenario.steps)]
     weights = dict(trainer.full_parameters())
     facts = [{name: v for name, v in u.metrics.items() if not name.startswith("seconds")} for u in updates]
@@ -137,8 +158,25 @@ def play(scenario: Scenario, ranks: Ranks, file: Path) -> None:
         "weights": weights,
         "moments": moments,
         "own": own,
+        "tokens": [{id: columns_of(one) for id, one in step.items()} for step in sink.steps],
     }
     torch.save(seen, file)
+
+
+def divided(lengths: Mapping[str, int], tokens: SampledTokens) -> dict[str, SampledTokens]:
+    """By trajectory."""
+    ends = list(accumulate(lengths.values()))[:-1]
+    parts = [np.split(column, ends) for column in columns_in(tokens)]
+    return {id: SampledTokens(*one) for id, *one in zip(lengths, *parts, strict=True)}
+
+
+def columns_in(tokens: SampledTokens) -> tuple[NDArray[Any], ...]:
+    return tokens.trainer_logprob, tokens.ratio, tokens.advantage, tokens.outcome
+
+
+def columns_of(tokens: SampledTokens) -> torch.Tensor:
+    """[S, 4]"""
+    return torch.stack([torch.tensor(column, dtype=torch.float32) for column in columns_in(tokens)], dim=1)
 
 
 def play_on(scenario: Scenario, ranks: Ranks, folder: Path, resumed: Resumed) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from stretto.core.errors import StoreError
+from stretto.store.series.tokens import TokenOutcome
 from stretto.trainer import checkpoint
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import RankLost
@@ -68,6 +69,23 @@ def test_all_ranks_measure_and_decide_alike(folder: Path, count: int, scenario: 
         assert other["metrics"] == first["metrics"]
         assert other["skipped"] == first["skipped"]
         assert all(torch.equal(other["weights"][name], p) for name, p in first["weights"].items())
+
+
+@pytest.mark.parametrize(("count", "scenario"), [(4, "few"), (2, "small"), (2, "selection"), (2, "adapters")])
+def test_every_rank_has_what_became_of_all_tokens(folder: Path, count: int, scenario: str) -> None:
+    one = seen(folder, 1, scenario)["tokens"]
+    every = [seen(folder, count, scenario, rank) for rank in range(count)]
+    tolerance = after_adam(2 * SCENARIOS[scenario].trainer.get("minibatches", 2), BACKWARD)
+    for several in every:
+        assert [list(step) for step in several["tokens"]] == [list(step) for step in one]
+        for ours, theirs in zip(several["tokens"], one, strict=True):
+            for id, columns in theirs.items():
+                torch.testing.assert_close(
+                    ours[id][:, :3], columns[:, :3], rtol=tolerance, atol=tolerance, equal_nan=True
+                )
+        outcomes = torch.cat(list(several["tokens"][0].values()))[:, 3].int()
+        counted = several["metrics"][0]["clip_fraction"] * int((outcomes & TokenOutcome.IN_LOSS > 0).sum())
+        assert int((outcomes & TokenOutcome.BOUNDED > 0).sum()) == round(counted)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -52,6 +52,15 @@ _OTHER = ("#b3b3b3", "other")
 _LANES = ("conductor", "engine", "reward", "trainer")  # from top to bottom, by how a role's name begins
 _WIDTH, _LEFT, _RIGHT, _ABOVE, _BELOW, _LANE = 13.0, 1.25, 0.65, 0.7, 1.2, 0.5  # inches
 _BAR = 0.62  # of a lane's height
+_LEGEND: dict[str, Any] = {
+    "loc": "lower left",
+    "borderaxespad": 0.4,
+    "frameon": False,
+    "fontsize": 9,
+    "labelcolor": INK,
+    "handlelength": 1.4,
+    "columnspacing": 1.6,
+}
 _THINNEST = 0.0012  # of the window: shorter bars would be invisible
 
 
@@ -80,21 +89,29 @@ def plot_timeline(path: Path, spans: Sequence[Span], steps_shown: int = STEPS_SH
             nothing_yet(axes, "nothing recorded yet")
             return
         window = middle_window(spans, steps_shown)
-        origin = min(span.start for span in spans)
-        shown = [span for span in spans if span.end > window.start and span.start < window.end]
         sentence = f"{window.seconds:.2f} s from the middle of the run; at the right: busy share of each role"
         titled(axes, "Timeline", sentence, x="seconds since the first span")
-        for number, lane in enumerate(lanes):
-            _draw_lane(axes, [span for span in shown if span.role == lane], window, origin, number)
-        _draw_publications(axes, [span for span in shown if span.name == _PUBLISH], origin)
-        axes.set_xlim(window.start - origin, window.end - origin)
-        axes.set_ylim(len(lanes) - 0.4, -0.75)
-        axes.set_yticks(range(len(lanes)), lanes, fontsize=10)
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x", color=GRID, linewidth=0.8)
-        axes.grid(visible=False, axis="y")
-        axes.spines["left"].set_visible(False)
-        _legend(figure, {span.name for span in shown})
+        drawn = draw_lanes(axes, spans, window)
+        place = (_LEFT / _WIDTH, 0.0)
+        figure.legend(handles=legend_of(drawn), bbox_to_anchor=place, ncols=min(len(drawn), 5), **_LEGEND)
+
+
+def draw_lanes(axes: Axes, spans: Sequence[Span], window: Window) -> set[str]:
+    """Draw one lane for each role of the spans; returns the names of the spans that are seen in the window."""
+    lanes = sorted({span.role for span in spans}, key=_lane_order)
+    origin = min(span.start for span in spans)
+    shown = [span for span in spans if span.end > window.start and span.start < window.end]
+    for number, lane in enumerate(lanes):
+        _draw_lane(axes, [span for span in shown if span.role == lane], window, origin, number)
+    _draw_publications(axes, [span for span in shown if span.name == _PUBLISH], origin)
+    axes.set_xlim(window.start - origin, window.end - origin)
+    axes.set_ylim(len(lanes) - 0.4, -0.75)
+    axes.set_yticks(range(len(lanes)), lanes, fontsize=10)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+    return {span.name for span in shown}
 
 
 def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
@@ -158,7 +175,8 @@ def _draw_publications(axes: Axes, publications: Sequence[Span], origin: float) 
             axes.annotate(f"v{span.version}", place, ha="center", va="top", fontsize=7.5, color=QUIET, clip_on=True)
 
 
-def _legend(figure: Figure, names: set[str]) -> None:
+def legend_of(names: set[str]) -> list[Artist]:
+    """A handle for each kind of span."""
     handles: list[Artist] = []
     for name, (colour, label) in _LOOKS.items():
         if name == _LOAD and name in names:
@@ -167,18 +185,7 @@ def _legend(figure: Figure, names: set[str]) -> None:
             handles.append(Patch(facecolor=colour, label=label))
     if names - set(_LOOKS):
         handles.append(Patch(facecolor=_OTHER[0], label=_OTHER[1]))
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(_LEFT / _WIDTH, 0.0),
-        borderaxespad=0.4,
-        ncols=min(len(handles), 5),
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-        handlelength=1.4,
-        columnspacing=1.6,
-    )
+    return handles
 
 
 def _lane_order(role: str) -> tuple[int, int, str]:

@@ -53,7 +53,7 @@ class AgentServices:
     Attributes:
         room: of agents that run at once, those of evaluations beside the training too.
         verdict: of a number that was given over HTTP.
-        task: what an agent is told of a prompt, its member and its seed.
+        task: what an agent gets to know: the prompt, its member and its seed.
     """
 
     table: SessionTable

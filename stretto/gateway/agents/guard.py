@@ -1,8 +1,10 @@
 """``python -I guard.py PARENT COMMAND...``: runs an agent's program, and leaves nothing of it behind.
 
 What the program has started ends with it, and all of it ends with the guard, with the run, and with the machine's
-patience: children that hide in sessions of their own come to the guard when their parents end. The program itself ends
-with a guard that it kills; what else it has started `programs.run_program` finds by a mark in the environment.
+patience: children that hide in sessions of their own come to the guard when their parents end. The program is asked
+to end before it is killed: the client of a container stops the container then, which is no process below it. The
+program itself ends with a guard that it kills; what else it has started `programs.run_program` finds by a mark in the
+environment.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ROUNDS, _PAUSE = 200, 0.01
+_ASKED_SECONDS = 2.0  # for a program to end when it is asked to
 _NOT_FOUND = 127
 
 
@@ -31,6 +34,7 @@ def main(parent: int, command: list[str]) -> int:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it ended before the request took effect
         return 0
+    program = None
     try:
         program = subprocess.Popen(
             command,
@@ -44,8 +48,18 @@ def main(parent: int, command: list[str]) -> int:
         return _NOT_FOUND
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if program is not None and program.poll() is None:
+            ask_to_end(program)
         end_descendants()
     return code if code >= 0 else 128 - code
+
+
+def ask_to_end(program: subprocess.Popen[bytes]) -> None:
+    """Ask a program, and those of its session, to end, and wait for it for a moment."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        program.wait(_ASKED_SECONDS)
 
 
 def end_descendants() -> None:

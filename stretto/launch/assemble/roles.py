@@ -146,7 +146,7 @@ async def running_roles(
         trainer.report_to(report)
         engines.report_to(report)
         # Steps that are done again may take longer than an engine waits for its first weights.
-        train = partial(trainer.start, trainer_spec(plan, model, endpoints), version)
+        train = partial(trainer.start, trainer_spec(plan, model, endpoints, folder.tokens), version)
         serve = partial(engines.start, version)
         finished = False
         try:

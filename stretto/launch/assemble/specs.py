@@ -12,7 +12,7 @@ from stretto.engine.spec import EngineSpec
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.engines.pool import ENGINE_ROLE
-from stretto.trainer.spec import TrainerSpec
+from stretto.trainer.spec import TokensSpec, TrainerSpec
 
 EXTERNAL_ENGINE_ROLE = "stretto.engine.external.role"
 _LONGEST_SOCKET_FOLDER = 70
@@ -78,9 +78,10 @@ def engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, publ
     )
 
 
-def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints) -> TrainerSpec:
-    """The trainer of a run."""
+def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) -> TrainerSpec:
+    """The trainer of a run; `tokens` is the folder for what becomes of each token."""
     recipe = plan.recipe
+    kept = TokensSpec(folder=str(tokens), config=recipe.logging.model_dump_json())
     return TrainerSpec(
         model=str(model),
         mailbox=endpoints.mailbox,
@@ -93,6 +94,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints) -> TrainerSpec:
         published=_published(recipe),
         rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
         tls=str(Path(tls).absolute()) if recipe.trainer.remote_ranks and (tls := recipe.cluster.tls) else "",
+        tokens=kept if recipe.logging.tokens != "none" else None,
     )
 
 

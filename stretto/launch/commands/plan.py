@@ -12,6 +12,7 @@ from statistics import fmean
 import msgspec
 
 from stretto.core.errors import Problem, RecipeError, RunFolderError, nearest
+from stretto.dashboard.plots.planned import plot_plan
 from stretto.launch.preflight.encoding import encode_demonstrations
 from stretto.launch.preflight.paper import outline
 from stretto.launch.preflight.plan import Outline
@@ -23,7 +24,7 @@ from stretto.planner.job import Job, ModelShape
 from stretto.planner.layouts import own_layout
 from stretto.planner.lengths import Lengths, LogNormalLengths, alone, lengths_of
 from stretto.planner.machine import MachineProfile, machine_of
-from stretto.planner.predict import GOALS, RunPlan, plan
+from stretto.planner.predict import GOALS, LayoutPrediction, RunPlan, plan
 from stretto.store.files import write_atomically
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.prediction import check_digest, run_digest, settings_digest
@@ -172,6 +173,30 @@ def _connected(machine: MachineProfile, choice: PlanChoice) -> MachineProfile:
 def as_json(found: RunPlan) -> str:
     """One JSON object."""
     return msgspec.json.format(msgspec.json.encode(found)).decode()
+
+
+def draw(found: RunPlan, path: Path) -> None:
+    """Write the picture of a plan: the last simulated steps of its best layout, and throughput against the split.
+
+    Raises:
+        RunFolderError: it cannot be written there.
+    """
+    points = [(rank_share(one), one.tokens_per_second, one.tensor) for one in found.layouts]
+    try:
+        plot_plan(path, f"{found.machine}: {_named(found.layouts[0])}", found.layouts[0].timeline, points)
+    except OSError as error:
+        said = f"cannot be written: {error.strerror}"
+        raise RunFolderError([Problem(f"--picture {path}", said, "give a file in a folder that is there")]) from None
+
+
+def rank_share(one: LayoutPrediction) -> float:
+    """The share of the devices that trains."""
+    return one.ranks / (one.ranks + one.engines * one.tensor)
+
+
+def _named(one: LayoutPrediction) -> str:
+    of = f" of {one.tensor}" if one.tensor > 1 else ""
+    return f"{one.engines:,} engines{of}, {one.ranks:,} ranks, {one.step_seconds:,.3g} s a step"
 
 
 def table(found: RunPlan) -> str:

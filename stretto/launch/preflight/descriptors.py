@@ -23,7 +23,7 @@ def descriptors_needed(
 
 
 def no_room_for(guests: int) -> str:
-    """Why so many more engines cannot join this process: it may open too few further descriptors; "" if they can."""
+    """Why `guests` more engines cannot join this process: it may open too few further descriptors; "" if they can."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     left = allowed - len(os.listdir("/proc/self/fd"))
     if allowed == resource.RLIM_INFINITY or left >= _GUEST * guests:

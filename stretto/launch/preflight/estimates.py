@@ -73,31 +73,35 @@ class DiskEstimate:
     ledger: int
     policies: int
     checkpoints: int
+    tokens: int
     available: int
 
     @property
     def total(self) -> int:
-        return self.ledger + self.policies + self.checkpoints
+        return self.ledger + self.policies + self.checkpoints + self.tokens
 
     def __str__(self) -> str:
-        parts = (("ledger", self.ledger), ("policies", self.policies), ("checkpoints", self.checkpoints))
+        of_states = ("policies", self.policies), ("checkpoints", self.checkpoints)
+        parts = (("ledger", self.ledger), *of_states, ("tokens", self.tokens))
         shown = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in (*parts, ("all", self.total)))
         return f"{shown} at most; available {self.available / 2**30:.2f} GiB"
 
 
 def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
-    """Ledger: 16 bytes for each token (id, log-probability, version) of the longest completions, 200 for each row.
-    Policies in float32; checkpoints with Adam's two moments, of a critic too, and one more while it is written."""
+    """Ledger: 16 bytes for each token (id, log-probability, version) of the longest completions, 200 for each row; what
+    became of each token: 13, within its own bound. Policies in float32; checkpoints with Adam's two moments, of a
+    critic too, and one more while it is written."""
     recipe, weights = plan.recipe, plan.base.parameters * 4
     trainer, store, rollout = recipe.trainer, recipe.store, recipe.rollout
     kept = trainer.steps + 1 if trainer.keep_versions == "all" else trainer.keep_versions + 1
     steps = trainer.steps if store.keep_payloads != "none" else trainer.checkpoint_every * (store.keep_checkpoints + 1)
     completions = steps * rollout.batch_size * rollout.group_size
-    rows = trainer.steps * rollout.batch_size * rollout.group_size * 200
+    trained = trainer.steps * rollout.batch_size * rollout.group_size
     return DiskEstimate(
-        ledger=completions * plan.sampling.max_tokens * 16 + rows,
+        ledger=completions * plan.sampling.max_tokens * 16 + trained * 200,
         policies=kept * weights,
         checkpoints=(store.keep_checkpoints + 1) * 3 * weights * (2 if recipe.algorithm.critic else 1),
+        tokens=recipe.logging.most_bytes(trained * plan.sampling.max_tokens),
         available=shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free,
     )
 

@@ -29,9 +29,11 @@ from stretto.launch.recipe.mistakes import problems_of
 from stretto.launch.recipe.overrides import Overrides, as_parsed, parsed_value, put
 from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
+from stretto.outlets.config import LoggingConfig
 from stretto.rewards.config import RewardsConfig
 from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
+from stretto.store.series.tokens import TokensConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.weights.config import WeightsConfig
@@ -101,9 +103,11 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
+    logging: TokensConfig = TokensConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="wrap")
     @classmethod

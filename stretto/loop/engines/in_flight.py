@@ -144,7 +144,7 @@ class InFlight:
         groups that an earlier process of the run had in flight."""
         self._engines, self._journal = engines, journal
         self._groups: dict[str, GroupInFlight] = dict(restored or {})
-        self._turns: dict[str, list[str]] = {}  # of sessions, by the group that they are in
+        self._turns: dict[str, dict[str, int]] = {}  # of sessions, by their group: tokens that are known of each
         self._ending = False
         self._keeping = asyncio.Lock()  # two callers at a time would journal the same tokens twice
 
@@ -182,9 +182,11 @@ class InFlight:
         for _, completion in sorted(group.ended.items()):
             yield completion
 
-    def begin(self, session: str) -> None:
-        """Turns of the trajectory `session` may be asked for until its group is forgotten."""
-        self._turns.setdefault(session.rpartition("/")[0], [])
+    def begin(self, session: str, restored: Sequence[Segment] = ()) -> None:
+        """Turns of the trajectory `session` may be asked for until its group is forgotten. `restored`: its segments
+        that an earlier process has on record, by node."""
+        turns = self._turns.setdefault(session.rpartition("/")[0], {})
+        turns.update({f"{session}:{node}": len(one.versions) for node, one in enumerate(restored) if one.versions})
 
     async def turn(self, session: str, request: TurnRequest) -> Segment:
         """One turn of the trajectory `session`, whole (with the id a `conversation.session.Sampler`). It is journaled
@@ -201,12 +203,13 @@ class InFlight:
             known = {0: prefix} if prefix.token_ids else {}
             turn = GroupInFlight(prefixes=known, session=session, node=request.node, least=request.least)
             self._groups[id] = turn
-            self._turns[of].append(id)
+            self._turns[of].setdefault(id, 0)
         asked = GenerateRequest(id, request.prompt, (request.seed,), request.sampling)
         async for completion in self.generate(asked):
             if self._groups.get(id) is not turn:
                 raise _given_up(session)
             self._journal_ended(id, turn)
+            self._turns[of][id] = len(completion.token_ids)
             return completion.segment
         raise AssertionError("a request is one completion, or an error")
 
@@ -214,10 +217,13 @@ class InFlight:
         """The run ends: engines are about to be told to give completions up."""
         self._ending = True
 
-    def forget(self, id: str) -> None:
-        """The group is judged or given up, and no longer in flight."""
-        for one in (id, *self._turns.pop(id, ())):
+    def forget(self, id: str, kept: int = 0) -> int:
+        """The group is judged or given up, and no longer in flight; its trajectories have `kept` tokens. Returns how
+        many its sessions' turns have that no trajectory has; those of broken-off turns the engines count."""
+        turns = self._turns.pop(id, {})
+        for one in (id, *turns):
             self._groups.pop(one, None)
+        return max(0, sum(turns.values()) - kept)
 
     def sampled(self, id: str) -> int:
         """Tokens of a group, as far as they have been heard of; 0 also where nothing has."""

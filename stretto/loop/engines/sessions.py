@@ -58,7 +58,7 @@ class TrajectorySessions:
         """The session of a trajectory, with what is on record of it."""
         known = self._restored.pop(id, UnfinishedMember())
         record = LedgerRecord(self._ledger, id)
-        self._in_flight.begin(id)
+        self._in_flight.begin(id, known.segments)
         return Session(id, prompt, seed, partial(self._in_flight.turn, id), record, known.segments, known.calls)
 
 

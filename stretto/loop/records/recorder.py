@@ -140,6 +140,7 @@ class Recorder:
         )
         self._before = Work()
         self._stopped: int | None = None  # tokens of aborted completions, before the end of the run aborts the others
+        self._left_over = 0  # tokens of whole turns that no trajectory has
         self._activities: Mapping[str, Mapping[str, float]] = {}
         # Tokens of evaluations by engine: now, and at the last poll.
         self._evaluation_tokens, self._not_trained_for = Counter[str](), Counter[str]()
@@ -185,6 +186,11 @@ class Recorder:
         """A group was judged, whether or not it will be trained on."""
         self._samples.judged(prompt, trajectories)
         self._sampled.update(trajectory.verdict.outcome for trajectory in trajectories)
+
+    def left_over(self, tokens: int) -> None:
+        """Sampled in turns of a group that has ended, and of no trajectory: it was given up, or a program that began
+        again asked for something else."""
+        self._left_over += tokens
 
     def taken(self, batch: Batch, in_flight: int, buffered: int) -> None:
         """A batch went to the trainer; `in_flight` and `buffered` groups stay behind."""
@@ -313,7 +319,7 @@ class Recorder:
             max_staleness=self._max_staleness,
             generated=work.generated - before.generated + earlier.generated - self._not_trained_for.total(),
             recomputed=work.recomputed - before.recomputed + earlier.recomputed,
-            stopped=work.stopped - before.stopped + earlier.stopped,
+            stopped=work.stopped - before.stopped + earlier.stopped + self._left_over,
             busy=_since(work.busy, before.busy, earlier.busy),
             generated_by={name: tokens - self._not_trained_for[name] for name, tokens in sampled.items()},
             carried=self._carried,

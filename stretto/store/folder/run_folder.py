@@ -8,10 +8,12 @@ metrics.jsonl spans.jsonl                   measurements
 questions.jsonl                             prompts and gold answers, for the export
 samples.jsonl held_out.jsonl                sampled completions: some of the training, all of each evaluation
 ledger.sqlite                               the state of every trajectory
+tokens/step-000012.safetensors              what each training step did with each token
 prediction.json                             what `stretto plan --run` predicts of the run
 policy/v000012/ checkpoints/step-000040/    policies and checkpoints
 policy/best/ best.json                      the policy of the best evaluation, if it is kept
 plots/*.png                                 plots
+outlets/<tool>.json                         what each tool of [logging] has of the run
 lock                                        the process that writes here now
 """
 
@@ -53,7 +55,7 @@ class RunFolder:
         self.log, self.metrics, self.spans = path / "log.txt", path / "metrics.jsonl", path / "spans.jsonl"
         self.questions, self.samples = path / "questions.jsonl", path / "samples.jsonl"
         self.held_out, self.prediction = path / "held_out.jsonl", path / _PREDICTION
-        self.gateway = path / "gateway"
+        self.gateway, self.tokens, self.outlets = path / "gateway", path / "tokens", path / "outlets"
         self.logs, self.policies, self.checkpoints, self.plots = (path / inner for inner in _INNER)
 
     @classmethod
@@ -88,7 +90,7 @@ class RunFolder:
         """
         folder = cls.open(path).path
         run = cls(folder, lock.acquire(folder))
-        sweep([folder, *(folder / inner for inner in _INNER)])
+        sweep([folder, run.tokens, *(folder / inner for inner in _INNER)])
         return run
 
     @classmethod

@@ -70,12 +70,19 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
     Raises:
         StoreError: a whole line cannot be read; names file and line.
     """
-    lines: list[Line] = []
+    return list(iterate_lines(path, decoder))
+
+
+def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line]:
+    """The lines of `read_lines`, one at a time.
+
+    Raises:
+        StoreError: as `read_lines`.
+    """
     for line in _each_line(path, decoder):
         if isinstance(line, StoreError):
             raise line
-        lines.append(line)
-    return lines
+        yield line
 
 
 def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[Line], bool]) -> None:
@@ -104,8 +111,11 @@ def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[
 def _each_line(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line | StoreError]:
     if not path.exists():
         return
-    for number, row in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            yield decoder.decode(row)
-        except msgspec.MsgspecError as error:
-            yield StoreError(f"{path}: line {number} cannot be read: {error}")
+    with path.open("rb") as file:
+        for number, row in enumerate(file, start=1):
+            if not row.endswith(b"\n"):
+                return
+            try:
+                yield decoder.decode(row)
+            except msgspec.MsgspecError as error:
+                yield StoreError(f"{path}: line {number} cannot be read: {error}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from stretto.core.records import Record
 from stretto.measures.goodput import Category
 from stretto.measures.selection import Bias
-from stretto.store.series.lines import LineWriter, keep_lines, read_lines
+from stretto.store.series.lines import LineWriter, iterate_lines, keep_lines, read_lines
 
 
 class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
@@ -104,6 +104,15 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
     lines = read_lines(path, _DECODER)
     steps = [line for line in lines if isinstance(line, StepMetrics)]
     return steps, [line for line in lines if type(line) is EvaluationLine]
+
+
+def iterate_steps(path: Path) -> Iterator[StepMetrics]:
+    """The steps of a run, one at a time.
+
+    Raises:
+        StoreError: a line in the middle cannot be read.
+    """
+    return (line for line in iterate_lines(path, _DECODER) if isinstance(line, StepMetrics))
 
 
 def read_sets(path: Path) -> dict[str, list[SetEvaluationLine]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from stretto.core.events import Span
-from stretto.store.series.lines import LineWriter, read_lines
+from stretto.store.series.lines import LineWriter, iterate_lines, read_lines
 
 _DECODER = msgspec.json.Decoder(Span)
 
@@ -30,3 +30,21 @@ def read_spans(path: Path) -> list[Span]:
         StoreError: a line in the middle cannot be read.
     """
     return read_lines(path, _DECODER)
+
+
+def iterate_spans(path: Path) -> Iterator[Span]:
+    """The spans of `read_spans`, one at a time.
+
+    Raises:
+        StoreError: as `read_spans`.
+    """
+    return iterate_lines(path, _DECODER)
+
+
+def role_rank(role: str) -> tuple[int, str, int]:
+    """Conductor and trainer first; engine-10 behind engine-9."""
+    kind, _, number = role.rpartition("-")
+    if not number.isdecimal():
+        kind, number = role, "0"
+    place = {"conductor": 0, "trainer": 1, "engine": 2, "rewards": 3}.get(kind, 4)
+    return place, kind, int(number)

@@ -28,7 +28,7 @@ class ScoredPath:
     """A path with what is known of its own sampled tokens, S of them."""
 
     path: PathTokens
-    trained: tuple[int, ...]  # the loss tokens, as indices among the S
+    trained: Sequence[int]  # the loss tokens, as indices among the S, ascending
     values: Sequence[float] = ()  # [S], or [S + 1] where the state behind the last token has a value; or empty
     kl: Sequence[float] = ()  # [S] weighted, or empty
 

@@ -43,6 +43,7 @@ class Minibatch:
     micro_batches: tuple[MicroBatch, ...]  # of this rank; every rank has as many
     loss_tokens: int  # of all ranks
     ids: tuple[str, ...]  # of its trajectories, of all ranks
+    divided: tuple[tuple[Sample, ...], ...]  # the samples of each rank, in the order of its micro-batches
 
 
 def minibatch(
@@ -63,13 +64,14 @@ def minibatch(
     lengths = [len(sample.loss_positions) for sample in samples]
     scales = coefficients(aggregation, lengths, len(samples) if trajectories is None else trajectories, longest)
     tokens = [len(sample.token_ids) for sample in samples]
-    packs = shares(tokens, config.micro_batch_tokens, config.min_micro_batches, ranks.count)[ranks.rank]
+    divided = shares(tokens, config.micro_batch_tokens, config.min_micro_batches, ranks.count)
     return Minibatch(
         micro_batches=tuple(
-            _micro_batch([samples[i] for i in pack], [scales[i] for i in pack], device) for pack in packs
+            _micro_batch([samples[i] for i in pack], [scales[i] for i in pack], device) for pack in divided[ranks.rank]
         ),
         loss_tokens=sum(lengths),
         ids=tuple(dict.fromkeys(trajectory_of(sample.id) for sample in samples)),
+        divided=tuple(tuple([samples[i] for pack in share for i in pack]) for share in divided),
     )
 
 

@@ -58,14 +58,19 @@ def paths_of(prompt: Prompt, trajectory: Trajectory) -> list[PathTokens]:
         if not len(segment.versions) == len(segment.behavior_logprobs) in (0, len(segment.token_ids)):
             raise BoundViolated(f"trajectory {trajectory.id}: a token lacks its version or log-prob")
     return [
-        _tokens(prompt, trajectory, path, f"{trajectory.id}:{number}" if number else trajectory.id)
+        _tokens(prompt, trajectory, path, path_id(trajectory.id, number))
         for number, path in enumerate(paths(trajectory.segments))
     ]
 
 
-def trajectory_of(path_id: str) -> str:
+def path_id(trajectory: str, number: int) -> str:
+    """The id of a trajectory's path."""
+    return f"{trajectory}:{number}" if number else trajectory
+
+
+def trajectory_of(path: str) -> str:
     """The id of the trajectory of a path."""
-    group, slash, member = path_id.rpartition("/")
+    group, slash, member = path.rpartition("/")
     return group + slash + member.partition(":")[0]
 
 

@@ -17,7 +17,7 @@ import torch
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Batch
 from stretto.trainer.batch.credit import ScoredPath, ScoredTrajectory, advantages_by_path, rewarded
-from stretto.trainer.batch.paths import PathTokens, paths_of
+from stretto.trainer.batch.paths import PathTokens, Value, paths_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import GAE, generalised
 
@@ -116,9 +116,11 @@ def _scored(
         known = f"version {newest}, but version {batch.version} is being trained"
         raise BoundViolated(f"trajectory {path.id} has tokens of {known}")
     weight = config.reference.weight if config.reference is not None else 0.0
+    whole, oldest = range(len(path.versions)), batch.oldest_trainable
+    trained = whole if min(path.versions) >= oldest else [t for t in whole if path.versions[t] >= oldest]
     return ScoredPath(
         path=path,
-        trained=tuple([t for t, version in enumerate(path.versions) if version >= batch.oldest_trainable]),
+        trained=trained,
         values=values.get(path.id, ()),
         kl=[weight * one for one in kl.get(path.id, ())],
     )
@@ -132,12 +134,17 @@ def _sample(
         id=path.id,
         token_ids=path.token_ids,
         prompt_tokens=path.prompt_tokens,
-        loss_positions=tuple([path.places[t] for t in scored.trained]),
-        behavior_logprobs=tuple([path.behavior_logprobs[t] for t in scored.trained]),
-        staleness=tuple([version - path.versions[t] for t in scored.trained]),
+        loss_positions=_chosen(path.places, scored.trained),
+        behavior_logprobs=_chosen(path.behavior_logprobs, scored.trained),
+        staleness=tuple([version - one for one in _chosen(path.versions, scored.trained)]),
         advantages=tuple(advantages),
         **targets,
     )
+
+
+def _chosen(values: Sequence[Value], places: Sequence[int]) -> tuple[Value, ...]:
+    """The values at some places, ascending; most often all of them, which are not gone through one by one."""
+    return tuple(values) if len(places) == len(values) else tuple([values[place] for place in places])
 
 
 def _targets(

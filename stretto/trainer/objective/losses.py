@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.trainer.objective.corrections import Correction
+from stretto.trainer.objective.corrections import Correction, Weights
 from stretto.trainer.objective.decoupled_ppo import negative_objective
 from stretto.trainer.objective.kl import Divergence
 from stretto.trainer.objective.m2po import Selection
@@ -48,6 +48,9 @@ class Loss:
 
     value: Tensor  # []
     sums: Tensor  # [len(DIAGNOSTICS)], detached
+    ratio: Tensor  # [N], detached, as are the next two
+    bounded: Tensor  # [N] bool
+    weights: Weights
     kl_reference: Tensor | None = None  # [], the divergence summed over the tokens, detached
 
 
@@ -74,4 +77,4 @@ def evaluate(objective: Objective, policy_logprobs: Tensor, tokens: LossTokens, 
         log_x = bounded(policy_logprobs - tokens.behavior_logprobs, lowest=-math.inf)
         columns = (terms.bounded, weights.corrected, terms.ratio, weights.weight, log_x.expm1() - log_x)
         sums = torch.stack([column.sum(dtype=torch.float32) for column in columns])
-    return Loss(value, sums, kl_reference)
+    return Loss(value, sums, terms.ratio, terms.bounded, weights, kl_reference)

@@ -53,6 +53,7 @@ from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import Ranks
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.roles.rank_group import EXIT_CODE, RankGroup
+from stretto.trainer.roles.token_writer import TokenWriter
 from stretto.trainer.spec import TrainerSpec
 from stretto.trainer.trainer import Trainer
 from stretto.weights.mailbox import Publisher
@@ -76,8 +77,9 @@ class TrainerRole:
         model = self._trained(config)
         algorithm = AlgorithmConfig.model_validate_json(spec.algorithm)
         reference, critic = self._reference(algorithm, config), self._critic(algorithm, config)
+        sink = TokenWriter(spec.tokens, ranks.rank) if spec.tokens is not None else None
         self._trainer = Trainer(
-            model, config, algorithm, spec.sampling, reference=reference, critic=critic, ranks=ranks
+            model, config, algorithm, spec.sampling, reference=reference, critic=critic, ranks=ranks, sink=sink
         )
         if spec.checkpoint is not None:
             self._trainer.load_checkpoint(Path(spec.checkpoint))

@@ -12,6 +12,7 @@ import numpy as np
 from stretto.core.events import Span
 from stretto.core.records import Record
 from stretto.store.series.follower import LineFollower
+from stretto.store.series.spans import role_rank
 from stretto.watch.index.cache import Cache
 from stretto.watch.index.columns import Column, GrowingColumns
 from stretto.watch.index.trajectories import WordCodes
@@ -132,21 +133,12 @@ def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pix
     order = inside[np.lexsort((table["start"][inside], table["role"][inside]))]
     roles = table["role"][order]
     found = []
-    for code in sorted(range(len(spans.roles.all)), key=lambda code: _rank(spans.roles.all[code])):
+    for code in sorted(range(len(spans.roles.all)), key=lambda code: role_rank(spans.roles.all[code])):
         role = spans.roles.all[code]
         low, high = np.searchsorted(roles, (code, code + 1))
         tiles = _tiles(spans, order[low:high], first, max(last - first, 1e-9) / pixels)
         found.append(Lane(role, machines.get(role, ""), tiles))
     return found, len(inside)
-
-
-def _rank(role: str) -> tuple[int, str, int]:
-    """Conductor and trainer first; engine-10 behind engine-9."""
-    kind, _, number = role.rpartition("-")
-    if not number.isdecimal():
-        kind, number = role, "0"
-    place = {"conductor": 0, "trainer": 1, "engine": 2, "rewards": 3}.get(kind, 4)
-    return place, kind, int(number)
 
 
 def _tiles(spans: Spans, rows: Column, first: float, pixel: float) -> Tiles:

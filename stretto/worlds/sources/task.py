@@ -77,18 +77,24 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
         held_out: list[list[Question]] = []
         notes: list[str] = []
         problems: list[Problem] = []
-        for place, source in enumerate((*self.sources, *self.held_out_sources)):
-            try:
-                asked, kept, told = source.questions(seed)
-            except DataError as error:
-                problems += error.problems
+        sources = (*self.sources, *self.held_out_sources)
+        read: dict[int, tuple[list[Question], list[Question], list[str]]] = {}
+        for place, source in enumerate(sources):
+            if (first := sources.index(source)) == place:  # one that is also held out is read once
+                try:
+                    read[place] = source.questions(seed)
+                except DataError as error:
+                    problems += error.problems
+                    continue
+                notes += read[place][2]
+            if first not in read:
                 continue
+            asked, kept, _ = read[first]
             if place < len(self.sources):
                 training += asked
             else:
                 kept = [*asked, *kept]
             held_out.append(kept)
-            notes += told
         if problems:
             raise DataError(problems)
         weights = {source.title: source.weight for source in self.sources if source.weight is not None}

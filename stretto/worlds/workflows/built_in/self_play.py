@@ -20,7 +20,7 @@ class SelfPlay(Workflow):
 
     Args:
         critic: what the critic is asked; ``{prompt}`` and ``{answer}`` are replaced.
-        again: what the one who answers is told of it; ``{criticism}`` is replaced.
+        again: the next prompt of the one who answers; ``{criticism}`` is replaced.
         rounds: of criticism.
     """
 

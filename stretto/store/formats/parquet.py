@@ -1,0 +1,97 @@
+"""Records as a parquet file, row group by row group; its schema is that of the record's own annotations."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, BinaryIO
+
+import msgspec
+from msgspec import inspect
+
+from stretto.core.errors import Problem, StoreError, UserError
+
+_PACKAGE = "pyarrow"
+_GROUP_BYTES = 8 << 20  # of rows as messages: what is in memory of a row group is a few times as much
+_COMPRESSION = "zstd"
+
+
+class Parquet:
+    """Needs pyarrow, which comes with ``stretto[data]``."""
+
+    def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
+        """Raises UserError: pyarrow is missing."""
+        try:
+            self._arrow = importlib.import_module(_PACKAGE)
+            writer = importlib.import_module(f"{_PACKAGE}.parquet").ParquetWriter
+        except ImportError as error:
+            found = f"needs the package {_PACKAGE!r}, which cannot be imported ({error})"
+            raise UserError([Problem("--format parquet", found, "pip install 'stretto[data]'")]) from None
+        self._schema = self._arrow.schema(_struct(self._arrow, kind))
+        self._writer = writer(file, self._schema, compression=_COMPRESSION)
+        self._measure = msgspec.msgpack.Encoder().encode
+        self._rows: list[dict[str, Any]] = []
+        self._bytes = 0
+
+    def write(self, row: msgspec.Struct) -> None:
+        """Raises StoreError: a number has more than 64 bits."""
+        self._rows.append(_plain(row))
+        self._bytes += len(self._measure(row))
+        if self._bytes >= _GROUP_BYTES:
+            self._write_group()
+
+    def close(self) -> None:
+        """Write the last row group and the footer, without which the file is none."""
+        try:
+            if self._rows:
+                self._write_group()
+        finally:
+            self._writer.close()
+
+    def _write_group(self) -> None:
+        rows, self._rows, self._bytes = self._rows, [], 0
+        try:
+            table = self._arrow.Table.from_pylist(rows, schema=self._schema)
+        except (self._arrow.ArrowException, OverflowError) as error:
+            raise StoreError(f"a number on record has no place in parquet: {error}") from error
+        self._writer.write_table(table)
+
+
+def _plain(value: Any) -> Any:
+    """What Arrow makes rows of: a mapping is a list of names with values."""
+    if isinstance(value, msgspec.Struct):
+        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, dict):
+        return [{"name": name, "value": one} for name, one in value.items()]
+    if isinstance(value, tuple) and value and not isinstance(value[0], int | float):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _struct(arrow: Any, kind: type[msgspec.Struct]) -> list[tuple[str, Any]]:
+    found = inspect.type_info(kind)
+    assert isinstance(found, inspect.StructType)
+    return [(field.name, _type(arrow, field.type)) for field in found.fields]
+
+
+def _type(arrow: Any, kind: inspect.Type) -> Any:
+    match kind:
+        case inspect.BoolType():
+            return arrow.bool_()
+        case inspect.IntType():
+            return arrow.int64()
+        case inspect.FloatType():
+            return arrow.float64()
+        case inspect.StrType():
+            return arrow.string()
+        case inspect.UnionType(types=types):  # with null, which every column may be
+            (one,) = [one for one in types if not isinstance(one, inspect.NoneType)]
+            return _type(arrow, one)
+        case inspect.VarTupleType(item_type=item):
+            return arrow.list_(_type(arrow, item))
+        case inspect.TupleType(item_types=(item, *_)):
+            return arrow.list_(_type(arrow, item))
+        case inspect.StructType(cls=cls):
+            return arrow.struct(_struct(arrow, cls))
+        case inspect.DictType(value_type=value):
+            return arrow.list_(arrow.struct([("name", arrow.string()), ("value", _type(arrow, value))]))
+    raise TypeError(f"no column can hold {kind}")

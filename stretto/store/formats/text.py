@@ -1,0 +1,63 @@
+"""Records as lines of text: JSON lines, and CSV for spreadsheets."""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+import msgspec
+
+#: A spreadsheet takes a cell that begins with one of these, in ASCII or in full width, for a formula.
+_FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20", "\t", "\r", "\n")
+_MARK = "'"
+_NUL, _SHOWN_NUL = "\x00", "\u2400"
+
+
+class JsonLines:
+    """One object a line, UTF-8; what is not a number (NaN) is null."""
+
+    def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
+        self._file, self._encode = file, msgspec.json.Encoder().encode
+
+    def write(self, row: msgspec.Struct) -> None:
+        self._file.write(self._encode(row) + b"\n")
+
+    def close(self) -> None:
+        """All is written."""
+
+
+class Csv:
+    """One row a record behind a row of names (RFC 4180, UTF-8): texts in quotation marks, null as an empty cell without
+    them, nested values as JSON text. No text begins like a formula: see `cell`."""
+
+    def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
+        self._file, self._names = file, kind.__struct_fields__
+        self._line(",".join(self._names))
+
+    def write(self, row: msgspec.Struct) -> None:
+        self._line(",".join(cell(getattr(row, name)) for name in self._names))
+
+    def close(self) -> None:
+        """All is written."""
+
+    def _line(self, line: str) -> None:
+        self._file.write(f"{line}\n".encode())
+
+
+def cell(value: object) -> str:
+    """A value as a cell of CSV.
+
+    A text that a spreadsheet could take for a formula, and one that begins with an apostrophe, has an apostrophe before
+    it: without the first one it is the text again. NUL, at which many readers end, becomes its picture ``␀``.
+
+    >>> cell(None), cell(0.5), cell("a"), cell('=HYPERLINK("x")'), cell((1, 2))
+    ('', '0.5', '"a"', '"\\'=HYPERLINK(""x"")"', '"[1,2]"')
+    """
+    if value is None or value != value:
+        return ""
+    if isinstance(value, bool | int | float):
+        return msgspec.json.encode(value).decode()
+    if not isinstance(value, str):
+        value = msgspec.json.encode(value).decode()
+    elif value.startswith(_MARK) or value.lstrip(" ").startswith(_FORMULA):
+        value = _MARK + value
+    return '"' + value.replace(_NUL, _SHOWN_NUL).replace('"', '""') + '"'

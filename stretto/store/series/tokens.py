@@ -1,0 +1,157 @@
+"""``tokens/``: what training steps did with each sampled token, one file for a step.
+
+step-000007.safetensors     columns over the sampled tokens of the step's trajectories, one trajectory after the other
+
+Derived from what the trainer computes anyway: nothing needs these files but who looks at tokens. A step that is trained
+again writes its file again.
+
+Axes: T trajectory, S sampled token of all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from stretto.core.errors import StoreError
+
+_NAME = re.compile(r"step-(\d{6,})\.safetensors")
+_IDS, _LENGTHS = "trajectories", "lengths"
+_COLUMNS = {"trainer_logprob": np.float32, "ratio": np.float32, "advantage": np.float32, "outcome": np.uint8}
+_TOKEN_BYTES = sum(np.dtype(kind).itemsize for kind in _COLUMNS.values())
+_GIB = 1 << 30
+
+
+class TokensConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+    """Section ``[logging]`` of a recipe."""
+
+    tokens: Literal["all", "none"] | Annotated[int, Field(ge=1)] = Field(
+        "all",
+        description="steps of which is kept what training did with each token: all, none, or every n-th",
+    )
+    tokens_gib: float = Field(1.0, gt=0, description="GiB that these take at most; the oldest steps make room")
+
+    def keeps(self, step: int) -> bool:
+        """Whether the tokens of this step are kept."""
+        return self.tokens == "all" or (self.tokens != "none" and step % self.tokens == 0)
+
+    def most_bytes(self, tokens: int) -> int:
+        """Of the files of a run that trains this many tokens."""
+        if self.tokens == "none":
+            return 0
+        every = 1 if self.tokens == "all" else self.tokens
+        return min(int(self.tokens_gib * _GIB), tokens * _TOKEN_BYTES // every)
+
+
+class TokenOutcome(IntFlag):
+    """What became of a sampled token; 0: it was too old for the loss."""
+
+    IN_LOSS = 1
+    BOUNDED = 2  # the bound of the loss acts: counted by `clip_fraction`
+    CORRECTED = 4  # the correction has changed its weight: counted by `capped_fraction`
+    WEIGHTLESS = 8  # to 0
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """Sampled tokens of one trajectory or of several, their sampled segments one after the other; NaN where a number is
+    not known.
+
+    Example: two tokens, the first too old for the loss::
+
+        SampledTokens(trainer_logprob=[nan, -0.51], ratio=[nan, 1.31], advantage=[nan, 0.5],
+            outcome=[0, TokenOutcome.IN_LOSS | TokenOutcome.BOUNDED])
+    """
+
+    trainer_logprob: NDArray[np.float32]  # [S] ln proximal: by the policy before the step
+    ratio: NDArray[np.float32]  # [S] u of the loss: of the token, or of its completion
+    advantage: NDArray[np.float32]  # [S]
+    outcome: NDArray[np.uint8]  # [S]
+
+
+class TokenFiles:
+    """Writes the files of a run, and removes the oldest when there are too many bytes. Not for several threads."""
+
+    def __init__(self, folder: Path, most_gib: float) -> None:
+        self._folder, self._most = folder, most_gib * _GIB
+        self._bytes: dict[int, int] | None = None  # by step, ascending
+
+    def write(self, step: int, lengths: Mapping[str, int], tokens: SampledTokens) -> None:
+        """Write the file of a step, whole or not at all: `lengths` has the tokens of each trajectory, by its id. It is
+        not forced to disk, where it would hold up the ledger.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._bytes is None:
+            self._folder.mkdir(exist_ok=True)
+            self._bytes = dict(sorted(_found(self._folder)))
+        columns: dict[str, NDArray[Any]] = {
+            name: np.ascontiguousarray(getattr(tokens, name), dtype=kind) for name, kind in _COLUMNS.items()
+        }
+        columns[_LENGTHS] = np.array(list(lengths.values()), dtype=np.int64)
+        data = save(columns, {_IDS: msgspec.json.encode(list(lengths)).decode()})
+        path = tokens_file(self._folder, step)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._bytes[step] = len(data)
+        while sum(self._bytes.values()) > self._most:
+            oldest = next(iter(self._bytes))
+            tokens_file(self._folder, oldest).unlink(missing_ok=True)
+            del self._bytes[oldest]
+
+
+def tokens_file(folder: Path, step: int) -> Path:
+    """``step-000007.safetensors`` of step 7."""
+    return folder / f"step-{step:06d}.safetensors"
+
+
+def read_tokens(folder: Path, step: int, ids: Sequence[str]) -> dict[str, SampledTokens]:
+    """Those of these trajectories that the step has trained.
+
+    Raises:
+        FileNotFoundError: the step has no file.
+        StoreError: its file is not what was written.
+    """
+    path = tokens_file(folder, step)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = msgspec.json.decode((file.metadata() or {})[_IDS], type=list[str])
+            ends = np.cumsum(file.get_tensor(_LENGTHS))
+            starts = dict(zip(names, zip(ends - file.get_tensor(_LENGTHS), ends, strict=True), strict=True))
+            return {id: _record(file, id, *starts[id]) for id in ids if id in starts}
+    except FileNotFoundError:
+        raise
+    except (OSError, SafetensorError, msgspec.MsgspecError, KeyError, ValueError) as error:
+        raise StoreError(f"{path.name}: cannot be read: {error}") from error
+
+
+def _record(file: Any, id: str, start: int, end: int) -> SampledTokens:
+    if start == end:  # the library has no slice of nothing
+        return SampledTokens(*(np.empty(0, dtype=kind) for kind in _COLUMNS.values()))
+    columns = {name: file.get_slice(name)[int(start) : int(end)] for name in _COLUMNS}
+    if {column.shape for column in columns.values()} != {(end - start,)}:
+        raise ValueError(f"the columns of {id} have not {end - start} numbers")
+    return SampledTokens(**columns)
+
+
+def _found(folder: Path) -> list[tuple[int, int]]:
+    """The steps that have a file, and its bytes."""
+    named = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    return [(int(name[1]), path.stat().st_size) for name, path in named if name is not None]

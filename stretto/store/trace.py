@@ -1,0 +1,174 @@
+"""The timeline of a run in the Trace Event Format of Chrome, which Perfetto reads: a process for each role, its spans
+as complete events on lanes, moments of the run as instant events, measurements as counters.
+
+Everything is sorted by time in a file of SQLite that has no name, so that memory does not grow with the run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Any, BinaryIO
+
+import msgspec
+
+from stretto.core.errors import StoreError
+from stretto.store.files import refusing_file, whole_file
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import ENGINES, Membership
+from stretto.store.ledger.reading import read_fact
+from stretto.store.ledger.schema import reading
+from stretto.store.series.metrics import StepMetrics, iterate_steps
+from stretto.store.series.spans import iterate_spans, role_rank
+
+_RUN = 0  # the process of moments and counters
+_NANO = 1e9
+_TABLES = """
+CREATE TABLE spans (start REAL, until REAL, role TEXT, name TEXT, version INTEGER, bytes INTEGER);
+CREATE TABLE moments (at REAL, name TEXT, kind TEXT, detail TEXT);
+"""
+#: When the batch of a step was taken: the newest span of the trainer that begins its update.
+_BATCH_TAKEN = """
+    SELECT version + 1, start, max(rowid) FROM spans WHERE role = 'trainer' AND name = 'proximal' GROUP BY version
+"""
+_ALL = """
+    SELECT start, until, role, name, version, bytes, NULL FROM spans
+    UNION ALL SELECT at, at, NULL, name, kind, NULL, detail FROM moments
+    ORDER BY 1, 2 DESC
+"""
+_COMMITTED = "SELECT step, committed FROM steps"
+_EVENTS = "SELECT at, name, detail FROM events"
+
+Event = dict[str, Any]
+
+
+def export_trace(path: str | Path, file: str | Path) -> int:
+    """Write the timeline of a run to `file`, compressed if its name ends with ``.gz``; returns how many events it has
+    beside the names of processes and lanes. The file is whole or absent.
+
+    Raises:
+        RunFolderError: there is no run, or `file` cannot be written.
+        StoreError: its spans, metrics or ledger cannot be read.
+    """
+    folder, target = RunFolder.open(path), Path(file)
+    name = folder.path.resolve().name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    with closing(sqlite3.connect("", isolation_level=None)) as table:
+        table.executescript(f"BEGIN; {_TABLES}")
+        try:
+            _collect(folder, table)
+            with refusing_file(target), whole_file(target) as output:
+                if target.suffix != ".gz":
+                    return _write(output, name, _events(table, _machines(folder)))
+                with gzip.GzipFile("", "wb", fileobj=output, mtime=0) as packed:
+                    return _write(packed, name, _events(table, _machines(folder)))
+        except OverflowError as error:
+            raise StoreError(f"{folder.path}: a number of the timeline has more than 64 bits") from error
+
+
+def _collect(folder: RunFolder, table: sqlite3.Connection) -> None:
+    """Everything that has a place in time, on the clock of the spans."""
+    spans = (
+        (span.start, max(span.start, span.end), span.role, span.name, span.version, span.bytes)
+        for span in iterate_spans(folder.spans)
+    )
+    table.executemany("INSERT INTO spans VALUES (?, ?, ?, ?, ?, ?)", spans)
+    taken = {step: at for step, at, _ in table.execute(_BATCH_TAKEN)}
+    moments = (
+        (taken[line.step], name, "C", msgspec.json.encode(values).decode())
+        for line in iterate_steps(folder.metrics)
+        if line.step in taken
+        for name, values in _counters(line).items()
+        if values
+    )
+    table.executemany("INSERT INTO moments VALUES (?, ?, ?, ?)", moments)
+    table.execute(
+        "INSERT INTO moments SELECT until, 'version ' || version || ' published', 'i', '' FROM spans"
+        " WHERE name = 'publish'"
+    )
+    with reading(folder.ledger) as connection:
+        behind = [at - taken[step] for step, at in connection.execute(_COMMITTED) if step in taken]
+        if behind:  # what Unix seconds are on the clock of the spans
+            offset = median(behind)
+            events = ((at - offset, name, "i", detail) for at, name, detail in connection.execute(_EVENTS))
+            table.executemany("INSERT INTO moments VALUES (?, ?, ?, ?)", events)
+
+
+def _counters(line: StepMetrics) -> dict[str, dict[str, float]]:
+    """Measurements of the batch, at the moment at which it was taken."""
+    groups = {name: value for name, value in line.queues.items() if value is not None}
+    return {"staleness": {"mean": line.staleness_mean, "largest": line.staleness_max}, "groups": groups}
+
+
+def _machines(folder: RunFolder) -> dict[str, str]:
+    """By engine, the name of its machine."""
+    return {engine.name: engine.host for engine in read_fact(folder.ledger, ENGINES, tuple[Membership, ...]) or ()}
+
+
+def _write(output: BinaryIO | gzip.GzipFile, name: str, events: Iterator[Event]) -> int:
+    encode, count = msgspec.json.Encoder().encode, 0
+    output.write(b'{"displayTimeUnit":"ms","otherData":' + encode({"run": name}) + b',"traceEvents":[')
+    for number, event in enumerate(events):
+        output.write((b",\n" if number else b"\n") + encode(event))
+        count += event["ph"] != "M"
+    output.write(b"\n]}\n")
+    return count
+
+
+def _events(table: sqlite3.Connection, machines: Mapping[str, str]) -> Iterator[Event]:
+    """In the order of their times, in microseconds since the first; names come before what has them."""
+    yield from _named(_RUN, 0, "run")
+    roles = [role for (role,) in table.execute("SELECT DISTINCT role FROM spans")]
+    numbers = {role: number for number, role in enumerate(sorted(roles, key=role_rank), start=_RUN + 1)}
+    for role, number in numbers.items():
+        yield from _named(number, number, f"{machines[role]}/{role}" if role in machines else role)
+    lanes = {role: _Lanes() for role in roles}
+    origin: float | None = None
+    for start, until, role, name, version, size, detail in table.execute(_ALL):
+        origin = start if origin is None else origin
+        begin, end = round((start - origin) * _NANO), round((until - origin) * _NANO)
+        if role is None:
+            yield _moment(begin, name, version, detail)
+            continue
+        lane, is_new = lanes[role].place(begin, end)
+        if is_new:
+            label = role if lane == 1 else f"{role} ({lane})"
+            yield {"ph": "M", "name": "thread_name", "pid": numbers[role], "tid": lane, "args": {"name": label}}
+        facts = ({"version": version} if version >= 0 else {}) | ({"bytes": size} if size else {})
+        place = {"pid": numbers[role], "tid": lane, "ts": begin / 1e3, "dur": (end - begin) / 1e3}
+        yield {"ph": "X", "name": name, "cat": "span", **place, "args": facts}
+
+
+def _named(process: int, order: int, name: str) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": order}}
+
+
+def _moment(begin: int, name: str, kind: str, detail: str) -> Event:
+    event: Event = {"ph": kind, "name": name, "cat": "run", "pid": _RUN, "tid": 0, "ts": begin / 1e3}
+    if kind == "C":
+        return event | {"args": msgspec.json.decode(detail)}
+    return event | {"s": "g", "args": {"detail": detail} if detail else {}}
+
+
+class _Lanes:
+    """The lanes of one role: events of one lane lie in one another or apart, as the format demands; one that overlaps
+    another in part goes to the next lane."""
+
+    def __init__(self) -> None:
+        self._open: list[list[int]] = []  # by lane, the ends of the events that others may lie in
+
+    def place(self, begin: int, end: int) -> tuple[int, bool]:
+        """The lane of the next event, counted from 1, and whether it is a new one; events come by their beginnings, the
+        longer ones first."""
+        for number, ends in enumerate(self._open, start=1):
+            while ends and ends[-1] <= begin:
+                ends.pop()
+            if not ends or end <= ends[-1]:
+                ends.append(end)
+                return number, False
+        self._open.append([end])
+        return len(self._open), True

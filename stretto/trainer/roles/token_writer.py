@@ -1,0 +1,45 @@
+"""The files of tokens (`store.series.tokens`) as the trainer's process writes them, beside the training."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+
+from stretto.core.errors import described
+from stretto.store.series.tokens import TokenFiles, TokensConfig
+from stretto.trainer.outcomes import TrainedTokens
+from stretto.trainer.spec import TokensSpec
+
+
+class TokenWriter:
+    """A thread for each step; the next waits for it. A file that cannot be written is a line of the role's log: no
+    training ends for it."""
+
+    def __init__(self, spec: TokensSpec, rank: int) -> None:
+        """Rank 0 writes; it is on the machine of the run folder."""
+        self._config = TokensConfig.model_validate_json(spec.config)
+        self._files = TokenFiles(Path(spec.folder), self._config.tokens_gib) if rank == 0 else None
+        self._writing = threading.Thread()
+
+    def keeps(self, step: int) -> bool:
+        return self._config.keeps(step)
+
+    def take(self, tokens: TrainedTokens) -> None:
+        if self._files is None:
+            return
+        self.finish()
+        self._writing = threading.Thread(target=self._write, args=(self._files, tokens), name="tokens")
+        self._writing.start()
+
+    def finish(self) -> None:
+        """Wait until all is written."""
+        if self._writing.ident is not None:
+            self._writing.join()
+
+    def _write(self, files: TokenFiles, tokens: TrainedTokens) -> None:
+        step = tokens.batch.step
+        try:
+            files.write(step, *tokens.sampled())
+        except OSError as error:
+            print(f"the tokens of step {step} are not on record: {described(error)}", file=sys.stderr, flush=True)
