@@ -22,8 +22,16 @@ def watch(
         str | None, typer.Option(help="What opens the dashboard [default: a new one for each start].")
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="Show one run here and serve nothing, until it ends; q leaves.")
+    ] = False,
 ) -> None:
     """Show runs in the browser, live, finished or dead, until Ctrl-C; their folders are only read."""
+    if terminal:
+        from stretto.watch.terminal import watch_in_terminal
+
+        watch_in_terminal(folders or [Path("runs")])
+        return
     from stretto.watch.serve import PASSWORD, watch
 
     watch(
