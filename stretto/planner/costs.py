@@ -9,7 +9,8 @@ products and its bytes at the rate of memory. The formulas:
     training        three times a forward pass (forward and backward); activation checkpointing adds one; so does the
                     proximal policy (AReaL, section 5.2) for its share
     ranks           FSDP (arXiv 2304.11277, section 4): each pass over a micro-batch gathers the parameters forward and
-                    backward and scatters the gradients, while products go on
+                    backward and scatters the gradients, while products go on; the longest sequence of a minibatch is
+                    one rank's (AReaL, algorithm 1, packs whole sequences), and all wait for it
     tensor parallel Megatron-LM (arXiv 1909.08053): two all-reduces of the activations in each layer
     memory          ZeRO (arXiv 1910.02054): weights, gradients and Adam's moments, 16 bytes per parameter in float32;
                     `trainer.dtype` is that of the arithmetic, so that parameters are gathered in float32 too
@@ -17,6 +18,7 @@ products and its bytes at the rate of memory. The formulas:
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,8 +134,12 @@ class Costs:
         job, machine, shape, ranks = self.job, self.machine, self.job.shape, self.layout.ranks
         tokens, squares = sum(sequences), sum(length * length for length in sequences)
         forwards = 3.0 + (1.0 if job.trainer.activation_checkpointing else 0.0) + job.proximal
-        products = forwards * self._forward(tokens, tokens, squares) / ranks / machine.train_flops
         minibatches = job.trainer.minibatches
+        # A sequence is not shared out: of each minibatch one rank has the longest, and the others wait for it.
+        longest = heapq.nlargest(minibatches, sequences)
+        alone = self._forward(sum(longest), sum(longest), sum(length * length for length in longest))
+        shared = self._forward(tokens, tokens, squares) / ranks
+        products = forwards * max(shared, alone) / machine.train_flops
         passes = minibatches * math.ceil(tokens / minibatches / ranks / job.trainer.micro_batch_tokens)
         gathered = passes * (3.0 + job.proximal) * self._gather()
         whole = max(products, gathered)

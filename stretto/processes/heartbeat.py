@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 #: Environment variables of a role: the process that it ends with, and the descriptor that takes its heartbeats.
@@ -28,10 +30,15 @@ def die_with_parent(parent: int) -> None:
 
 def begin_role() -> None:
     """End with the parent from now on, and send heartbeats. A role that was started by hand does neither."""
+    end_with_conductor()
+    send_heartbeats()
+
+
+def end_with_conductor() -> None:
+    """`begin_role` for a role that sends its heartbeats itself (`own_heartbeat`)."""
     survive_a_full_disk()
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))
-    send_heartbeats()
 
 
 def survive_a_full_disk() -> None:
@@ -74,12 +81,22 @@ def send_heartbeats() -> None:
         threading.Thread(target=_beat, args=(int(descriptor),), name="heartbeat", daemon=True).start()
 
 
+def own_heartbeat() -> Callable[[], None]:
+    """What sends one heartbeat, for a role that is stuck when its own loop is: it calls another's code."""
+    descriptor = os.environ.pop(HEARTBEAT, None)
+    return (lambda: None) if descriptor is None else partial(_send, int(descriptor))
+
+
 def _beat(descriptor: int) -> None:
-    os.set_blocking(descriptor, False)
     while True:
         try:
-            with contextlib.suppress(BlockingIOError):  # the pipe is full: the conductor has not read for a while
-                os.write(descriptor, b".")
+            _send(descriptor)
         except OSError:  # the reader has ended
             return
         time.sleep(HEARTBEAT_SECONDS)
+
+
+def _send(descriptor: int) -> None:
+    os.set_blocking(descriptor, False)
+    with contextlib.suppress(BlockingIOError):  # the pipe is full: the conductor has not read for a while
+        os.write(descriptor, b".")

@@ -198,9 +198,9 @@ class SimulatedEngine:
         self._at = now
 
     def _pause(self, seconds: float, name: str = "generate") -> None:
-        begun = max(self._at, self._clock.now())
-        self._at = begun + seconds
-        self._work(name, begun, self._at)
+        start = max(self._at, self._clock.now())
+        self._at = start + seconds
+        self._work(name, start, self._at)
 
     def _work(self, name: str, start: float, end: float) -> None:
         self.busy += end - start

@@ -2,7 +2,7 @@
 
 - The run folder explains itself, and its balance is true.
 - Each token was sampled by the weights it is labelled with: re-scored by plain transformers, across interruptions.
-- Policies load by transformers' Auto classes; plots are pictures.
+- Policies load by transformers' Auto classes; plots are pictures; the tool that the recipe names has every step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stretto.core.records import State
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.measures.goodput import CATEGORIES
+from stretto.store.series.metrics import read_metrics
 from stretto.store.series.tokens import TokenOutcome, read_tokens
 from tests.launch.running import TINY, Laboratory, assert_the_law, exported
 from tests.tolerances import EXACT
@@ -75,12 +77,13 @@ TRAJECTORY = [
     "session",
 ]
 STEPS = 6
+SHOWN = "logging.to=tensorboard"
 
 
 @pytest.fixture(scope="module")
 def run_dir(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    with laboratory.train(folder, cold=True) as command:
+    with laboratory.train(folder, SHOWN, cold=True) as command:
         ended = command.end()
         assert ended.code == 0, ended.out + ended.err
         command.assert_nothing_is_left()
@@ -99,6 +102,7 @@ def test_the_run_folder_holds_everything_that_explains_the_run(run_dir: Path) ->
     assert [path.name for path in sorted((run_dir / "logs").iterdir())] == [
         "engine-0.txt",
         "rewards.txt",
+        "tensorboard.txt",
         "trainer.txt",
     ]
     assert [path.name for path in sorted((run_dir / "policy").iterdir())] == [f"v{k:06d}" for k in range(STEPS + 1)]
@@ -125,7 +129,7 @@ def test_what_became_of_each_token_is_on_record_and_adds_up_to_what_each_step_me
 
 
 def test_the_resolved_recipe_is_the_one_that_was_run(run_dir: Path) -> None:
-    assert load_recipe(run_dir / "recipe.toml") == load_recipe(TINY)
+    assert load_recipe(run_dir / "recipe.toml") == load_recipe(TINY, [SHOWN])
 
 
 def test_plots_are_pictures(run_dir: Path) -> None:
@@ -133,6 +137,20 @@ def test_plots_are_pictures(run_dir: Path) -> None:
     names = ["accuracy.png", "response_length.png", "reward.png", "staleness.png", "timeline.png"]
     assert [plot.name for plot in plots] == names
     assert all(plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for plot in plots)
+
+
+def test_the_tool_has_every_step_and_both_evaluations_as_they_are_on_record(run_dir: Path) -> None:
+    steps, evaluations = read_metrics(run_dir / "metrics.jsonl")
+    shown = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    for name, expected in (
+        ("reward", [(line.step, line.reward) for line in steps]),
+        ("trainer/loss", [(line.step, line.trainer["loss"]) for line in steps]),
+        ("evaluation/accuracy", [(line.step, line.accuracy) for line in evaluations]),
+    ):
+        assert [(point.step, point.value) for point in shown.Scalars(name)] == [
+            (step, pytest.approx(value, rel=1e-6)) for step, value in expected
+        ]
+    assert [line.step for line in evaluations] == [0, STEPS]
 
 
 def test_inspect_prints_one_object_with_every_field(laboratory: Laboratory, run_dir: Path) -> None:

@@ -33,6 +33,7 @@ from stretto.loop.records.alarms import SlowReward
 from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
 from stretto.loop.records.reporter import Reporter
 from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
+from stretto.outlets.supervision import followed
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
@@ -132,16 +133,19 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         ledger.put("seed", plan.recipe.seed)
         ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
-        async with running_roles(
-            plan=plan,
-            folder=folder,
-            version=start.version,
-            saved_step=start.saved_step,
-            tenure=tenure,
-            stop=stop,
-            report=context.report,
-            spawner=spawner,
-        ) as roles:
+        async with (
+            followed(plan.recipe.logging, folder, reporter.say, stopped=lambda: stop.requested),
+            running_roles(
+                plan=plan,
+                folder=folder,
+                version=start.version,
+                saved_step=start.saved_step,
+                tenure=tenure,
+                stop=stop,
+                report=context.report,
+                spawner=spawner,
+            ) as roles,
+        ):
             for fact in roles.rewards.facts.values():
                 reporter.say(fact)
             _keep_roster(context, roles)

@@ -49,6 +49,7 @@ _MAY_CHANGE = (
     "store",
     "logging",
     "cluster",
+    "logging",
 )
 
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"

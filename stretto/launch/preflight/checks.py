@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import ipaddress
 import socket
 import tempfile
@@ -31,6 +32,7 @@ from stretto.model.attention_support import refuse_unsupported, refuse_untrainab
 from stretto.model.hf.fitting import check_fit
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.outlets.config import LoggingConfig
 from stretto.processes.tls import server_context
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
@@ -162,6 +164,7 @@ def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
 def check_machine(recipe: Recipe) -> None:
     """Raises RecipeError: this machine lacks what its own roles need; another is asked when it joins."""
     check_ports(recipe)
+    check_logging(recipe.logging)
     engine = recipe.engine if recipe.local_engines else None
     check_devices({"engine": engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
 
@@ -178,6 +181,23 @@ def check_ports(recipe: Recipe) -> None:
     taken = [port for port in ports if not is_free(port)]
     if taken:
         raise RecipeError(Problem("engine.base_port", f"port {port} is in use", "choose free ports") for port in taken)
+
+
+def check_logging(config: LoggingConfig) -> None:
+    """Raises RecipeError: a tool that the run is to be shown in is not installed."""
+    problems = [
+        Problem("logging.to", f"{tool!r} is not installed", f"pip install 'stretto[{tool}]'")
+        for tool in config.to
+        if not is_installed(tool)
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be found; a folder of its name, such as that of W&B's files, is none."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def check_cluster(recipe: Recipe) -> None:

@@ -29,6 +29,7 @@ from stretto.launch.recipe.mistakes import problems_of
 from stretto.launch.recipe.overrides import Overrides, as_parsed, parsed_value, put
 from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
+from stretto.outlets.config import LoggingConfig
 from stretto.rewards.config import RewardsConfig
 from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
@@ -106,6 +107,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     deadlines: DeadlinesConfig = DeadlinesConfig()
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="wrap")
     @classmethod

@@ -13,6 +13,7 @@ prediction.json                             what `stretto plan --run` predicts o
 policy/v000012/ checkpoints/step-000040/    policies and checkpoints
 policy/best/ best.json                      the policy of the best evaluation, if it is kept
 plots/*.png                                 plots
+outlets/<tool>.json                         what each tool of [logging] has of the run
 lock                                        the process that writes here now
 """
 
@@ -54,7 +55,7 @@ class RunFolder:
         self.log, self.metrics, self.spans = path / "log.txt", path / "metrics.jsonl", path / "spans.jsonl"
         self.questions, self.samples = path / "questions.jsonl", path / "samples.jsonl"
         self.held_out, self.prediction = path / "held_out.jsonl", path / _PREDICTION
-        self.gateway, self.tokens = path / "gateway", path / "tokens"
+        self.gateway, self.tokens, self.outlets = path / "gateway", path / "tokens", path / "outlets"
         self.logs, self.policies, self.checkpoints, self.plots = (path / inner for inner in _INNER)
 
     @classmethod

@@ -1,0 +1,50 @@
+"""`[logging]`: the tools that a run is shown in, beside stretto's own pages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from stretto.core.errors import nearest
+
+Tool = Literal["wandb", "tensorboard", "mlflow", "trackio"]
+
+_MOST_TAGS = 32
+
+
+def _listed(value: object) -> object:
+    """A TOML list as a tuple, each name once; one name alone is a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(dict.fromkeys(value)) if isinstance(value, list) else value
+
+
+def _known(name: object) -> object:
+    if isinstance(name, str) and name not in get_args(Tool):
+        raise ValueError(f"{name!r} is no tool that a run can be shown in; {nearest(name, get_args(Tool))}")
+    return name
+
+
+Tag = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class LoggingConfig(BaseModel, extra="forbid", frozen=True):
+    """The tools that a run is shown in, beside its own pages (docs/logging.md).
+
+    Example: ``LoggingConfig(to=("wandb", "tensorboard"), project="arithmetic")``
+    """
+
+    to: Annotated[tuple[Annotated[Tool, BeforeValidator(_known)], ...], BeforeValidator(_listed)] = Field(
+        (), description="tools that get the metrics of the run, each an extra of stretto"
+    )
+    project: str = Field(
+        "stretto",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        max_length=64,
+        description="of W&B and trackio; the experiment of MLflow",
+    )
+    name: str = Field("", max_length=128, description="of the run in the tools; empty: the name of its folder")
+    tags: Annotated[tuple[Tag, ...], BeforeValidator(_listed)] = Field(
+        (), max_length=_MOST_TAGS, description="of the run in the tools"
+    )

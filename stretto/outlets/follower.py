@@ -1,0 +1,179 @@
+"""Follows the records of a run, and hands each line to a tool once.
+
+    metrics.jsonl, samples.jsonl ──► RunFollower ──► Outlet, a tool
+                                        │
+                                        ▼
+                       cursor: what the tool has, beside the run
+
+The curve of a tool only grows: a step that the run has done again after a crash stays as it was when the tool got it
+first, since no tool can take a point back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from stretto.core.records import Record
+from stretto.outlets.points import MetricsPoint, Value, point_of
+from stretto.store.files import write_atomically
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.follower import LineFollower
+from stretto.store.series.metrics import MetricsLine
+from stretto.store.series.samples import SampledCompletion
+
+ROWS = 16  #: most rows of a table
+ROW_STEPS = 10  #: least steps between two tables
+_LONGEST_TEXT = 20_000  # characters of a text in a table
+
+_METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
+_SAMPLES = msgspec.json.Decoder(SampledCompletion)
+
+
+class LinesRead(Record, frozen=True):
+    """How far a file has been read; see `LineFollower`."""
+
+    identity: tuple[int, int, str]
+    offset: int
+    number: int
+
+    @classmethod
+    def of(cls, lines: LineFollower[Any]) -> LinesRead:
+        return cls(lines.identity, lines.offset, lines.number)
+
+    def restore(self, lines: LineFollower[Any]) -> None:
+        lines.identity, lines.offset, lines.number = self.identity, self.offset, self.number
+
+
+class Cursor(Record, frozen=True):
+    """What a tool has of a run."""
+
+    run: str = ""  # the tool's own name for the run
+    began: float = 0.0  # when the run began, in seconds since 1970
+    sent: Mapping[str, int] = {}  # curve: the newest step
+    points: int = 0  # all of them
+    tabled: int = -ROW_STEPS  # the step of the newest table
+    metrics: LinesRead | None = None
+    samples: LinesRead | None = None  # those behind it are in no table yet
+
+
+def read_cursor(path: Path) -> Cursor:
+    """That of a file; a new one if there is none.
+
+    Raises:
+        OSError, msgspec.MsgspecError: it cannot be read.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=Cursor) if path.exists() else Cursor()
+
+
+class About(Record, frozen=True):
+    """A run for a tool. `folder` is for files of the tool's own; `began` in seconds since 1970."""
+
+    folder: Path
+    project: str
+    name: str
+    tags: tuple[str, ...]
+    config: Mapping[str, Value]
+    began: float
+
+
+class Outlet(Protocol):
+    """One tool. An error of the tool is raised as it is: the process ends, and another one goes on."""
+
+    @property
+    def run(self) -> str:
+        """The tool's own name for the run, with which it is gone on with."""
+        ...
+
+    def send(self, points: Sequence[MetricsPoint], first: int) -> None:
+        """Take points, `first` the number of the first among all points of the run; the tool has them at the return."""
+        ...
+
+    def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
+        """Take completions that were sampled up to a step, behind this number of points."""
+        ...
+
+    def close(self) -> None:
+        """No more is to come for now."""
+        ...
+
+
+class RunFollower:
+    """See the module."""
+
+    def __init__(self, folder: Path, path: Path, cursor: Cursor, outlet: Outlet) -> None:
+        """`path`: the file of the cursor."""
+        run = RunFolder(folder)
+        self._outlet, self._path = outlet, path
+        self._metrics, self._samples = LineFollower(run.metrics, _METRICS), LineFollower(run.samples, _SAMPLES)
+        if cursor.metrics is not None:
+            cursor.metrics.restore(self._metrics)
+        if cursor.samples is not None:
+            cursor.samples.restore(self._samples)
+        self._waiting: deque[SampledCompletion] = deque(maxlen=ROWS)
+        self._cursor = cursor
+        self._keep(msgspec.structs.replace(cursor, run=outlet.run))
+
+    def advance(self) -> bool:
+        """Hand on what is new, a megabyte at most; whether there may be more.
+
+        Raises:
+            StoreError: a file of the run is none that can be read.
+            Exception: what the tool raises.
+        """
+        lines, _ = self._metrics.read_on()
+        points, sent = self._new([point_of(line) for line in lines])
+        self._waiting.extend(self._samples.read_on()[0])
+        if points:
+            self._outlet.send(points, self._cursor.points)
+            total = self._cursor.points + len(points)
+            place = LinesRead.of(self._metrics)
+            self._keep(msgspec.structs.replace(self._cursor, sent=sent, points=total, metrics=place))
+        if self._step >= self._cursor.tabled + ROW_STEPS:
+            self._hand_on_table()
+        return self._metrics.more or self._samples.more
+
+    def finish(self) -> None:
+        """Hand on the rest, and close the tool.
+
+        Raises:
+            StoreError, Exception: as `advance`.
+        """
+        while self.advance():
+            pass
+        self._hand_on_table()
+        self._outlet.close()
+
+    @property
+    def _step(self) -> int:
+        return self._cursor.sent.get("step", 0)
+
+    def _new(self, points: Sequence[MetricsPoint]) -> tuple[list[MetricsPoint], dict[str, int]]:
+        """Those that the tool does not have, and the newest step of each curve with them."""
+        sent, new = dict(self._cursor.sent), []
+        for point in points:
+            if point.step > sent.get(point.curve, -1):
+                sent[point.curve] = point.step
+                new.append(point)
+        return new, sent
+
+    def _hand_on_table(self) -> None:
+        if not self._waiting:
+            return
+        self._outlet.table(self._step, [_shortened(sample) for sample in self._waiting], self._cursor.points)
+        self._waiting.clear()
+        self._keep(msgspec.structs.replace(self._cursor, tabled=self._step, samples=LinesRead.of(self._samples)))
+
+    def _keep(self, cursor: Cursor) -> None:
+        if cursor != self._cursor or not self._path.exists():
+            write_atomically(self._path, msgspec.json.encode(cursor))
+            self._cursor = cursor
+
+
+def _shortened(sample: SampledCompletion) -> SampledCompletion:
+    prompt, completion = sample.prompt[:_LONGEST_TEXT], sample.completion[:_LONGEST_TEXT]
+    return msgspec.structs.replace(sample, prompt=prompt, completion=completion)

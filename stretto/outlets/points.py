@@ -1,0 +1,87 @@
+"""The lines of a run as points of curves: the same names as in docs/metrics.md, a section for each kind of line and for
+each map of a line."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.core.records import Record
+from stretto.store.series.metrics import MetricsLine, SetEvaluationLine, StepMetrics
+
+Value = str | int | float | bool
+
+_BOUNDS = ("low", "high")  # of an interval
+
+
+class MetricsPoint(Record, frozen=True):
+    """The numbers of one line, at one step. `curve` is the kind of the line, and of a further set its name too; of one
+    curve, steps grow.
+
+    Example: ``MetricsPoint("step", 12, 84.5, {"reward": 0.5, "trainer/loss": -0.02, "busy/engine-0": 0.97})``
+    """
+
+    curve: str
+    step: int
+    seconds: float  # since the run began
+    values: Mapping[str, float]
+
+
+def point_of(line: MetricsLine) -> MetricsPoint:
+    """The numbers of a line, but for those that were not measured.
+
+    >>> from stretto.store.series.metrics import EvaluationLine
+    >>> line = EvaluationLine(8, 8, 60.0, 50.0, 0.5, prompts=2, pass_at={4: 0.75}, ci95=(0.25, 0.75))
+    >>> sorted(point_of(line).values)[:4]
+    ['evaluation/accuracy', 'evaluation/ci95/high', 'evaluation/ci95/low', 'evaluation/pass_at/4']
+    """
+    match line:
+        case StepMetrics():
+            curve = "step"
+        case SetEvaluationLine(name=name):
+            curve = f"evaluation_set/{name}"
+        case _:
+            curve = "evaluation"
+    section = "" if curve == "step" else f"{curve}/"
+    fields = msgspec.to_builtins(line, str_keys=True)
+    del fields["kind"], fields["step"]
+    return MetricsPoint(
+        curve, line.step, line.wall_seconds, {f"{section}{name}": value for name, value in _numbers(fields)}
+    )
+
+
+def _numbers(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in fields.items():
+        match value:
+            case bool() | str() | None:
+                continue
+            case int() | float():
+                if math.isfinite(value):
+                    yield name, value
+            case dict():
+                yield from ((f"{name}/{inner}", number) for inner, number in _numbers(value))
+            case [float() | int(), float() | int()]:
+                yield from _numbers({f"{name}/{end}": bound for end, bound in zip(_BOUNDS, value, strict=True)})
+
+
+def flat_recipe(path: Path) -> dict[str, Value]:
+    """The recipe of a run folder, each key with its sections: ``{"trainer.steps": 400, ...}``. A list is its JSON.
+
+    Raises:
+        OSError, ValueError: it cannot be read.
+    """
+    return dict(_flat(tomllib.loads(path.read_text(encoding="utf-8"))))
+
+
+def _flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Value]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{section}{key}.")
+        else:
+            yield f"{section}{key}", value if isinstance(value, Value) else json.dumps(value, default=str)

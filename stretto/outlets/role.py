@@ -1,0 +1,96 @@
+"""The process that follows a run for one tool: ``python -m stretto.outlets.role SPEC``.
+
+It is no part of the run's work: it has the lowest claim to the processor, and the run waits for it at its own end only,
+for a while. It knows no retries: what a tool raises ends it, and another one goes on from the cursor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.core.records import Record
+from stretto.outlets.follower import About, Cursor, Outlet, RunFollower, read_cursor
+from stretto.outlets.points import flat_recipe
+from stretto.outlets.tools.mlflow_run import MlflowRun
+from stretto.outlets.tools.tensorboard_files import TensorboardFiles
+from stretto.outlets.tools.trackio_run import TrackioRun
+from stretto.outlets.tools.wandb_run import WandbRun
+from stretto.processes.heartbeat import end_with_conductor, own_heartbeat
+from stretto.store.folder.run_folder import RunFolder
+
+MODULE = "stretto.outlets.role"
+
+#: By the name of the tool, which its package has too.
+_TOOLS: Mapping[str, Callable[[Any, About, Cursor], Outlet]] = {
+    "wandb": WandbRun,
+    "tensorboard": TensorboardFiles,
+    "mlflow": MlflowRun,
+    "trackio": TrackioRun,
+}
+_POLL_SECONDS = 1.0
+_LOWEST = 19  # of the priorities of processes
+
+
+class FollowerSpec(Record, frozen=True):
+    """What to follow, and for which tool. The run ends when the other end of the pipe `until` is closed.
+
+    Example: ``FollowerSpec("wandb", "runs/first", "stretto", "first", ("baseline",), until=7)``
+    """
+
+    tool: str
+    folder: str
+    project: str
+    name: str
+    tags: tuple[str, ...]
+    until: int
+
+
+def main(arguments: list[str]) -> int:
+    """Follow until the run has ended, and hand on the rest."""
+    spec = msgspec.json.decode(arguments[0], type=FollowerSpec)
+    end_with_conductor()
+    os.nice(_LOWEST)
+    follow(spec, own_heartbeat())
+    return 0
+
+
+def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
+    """`main`; `beat` is called as long as the tool replies.
+
+    Raises:
+        Exception: what the tool raises, the run's files, or the cursor.
+    """
+    folder = RunFolder(Path(spec.folder).resolve())
+    folder.outlets.mkdir(exist_ok=True)
+    path = folder.outlets / f"{spec.tool}.json"
+    cursor = read_cursor(path)
+    if not cursor.began:
+        cursor = msgspec.structs.replace(cursor, began=_beginning(folder))
+    name = spec.name or folder.path.name
+    about = About(folder.path, spec.project, name, spec.tags, flat_recipe(folder.recipe), cursor.began)
+    outlet = _TOOLS[spec.tool](importlib.import_module(spec.tool), about, cursor)
+    follower = RunFollower(folder.path, path, cursor, outlet)
+    beat()
+    while not select.select([spec.until], (), (), _POLL_SECONDS)[0]:
+        while follower.advance():
+            beat()
+        beat()
+    follower.finish()
+
+
+def _beginning(folder: RunFolder) -> float:
+    """When the run began: its record of the machine is written then, and never again."""
+    machine = folder.path / "machine.json"
+    return (machine if machine.exists() else folder.recipe).stat().st_mtime
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

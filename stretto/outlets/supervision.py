@@ -1,0 +1,155 @@
+"""The processes that follow a run for its tools, from the conductor's side: started, replaced, ended with the run.
+
+No failure of theirs is the run's: it is a sentence in the log, said once as long as a tool takes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.deadlines import waiting
+from stretto.core.errors import DeadlineExceeded, RoleDied, described
+from stretto.core.tasks import cancel_and_wait
+from stretto.outlets.config import LoggingConfig
+from stretto.outlets.role import MODULE, FollowerSpec
+from stretto.processes.role import RoleProcess
+from stretto.store.folder.run_folder import RunFolder
+
+HUNG_SECONDS = 120.0  #: in which a tool has to reply
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before another process tries again
+_END_SECONDS = 20.0  # for a tool to take the rest when the run has ended
+_STOP_SECONDS = 2.0  # when it is stopped, and may go on later
+_GRACE = 0.0
+_LAST_WORDS = 300  # characters
+
+
+@asynccontextmanager
+async def followed(
+    config: LoggingConfig,
+    folder: RunFolder,
+    say: Callable[[str], None],
+    stopped: Callable[[], bool],
+    hung: float = HUNG_SECONDS,
+) -> AsyncIterator[None]:
+    """Have each tool of the recipe follow the run as long as the block lasts.
+
+    Args:
+        say: gets the sentences of the log.
+        stopped: whether the run ends before its last step; then, or when it fails, tools have less time for its end.
+        hung: seconds in which a tool has to reply.
+    """
+    followers = [ToolFollower(tool, config, folder, say, hung) for tool in config.to]
+    tasks = {follower.tool: asyncio.create_task(follower.run(), name=follower.tool) for follower in followers}
+    seconds = _STOP_SECONDS
+    try:
+        yield
+        seconds = _STOP_SECONDS if stopped() else _END_SECONDS
+    finally:
+        await asyncio.gather(*(follower.end(tasks[follower.tool], seconds) for follower in followers))
+
+
+class ToolFollower:
+    """The process that follows a run for one tool, and those that replace it."""
+
+    def __init__(
+        self, tool: str, config: LoggingConfig, folder: RunFolder, say: Callable[[str], None], hung: float
+    ) -> None:
+        self.tool = tool
+        self._say, self._log = say, folder.role_log(tool)
+        self._cursor = folder.outlets / f"{tool}.json"
+        self._spec = FollowerSpec(
+            tool=tool,
+            folder=str(folder.path),
+            project=config.project,
+            name=config.name,
+            tags=config.tags,
+            until=-1,
+        )
+        self._process = RoleProcess(tool, MODULE, self._log, hung)
+        self._ending = asyncio.Event()
+        self._until: int | None = None  # our end of the pipe
+
+    async def run(self) -> None:
+        """Start processes until one has handed on everything after `end`; no error but a cancellation leaves it."""
+        pause, told, before = _FIRST_PAUSE, False, self._has()
+        while True:
+            ending = self._ending.is_set()
+            how = await self._once()
+            if (after := self._has()) != before:  # the tool has taken something meanwhile
+                pause, told, before = _FIRST_PAUSE, False, after
+            if ending or not how:
+                break
+            if not told:
+                self._say(
+                    f"{self.tool} takes nothing: {how}; the run goes on without it, and tries again ({self._log})"
+                )
+                told = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        if how:
+            self._say(f"{self.tool} has not taken the end of the run: {how}")
+
+    def _has(self) -> bytes:
+        """What the tool has, as its cursor says."""
+        try:
+            return self._cursor.read_bytes()
+        except OSError:
+            return b""
+
+    async def _once(self) -> str:
+        """One process from its start to its end; "" if it was asked to end and has handed on everything."""
+        try:
+            far, self._until = os.pipe()
+        except OSError as error:
+            return described(error)
+        if self._ending.is_set():
+            self._close()
+        try:
+            spec = msgspec.structs.replace(self._spec, until=far)
+            # Roles look for nothing in Hugging Face's hub; a tool may send to it.
+            online = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
+            await self._process.start(spec, 1, (far,), environment=online)
+        except RoleDied as error:
+            return error.how
+        finally:
+            os.close(far)
+        how = await self._process.ended()
+        self._close()
+        return "" if how.endswith("exit code 0") else f"{_last_words(self._log)} ({how})"
+
+    async def end(self, task: asyncio.Task[None], seconds: float) -> None:
+        """The run has ended: the process hands on the rest, `seconds` long at most."""
+        self._ending.set()
+        self._close()
+        with waiting("conductor", f"{self.tool} to take the end of the run", seconds):
+            await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            self._say(f"{self.tool} has not taken the end of the run within {seconds:g} s")
+            await cancel_and_wait([task])
+            with contextlib.suppress(DeadlineExceeded):  # the kernel does not let go of it: it ends with this process
+                await self._process.stop(_GRACE)
+
+    def _close(self) -> None:
+        if self._until is not None:
+            os.close(self._until)
+            self._until = None
+
+
+def _last_words(log: Path) -> str:
+    """The last line of a log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 4 * _LAST_WORDS))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError as error:
+        return described(error)
+    said = [line.strip() for line in lines if line.strip()]
+    return said[-1][:_LAST_WORDS] if said else "it has said nothing"

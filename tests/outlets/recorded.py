@@ -1,0 +1,102 @@
+"""A run folder whose lines a test writes itself, and a tool that keeps what it gets as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from stretto.core.records import Outcome
+from stretto.outlets.follower import Cursor, RunFollower, read_cursor
+from stretto.outlets.points import MetricsPoint
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.lines import LineWriter
+from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
+from stretto.store.series.samples import SampledCompletion
+
+
+def step(number: int, reward: float = 0.5) -> StepMetrics:
+    return StepMetrics(
+        step=number,
+        version=number,
+        wall_seconds=10.0 + number,
+        rl_seconds=float(number),
+        accuracy=0.25,
+        reward=reward,
+        length_mean=30.0,
+        length_max=90,
+        staleness_mean=1.5,
+        staleness_max=4,
+        trained_tokens=960,
+        trainer={"loss": 0.25, "entropy": None},
+        queues={"buffered": 3.0},
+        busy={"engine-0": 0.75},
+    )
+
+
+def evaluation(number: int) -> EvaluationLine:
+    return EvaluationLine(number, number, 10.0 + number, float(number), accuracy=0.125, prompts=8)
+
+
+def sample(version: int) -> SampledCompletion:
+    return SampledCompletion(version, "17", "3+8=", "11", f"3+8={version}", Outcome.WRONG, 0.0, "", (version,))
+
+
+class RecordedRun:
+    """The folder of a run that has written no line yet."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        (path / "recipe.toml").write_text("seed = 1\n[trainer]\nsteps = 6\n")
+        self.folder = RunFolder(path)
+        self.metrics = MetricsLog(self.folder.metrics)
+        self.samples: LineWriter[SampledCompletion] = LineWriter(self.folder.samples)
+
+
+class JsonLines:
+    """An outlet: a file with a line for each point and for each table. It is out of order while `fault` is there."""
+
+    run = "a run"
+
+    def __init__(self, path: Path, fault: Path) -> None:
+        self._path, self._fault = path, fault
+
+    def send(self, points: Sequence[MetricsPoint], first: int) -> None:
+        self._append([[point.curve, point.step, point.values] for point in points])
+
+    def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
+        self._append([["table", step, [row.completion for row in rows]]])
+
+    def close(self) -> None: ...
+
+    def _append(self, lines: Sequence[object]) -> None:
+        if self._fault.exists():
+            raise ConnectionError("the tool does not answer")
+        with self._path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+class Followed:
+    """A run that is followed for `JsonLines`; `follower` is new after each `restart`, as after a death."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+        self.run = RecordedRun(path / "run")
+        self.fault, self._got, self._cursor = path / "fault", path / "got.jsonl", path / "cursor.json"
+        self.restart()
+
+    def restart(self) -> None:
+        outlet = JsonLines(self._got, self.fault)
+        self.follower = RunFollower(self.run.folder.path, self._cursor, read_cursor(self._cursor), outlet)
+
+    @property
+    def cursor(self) -> Cursor:
+        return read_cursor(self._cursor)
+
+    def got(self, curve: str) -> list[tuple[int, object]]:
+        """What the tool got of a curve: steps, and rewards or accuracies or the rows of a table."""
+        if not self._got.exists():
+            return []
+        lines = [json.loads(line) for line in self._got.read_text().splitlines()]
+        worth = {"step": "reward", "evaluation": "evaluation/accuracy"}.get(curve)
+        return [(number, value[worth] if worth else value) for name, number, value in lines if name == curve]

@@ -1,0 +1,126 @@
+"""Promises, with the package tensorboard in real processes: a tool that is out of order, hangs, dies or cannot be
+imported costs the run one sentence; it has every line once in the end, as TensorBoard reads them; no process is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from stretto.outlets.config import LoggingConfig
+from stretto.outlets.follower import read_cursor
+from stretto.outlets.role import MODULE
+from stretto.outlets.supervision import followed
+from tests.launch.warm import children_of
+from tests.outlets.recorded import RecordedRun, evaluation, sample, step
+
+TENSORBOARD = LoggingConfig(to=("tensorboard",), tags=("baseline",))
+_PATIENCE = 100.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RecordedRun:
+    made = RecordedRun(tmp_path / "run")
+    made.folder.logs.mkdir()
+    return made
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(_PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def processes() -> list[int]:
+    """Those that follow a run."""
+    return [pid for pid in children_of(os.getpid()) if MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def sent(run: RecordedRun, tool: str = "tensorboard") -> int:
+    """The newest step that a tool has."""
+    return read_cursor(run.folder.outlets / f"{tool}.json").sent.get("step", 0)
+
+
+def curves(run: RecordedRun) -> EventAccumulator:
+    """The folder as TensorBoard reads it."""
+    return EventAccumulator(str(run.folder.path / "tensorboard")).Reload()
+
+
+def points(found: EventAccumulator, name: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in found.Scalars(name)]
+
+
+def test_an_outage_a_hang_and_a_death_cost_a_sentence_each_and_no_line(run: RecordedRun) -> None:
+    said: list[str] = []
+    in_the_way = run.folder.path / "tensorboard"
+    in_the_way.touch()  # a file where the tool wants a folder
+
+    async def follow() -> None:
+        async with followed(TENSORBOARD, run.folder, said.append, lambda: False, hung=4.0):
+            run.metrics.append(step(1))
+            await until(lambda: said)
+            in_the_way.unlink()
+            await until(lambda: sent(run) == 1)
+            os.kill(processes()[0], signal.SIGSTOP)
+            run.metrics.append(step(2))
+            await until(lambda: sent(run) == 2)
+            os.kill(processes()[0], signal.SIGKILL)
+            await until(lambda: len(said) >= 3)
+            run.metrics.append(evaluation(2))
+            run.metrics.append(step(3))
+            run.samples.append([sample(3)])
+        assert processes() == []
+
+    asyncio.run(follow())
+    assert said[0].startswith("tensorboard takes nothing: FileExistsError")
+    assert "heartbeat" in said[1]
+    assert "SIGKILL" in said[-1]
+    found = curves(run)
+    assert points(found, "reward") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert points(found, "trainer/loss") == [(1, 0.25), (2, 0.25), (3, 0.25)]
+    assert points(found, "evaluation/accuracy") == [(2, 0.125)]
+    texts = {name: found.Tensors(name)[-1].tensor_proto.string_val[0].decode() for name in found.Tags()["tensors"]}
+    assert "trainer.steps = 6" in texts["recipe"]
+    assert "baseline" in texts["tags"]
+    assert "    3+8=3" in texts["samples"].splitlines()
+
+
+def test_a_package_that_cannot_be_imported_costs_a_sentence(
+    run: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tensorboard.py").write_text("raise ImportError('a library of its is missing')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}")
+    said: list[str] = []
+
+    async def follow() -> None:
+        async with followed(TENSORBOARD, run.folder, said.append, lambda: True):
+            run.metrics.append(step(1))
+            await until(lambda: said)
+        assert processes() == []
+
+    asyncio.run(follow())
+    assert "ImportError: a library of its is missing" in said[0]
+    assert "the run goes on without it" in said[0]
+    assert sent(run) == 0
+
+
+def test_the_end_of_a_run_waits_for_a_tool_only_for_a_while(run: RecordedRun) -> None:
+    said: list[str] = []
+
+    async def follow() -> None:
+        async with followed(TENSORBOARD, run.folder, said.append, stopped=lambda: True):
+            run.metrics.append(step(1))
+            await until(lambda: sent(run) == 1)
+            os.kill(processes()[0], signal.SIGSTOP)
+            run.metrics.append(step(2))
+        assert processes() == []
+
+    asyncio.run(follow())
+    assert said == ["tensorboard has not taken the end of the run within 2 s"]
+    assert sent(run) == 1

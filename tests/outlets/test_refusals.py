@@ -1,0 +1,40 @@
+"""Promises: a tool that stretto does not know, or that is not installed, is refused before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import RecipeError
+from stretto.launch.preflight.checks import check_logging, is_installed
+from stretto.launch.recipe.recipe import load_recipe
+from stretto.outlets.config import LoggingConfig
+from tests.launch.running import TINY
+
+
+def test_an_unknown_tool_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(RecipeError, match=r"logging.to.*'wanb' is no tool .* did you mean 'wandb'\?"):
+        load_recipe(TINY, ["logging.to=['wanb']"])
+
+
+def test_one_tool_needs_no_list_and_none_is_named_twice() -> None:
+    assert load_recipe(TINY, ["logging.to=wandb"]).logging.to == ("wandb",)
+    assert load_recipe(TINY, ["logging.to=['mlflow','mlflow']"]).logging.to == ("mlflow",)
+    assert load_recipe(TINY).logging.to == ()
+
+
+def test_a_tool_that_is_not_installed_is_refused_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(RecipeError) as refused:
+        check_logging(LoggingConfig(to=("tensorboard", "trackio")))
+    assert str(refused.value) == "logging.to: 'trackio' is not installed; pip install 'stretto[trackio]'"
+
+
+def test_the_folder_that_a_tool_has_left_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B writes to a folder `wandb`, which Python would import as a package without code."""
+    (tmp_path / "left_by_a_tool").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not is_installed("left_by_a_tool")
+    assert is_installed("pytest")
