@@ -203,7 +203,7 @@ class SimulatedRun:
         past = EarlierTotals()
         clock = RunClock(past, time.monotonic())
         recorder = Recorder(
-            self.folder, self.ledger, SilentReporter(), self.roles.work, recipe.rollout.max_staleness, past, clock
+            self.folder, self.ledger, SilentReporter(), self.roles.work, recipe.rollout.staleness_bounds[1], past, clock
         )
         in_flight = InFlight(self.pool, self.ledger)
         self.pool.keep_with(in_flight.keep)

@@ -16,13 +16,12 @@ the recipe says what is allowed and which key is near.
 from __future__ import annotations
 
 from stretto.engine.config import EngineConfig
-from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
+from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.config import BuildConfig
 from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
-from stretto.store.series.tokens import TokensConfig
 from stretto.trainer.config import LoraConfig, SupervisedConfig, TrainerConfig
 from stretto.worlds.data.dataset import JsonlTask
 from stretto.worlds.sources.gym_source import GymSource
@@ -40,6 +39,7 @@ __all__ = [
     "EvaluationConfig",
     "GymSource",
     "JsonlTask",
+    "LoggingConfig",
     "LoraConfig",
     "ModelConfig",
     "ProgramsTask",
@@ -50,6 +50,5 @@ __all__ = [
     "SamplingConfig",
     "StoreConfig",
     "SupervisedConfig",
-    "TokensConfig",
     "TrainerConfig",
 ]

@@ -22,6 +22,12 @@ def watch(
         str | None, typer.Option(help="What opens the dashboard [default: a new one for each start].")
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
+    allow_replay: Annotated[
+        bool, typer.Option("--allow-replay", help="Let the page begin `stretto replay`, one at a time.")
+    ] = False,
+    replays: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of these replays [default: in the cache].")
+    ] = None,
     terminal: Annotated[
         bool, typer.Option("--terminal", help="Show one run here and serve nothing, until it ends; q leaves.")
     ] = False,
@@ -32,7 +38,9 @@ def watch(
 
         watch_in_terminal(folders or [Path("runs")])
         return
-    from stretto.watch.serve import PASSWORD, watch
+    from stretto.core.machine import cache_folder
+    from stretto.watch.serve import watch
+    from stretto.watch.web.guard import PASSWORD
 
     watch(
         folders or [Path("runs")],
@@ -42,4 +50,5 @@ def watch(
         password=os.environ.get(PASSWORD),
         opens=not no_open,
         say=lambda text: print(text, flush=True),
+        replays=(replays or cache_folder() / "replays") if allow_replay else None,
     )

@@ -1,4 +1,4 @@
-"""`[logging]`: the tools that a run is shown in, beside stretto's own pages."""
+"""Settings of `[logging]`: the tools that a run is shown in, beside stretto's own pages."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _known(name: object) -> object:
 Tag = Annotated[str, Field(min_length=1, max_length=64)]
 
 
-class LoggingConfig(BaseModel, extra="forbid", frozen=True):
+class OutletsConfig(BaseModel, extra="forbid", frozen=True):
     """The tools that a run is shown in, beside its own pages (docs/logging.md).
 
-    Example: ``LoggingConfig(to=("wandb", "tensorboard"), project="arithmetic")``
+    Example: ``OutletsConfig(to=("wandb", "tensorboard"), project="arithmetic")``
     """
 
     to: Annotated[tuple[Annotated[Tool, BeforeValidator(_known)], ...], BeforeValidator(_listed)] = Field(

@@ -17,7 +17,7 @@ import msgspec
 from stretto.core.deadlines import waiting
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.core.tasks import cancel_and_wait
-from stretto.outlets.config import LoggingConfig
+from stretto.outlets.config import OutletsConfig
 from stretto.outlets.role import MODULE, FollowerSpec
 from stretto.processes.role import RoleProcess
 from stretto.store.folder.run_folder import RunFolder
@@ -32,7 +32,7 @@ _LAST_WORDS = 300  # characters
 
 @asynccontextmanager
 async def followed(
-    config: LoggingConfig,
+    config: OutletsConfig,
     folder: RunFolder,
     say: Callable[[str], None],
     stopped: Callable[[], bool],
@@ -59,7 +59,7 @@ class ToolFollower:
     """The process that follows a run for one tool, and those that replace it."""
 
     def __init__(
-        self, tool: str, config: LoggingConfig, folder: RunFolder, say: Callable[[str], None], hung: float
+        self, tool: str, config: OutletsConfig, folder: RunFolder, say: Callable[[str], None], hung: float
     ) -> None:
         self.tool = tool
         self._say, self._log = say, folder.role_log(tool)

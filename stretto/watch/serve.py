@@ -16,11 +16,11 @@ from types import FrameType
 
 from stretto.core.errors import Problem, RunFolderError
 from stretto.processes.http.server import HttpServer, settings_of
-from stretto.watch.runs.catalog import Catalog
+from stretto.watch.runs.catalog import Catalog, is_run
 from stretto.watch.web.app import Dashboard
-from stretto.watch.web.guard import Guard
+from stretto.watch.web.guard import PASSWORD, Guard
+from stretto.watch.web.replay import Replays
 
-PASSWORD = "STRETTO_WATCH_PASSWORD"  #: the environment variable that has the password
 _SHORTEST_PASSWORD = 8
 _SHUTDOWN_SECONDS = 1
 _KEEP_ALIVE_SECONDS = 30
@@ -44,6 +44,7 @@ def watch(
     opens: bool,
     say: Callable[[str], None],
     cache: Path | None = None,
+    replays: Path | None = None,
 ) -> None:
     """Serve until a signal ends it; the address is said when it listens.
 
@@ -51,6 +52,7 @@ def watch(
         token: what opens the dashboard on loopback; None makes one.
         password: what opens it where others than this machine may ask; see `PASSWORD`.
         opens: open the address in a browser.
+        replays: the folder of what replays make that are begun from the page; None allows none.
 
     Raises:
         RunFolderError: a folder is not there, the address cannot be had, or there is no password for it.
@@ -58,12 +60,15 @@ def watch(
     loopback = _is_loopback(host)
     secret = _secret(host, loopback, token, password)
     _check_folders(folders)
+    if replays is not None:
+        replays = _folder_of_replays(replays)
+        folders = [*folders, replays]
     bound = _bind(host, port)
     port = bound.getsockname()[1]
     name = "127.0.0.1" if host in ("", "0.0.0.0") else host
     shown = f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
     address = f"{shown}?token={secret}" if loopback else shown
-    dashboard = Dashboard(Catalog(folders, cache))
+    dashboard = Dashboard(Catalog(folders, cache), Replays(replays))
     app = Guard(dashboard.app(), secret, port, loopback=loopback)
     settings = settings_of(
         app,
@@ -123,6 +128,18 @@ def _check_folders(folders: Sequence[Path]) -> None:
     ]
     if problems:
         raise RunFolderError(problems)
+
+
+def _folder_of_replays(folder: Path) -> Path:
+    folder = folder.resolve()
+    if inside := next((path for path in (folder, *folder.parents) if is_run(path)), None):
+        found = f"is in the run folder {inside}, and the dashboard writes into no run"
+        raise RunFolderError([Problem(f"--replays {folder}", found, "give another folder")])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError([Problem(f"--replays {folder}", error.strerror or str(error), "give a folder")]) from error
+    return folder
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -70,12 +70,13 @@ def _run_of(folders: Sequence[Path]) -> WatchedRun:
 
 def _follow(run: WatchedRun, leaves: Leaves) -> None:
     follower = LineFollower(RunFolder(run.folder).metrics, _LINE)
-    lines: list[MetricsLine] | None = []
+    lines: list[MetricsLine] = []
     while True:  # a second time when the file was written again: the run goes on from an earlier step
         with _display(run) as display:
-            lines = _show_on(run, follower, display, lines, leaves)
-        if lines is None:
+            again = _show_on(run, follower, display, lines, leaves)
+        if again is None:
             break
+        lines = again
     if follower.fault is not None:
         display.say(follower.fault)
     now = run.condition()

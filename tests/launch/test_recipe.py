@@ -62,6 +62,16 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
         ["rollout.max_staleness: -1", "greater than or equal to 0"],
     ),
     ("half a version", "[rollout]\nmax_staleness = 1.5", ["rollout.max_staleness", "whole number of versions, or inf"]),
+    (
+        "staleness by itself, misspelt",
+        '[rollout]\nmax_staleness = "atuo"',
+        ["rollout.max_staleness: 'atuo'", "valid number or 'auto'"],
+    ),
+    (
+        "bounds in the wrong order",
+        '[rollout]\nmax_staleness = "auto"\nstaleness_min = 9',
+        ["rollout: staleness_min = 9 is more than staleness_max = 8", "lower the first"],
+    ),
     ("no staleness", "[rollout]\nmax_staleness = nan", ["rollout.max_staleness: nan"]),
     (
         "an unknown word",

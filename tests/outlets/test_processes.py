@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stretto.outlets.config import LoggingConfig
+from stretto.outlets.config import OutletsConfig
 from stretto.outlets.follower import read_cursor
 from stretto.outlets.role import MODULE
 from stretto.outlets.supervision import followed
 from tests.launch.warm import children_of
 from tests.outlets.recorded import RecordedRun, evaluation, sample, step
 
-TENSORBOARD = LoggingConfig(to=("tensorboard",), tags=("baseline",))
+TENSORBOARD = OutletsConfig(to=("tensorboard",), tags=("baseline",))
 _PATIENCE = 100.0
 
 

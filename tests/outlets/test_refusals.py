@@ -10,7 +10,7 @@ import pytest
 from stretto.core.errors import RecipeError
 from stretto.launch.preflight.checks import check_logging, is_installed
 from stretto.launch.recipe.recipe import load_recipe
-from stretto.outlets.config import LoggingConfig
+from stretto.outlets.config import OutletsConfig
 from tests.launch.running import TINY
 
 
@@ -28,7 +28,7 @@ def test_one_tool_needs_no_list_and_none_is_named_twice() -> None:
 def test_a_tool_that_is_not_installed_is_refused_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(RecipeError) as refused:
-        check_logging(LoggingConfig(to=("tensorboard", "trackio")))
+        check_logging(OutletsConfig(to=("tensorboard", "trackio")))
     assert str(refused.value) == "logging.to: 'trackio' is not installed; pip install 'stretto[trackio]'"
 
 

@@ -29,6 +29,7 @@ class WatchServer:
     runs: Path
     cache: Path
     port: int
+    replays: bool = False
     process: subprocess.Popen[str] | None = None
 
     @property
@@ -37,6 +38,7 @@ class WatchServer:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "stretto.cli.main", "watch", str(self.runs), "--port", str(self.port)]
+        command += ["--allow-replay", "--replays", str(self.cache / "replays")] if self.replays else []
         self.process = subprocess.Popen(
             [*command, "--token", TOKEN, "--no-open"],
             cwd=ROOT,

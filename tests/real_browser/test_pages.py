@@ -29,6 +29,7 @@ PAGES = {
     "health": "#/runs/{hostile}/health",
     "alarms": "#/runs/{hostile}/alarms",
     "recipe": "#/runs/{recorded}/recipe",
+    "replay": "#/runs/{recorded}/replay",
     "diff": "#/diff?a={one}&b={other}",
     "damaged": "#/runs/{damaged}/curves",
 }
@@ -168,6 +169,12 @@ def test_two_runs_are_compared_at_the_step_where_they_part(page: Page) -> None:
     diff = page.get_by_test_id("diff")
     expect(diff).to_have_attribute("data-step", "2")
     expect(diff).to_contain_text("trainer.learning_rate")
+
+
+def test_a_replay_is_not_offered_by_a_server_that_begins_none(page: Page) -> None:
+    visit(page, "replay")
+    expect(page.locator('[data-allowed="false"]')).to_contain_text("--allow-replay")
+    expect(page.get_by_role("button", name="Begin")).to_have_count(0)
 
 
 def test_shortcuts_go_from_page_to_page(page: Page) -> None:

@@ -16,17 +16,18 @@ from stretto.processes.http.server import HttpServer, settings_of
 from stretto.watch.runs.catalog import Catalog
 from stretto.watch.web.app import Dashboard
 from stretto.watch.web.guard import Guard
+from stretto.watch.web.replay import Replays
 from tests.watch.runs import write_run
 
 TOKEN = "a-token"
 
 
 @contextmanager
-def serving(runs: Path, cache: Path) -> Iterator[httpx.Client]:
+def serving(runs: Path, cache: Path, replays: Replays | None = None) -> Iterator[httpx.Client]:
     """A server of the runs of a folder, and a client that knows the token."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    dashboard = Dashboard(Catalog([runs], cache))
+    dashboard = Dashboard(Catalog([runs], cache), replays)
     app = Guard(dashboard.app(), TOKEN, port, loopback=True)
     server = HttpServer(settings_of(app, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))

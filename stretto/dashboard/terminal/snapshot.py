@@ -139,7 +139,7 @@ class Watcher:
             ("reward", f"{metrics.reward:.3f}"),
             *((name, f"{value:.3f}") for name, value in metrics.rewards.items() if value is not None),
             ("length", f"{metrics.length_mean:.1f}, longest {metrics.length_max}"),
-            ("staleness", f"{metrics.staleness_mean:.2f}, largest {metrics.staleness_max}"),
+            ("staleness", f"{metrics.staleness_mean:.2f}, largest {metrics.staleness_max}{_bound(metrics)}"),
         ]
         facts += [
             (shown, f"{value:.3g}")
@@ -155,3 +155,7 @@ class Watcher:
             return {}
         seconds = now - then
         return {"generated": (generated - generated_then) / seconds, "trained": (trained - trained_then) / seconds}
+
+
+def _bound(metrics: StepMetrics) -> str:
+    return "" if metrics.max_staleness is None else f", bound {metrics.max_staleness:g}"

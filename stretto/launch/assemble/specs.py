@@ -12,6 +12,7 @@ from stretto.engine.spec import EngineSpec
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.engines.pool import ENGINE_ROLE
+from stretto.store.series.tokens import TokensConfig
 from stretto.trainer.spec import TokensSpec, TrainerSpec
 
 EXTERNAL_ENGINE_ROLE = "stretto.engine.external.role"
@@ -41,7 +42,7 @@ def in_rounds(recipe: Recipe) -> bool:
         return False
     batching = recipe.engine.batching
     repeatable = recipe.engine.kind == "native"
-    return batching == "rounds" or (batching == "auto" and recipe.rollout.max_staleness == 0 and repeatable)
+    return batching == "rounds" or (batching == "auto" and recipe.rollout.staleness_bounds[1] == 0 and repeatable)
 
 
 def engine_role(config: EngineConfig) -> str:
@@ -81,7 +82,7 @@ def engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, publ
 def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) -> TrainerSpec:
     """The trainer of a run; `tokens` is the folder for what becomes of each token."""
     recipe = plan.recipe
-    kept = TokensSpec(folder=str(tokens), config=recipe.logging.model_dump_json())
+    kept = TokensSpec(folder=str(tokens), config=recipe.logging.model_dump_json(include=set(TokensConfig.model_fields)))
     return TrainerSpec(
         model=str(model),
         mailbox=endpoints.mailbox,

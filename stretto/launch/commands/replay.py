@@ -24,13 +24,14 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.errors import CheckpointLost, Problem, RoleError, RunFolderError, StoreError
-from stretto.core.records import Record, Update
+from stretto.core.records import Update
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
 from stretto.launch.recipe.recorded import RECIPE, recorded_recipe
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.learner.recovery import START, Recovery, check_start
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.store.folder.branch import CHANGEABLE, ORIGIN, Branch
 from stretto.store.folder.policies import same_weights, why_incomparable
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.reading import last_step, read_batches, read_fact
@@ -39,19 +40,7 @@ from stretto.store.ledger.schema import open_for_reading
 from stretto.store.series.metrics import MetricsLog, read_metrics
 from stretto.trainer.spec import TrainerSpec
 
-#: Sections that a replay may change: those that decide what a batch does to the weights.
-_MAY_CHANGE = ("algorithm", "trainer")
-
 _STOP_GRACE = 1.0
-
-
-class Branch(Record, frozen=True):
-    """``branch.json``: the origin of a branch. `changes` are the settings that differ, each with both values."""
-
-    run: str
-    first_step: int  # trained after this step
-    last_step: int
-    changes: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -97,10 +86,10 @@ def replay(
     before = recorded_recipe(folder, read_fact(folder.ledger, RECIPE, str))
     _refuse_edited(folder, before)
     after = load_recipe(folder.recipe, overrides)
-    refused = differences(before, after, _MAY_CHANGE)
+    refused = differences(before, after, CHANGEABLE)
     if refused:
         raise RunFolderError(
-            Problem(f"--set {key}", found, f"a replay may change {' and '.join(_MAY_CHANGE)}") for key, found in refused
+            Problem(f"--set {key}", found, f"a replay may change {' and '.join(CHANGEABLE)}") for key, found in refused
         )
     changes = dict(differences(before, after))
     check_start(folder)
@@ -223,7 +212,7 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
 
 def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, updates: Sequence[Update]) -> None:
     """Complete the branch as a run folder: the run's ledger and metrics, with the branch's updates."""
-    (target / "branch.json").write_bytes(msgspec.json.format(msgspec.json.encode(branch)) + b"\n")
+    (target / ORIGIN).write_bytes(msgspec.json.format(msgspec.json.encode(branch)) + b"\n")
     (target / "recipe.toml").write_text(to_toml(recipe))
     try:
         with (

@@ -49,7 +49,6 @@ _MAY_CHANGE = (
     "store",
     "logging",
     "cluster",
-    "logging",
 )
 
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"

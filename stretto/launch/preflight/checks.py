@@ -32,7 +32,7 @@ from stretto.model.attention_support import refuse_unsupported, refuse_untrainab
 from stretto.model.hf.fitting import check_fit
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from stretto.outlets.config import LoggingConfig
+from stretto.outlets.config import OutletsConfig
 from stretto.processes.tls import server_context
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
@@ -183,7 +183,7 @@ def check_ports(recipe: Recipe) -> None:
         raise RecipeError(Problem("engine.base_port", f"port {port} is in use", "choose free ports") for port in taken)
 
 
-def check_logging(config: LoggingConfig) -> None:
+def check_logging(config: OutletsConfig) -> None:
     """Raises RecipeError: a tool that the run is to be shown in is not installed."""
     problems = [
         Problem("logging.to", f"{tool!r} is not installed", f"pip install 'stretto[{tool}]'")

@@ -27,13 +27,11 @@ from stretto.gateway.config import AgentConfig, GatewayConfig
 from stretto.launch.recipe.functions import with_named_reward
 from stretto.launch.recipe.mistakes import problems_of
 from stretto.launch.recipe.overrides import Overrides, as_parsed, parsed_value, put
-from stretto.launch.recipe.sections import EvaluationConfig, ModelConfig, SamplingConfig
+from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
-from stretto.outlets.config import LoggingConfig
 from stretto.rewards.config import RewardsConfig
 from stretto.rollout.config import RolloutConfig
 from stretto.store.ledger.config import StoreConfig
-from stretto.store.series.tokens import TokensConfig
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.weights.config import WeightsConfig
@@ -103,11 +101,10 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
-    logging: TokensConfig = TokensConfig()
+    logging: LoggingConfig = LoggingConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
-    logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="wrap")
     @classmethod

@@ -1,4 +1,4 @@
-"""Sections of a recipe that belong to no single room: model, sampling, evaluation."""
+"""Sections of a recipe that belong to no single room: model, sampling, evaluation, logging."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from stretto.core.engine import COLDEST, LONGEST_STOP, MOST_STOPS
 from stretto.core.errors import nearest
 from stretto.core.records import Sampling
 from stretto.model.hf.config import BuildConfig
+from stretto.outlets.config import OutletsConfig
+from stretto.store.series.tokens import TokensConfig
 from stretto.trainer.config import as_tuple
 from stretto.worlds.sources.task import Source
 
@@ -93,3 +95,10 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fal
         if self.best_of and self.best_of not in names:
             raise ValueError(f"best_of = {self.best_of!r} is no set; {nearest(self.best_of, names)}")
         return self
+
+
+class LoggingConfig(OutletsConfig, TokensConfig, extra="forbid", frozen=True):
+    """What is kept of each token, and the tools that a run is shown in (docs/logging.md).
+
+    Example: ``LoggingConfig(to=("wandb",), project="arithmetic", tokens="none")``
+    """

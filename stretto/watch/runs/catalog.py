@@ -9,7 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stretto.core.machine import cache_folder
+from stretto.core.records import Record
+from stretto.store.folder.branch import Branch
 from stretto.watch.index.cache import Cache
+from stretto.watch.runs.folder import branch_of
 from stretto.watch.runs.run import WatchedRun
 
 _DEPTH = 3  # folders below the one that was given: runs/SWEEP/RUN, and RUN/branches/NNN
@@ -18,6 +21,17 @@ _LOOK_SECONDS = 1.0
 _LOOK_SHARE = 20  # the pause between two looks, in times of what a look takes
 _MOST_HELD = 160 << 20  # bytes of the tables of open runs; the one that is in use has no bound
 _NOT_ENTERED = frozenset({"checkpoints", "logs", "plots", "policy"})
+
+
+class BranchLine(Record, frozen=True):
+    """A branch of `stretto replay`: its id, and that of its run if that is watched too; steps after `first_step` were
+    trained again."""
+
+    id: str
+    run: str | None
+    first_step: int
+    last_step: int
+    changes: dict[str, str]
 
 
 class Catalog:
@@ -77,6 +91,21 @@ class Catalog:
             self._runs[oldest].close()
             del held[oldest]
 
+    def branches(self) -> list[BranchLine]:
+        """The branches of `stretto replay` among the runs."""
+        found = [(run, branch) for run in self._runs.values() if (branch := branch_of(run.folder)) is not None]
+        return [
+            BranchLine(run.id, self._origin(run, branch), branch.first_step, branch.last_step, branch.changes)
+            for run, branch in found
+        ]
+
+    def _origin(self, run: WatchedRun, branch: Branch) -> str | None:
+        """The run that a branch comes from: by its path, or the one in whose folder it is."""
+        for folder in (Path(branch.run), run.folder.parent.parent):
+            if (id := id_of(folder)) in self._runs:
+                return id
+        return None
+
     def _look(self) -> None:
         found: dict[str, WatchedRun] = {}
         for run in self._found():
@@ -88,9 +117,14 @@ class Catalog:
     def _found(self) -> Iterator[WatchedRun]:
         for root in self._roots:
             for folder in _run_folders(root, _DEPTH):
-                id = hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
+                id = id_of(folder)
                 known = self._runs.get(id)
                 yield known or WatchedRun(id, folder, _name(folder, root), Cache(self._cache / f"{id}.sqlite"))
+
+
+def id_of(folder: Path) -> str:
+    """The id of the run in a folder, whose path is absolute and without links."""
+    return hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
 
 
 def _name(folder: Path, root: Path) -> str:
@@ -100,7 +134,7 @@ def _name(folder: Path, root: Path) -> str:
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    if _is_run(folder):
+    if is_run(folder):
         yield folder
     if not depth:
         return
@@ -117,7 +151,8 @@ def _hidden(path: Path) -> bool:
     return path.name.startswith(".")
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Whether a folder has the files of a run."""
     try:
         return (
             (folder / "ledger.sqlite").is_symlink()

@@ -14,6 +14,7 @@ import msgspec
 from stretto.core.errors import StoreError
 from stretto.core.records import Record
 from stretto.store import lock
+from stretto.store.folder.branch import ORIGIN, Branch
 from stretto.store.folder.run_folder import RunFolder
 from stretto.watch.index.files import read_text, refuse_strange_files
 
@@ -41,6 +42,8 @@ def condition(folder: Path) -> Condition:
     refuse_strange_files(folder)
     if lock.is_held(folder):
         return Condition("running")
+    if branch_of(folder) is not None:
+        return Condition("finished", "a replay")
     text = read_text(RunFolder(folder).log, _LARGEST_LOG, end=True) or ""
     begins = [found.start() for found in _STARTED.finditer(text)]
     text = text[begins[-1] :] if begins else text
@@ -66,6 +69,14 @@ def _ended(code: int) -> Condition:
 def _cut(text: str) -> str:
     text = text.strip()
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
+
+
+def branch_of(folder: Path) -> Branch | None:
+    """Where a branch of `stretto replay` comes from; None for a run, and for a branch whose origin cannot be read."""
+    try:
+        return msgspec.convert(json_of(folder / ORIGIN), Branch)
+    except msgspec.ValidationError:
+        return None
 
 
 def recipe_text(folder: Path) -> str | None:

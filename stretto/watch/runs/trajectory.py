@@ -14,7 +14,7 @@ from stretto.conversation.tool_calls import form_of
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, Segment, State
 from stretto.store.ledger.partials import read_member
-from stretto.store.ledger.rows import Payload, decode_payload
+from stretto.store.ledger.rows import BatchMember, Payload, decode_payload
 from stretto.watch.index.files import read_ledger
 from stretto.watch.index.trajectories import Trajectories
 from stretto.watch.runs.pieces import Pieces
@@ -30,7 +30,7 @@ _PAYLOAD = """
     SELECT verdict, reward, stop_reason, interrupted, payload FROM trajectories LEFT JOIN payloads USING (key)
     WHERE trajectories.key = ?
 """
-_STEP = "SELECT version, oldest_trainable, committed FROM steps WHERE step = ?"
+_STEP = "SELECT version, oldest_trainable, committed, batch FROM steps WHERE step = ?"
 
 
 class WrittenCall(Record, frozen=True):
@@ -371,5 +371,8 @@ def _trained(connection: sqlite3.Connection, row: TableRow, skipped: dict[int, t
     found = connection.execute(_STEP, (row.trained_step,)).fetchone()
     if found is None:
         return None
-    version, oldest, committed = found
+    version, oldest, committed, batch = found
+    placed = msgspec.json.decode(batch, type=list[BatchMember])
+    own = next((one.oldest_trainable for one in placed if one.group == row.id.rpartition("/")[0]), None)
+    oldest = oldest if own is None else own
     return TrainedIn(row.trained_step, version, oldest, committed, row.id in skipped.get(row.trained_step, ()))

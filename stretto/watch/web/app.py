@@ -2,6 +2,7 @@
 
     /api/runs    /api/runs/ID    /api/runs/ID/series    .../trajectories    .../trajectories/GROUP/MEMBER
     .../groups/GROUP    .../timeline    .../health    .../events    /api/diff    /api/recipes    / and /assets/...
+    POST /api/runs/ID/replay    POST /api/replay/stop    /api/replay
 
 A single thread reads, so that nothing is locked; what takes long is done piece by piece, and requests come between.
 """
@@ -25,12 +26,14 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from stretto.core.errors import RefusedRequest, RunFolderError, StoreError
+from stretto.processes.http.asgi import read_body
 from stretto.watch.runs.catalog import Catalog
 from stretto.watch.runs.comparing import Comparison, compare, recipe_differences
 from stretto.watch.runs.run import WatchedRun
 from stretto.watch.web import pages
 from stretto.watch.web.events import Follower, stream
 from stretto.watch.web.guard import refusal
+from stretto.watch.web.replay import BusyReplaying, NotAllowed, ReplayOrder, Replays
 from stretto.watch.web.thread import ReadingThread
 
 STATIC = Path(__file__).parent.parent / "static"
@@ -49,14 +52,18 @@ class Busy(RefusedRequest):
     """Another comparison is being made."""
 
 
-_STATUS = {NotThere: 404, Busy: 429}
+_STATUS = {NotThere: 404, Busy: 429, NotAllowed: 403, BusyReplaying: 429}
+_LARGEST_ORDER = 1 << 16
+_ORDER_SECONDS = 10.0
+_ORDER = msgspec.json.Decoder(ReplayOrder)
 
 
 class Dashboard:
     """The application of one server."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, catalog: Catalog, replays: Replays | None = None) -> None:
+        """`replays`: None allows none."""
+        self._catalog, self._replays = catalog, replays or Replays(None)
         self._reader = ReadingThread("watch-reader")
         self._comparer = ReadingThread("watch-comparer")  # of runs of a day, for minutes
         self._comparison: Future[Comparison] | None = None
@@ -77,6 +84,9 @@ class Dashboard:
             Route("/api/runs", self._answer(self._runs)),
             *(Route(f"/api/runs/{{run}}{path}", self._answer(self._page(page))) for path, page in of_run.items()),
             Route("/api/runs/{run}/events", self._events),
+            Route("/api/runs/{run}/replay", self._answer(self._replay), methods=["POST"]),
+            Route("/api/replay/stop", self._answer(self._stop_replay), methods=["POST"]),
+            Route("/api/replay", self._answer(self._replaying)),
             Route("/api/diff", self._answer(self._diff)),
             Route("/api/recipes", self._answer(self._recipes)),
             Route("/api/{rest:path}", self._answer(_nothing)),
@@ -170,6 +180,23 @@ class Dashboard:
             raise Busy("diff", "two other runs are being compared", "ask again when that has ended")
         self._comparison = self._comparer.submit(compare, a, b)
         return await asyncio.wrap_future(self._comparison)
+
+    async def _replaying(self, request: Request) -> Any:
+        return {"allowed": self._replays.allowed, "newest": self._replays.state()}
+
+    async def _replay(self, request: Request) -> Any:
+        self._replays.require_allowed()
+        try:
+            async with asyncio.timeout(_ORDER_SECONDS):
+                body = await read_body(request.scope, request.receive, _LARGEST_ORDER)
+            order = _ORDER.decode(body or b"")
+        except (TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            allowed = 'such as: {"from": 2, "set": ["algorithm.loss=gspo"], "minutes": 60}'
+            raise RefusedRequest("body", str(error) or "did not come", allowed) from None
+        return await self._replays.begin(self._run(request.path_params["run"]), order)
+
+    async def _stop_replay(self, request: Request) -> Any:
+        return self._replays.stop()
 
     async def _recipes(self, request: Request) -> Any:
         ids = [id for id in request.query_params.get("runs", "").split(",") if id]

@@ -43,12 +43,14 @@ _LOGIN = b"""<!doctype html>
 <button>Open</button></p></form>
 <p>The address that stretto watch printed has the token.</p></main></body></html>
 """
+PASSWORD = "STRETTO_WATCH_PASSWORD"  #: the environment variable that has the password
 _LARGEST_FORM = 4_096
 _WRONG_SECONDS = 0.5  # what a wrong token or password costs, one after the other
 _FORM_HEADERS = ((b"referrer-policy", b"same-origin"),)  # with no-referrer, a browser hides the Origin of its form
 _MOST_FIELDS = 8
 _FORM_SECONDS = 10.0
 _OPEN = re.compile(r"/assets/[\w./-]+|/favicon\.(?:ico|svg)")
+_POSTED = re.compile(r"/api/runs/\w+/replay|/api/replay/stop", re.ASCII)
 _LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 
 
@@ -89,6 +91,8 @@ class Guard:
             await _refuse(guarded, 403, *refused)
         elif scope["path"] == "/login":
             await self._login(scope, receive, guarded)
+        elif scope["method"] == "POST" and _POSTED.fullmatch(scope["path"]):
+            await self._posted(scope, receive, guarded)
         elif scope["method"] not in ("GET", "HEAD"):
             await _refuse(guarded, 405, "method", f"{scope['method'][:20]} is not served", "GET")
         elif _OPEN.fullmatch(scope["path"]) and ".." not in scope["path"]:
@@ -101,6 +105,21 @@ class Guard:
         else:
             await self._pause(bool(fits))
             await _refuse(guarded, 401, "token", "missing or wrong", "send it as: Authorization: Bearer TOKEN")
+
+    async def _posted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What does something is for a page of ours, or for a program that has the token. Another site's page can send
+        neither this type of content nor, beside the cookie, an Origin that is ours."""
+        content = (header(scope, b"content-type") or b"").decode("latin-1").partition(";")[0].strip().lower()
+        if not any(fits := self._shown(scope)):
+            await self._pause(bool(fits))
+            await _refuse(send, 401, "token", "missing or wrong", "send it as: Authorization: Bearer TOKEN")
+        elif content != "application/json":
+            await _refuse(send, 415, "content-type", f"{content[:40]!r}", "application/json")
+        elif header(scope, b"authorization") is None and header(scope, b"origin") is None:
+            await _refuse(send, 403, "origin", "missing beside a cookie", "open the dashboard itself")
+        else:
+            admit(scope)
+            await self._inner(scope, receive, send)
 
     def _why_refused(self, scope: Scope) -> tuple[str, str, str] | None:
         host = (header(scope, b"host") or b"").decode("latin-1")

@@ -40,7 +40,7 @@ Asked = Mapping[str, str]
 def list_page(catalog: Catalog) -> Any:
     """GET /api/runs"""
     rows = [_row(run) for run in catalog.all()]
-    return {"runs": rows, "left_out": catalog.left_out, "version": __version__}
+    return {"runs": rows, "branches": catalog.branches(), "left_out": catalog.left_out, "version": __version__}
 
 
 def _row(run: WatchedRun) -> RunSummary:

@@ -34,8 +34,28 @@ export interface RunLine {
   alarms: number | null // null until the run was opened
 }
 
+export interface Branch {
+  id: string
+  run: string | null
+  first_step: number
+  last_step: number
+  changes: Record<string, string>
+}
+
+export interface Replay {
+  run: string
+  from: number
+  set: string[]
+  state: 'running' | 'done' | 'refused' | 'stopped' | 'failed'
+  reason: string
+  seconds: number
+  log: string
+  branch: string | null
+}
+
 export interface RunList {
   runs: RunLine[]
+  branches: Branch[]
   left_out: number
 }
 
@@ -269,10 +289,19 @@ export class Refused extends Error {
 }
 
 /** The reply's JSON. Refused with the server's message; status 0 means that no server answered. */
-export async function ask<T>(path: string, signal?: AbortSignal): Promise<T> {
+export function ask<T>(path: string, signal?: AbortSignal): Promise<T> {
+  return answer<T>(path, { ...(signal && { signal }), headers: { accept: 'application/json' } }, signal)
+}
+
+/** Has the server do something; refused as what is asked. */
+export function send<T>(path: string, body: unknown): Promise<T> {
+  return answer<T>(path, { method: 'POST', headers: { 'content-type': 'application/json' }, body: JSON.stringify(body) })
+}
+
+async function answer<T>(path: string, request: RequestInit, signal?: AbortSignal): Promise<T> {
   let reply: Response
   try {
-    reply = await fetch(path, { ...(signal && { signal }), headers: { accept: 'application/json' } })
+    reply = await fetch(path, request)
   } catch (error) {
     if (signal?.aborted) throw error
     throw new Refused('The server of stretto watch does not answer.', 0)

@@ -13,6 +13,7 @@ import { Curves } from './curves'
 import { GroupPage } from './group'
 import { HealthPage } from './health'
 import { Recipe } from './recipe'
+import { ReplayPage } from './replay'
 import { State } from './runs'
 import { TimelinePage } from './timeline'
 import { Trajectories } from './trajectories'
@@ -25,6 +26,7 @@ const TITLES: Record<Tab, string> = {
   health: 'Data health',
   alarms: 'Alarms',
   recipe: 'Recipe',
+  replay: 'Replay',
 }
 const AGAIN_MILLISECONDS = 5000
 
@@ -127,6 +129,7 @@ function Page({ live, route }: { live: Live; route: Route }): JSX.Element {
   if (tab === 'health') return <HealthPage live={live} />
   if (tab === 'alarms') return <Alarms run={live.run} />
   if (tab === 'recipe') return <Recipe run={live.run} />
+  if (tab === 'replay') return <ReplayPage run={live.run} />
   return <p role="alert">There is no such page.</p>
 }
 

@@ -5,12 +5,12 @@ import type { Refused } from '../data/api'
 import { go, to } from '../data/route'
 import { switchTheme } from '../data/theme'
 
-export const TABS = ['curves', 'timeline', 'trajectories', 'health', 'alarms', 'recipe'] as const
+export const TABS = ['curves', 'timeline', 'trajectories', 'health', 'alarms', 'recipe', 'replay'] as const
 export type Tab = (typeof TABS)[number]
 
 const SHORTCUTS: [string, string][] = [
   ['r', 'all runs'],
-  ['1 – 6', 'pages of a run: curves, timeline, trajectories, data health, alarms, recipe'],
+  ['1 – 7', 'pages of a run: curves, timeline, trajectories, data health, alarms, recipe, replay'],
   ['/', 'to the first field of the page'],
   ['p, n', 'previous and next page of a table; previous and next trajectory of a group'],
   ['← → + − 0', 'on the timeline: move, zoom in and out, all of the run'],
