@@ -29,6 +29,7 @@ from stretto.gateway.sampling import SamplingRule
 from stretto.gateway.telling import Teller
 
 State = Literal["open", "ended"]
+_SHOWN = 300  # characters of a reason
 _LONG_TEXT = 20_000  # characters; encoding them takes milliseconds, and releases the GIL
 
 
@@ -201,6 +202,11 @@ class AgentSession:
         """Why the session decides nothing: the first of the errors that `unanswered` has; "" if there is none."""
         return next(iter(self.unanswered.values()), "")
 
+    def fail(self, why: str) -> None:
+        """Its program says that it came to nothing; with "" it does not."""
+        if why:
+            self.unanswered[b"failed"] = f"the agent failed: {why[:_SHOWN]}"
+
     @property
     def busy(self) -> bool:
         """Whether a turn is under way."""
@@ -358,6 +364,7 @@ def shown(session: AgentSession) -> dict[str, Any]:
         "id": session.id,
         "state": session.state,
         "reward": session.given.reward,
+        "failed": session.broken or None,
         "nodes": nodes,
         "samples": [path.segments for path in paths(list(map(_whole, segments)))],
         "branches": Counter(segment.cause for segment in segments if segment.cause),

@@ -2,7 +2,7 @@
 
     POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url", "model", "task"}
     POST /sessions/ID/reward           {"reward": 1.0}; with "node": N, that of one turn
-    POST /sessions/ID/end
+    POST /sessions/ID/end              {"failed": "why"} if it came to nothing
     GET  /sessions/ID                  state, nodes, samples
     POST /s/KEY/v1/chat/completions    and the paths of the other dialects; without /s/KEY the key comes as an API key
     POST /s/KEY/v1/messages/count_tokens
@@ -71,6 +71,12 @@ class RewardBody(msgspec.Struct, frozen=True):
 
     reward: Annotated[float, Meta(ge=-1e300, le=1e300)]
     node: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+class EndBody(msgspec.Struct, frozen=True):
+    """POST /sessions/ID/end."""
+
+    failed: str = ""
 
 
 class GatewayApp:
@@ -173,9 +179,12 @@ class GatewayApp:
             if session.state == "ended":
                 raise _over(SessionEnded(session.id))
             await self._reward(session, body.node, body.reward + 0.0)
-        elif what == "/end" and session.state == "open":
-            await self._host.ended(session)  # on record before it is so
-            session.end()
+        elif what == "/end":
+            ended = await self._record(EndBody, scope, receive)
+            if session.state == "open":
+                session.fail(ended.failed)
+                await self._host.ended(session)  # on record before it is so
+                session.end()
         await _tell(send, shown(session) if not what else {"id": session.id, "state": session.state})
 
     async def _reward(self, session: AgentSession, node: int | None, reward: float) -> None:

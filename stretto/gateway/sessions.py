@@ -134,7 +134,7 @@ class Rewarded(GivenRewards, frozen=True, tag=True):
 
 
 class Ended(Record, frozen=True, tag=True):
-    pass
+    broken: str = ""
 
 
 Line = Opened | Written | Began | Replied | Rewarded | Ended
@@ -217,7 +217,7 @@ class RecordedSessions:
 
     async def ended(self, session: AgentSession) -> None:
         """See `Host`."""
-        FolderRecord(self._folder / f"{session.id}.jsonl").write(Ended())
+        FolderRecord(self._folder / f"{session.id}.jsonl").write(Ended(session.broken))
         self._table.retire(session)
 
     async def _make_room(self) -> None:
@@ -247,8 +247,10 @@ class RecordedSessions:
         for line in lines:
             if isinstance(line, Rewarded):
                 found.given = line
-        if any(isinstance(line, Ended) for line in lines):
-            found.end()
+        for line in lines:
+            if isinstance(line, Ended):
+                found.unanswered.update({b"": line.broken} if line.broken else {})
+                found.end()
         return found
 
 

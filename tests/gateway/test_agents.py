@@ -254,6 +254,22 @@ async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
 
 
 @in_a_loop
+async def test_what_a_service_gives_up_fails_with_its_reason_and_not_with_its_reward(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    async with run.groups() as groups, httpx.AsyncClient(base_url=groups.services.address) as client:
+        waiting = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+        while (opened := await client.post("/sessions", json={})).status_code != 200:
+            await asyncio.sleep(0.01)
+        place = f"/sessions/{opened.json()['id']}"
+        await client.post(f"{place}/reward", json={"reward": 0.5})
+        assert (await client.post(f"{place}/end", json={"failed": 3})).status_code == 400
+        assert (await client.post(f"{place}/end", json={"failed": "the bus did not come"})).status_code == 200
+        assert (await waiting).verdict == Verdict(Outcome.UNDECIDED, None, "the agent failed: the bus did not come")
+    # It is on record: a run that goes on does not ask again.
+    assert (await run.one()).verdict.reason == "the agent failed: the bus did not come"
+
+
+@in_a_loop
 async def test_an_end_that_was_acknowledged_is_on_record(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "3+8="}]}

@@ -154,12 +154,13 @@ async def test_what_is_not_on_record_was_neither_given_nor_ended(tmp_path: Path)
         assert path.read_bytes() == whole
         shown = await gateway.shown(session)
         assert (shown["state"], shown["reward"]) == ("open", 0.25)
-        assert (await gateway.client.post(f"{place}/end")).status_code == 200
+        assert shown["failed"] is None
+        assert (await gateway.client.post(f"{place}/end", json={"failed": "no bus"})).status_code == 200
         late = await gateway.client.post(f"{place}/reward", json={"reward": 1.0})
         assert (late.status_code, late.json()["error"]["code"]) == (409, "session_ended")
     async with served_gateway(model, tmp_path) as gateway:
         shown = await gateway.shown(session)
-        assert (shown["state"], shown["reward"]) == ("ended", 0.25)
+        assert (shown["state"], shown["reward"], shown["failed"]) == ("ended", 0.25, "the agent failed: no bus")
 
 
 @in_a_loop

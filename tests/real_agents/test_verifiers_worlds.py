@@ -1,24 +1,33 @@
 """Promise: environments of verifiers, unchanged, are rolled out in sessions of the gateway, which has the tokens and
-the versions of every turn, and in verifiers' own server, whose training client asks an engine for tokens."""
+the versions of every turn; as a service they make the trajectories of a run, which trains on them; and in verifiers'
+own server their training client asks an engine for tokens."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.peers.environment import Environment, PeerUnavailable
+from stretto.audit.check import check_run
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.store.inspection import inspect_run
+from stretto.store.ledger.reading import read_batches
 from tests.engine.openai_serving import build_byte_policy, generated, serve_cold
-from tests.gateway.serving import in_a_loop, served_gateway
+from tests.gateway.serving import build_chat_model, in_a_loop, served_gateway
 from tests.real_agents.running import PROGRAMS, ScoredModel, check_scores, run
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +66,74 @@ async def test_rollouts_in_the_harness_of_one_process(verifiers: Path, tmp_path:
             assert len(shown["samples"]) == 1
             assert {version for node in shown["nodes"] for version in node["versions"]} == {3}
             await check_scores(gateway, named, model.vocabulary)
+
+
+RECIPE = """
+seed = 1
+[model]
+path = "{folder}/model"
+[task]
+kind = "jsonl"
+file = "{folder}/questions.jsonl"
+held_out = 2
+[workflow]
+kind = "agent"
+parallel = 16
+[gateway]
+port = {port}
+[sampling]
+max_tokens = 12
+[rewards]
+function = "exact_match"
+[rollout]
+batch_size = 2
+group_size = 4
+max_in_flight = 4
+max_staleness = 1
+[evaluation]
+every = 0
+[trainer]
+steps = 3
+"""
+
+
+@pytest.mark.timeout(900)
+def test_a_service_of_environments_makes_the_trajectories_of_a_run(verifiers: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = build_chat_model(tmp_path / "model") / "config.json"
+    config.write_text(config.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 2048'))
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(folder=tmp_path, port=port))
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    service = [str(verifiers), str(ROOT / "examples" / "agents" / "verifiers_service.py")]
+    theirs = kept | {"PYTHONPATH": str(PROGRAMS), "HOME": str(tmp_path)}
+    subprocess.run([*service, "questions", "verifiers_sums", str(tmp_path / "questions.jsonl")], env=theirs, check=True)
+    serve = [*service, "serve", f"http://127.0.0.1:{port}", "verifiers_sums", "verifiers_sums"]
+    train = [sys.executable, "-m", "stretto.cli.main", "train", "recipe.toml", "--run-dir", "run"]
+    with subprocess.Popen(serve, env=theirs, stderr=subprocess.PIPE, text=True) as serving:
+        try:
+            told = subprocess.run(
+                train,
+                env=kept | {"PYTHONPATH": str(ROOT)},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=600,
+                check=False,
+            )
+            assert told.returncode == 0, told.stdout + told.stderr
+            assert serving.wait(30) == 0, serving.stderr.read() if serving.stderr else ""
+        finally:
+            serving.kill()
+    run = tmp_path / "run"
+    assert check_run(run).kept
+    assert inspect_run(run).trajectories.failed == 0
+    for batch in read_batches(run / "ledger.sqlite", 0, 3):
+        for trajectory in [one for group in batch.groups for one in group.trajectories]:
+            assert trajectory.session
+            assert trajectory.reward in (0.0, 1.0)
+            assert trajectory.segments[-1].sampled
+            assert set(trajectory.versions) <= set(range(batch.version + 1))
 
 
 def test_a_rollout_in_their_server_has_the_engines_tokens(verifiers: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ROUNDS, _PAUSE = 200, 0.01
-_ASKED_SECONDS = 2.0  # for a program to end when it is asked to
+_ASKED_SECONDS = 3.0  # for a program to end when it is asked to
 _NOT_FOUND = 127
 
 
@@ -30,7 +30,8 @@ def main(parent: int, command: list[str]) -> int:
     """The program's exit code; 128 + the signal that ended it."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGTERM, _leave)
+    asked = list[int]()  # before the program is there, which is to be asked in its turn
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it ended before the request took effect
         return 0
@@ -42,6 +43,9 @@ def main(parent: int, command: list[str]) -> int:
             start_new_session=True,
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
+        signal.signal(signal.SIGTERM, _leave)
+        if asked:
+            _leave(asked[0], None)
         code = program.wait()
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", flush=True)
