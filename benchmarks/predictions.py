@@ -3,6 +3,10 @@
     python -m benchmarks.predictions calibrate      this machine, into benchmarks/data/machine.json; two minutes
     python -m benchmarks.predictions predict        every setting, into benchmarks/data/predictions.json
     python -m benchmarks.predictions run            every setting, and the comparison into benchmarks/results/
+    python -m benchmarks.predictions all            the three of them; an interrupted one goes on with what is missing
+
+A run that stands in the results beside the prediction that is on file is not made again. A machine that works for
+others is refused (`--loaded` takes it all the same): it would be another machine than the one that is predicted.
 
 The recipe is `recipes/arithmetic.toml` with a short warm start; its demonstrations are as long as its questions ask,
 and the learning rate is so small that lengths stay as they are. The load is the machine's average of the last minute
@@ -15,17 +19,20 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks.report import Table, save
+from benchmarks.report import RESULTS, Table, save
 from benchmarks.runs import RECIPE, Run, train
 from stretto.launch.commands.calibrate import calibrate_machine
 from stretto.launch.commands.plan import PlanChoice, plan_recipe
+from stretto.store.prediction import predicted_beside_measured, run_digest
 
+_QUIET = 0.5  # load average of a machine that works for nobody else
 DATA = Path(__file__).resolve().parent / "data"
 MACHINE, PREDICTED = DATA / "machine.json", DATA / "predictions.json"
 BASE = (
@@ -78,7 +85,7 @@ def predict() -> None:
     found = {}
     for name in SETTINGS:
         layout = plan_recipe(RECIPE, words(name), choice, lambda text: None).layouts[0]
-        found[name] = msgspec.to_builtins(layout)
+        found[name] = {key: value for key, value in msgspec.to_builtins(layout).items() if key != "timeline"}
         print(f"{name}: {layout.step_seconds:.4f} s")
     PREDICTED.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -104,20 +111,56 @@ def compared(predicted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str
     }
 
 
+def known_rows(predictions: Mapping[str, Any], results: Path = RESULTS / "predictions.json") -> dict[str, Any]:
+    """The rows on file that were run beside these very predictions."""
+    rows = json.loads(results.read_text())["results"]["rows"] if results.is_file() else {}
+    return {name: row for name, row in rows.items() if row["predicted"] == predictions.get(name)}
+
+
 def run_all(names: Sequence[str]) -> None:
-    """Run the settings and compare."""
+    """Run the settings that are missing, and compare."""
     predictions = json.loads(PREDICTED.read_text())
-    rows: dict[str, Any] = {}
-    table = Table("setting", "load", "predicted s", "measured s", "error", "busy off by", "staleness off by")
+    rows = known_rows(predictions)
+    busy, by = ("engine busy", "trainer busy"), ("busy off by", "staleness off by")
+    table = Table("setting", "load", "predicted s", "measured s", "ratio", *busy, *by, "most off")
     for name in names:
-        load = os.getloadavg()[0]
-        found = measured(train(words(name)))
-        errors = compared(predictions[name], found)
-        rows[name] = {"load": load, "predicted": predictions[name], "measured": found, "errors": errors}
-        times = (f"{predictions[name]['step_seconds']:.4f}", f"{found['step_seconds']:.4f}", f"{errors['step']:+.1%}")
-        table.add(name, f"{load:.1f}", *times, f"{errors['busy']:.2f}", f"{errors['staleness']:+.2f}")
+        if name not in rows:
+            rows[name] = _row(name, predictions[name])
+        row = rows[name]
+        seconds = [row[side]["step_seconds"] for side in ("predicted", "measured")]
+        shares = [
+            " / ".join(f"{row[side]['busy'][role]:.2f}" for side in ("predicted", "measured"))
+            for role in ("engine-0", "trainer")
+        ]
+        off = (f"{row['errors']['busy']:.2f}", f"{row['errors']['staleness']:+.2f}", row["compared"]["most_off"])
+        table.add(
+            name, f"{row['load']:.1f}", *map("{:.4f}".format, seconds), f"{seconds[0] / seconds[1]:.3f}", *shares, *off
+        )
         table.show_last()
         save("predictions", {"machine": json.loads(MACHINE.read_text()), "summary": summary(rows), "rows": rows})
+    for key, value in summary(rows).items():
+        print(f"{key}: {value:.3g}")
+
+
+def _row(name: str, prediction: Mapping[str, Any]) -> dict[str, Any]:
+    """A setting is run and compared, term by term too."""
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="stretto-prediction-") as folder:
+        run, file = Path(folder) / "run", Path(folder) / "prediction.json"
+        found = measured(train(words(name), keep=run))
+        saved = {"machine": str(MACHINE.name), "recipe": run_digest(run), "layouts": [prediction]}
+        file.write_text(json.dumps(saved))
+        beside = msgspec.to_builtins(predicted_beside_measured(run, file))
+    errors = compared(prediction, found)
+    return {"load": load, "predicted": prediction, "measured": found, "errors": errors, "compared": beside}
+
+
+def refuse_load(load: float, loaded: bool) -> None:
+    """Raises SystemExit where others keep more than half a core of the machine busy."""
+    if load > _QUIET and not loaded:
+        raise SystemExit(
+            f"the machine works for others (load {load:.1f}): wait until it is below {_QUIET}, or --loaded"
+        )
 
 
 def summary(rows: Mapping[str, Any]) -> dict[str, float]:
@@ -137,14 +180,19 @@ def summary(rows: Mapping[str, Any]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("calibrate", "predict", "run"))
+    parser.add_argument("part", choices=("calibrate", "predict", "run", "all"))
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--loaded", action="store_true", help="measure on a machine that works for others")
     asked = parser.parse_args()
-    if asked.part == "calibrate":
+    there = len(known_rows(json.loads(PREDICTED.read_text())))
+    goes_on = asked.part == "all" and 0 < there < len(SETTINGS)
+    if asked.part != "predict":
+        refuse_load(os.getloadavg()[0], asked.loaded)
+    if asked.part in ("calibrate", "all") and not goes_on:
         calibrate_machine(MACHINE, print)
-    elif asked.part == "predict":
+    if asked.part in ("predict", "all") and not goes_on:
         predict()
-    else:
+    if asked.part in ("run", "all"):
         run_all(asked.settings)
 
 

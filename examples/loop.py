@@ -20,6 +20,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from stretto.core import records
+from stretto.core.admission import BoundChange
 from stretto.core.records import Batch, Completion, Group, Prompt, Trajectory
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
@@ -71,6 +72,8 @@ class Counts:
 
     def commit_batch(self, batch: Batch) -> None:
         self.trained += sum(len(group.trajectories) for group in batch.groups)
+
+    def change_bound(self, change: BoundChange) -> None: ...
 
 
 async def generate(engine: NativeEngine, controller: Controller, mailbox: Mailbox, tokenizer: Tokenizer) -> None:

@@ -6,7 +6,8 @@ A checksum is XXH3 (64 bits) of MessagePack, of
     payloads    [trajectory, [outcome, reward, stop reason, interruptions], body]; the checksum precedes the body
     partials    [trajectory, body]; likewise
     calls       [trajectory, number, asked, reply], since format 5
-    steps       [step, version, oldest trainable, [[group, prompt tokens, [trajectory, ..]], ..]]
+    steps       [step, version, oldest trainable, [[group, prompt tokens, [trajectory, ..]], ..]]; where groups have an
+                oldest version of their own, behind it [[group, oldest trainable], ..] of these, by their names
     meta        [name, value]
 
 where a trajectory is [id, segments, outcome, reward], and a segment has its first five fields, without the names of its
@@ -121,10 +122,11 @@ def segments_of(bulk: Sequence[Any]) -> list[list[Any]] | None:
 
 
 def _step_fits(
-    connection: sqlite3.Connection, numbers: tuple[object, ...], batch: Sequence[tuple[str, list[int]]], found: object
+    connection: sqlite3.Connection, numbers: tuple[object, ...], batch: Sequence[Sequence[Any]], found: object
 ) -> bool:
     groups = []
-    for group, members in batch:
+    own = sorted((group, oldest[0]) for group, _, *oldest in batch if oldest)
+    for group, members, *_ in batch:
         key, count, prompt = connection.execute(_TRAINED_GROUP, (group,)).fetchone() or (0, 0, None)
         trajectories = {row[0]: row[1:] for row in connection.execute(_TRAINED_TRAJECTORIES, (key, count))}
         if prompt is None or any(member not in trajectories for member in members):
@@ -134,7 +136,7 @@ def _step_fits(
             groups.append((group, msgspec.msgpack.decode(prompt), trained))
         except (msgspec.MsgspecError, ValueError):
             return False  # it cannot be decoded
-    return found == _checksum(*numbers, groups)
+    return found == _checksum(*numbers, groups, *([own] if own else []))
 
 
 def _trained(

@@ -75,7 +75,7 @@ def _differences(one: _Step, other: _Step) -> Iterator[str]:
     if ids[0] != ids[1]:
         yield f"groups of the batch ({' '.join(ids[0])} and {' '.join(ids[1])})"
         return
-    if one.batch.oldest_trainable != other.batch.oldest_trainable:
+    if [one.batch.oldest_of(id) for id in ids[0]] != [other.batch.oldest_of(id) for id in ids[1]]:
         yield "oldest version trained on"
     for ours, theirs in zip(one.batch.groups, other.batch.groups, strict=True):
         if ours.prompt.token_ids != theirs.prompt.token_ids:

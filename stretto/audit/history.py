@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sqlite3
 import tomllib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from stretto.audit.bounds import Bounds, RecordedChange, read_bounds
 from stretto.audit.checksums import CHECKSUM_BYTES, broken_checksums, broken_files, payload_fits, segments_of
 from stretto.core.errors import Problem, RunFolderError, StoreError
 
@@ -29,8 +29,8 @@ MAY_CHANGE = frozenset({"cluster", "evaluation", "deadlines", "store"})
 MAY_CHANGE_OF = {"trainer": frozenset({"steps", "ranks", "remote_ranks", "keep_versions", "checkpoint_every"})}
 
 _TRAJECTORIES = """
-    SELECT groups.id, prompt_id, members, admitted_version, trajectories.key, member, state, reason, trained_step,
-        verdict, reward, stop_reason, tokens, oldest_version, newest_version, interrupted, payload
+    SELECT groups.id, prompt_id, members, admitted_version, groups.key, trajectories.key, member, state, reason,
+        trained_step, verdict, reward, stop_reason, tokens, oldest_version, newest_version, interrupted, payload
     FROM groups LEFT JOIN trajectories ON group_key = groups.key LEFT JOIN payloads ON payloads.key = trajectories.key
     ORDER BY groups.key, member
 """
@@ -82,12 +82,14 @@ class RecordedGroup:
     attempt: int
     members: int
     admitted_version: int
+    max_staleness: float  # the bound in force when it was admitted
     trajectories: tuple[RecordedTrajectory, ...]
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One training step: `batch` has its groups in order, each with the members that were trained on."""
+    """One training step: `batch` has its groups in order, each with the members that were trained on. `own_oldest` has
+    the oldest version that is in the loss for groups for which it is another than that of the step."""
 
     step: int
     version: int
@@ -97,6 +99,7 @@ class RecordedStep:
     masked_tokens: int
     batch: tuple[tuple[str, tuple[int, ...]], ...]
     published_version: int | None
+    own_oldest: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -108,18 +111,6 @@ class RecordedLine:
     masked: int
     generated: int
     budget: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The bounds that the recipe sets."""
-
-    batch_size: int
-    group_size: int
-    min_group_size: int
-    max_staleness: float
-    beyond_bound: str
-    max_attempts: int
 
 
 @dataclass(frozen=True)
@@ -152,6 +143,7 @@ class History:
     edited: tuple[str, ...]  # keys of the recipe that differ from the record
     notes: tuple[str, ...]  # what cannot be checked
     lines: Mapping[int, RecordedLine]  # by step
+    changes: tuple[RecordedChange, ...] = ()  # of bounds
     data: RecordedData | None = None  # None: a run of an earlier stretto
 
     @property
@@ -171,7 +163,7 @@ def read_history(folder: Path) -> History:
         found = "holds no run (no ledger.sqlite)" if folder.is_dir() else "does not exist"
         raise RunFolderError([Problem(str(folder), found, "give a run folder")])
     policies = _policies(folder)  # before the ledger: a run records a batch before it publishes
-    bounds = _bounds(folder / "recipe.toml")
+    bounds = read_bounds(folder / "recipe.toml")
     try:
         with closing(sqlite3.connect(_address(path), uri=True)) as connection:
             (found,) = connection.execute("PRAGMA user_version").fetchone()
@@ -207,8 +199,10 @@ def _history(
     facts = {name: json.loads(value) for name, value in connection.execute("SELECT name, value FROM meta")}
     position = facts["standing"]["position"] if "standing" in facts else None
     given_back = position["given_back"] if position else []
+    changes = tuple(RecordedChange(*change) for change in facts.get("bounds", ()))
     return History(
-        groups=_groups(connection),
+        groups=_groups(connection, bounds.max_staleness, changes),
+        changes=changes,
         steps=tuple(_step(row) for row in connection.execute(_STEPS)),
         bounds=bounds,
         given_back=tuple((again["epoch"], again["prompt_id"], again["attempt"]) for again in given_back),
@@ -288,11 +282,16 @@ def _differing(name: str, before: object, after: object, ignored: Set[str] = fro
         yield f"{name} is {after!r}, on record is {before!r}"
 
 
-def _groups(connection: sqlite3.Connection) -> tuple[RecordedGroup, ...]:
-    facts: dict[str, tuple[str, int, int]] = {}
+def _groups(
+    connection: sqlite3.Connection, bound: float, changes: Sequence[RecordedChange]
+) -> tuple[RecordedGroup, ...]:
+    """All groups; `bound` is in force until the first change."""
+    facts: dict[str, tuple[str, int, int, float]] = {}
     trajectories: dict[str, list[RecordedTrajectory]] = {}
-    for group, prompt, members, admitted, key, *rest in connection.execute(_TRAJECTORIES):
-        facts[group] = (prompt, members, admitted)
+    of_staleness = [change for change in changes if change.name == "max_staleness"]
+    for group, prompt, members, admitted, first, key, *rest in connection.execute(_TRAJECTORIES):
+        in_force = [change.after for change in of_staleness if change.key <= first]
+        facts[group] = (prompt, members, admitted, in_force[-1] if in_force else bound)
         trajectories.setdefault(group, []).extend([_trajectory(group, rest)] if key is not None else [])
     return tuple(
         RecordedGroup(
@@ -302,9 +301,10 @@ def _groups(connection: sqlite3.Connection) -> tuple[RecordedGroup, ...]:
             attempt=int(id.rsplit(".", 1)[1]),
             members=members,
             admitted_version=admitted,
+            max_staleness=in_force,
             trajectories=tuple(trajectories[id]),
         )
-        for id, (prompt, members, admitted) in facts.items()
+        for id, (prompt, members, admitted, in_force) in facts.items()
     )
 
 
@@ -350,26 +350,7 @@ def _lines(path: Path) -> Mapping[int, RecordedLine]:
 
 def _step(row: tuple[object, ...]) -> RecordedStep:
     *facts, batch, published = row
-    members = tuple((str(group), tuple(numbers)) for group, numbers in json.loads(str(batch)))
-    return RecordedStep(*facts, members, published)  # type: ignore[arg-type,call-arg]  # columns of SQLite
-
-
-def _bounds(recipe: Path) -> Bounds:
-    """Raises StoreError: the recipe is missing, damaged or incomplete."""
-    try:
-        rollout = tomllib.loads(recipe.read_text(encoding="utf-8"))["rollout"]
-        number = {name: float(value) for name, value in rollout.items() if isinstance(value, (int, float))}
-        return Bounds(
-            batch_size=int(number["batch_size"]),
-            group_size=int(number["group_size"]),
-            min_group_size=int(number["min_group_size"]),
-            max_staleness=number.get("max_staleness", math.inf),
-            beyond_bound=str(rollout["beyond_bound"]),
-            max_attempts=int(number["max_attempts"]),
-        )
-    except OSError as error:
-        raise StoreError(f"{recipe}: cannot be read: {error.strerror or error}") from error
-    except KeyError as error:
-        raise StoreError(f"{recipe}: has no {error.args[0]}; restore the run's own recipe") from error
-    except (ValueError, TypeError, AttributeError) as error:
-        raise StoreError(f"{recipe}: cannot be read: {error}; restore the run's own recipe") from error
+    placed = json.loads(str(batch))
+    members = tuple((str(group), tuple(numbers)) for group, numbers, *_ in placed)
+    own = {str(group): int(oldest[0]) for group, _, *oldest in placed if oldest}
+    return RecordedStep(*facts, members, published, own)  # type: ignore[arg-type,call-arg]  # columns of SQLite

@@ -94,13 +94,13 @@ def versions_grow_by_one(history: History) -> Iterator[str]:
 
 def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
     """Equation 3 held when each group was issued: the earlier groups that did not end untrained fill no more batches
-    than its version and the bound allow. (Others ended untrained at a time that is not on record.) The live version
-    never decreases, and no token of a group is older than the version at which it was admitted."""
+    than its version and the bound in force allow. (Others ended untrained at a time that is not on record.) The live
+    version never decreases, and no token of a group is older than the version at which it was admitted."""
     bounds, counted, live = history.bounds, 0, 0
     for group in history.groups:
         version = group.admitted_version
-        if counted // bounds.batch_size > version + bounds.max_staleness:
-            bound = f"max_staleness {bounds.max_staleness:g}"
+        if counted // bounds.batch_size > version + group.max_staleness:
+            bound = f"max_staleness {group.max_staleness:g}"
             yield f"{group.id} was admitted at version {version} behind {counted} groups; {bound}"
         if version < live:
             yield f"{group.id} was admitted at version {version}, an earlier group at {live}"
@@ -111,19 +111,42 @@ def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
 
 
 def no_bound_is_broken(history: History) -> Iterator[str]:
-    """No token was trained at a version beyond the bound from its own, and none at an older version."""
-    bound, policy = history.bounds.max_staleness, history.bounds.beyond_bound
+    """No token was trained at a version beyond the bound from its own, and none at an older version. The bound is the
+    one in force when its group was admitted."""
+    bounds, policy = {group.id: group.max_staleness for group in history.groups}, history.bounds.beyond_bound
     for step, one in _trained(history):
+        bound, oldest = bounds[one.group], step.own_oldest.get(one.group, step.oldest_trainable)
         if one.newest_version is not None and one.newest_version > step.version:
             yield f"{one.id} has tokens of version {one.newest_version}, trained at {step.version}"
         if policy == "train" or math.isinf(bound):
             continue
         versions = one.versions if one.versions is not None else (one.oldest_version,)
-        trainable = [version for version in versions if version is not None and version >= step.oldest_trainable]
-        if one.versions is None and step.oldest_trainable:
+        trainable = [version for version in versions if version is not None and version >= oldest]
+        if one.versions is None and oldest:
             continue  # masked tokens cannot be told from trained ones without the tokens
         if trainable and step.version - min(trainable) > bound:
             yield f"{one.id} was trained at {step.version} with a token of {min(trainable)}; max_staleness {bound:g}"
+
+
+def bounds_change_as_recorded(history: History) -> Iterator[str]:
+    """A bound changes only where the recipe leaves it to the run, within the recipe's limits, from what it was before,
+    after a step that is on record, and not twice after one."""
+    adaptive = history.bounds.adaptive
+    value = {name: lowest for name, (lowest, _) in adaptive.items()}
+    newest = dict.fromkeys(adaptive, 0)
+    for change in history.changes:
+        told = f"{change.name} went from {change.before} to {change.after} after step {change.step}"
+        if change.name not in adaptive:
+            yield f"{told}, and the recipe fixes it"
+            continue
+        lowest, highest = adaptive[change.name]
+        if not lowest <= change.after <= highest:
+            yield f"{told}; the recipe allows {lowest} to {highest}"
+        if change.before != value[change.name]:
+            yield f"{told}, and was {value[change.name]}"
+        if not newest[change.name] < change.step <= len(history.steps):
+            yield f"{told}; the one before it came after step {newest[change.name]}, {len(history.steps)} are on record"
+        value[change.name], newest[change.name] = change.after, change.step
 
 
 def batches_are_complete(history: History) -> Iterator[str]:
@@ -261,6 +284,7 @@ LAWS: tuple[Callable[[History], Iterator[str]], ...] = (
     versions_grow_by_one,
     no_group_starts_before_its_turn,
     no_bound_is_broken,
+    bounds_change_as_recorded,
     batches_are_complete,
     every_segment_has_its_place,
     every_sampled_token_is_trained_once,

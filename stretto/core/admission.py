@@ -15,6 +15,8 @@ The paper enforces the first alone. `rollout.batching` shows how the second one 
 
 from __future__ import annotations
 
+from stretto.core.records import Record
+
 #: A version distance. ``math.inf`` means that there is no bound.
 Staleness = float
 
@@ -33,3 +35,17 @@ def admits(counted: int, version: int, batch_size: int, max_staleness: Staleness
 def due(admitted_version: int, max_staleness: Staleness) -> float:
     """The last version at which a group admitted at `admitted_version` can be trained within the bound."""
     return admitted_version + max_staleness
+
+
+class BoundChange(Record, frozen=True, array_like=True):
+    """A bound that a run has changed itself: groups that are admitted from now on are under the new one.
+
+    Example: ``BoundChange(step=9, name="max_staleness", before=4, after=2, reason="mismatch 1.2 of its limit (...)")``
+    """
+
+    step: int  # whose measurements have led to it
+    name: str  # the key in `[rollout]`
+    before: int
+    after: int
+    reason: str
+    key: int = 0  # of the first group that is admitted under it; the ledger gives it

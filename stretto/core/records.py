@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Mapping
 from itertools import accumulate, chain
 from typing import Any
@@ -317,6 +318,7 @@ class Group(Record, frozen=True):
     prompt: Prompt
     admitted_version: int
     trajectories: tuple[Trajectory, ...]
+    max_staleness: float = math.inf  # the bound in force when it was admitted; inf also where it is not known
 
     @property
     def oldest_version(self) -> int:
@@ -329,13 +331,19 @@ class Batch(Record, frozen=True):
     """What one training step consumes: B groups, trained at `version`, publishing ``version + 1``.
 
     Tokens sampled by versions older than `oldest_trainable` are context: they stay in the sequence and out of the
-    loss (``beyond_bound = "mask"``).
+    loss (``beyond_bound = "mask"``). `oldest_by_group` has that version for groups that were admitted under a stricter
+    bound than others, by their ids.
     """
 
     step: int
     version: int
     groups: tuple[Group, ...]
     oldest_trainable: int = 0
+    oldest_by_group: Mapping[str, int] = {}
+
+    def oldest_of(self, group: str) -> int:
+        """The oldest version whose tokens in this group are in the loss."""
+        return self.oldest_by_group.get(group, self.oldest_trainable)
 
 
 class Update(Record, frozen=True):

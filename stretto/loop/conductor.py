@@ -177,10 +177,13 @@ class Conductor:
             if batch is None:
                 return
             self._admit()
-            self.recorder.taken(batch, self.controller.in_flight, self.controller.buffered)
+            self.recorder.taken(
+                batch, self.controller.in_flight, self.controller.buffered, self.controller.max_staleness
+            )
             update = await self._before_the_stop_ends(self.trainer.train(batch))
             if update is None:
                 return
+            self.controller.observe(update.step, update.metrics)
             self.controller.publish(update.version)
             self.engines.publish(update.version)
             self._expire_overdue()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
+from stretto.core.admission import BoundChange
 from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory
 
 MEASURES = ("length", "difficulty", "latency")
@@ -119,6 +120,8 @@ class WatchedJournal(Protocol):
 
     def commit_batch(self, batch: Batch) -> None: ...
 
+    def change_bound(self, change: BoundChange) -> None: ...
+
 
 class SelectionWatch:
     """A journal between a controller and the journal of its run, which sees all that is lost or trained.
@@ -175,8 +178,11 @@ class SelectionWatch:
         self._journal.commit_batch(batch)
         for group in batch.groups:
             ended = self._finished.pop(group.id, None) or _measured(group, None)
-            lost = group.oldest_version < batch.oldest_trainable
+            lost = group.oldest_version < batch.oldest_of(group.id)
             self._ended(EndedGroup(lost, ended.length, ended.difficulty, ended.latency))
+
+    def change_bound(self, change: BoundChange) -> None:
+        self._journal.change_bound(change)
 
     def _lose(self, group: str) -> None:
         """A group expires; its members do so one by one."""

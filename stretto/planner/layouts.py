@@ -76,10 +76,12 @@ def _all(job: Job, machine: MachineProfile, devices: int) -> Iterator[Candidate]
             yield candidate(job, machine, layout, job.rollout.max_staleness, tokens)
 
 
-def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: float, tokens: int) -> Candidate:
-    """The job with this layout, and as many groups in flight as equation 3 and the engines' slots allow."""
+def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: float | str, tokens: int) -> Candidate:
+    """The job with this layout, and as many groups in flight as equation 3 and the engines' slots allow. A bound that
+    is "auto" stays so: the simulation adapts it as a run does."""
     slots = max(1, layout.engines * job.engine.slots // job.rollout.group_size)
-    allowed = slots if math.isinf(staleness) else min(slots, int(staleness + 1) * job.rollout.batch_size)
+    most = job.rollout.staleness_bounds[1] if isinstance(staleness, str) else staleness
+    allowed = slots if math.isinf(most) else min(slots, int(most + 1) * job.rollout.batch_size)
     planned = job.with_settings(
         {"max_staleness": staleness, "max_in_flight": allowed},
         {"count": layout.engines},

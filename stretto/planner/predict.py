@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -17,7 +18,7 @@ from stretto.planner.job import Job
 from stretto.planner.layouts import Candidate, candidate, candidates, fitting_own_layout
 from stretto.planner.lengths import Lengths
 from stretto.planner.machine import MachineProfile
-from stretto.rollout.controller import InRounds
+from stretto.rollout.pacing import InRounds
 from stretto.simulator.engines import EngineLimits
 from stretto.simulator.report import SimulationReport
 from stretto.simulator.run import SimulatedRun
@@ -53,7 +54,7 @@ class LayoutPrediction(Record, frozen=True):
     device_hours: float
     tensor: int
     micro_batch_tokens: int
-    max_staleness: float | None  # None: no bound
+    max_staleness: float | None  # at the end of the simulation; None: no bound
     max_in_flight: int
     memory: Mapping[str, float]  # GiB of a device: trainer, engine, cache
     masked: float  # share of the trained completions' tokens
@@ -137,7 +138,7 @@ def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[
 def _other_bounds(first: Candidate, machine: MachineProfile, goal: str) -> list[Candidate]:
     """The best layout with half and with twice the bound on staleness; with small ones, where staleness counts."""
     job, bound = first.job, first.job.rollout.max_staleness
-    if not bound or bound == float("inf"):
+    if not isinstance(bound, float | int) or not bound or math.isinf(bound):  # "auto" finds it
         return []
     others = {bound * 2, bound // 2} | ({1.0, 2.0} if goal == "staleness" else set())
     tokens = job.trainer.micro_batch_tokens
@@ -170,7 +171,7 @@ def newest_steps(spans: Sequence[Span], steps: int = _DRAWN) -> tuple[Span, ...]
 
 def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: int) -> SimulatedRun:
     rollout, engine = job.rollout, job.engine
-    rounds = engine.batching == "rounds" or (engine.batching == "auto" and rollout.max_staleness == 0)
+    rounds = engine.batching == "rounds" or (engine.batching == "auto" and rollout.staleness_bounds[1] == 0)
     limits = EngineLimits(
         count=costs.layout.engines,
         slots=engine.slots,
@@ -206,8 +207,8 @@ def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
     threads = (
         generation * layout.engines * job.engine.threads + training * layout.ranks * job.trainer.threads + conductor
     )
-    crowded = max(1.0, threads / machine.cores) if job.rollout.max_staleness else 1.0
-    together = generation * training if job.rollout.max_staleness else 0.0
+    crowded = max(1.0, threads / machine.cores) if job.rollout.staleness_bounds[1] else 1.0
+    together = generation * training if job.rollout.staleness_bounds[1] else 0.0
     others = machine.beside * together / max(generation, 1e-9)
     return replace(
         costs,
@@ -258,7 +259,7 @@ def _prediction(costs: Costs, report: SimulationReport, grain: int) -> LayoutPre
     judging = report.judging / report.seconds / job.reward_workers
     others = {"trainer": training, "rewards": judging}
     busy = {f"engine-{number}": round(generation, 4) for number in range(layout.engines)}
-    bound = job.rollout.max_staleness
+    bound = report.max_staleness
     return LayoutPrediction(
         engines=layout.engines,
         ranks=layout.ranks,
@@ -271,7 +272,7 @@ def _prediction(costs: Costs, report: SimulationReport, grain: int) -> LayoutPre
         device_hours=hours * layout.devices,
         tensor=layout.tensor,
         micro_batch_tokens=job.trainer.micro_batch_tokens,
-        max_staleness=None if bound == float("inf") else bound,
+        max_staleness=None if math.isinf(bound) else bound,
         max_in_flight=job.rollout.max_in_flight,
         memory={"trainer": memory.trainer, "engine": memory.engine, "cache": memory.cache},
         masked=round(report.masked_share, 4),

@@ -4,25 +4,26 @@ The paper admits by equation 3 and then trains on the finished groups, oldest fi
 trained on far beyond eta. The four policies of ``rollout.beyond_bound`` are pure functions of the same facts:
 
     train    the paper's rule
-    wait     no batch leaves a group that would pass the bound
-    mask     as train; tokens beyond the bound are context only
-    expire   groups beyond the bound leave, their prompts are tried again
+    wait     no batch leaves a group that would pass its bound
+    mask     as train; tokens beyond the bound of their group are context only
+    expire   groups beyond their bound leave, their prompts are tried again
 
-**Why "wait" is always possible.** At version b, call a group due by d if it was admitted at version d - eta. The
-invariant is: for every d >= b - 1, at most (d - b + 1) * B untrained groups are due by d (so none is overdue).
-Admission keeps it, because a new group is due by i + eta and equation 3 leaves at most (i + eta + 1 - b) * B untrained
-ones in all. A batch keeps it if among those left, finished or not, at most (d - b) * B are due by d, for every d >= b;
-then the same invariant holds at b + 1. Taking the B groups with the earliest due versions always satisfies this, so at
-worst the trainer waits for those to finish, and in-flight groups always end: nothing gets stuck. (docs/staleness.md)
+The bound of a group is the one in force when it was admitted. **Why "wait" is always possible.** At version b, call a
+group due by d if it was admitted at version d - eta. The invariant is: for every d >= b - 1, at most (d - b + 1) * B
+untrained groups are due by d (so none is overdue). Admission keeps it, because a new group is due by i + eta and
+equation 3 leaves at most (i + eta + 1 - b) * B untrained ones in all, whatever bounds the others have. A batch keeps it
+if among those left, finished or not, at most (d - b) * B are due by d, for every d >= b; then the same invariant holds
+at b + 1. Taking the B groups with the earliest due versions always satisfies this, so at worst the trainer waits for
+those to finish, and in-flight groups always end: nothing gets stuck. (docs/staleness.md)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from stretto.core.admission import Staleness, due
+from stretto.core.admission import due
 from stretto.core.records import Group
 from stretto.rollout.config import BeyondBound
 
@@ -31,15 +32,15 @@ from stretto.rollout.config import BeyondBound
 class QueueState:
     """The facts from which a batch is formed.
 
-    `finished` is in the order of admission (oldest first); `in_flight` holds the admitted versions of the groups that
-    are not finished; `version` is the version that will train the batch.
+    `finished` is in the order in which the groups are due, with equal ones in that of their admission (under one bound:
+    oldest first); `in_flight` holds the due versions of the groups that are not finished; `version` is the version that
+    will train the batch.
     """
 
     finished: Sequence[Group]
-    in_flight: Sequence[int]
+    in_flight: Sequence[float]
     version: int
     batch_size: int
-    max_staleness: Staleness
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class BatchChoice:
     groups: tuple[Group, ...] = ()
     expired: tuple[Group, ...] = ()
     oldest_trainable: int = 0
+    oldest_by_group: Mapping[str, int] = field(default_factory=dict)
 
 
 def choose(policy: BeyondBound, facts: QueueState) -> BatchChoice:
@@ -66,7 +68,7 @@ def train_whatever_is_finished(facts: QueueState) -> BatchChoice:
 def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
     """The oldest finished groups, unless more groups would then be due by some version than its batches can take."""
     choice = train_whatever_is_finished(facts)
-    left = [group.admitted_version for group in facts.finished[facts.batch_size :]]
+    left = [due(group.admitted_version, group.max_staleness) for group in facts.finished[facts.batch_size :]]
     if choice.groups and can_all_be_trained_in_time([*left, *facts.in_flight], facts):
         return choice
     return BatchChoice()
@@ -74,9 +76,11 @@ def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
 
 def mask_what_is_stale(facts: QueueState) -> BatchChoice:
     """The oldest finished groups; tokens that are too old for this version stay out of the loss."""
-    choice = train_whatever_is_finished(facts)
-    oldest = max(0, facts.version - facts.max_staleness)
-    return BatchChoice(groups=choice.groups, oldest_trainable=int(oldest))
+    groups = train_whatever_is_finished(facts).groups
+    oldest = {group.id: int(max(0, facts.version - group.max_staleness)) for group in groups}
+    least = min(oldest.values(), default=0)
+    stricter = {id: version for id, version in oldest.items() if version > least}
+    return BatchChoice(groups=groups, oldest_trainable=least, oldest_by_group=stricter)
 
 
 def expire_what_is_stale(facts: QueueState) -> BatchChoice:
@@ -99,18 +103,18 @@ POLICIES = {
 
 def is_fresh(group: Group, facts: QueueState) -> bool:
     """May every token of the group be trained on at this version?"""
-    return facts.version - group.oldest_version <= facts.max_staleness
+    return facts.version - group.oldest_version <= group.max_staleness
 
 
-def can_all_be_trained_in_time(left: Iterable[int], facts: QueueState) -> bool:
+def can_all_be_trained_in_time(left: Iterable[float], facts: QueueState) -> bool:
     """Whether every group left can be trained in time, after a batch at `facts.version`.
 
-    `left` holds admitted versions. For each version d, the groups due by d must fit into the ``d - version`` batches
+    `left` holds due versions. For each version d, the groups due by d must fit into the ``d - version`` batches
     that follow: there may be at most ``(d - version) * B`` of them.
     """
     due_by = 0
-    for admitted, groups in sorted(Counter(left).items()):
+    for last, groups in sorted(Counter(left).items()):
         due_by += groups
-        if due_by > (due(admitted, facts.max_staleness) - facts.version) * facts.batch_size:
+        if due_by > (last - facts.version) * facts.batch_size:
             return False
     return True

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 BeyondBound = Literal["train", "wait", "mask", "expire"]
 
@@ -22,9 +22,13 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
     batch_size: int = Field(32, ge=1, description="groups that one training step consumes (B)")
     group_size: int = Field(8, ge=1, description="completions sampled for one prompt (G)")
     max_in_flight: int = Field(32, ge=1, description="groups generated or scored at the same time")
-    max_staleness: Annotated[float, Field(ge=0), AfterValidator(_whole_or_infinite)] = Field(
-        4, description="versions allowed between sampling and training (eta); 0 is synchronous, inf is no bound"
+    max_staleness: Annotated[float, Field(ge=0), AfterValidator(_whole_or_infinite)] | Literal["auto"] = Field(
+        4.0,
+        description="versions allowed between sampling and training (eta); 0 is synchronous, inf is no bound; auto: "
+        "raised while the measured mismatch of the policies allows it, lowered when it does not",
     )
+    staleness_min: int = Field(1, ge=0, le=1024, description='smallest bound that max_staleness = "auto" comes to')
+    staleness_max: int = Field(8, ge=0, le=1024, description='largest bound that max_staleness = "auto" comes to')
     beyond_bound: BeyondBound = Field("mask", description="what happens to tokens beyond max_staleness")
     filter: Literal["none", "zero_variance"] = Field(
         "none", description="groups that are not trained on; zero_variance: all rewards of the group are equal"
@@ -39,3 +43,17 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
     min_group_size: int = Field(1, ge=1, description="decided completions that a group needs to be trained on")
     max_attempts: int = Field(3, ge=1, description="times that one prompt is tried when its groups fail")
     max_failures_in_a_row: int = Field(50, ge=1, description="failed groups in a row after which the run stops")
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.staleness_min > self.staleness_max:
+            found = f"staleness_min = {self.staleness_min} is more than staleness_max = {self.staleness_max}"
+            raise ValueError(f"{found}; lower the first or raise the second")
+        return self
+
+    @property
+    def staleness_bounds(self) -> tuple[float, float]:
+        """The smallest and the largest bound on staleness that can be in force; equal where it is fixed."""
+        if self.max_staleness == "auto":
+            return self.staleness_min, self.staleness_max
+        return self.max_staleness, self.max_staleness

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from stretto.core.admission import admits, due
+from stretto.core.admission import BoundChange, Staleness, admits, due
 from stretto.core.errors import BoundViolated, StrettoError
 from stretto.core.records import (
     Batch,
@@ -34,9 +34,11 @@ from stretto.core.records import (
     derive_seed,
     trajectory_id,
 )
+from stretto.rollout.adaptive import AdaptiveBound, adapted
 from stretto.rollout.batching import QueueState, choose
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters, refused
+from stretto.rollout.pacing import Continuous, Pacing
 from stretto.rollout.prompts import Draw, Position, PromptStream
 
 
@@ -59,52 +61,39 @@ class Journal(Protocol):
     def commit_batch(self, batch: Batch) -> None:
         """The batch is about to be trained on. Durable when this returns."""
 
-
-class Pacing(Protocol):
-    """The policy that decides when groups start, within equation 3 and `max_in_flight`."""
-
-    def opens(self, may_start: bool, in_flight: int) -> bool:
-        """Whether a group starts now. `may_start`: equation 3 and `max_in_flight` allow it."""
-
-
-class Continuous:
-    """Each group starts as soon as it may."""
-
-    def opens(self, may_start: bool, in_flight: int) -> bool:
-        return may_start
-
-
-class InRounds:
-    """Groups start together: all that may, once none is in flight; the next ones after all of these have left."""
-
-    def __init__(self) -> None:
-        self._opening = True  # the round still takes groups
-
-    def opens(self, may_start: bool, in_flight: int) -> bool:
-        self._opening = may_start and (self._opening or not in_flight)
-        return self._opening
+    def change_bound(self, change: BoundChange) -> None:
+        """Groups that are issued from now on are under another bound."""
 
 
 class ControllerState(Record, frozen=True):
-    """The state of a controller beside its trajectories' states: the position in the prompts, and the failed attempts
-    before each unfinished group (groups without any are left out)."""
+    """The state of a controller beside its trajectories' states: the position in the prompts, the failed attempts
+    before each unfinished group (groups without any are left out), and what the next bound follows from."""
 
     position: Position = Position()
     failures: Mapping[str, int] = {}
+    staleness: AdaptiveBound | None = None  # None: the bound is fixed
+    starved: bool = True  # the newest batch left no other one that could be taken after it
 
 
 class Ticket(Record, frozen=True):
-    """A group in flight: its prompt, the version under which it was admitted, and one random seed for each member."""
+    """A group in flight: its prompt, the version and the bound under which it was admitted, and one random seed for
+    each member."""
 
     order: int
     group_id: str
     draw: Draw
     admitted_version: int
     seeds: tuple[int, ...]
+    max_staleness: Staleness = math.inf
 
     @property
     def members(self) -> range:
         return range(len(self.seeds))
+
+    @property
+    def due(self) -> float:
+        """The last version at which it can be trained within its bound."""
+        return due(self.admitted_version, self.max_staleness)
 
 
 class Controller:
@@ -122,8 +111,14 @@ class Controller:
         seed: int,
         version: int = 0,
         pacing: Pacing | None = None,
+        state: ControllerState | None = None,
     ) -> None:
+        """`state`: of the same run, before it was resumed; what the journal holds comes by `restore`."""
         self.config = config
+        state = state or ControllerState()
+        lowest, _ = config.staleness_bounds
+        start = AdaptiveBound(int(lowest)) if config.max_staleness == "auto" else None
+        self._staleness, self._starved = state.staleness or start, state.starved
         self._pacing = pacing or Continuous()
         self.published = version
         self.live = version
@@ -157,13 +152,29 @@ class Controller:
         """N of equation 3: groups ever started, without those that dropped out."""
         return self._taken + len(self._buffer) + len(self._in_flight)
 
+    @property
+    def max_staleness(self) -> Staleness:
+        """The bound in force: that of the groups which are admitted now."""
+        return self._staleness.bound if self._staleness is not None else self.config.staleness_bounds[0]
+
+    def observe(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """The measurements of a step's update, from which the next bounds follow; those of an earlier step change
+        nothing. Call it before the update is on record, so that no resume misses one."""
+        if (before := self._staleness) is None:
+            return
+        lowest, highest = map(int, self.config.staleness_bounds)
+        self._staleness = now = adapted(before, step, metrics, self._starved, lowest, highest)
+        if now.bound != before.bound:
+            reason = f"mismatch {now.mismatch:.2f} of its limit ({now.worst})"
+            self._journal.change_bound(BoundChange(step, "max_staleness", before.bound, now.bound, reason))
+
     def admit(self) -> Ticket | None:
         """Start one more group, if equation 3 and `max_in_flight` allow it."""
         if not self._pacing.opens(self._may_start(), self.in_flight):
             return None
         config = self.config
         draw = self._prompts.take()
-        ticket = self._ticket(draw, self.live)
+        ticket = self._ticket(draw, self.live, self.max_staleness)
         self._in_flight[ticket.group_id] = ticket  # before the journal, which may write `state` beside the group
         self._journal.issue(ticket.group_id, draw.prompt, config.group_size, self.live)
         return ticket
@@ -171,25 +182,28 @@ class Controller:
     def _may_start(self) -> bool:
         config = self.config
         return len(self._in_flight) < config.max_in_flight and admits(
-            self.counted, self.live, config.batch_size, config.max_staleness
+            self.counted, self.live, config.batch_size, self.max_staleness
         )
 
     def restore(
-        self, group_id: str, admitted_version: int, trajectories: Sequence[Trajectory], failures: int = 0
+        self,
+        group_id: str,
+        admitted_version: int,
+        trajectories: Sequence[Trajectory],
+        failures: int = 0,
+        max_staleness: Staleness | None = None,
     ) -> Ticket:
         """Restore a group that an earlier run has admitted and not trained; the journal holds it already. Call it in
-        the order of admission, before anything is admitted.
+        the order of admission, before anything is admitted. `max_staleness`: its bound; None: the one at the start.
 
         Returns its ticket. A group without `trajectories` is in flight, and the caller requests its completions again;
         a group with them is back in the buffer.
         """
         draw = self._prompts.named(group_id, failures)
-        ticket = self._ticket(draw, admitted_version)
+        bound = self.config.staleness_bounds[0] if max_staleness is None else max_staleness
+        ticket = self._ticket(draw, admitted_version, bound)
         if trajectories:
-            group = Group(
-                id=group_id, prompt=draw.prompt, admitted_version=admitted_version, trajectories=tuple(trajectories)
-            )
-            self._buffer.append((ticket, group))
+            bisect.insort(self._buffer, (ticket, self._group(ticket, trajectories)), key=_order_of_training)
         else:
             self._in_flight[group_id] = ticket
         return ticket
@@ -198,12 +212,12 @@ class Controller:
         """The state that a later `restore` needs beside the journal."""
         draws = [ticket.draw for ticket in self._in_flight.values()] + [ticket.draw for ticket, _ in self._buffer]
         failures = {draw.group_id: draw.failures for draw in draws if draw.failures}
-        return ControllerState(position=self._prompts.position(), failures=failures)
+        return ControllerState(self._prompts.position(), failures, self._staleness, self._starved)
 
-    def _ticket(self, draw: Draw, admitted_version: int) -> Ticket:
+    def _ticket(self, draw: Draw, admitted_version: int, max_staleness: Staleness) -> Ticket:
         members, group_id = range(self.config.group_size), draw.group_id
         seeds = tuple([derive_seed(self._seed, trajectory_id(group_id, member)) for member in members])
-        ticket = Ticket(self._order, group_id, draw, admitted_version, seeds)
+        ticket = Ticket(self._order, group_id, draw, admitted_version, seeds, max_staleness)
         self._order += 1
         return ticket
 
@@ -240,7 +254,7 @@ class Controller:
         if kept:
             left = self._group(ticket, kept)
             self._journal.buffer(left)
-            bisect.insort(self._buffer, (ticket, left), key=_order_of_admission)
+            bisect.insort(self._buffer, (ticket, left), key=_order_of_training)
         else:
             self.filtered += 1
         del self._in_flight[ticket.group_id]
@@ -248,7 +262,7 @@ class Controller:
 
     def _group(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group:
         prompt, version = ticket.draw.prompt, ticket.admitted_version
-        return Group(ticket.group_id, prompt, version, tuple(trajectories))
+        return Group(ticket.group_id, prompt, version, tuple(trajectories), ticket.max_staleness)
 
     def lose(self, ticket: Ticket, reason: str) -> None:
         """Fail a group whose engine was lost. Its prompt is not to blame: it is tried again, any number of times."""
@@ -274,7 +288,7 @@ class Controller:
 
     def take(self) -> Batch | None:
         """The next batch, trained at `published` and committed to the journal; None while it must wait."""
-        choice = choose(self.config.beyond_bound, self._facts())
+        choice = choose(self.config.beyond_bound, self._facts(self.published))
         self._expire_finished(choice.expired)
         if not choice.groups:
             return None
@@ -283,20 +297,23 @@ class Controller:
             version=self.published,
             groups=choice.groups,
             oldest_trainable=choice.oldest_trainable,
+            oldest_by_group=choice.oldest_by_group,
         )
         self._assert_bound(batch)
+        next_one = choose(self.config.beyond_bound, self._facts(self.published + 1, without=choice.groups))
+        self._starved = not next_one.groups  # before the journal, which may write `state`
         self._journal.commit_batch(batch)
         self._taken += len(self._leave_buffer(choice.groups))
         self.filtered = 0
         return batch
 
-    def _facts(self) -> QueueState:
+    def _facts(self, version: int, without: Sequence[Group] = ()) -> QueueState:
+        taken = {group.id for group in without}
         return QueueState(
-            finished=[group for _, group in self._buffer],
-            in_flight=[ticket.admitted_version for ticket in self._in_flight.values()],
-            version=self.published,
+            finished=[group for _, group in self._buffer if group.id not in taken],
+            in_flight=[ticket.due for ticket in self._in_flight.values()],
+            version=version,
             batch_size=self.config.batch_size,
-            max_staleness=self.config.max_staleness,
         )
 
     def _expire_finished(self, groups: Sequence[Group]) -> None:
@@ -319,8 +336,7 @@ class Controller:
         """Groups in flight that are certain to expire: the caller aborts them and then calls `expire`."""
         if self.config.beyond_bound != "expire":
             return []
-        eta = self.config.max_staleness
-        return [ticket for ticket in self._in_flight.values() if due(ticket.admitted_version, eta) < self.published]
+        return [ticket for ticket in self._in_flight.values() if ticket.due < self.published]
 
     def expire(self, ticket: Ticket) -> None:
         """Settle an overdue group that was aborted in flight; its prompt is tried again."""
@@ -346,17 +362,17 @@ class Controller:
         self.live = max(self.live, version)
 
     def _assert_bound(self, batch: Batch) -> None:
-        eta = self.config.max_staleness
-        if math.isinf(eta) or self.config.beyond_bound == "train":
+        if self.config.beyond_bound == "train":
             return
         for group in batch.groups:
-            oldest = max(group.oldest_version, batch.oldest_trainable)
-            if batch.version - oldest > eta:
+            oldest = max(group.oldest_version, batch.oldest_of(group.id))
+            if batch.version - oldest > group.max_staleness:
                 raise BoundViolated(
-                    f"group {group.id} has a token of version {oldest} and would be trained at {batch.version}, "
-                    f"beyond max_staleness = {eta:g} (beyond_bound = {self.config.beyond_bound!r})"
+                    f"group {group.id} has a token of version {oldest} and would be trained at {batch.version}, beyond "
+                    f"max_staleness = {group.max_staleness:g} (beyond_bound = {self.config.beyond_bound!r})"
                 )
 
 
-def _order_of_admission(entry: tuple[Ticket, Group]) -> int:
-    return entry[0].order
+def _order_of_training(entry: tuple[Ticket, Group]) -> tuple[float, int]:
+    """Earliest due first; of one bound that is the order of admission."""
+    return entry[0].due, entry[0].order

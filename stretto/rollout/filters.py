@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import msgspec
+
 from stretto.core.records import Group, Outcome, StopReason, Trajectory
 from stretto.rollout.config import RolloutConfig
 
@@ -72,4 +74,4 @@ def _all(group: Group, reason: str) -> dict[str, str]:
 
 
 def _of(group: Group, trajectories: tuple[Trajectory, ...]) -> Group:
-    return Group(group.id, group.prompt, group.admitted_version, trajectories)
+    return msgspec.structs.replace(group, trajectories=trajectories)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from stretto.core.admission import BoundChange
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Prompt, State, Trajectory, trajectory_id
 from stretto.core.states import ALLOWED
@@ -13,12 +14,14 @@ class Accounts:
     """The accounting law: issued = trained + filtered + expired + failed + buffered + in flight, each id once.
 
     `expired` holds the trajectories that expired after they had ended; those aborted in flight have no record.
+    `changes` are those of the bounds.
     """
 
     def __init__(self) -> None:
         self._state: dict[str, State] = {}
         self.balance: Counter[State] = Counter()
         self.expired: list[Trajectory] = []
+        self.changes: list[BoundChange] = []
 
     @property
     def issued(self) -> int:
@@ -45,6 +48,9 @@ class Accounts:
         for group in batch.groups:
             for trajectory in group.trajectories:
                 self._move(trajectory.id, State.TRAINED)
+
+    def change_bound(self, change: BoundChange) -> None:
+        self.changes.append(change)
 
     def _move(self, name: str, state: State) -> None:
         before = self._state[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ class SimulationReport:
     touched: int = 0  # completions with a masked token
     expired: Counter[int] = field(default_factory=Counter)  # completions that expired, by length
     dropped: Counter[int] = field(default_factory=Counter)  # their tokens at that moment, by length
+    max_staleness: float = math.inf  # the bound in force at the end
     warnings: list[str] = field(default_factory=list)  # of selection bias
 
     @property
@@ -74,15 +76,17 @@ class SimulationReport:
 
     def train(self, batch: Batch) -> None:
         """Count a batch that was trained on."""
-        for trajectory in (trajectory for group in batch.groups for trajectory in group.trajectories):
+        pairs = ((group, trajectory) for group in batch.groups for trajectory in group.trajectories)
+        for group, trajectory in pairs:
+            oldest = batch.oldest_of(group.id)
             versions, length = trajectory.versions, len(trajectory.versions)
             self.answers[length] += 1
             for version, tokens in Counter(versions).items():
-                if version >= batch.oldest_trainable:
+                if version >= oldest:
                     self.staleness[batch.version - version] += tokens
                 else:
                     self.masked[length] += tokens
-            self.touched += versions[0] < batch.oldest_trainable
+            self.touched += versions[0] < oldest
 
     def expire(self, length: int, sampled: int) -> None:
         """Count a completion of `length` tokens that expired when `sampled` of them existed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from stretto.core.clock import VirtualClock
@@ -24,7 +25,8 @@ from stretto.core.records import (
 )
 from stretto.measures.selection import SelectionWatch
 from stretto.rollout.config import RolloutConfig
-from stretto.rollout.controller import Controller, Pacing, Ticket
+from stretto.rollout.controller import Controller, Ticket
+from stretto.rollout.pacing import Pacing
 from stretto.rollout.prompts import PromptStream
 from stretto.simulator.accounts import Accounts
 from stretto.simulator.engines import Durations, EngineLimits, Flight, SimulatedEngine
@@ -34,12 +36,18 @@ from stretto.simulator.workload import GroupLengths, Workload
 _PROMPTS = 997
 
 
+def without_mismatch(batch: Batch) -> Mapping[str, float]:
+    """What a trainer would measure if staleness changed nothing."""
+    return {"kl_behavior": 0.0}
+
+
 class SimulatedRun:
     """One run of `steps` training steps; the same seed gives the same run.
 
     `workload` says how long completions are and which groups fail, `durations` how long everything takes (default: what
     the workload says), `limits` what engines there are, `judges` how many completions are judged at
-    a time. The report begins after the first `warm` steps.
+    a time, `measured` what the trainer measures of a batch (default: no mismatch of the policies). The report begins
+    after the first `warm` steps.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class SimulatedRun:
         pacing: Pacing | None = None,
         warm: int = 0,
         judges: int = 1,
+        measured: Callable[[Batch], Mapping[str, float]] = without_mismatch,
     ) -> None:
         if durations is None:
             assert isinstance(workload, Workload), "lengths alone say no durations"
@@ -62,7 +71,7 @@ class SimulatedRun:
         self.accounts = Accounts()
         self.report = SimulationReport()
         self._workload, self._steps, self._warm = workload, steps, warm
-        self._durations = durations
+        self._durations, self._measured = durations, measured
         self._limits = limits or EngineLimits()
         self._chance = random.Random(seed)
         prompts = PromptStream([Prompt(id=str(i), token_ids=(0,), text="", answer="") for i in range(_PROMPTS)], seed)
@@ -94,6 +103,7 @@ class SimulatedRun:
         counts = [now - then for now, then in zip(self._engine_counts(), before, strict=True)]
         self.report.generating, self.report.loading, self.report.recomputing = counts[:3]
         self.report.sampled, self.report.recomputed, self.report.preempted = counts[3:]
+        self.report.max_staleness = self.controller.max_staleness
         for trajectory in self.accounts.expired:
             length = len(trajectory.token_ids)
             self.report.expire(length, sampled=length)
@@ -195,6 +205,7 @@ class SimulatedRun:
         self.spans.append(Span("trainer", "publish", now, now, version))
         self.report.steps += 1
         self._idle_since = self.clock.now()
+        self.controller.observe(version, self._measured(batch))
         self.controller.publish(version)
         self._stop_overdue()
         for engine in self._engines:

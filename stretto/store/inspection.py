@@ -11,12 +11,13 @@ from statistics import median
 
 import msgspec
 
+from stretto.core.admission import BoundChange
 from stretto.core.records import Record
 from stretto.measures.goodput import Category, Clock, Goodput, OnRecord, Produced, goodput
 from stretto.measures.selection import SELECTION, Bias, SelectionBias, report
 from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.reading import tokens_on_record
+from stretto.store.ledger.reading import BOUNDS, tokens_on_record
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import Value, check_rows
 
@@ -134,6 +135,16 @@ class StalenessSummary(Record, frozen=True):
     histogram: dict[int, int]  # versions: tokens
 
 
+class ChangedBound(Record, frozen=True):
+    """A bound that the run has changed after a step; `name` is its key in ``[rollout]``."""
+
+    step: int
+    name: str
+    before: int
+    after: int
+    reason: str
+
+
 class Inspection(Record, frozen=True):
     """A run in numbers. `busy` is the fraction of `rl_seconds` in which a role worked."""
 
@@ -157,6 +168,7 @@ class Inspection(Record, frozen=True):
     goodput_roles: Mapping[str, Mapping[str, float]] = {}  # role: category: seconds
     idle: Mapping[str, Mapping[str, float]] = {}  # role: reason: seconds
     selection_bias: Mapping[str, Bias] = {}  # length, difficulty, latency: lost groups against the others
+    bounds: tuple[ChangedBound, ...] = ()  # what the run itself has changed
 
 
 def budget(totals: Totals, on_record: OnRecord) -> Goodput:
@@ -233,6 +245,10 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
         goodput=spent.budget,
         goodput_roles=spent.roles,
         idle=spent.idle,
+        bounds=tuple(
+            ChangedBound(one.step, one.name, one.before, one.after, one.reason)
+            for one in fact(connection, BOUNDS, tuple[BoundChange, ...]) or ()
+        ),
         selection_bias=report(fact(connection, SELECTION, SelectionBias) or SelectionBias()),
     )
 

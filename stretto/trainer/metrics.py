@@ -23,6 +23,7 @@ _NAMES = {
     "ratio": "ratio_mean",
     "behavior_weight": "behavior_weight_mean",
     "kl_behavior": "kl_behavior",
+    "outlier": "outlier_fraction",
 }
 _SUMS = ("tokens", "loss", *DIAGNOSTICS, "entropy", "kl_reference", "error", "agreeing", "value_loss")
 
@@ -85,7 +86,8 @@ class Meter:
         sums = self._totals(ranks)
         if tokens := sums["tokens"]:
             measured["loss"] = sums["loss"] / len(self._steps)
-            measured |= {_NAMES[name]: sums[name] / tokens for name in DIAGNOSTICS}
+            measured |= {name: sums[diagnostic] / tokens for diagnostic, name in _NAMES.items()}
+            measured["effective_samples"] = sums["weight"] ** 2 / (tokens * sums["square"]) if sums["square"] else 0.0
             measured |= {name: sums[name] / tokens for name in ("entropy", "kl_reference") if self._sums[name]}
         if self._critic_steps:
             measured["value_loss"] = sums["value_loss"] / len(self._critic_steps)

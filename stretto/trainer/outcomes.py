@@ -81,8 +81,8 @@ class TrainedTokens:
         """All sampled tokens of the batch: how many each trajectory has, by its id, and their numbers."""
         lengths, places = dict[str, int](), dict[str, list[int]]()
         first = 0
-        for trajectory in chain.from_iterable(group.trajectories for group in self.batch.groups):
-            places |= _loss_tokens(trajectory, first, self.batch.oldest_trainable)
+        for of, trajectory in ((group.id, one) for group in self.batch.groups for one in group.trajectories):
+            places |= _loss_tokens(trajectory, first, self.batch.oldest_of(of))
             lengths[trajectory.id] = sum(len(segment.versions) for segment in trajectory.segments)
             first += lengths[trajectory.id]
         columns = np.full((first, 4), (math.nan, math.nan, math.nan, 0), dtype=np.float32)

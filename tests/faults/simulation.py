@@ -44,7 +44,8 @@ from stretto.loop.engines.rounds import Rounds
 from stretto.loop.evaluation import Evaluations
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
-from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
+from stretto.rollout.controller import Controller, ControllerState
+from stretto.rollout.pacing import Continuous, InRounds
 from stretto.rollout.prompts import PromptStream
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger

@@ -62,6 +62,16 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
         ["rollout.max_staleness: -1", "greater than or equal to 0"],
     ),
     ("half a version", "[rollout]\nmax_staleness = 1.5", ["rollout.max_staleness", "whole number of versions, or inf"]),
+    (
+        "staleness by itself, misspelt",
+        '[rollout]\nmax_staleness = "atuo"',
+        ["rollout.max_staleness: 'atuo'", "valid number or 'auto'"],
+    ),
+    (
+        "bounds in the wrong order",
+        '[rollout]\nmax_staleness = "auto"\nstaleness_min = 9',
+        ["rollout: staleness_min = 9 is more than staleness_max = 8", "lower the first"],
+    ),
     ("no staleness", "[rollout]\nmax_staleness = nan", ["rollout.max_staleness: nan"]),
     (
         "an unknown word",
@@ -135,6 +145,21 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
         "a word where a number or another word may be",
         '[trainer]\nkeep_versions = "some"',
         ["recipe.toml: trainer.keep_versions: 'some'; input should be 'all' or a valid integer"],
+    ),
+    (
+        "a word that is nearly one",
+        '[engine]\nkind = "vlm"',
+        ["recipe.toml: engine.kind: 'vlm'; input should be 'native', 'vllm' or 'sglang'; did you mean 'vllm'?"],
+    ),
+    (
+        "a word that is nearly one, where a number may be too",
+        '[trainer]\nkeep_versions = "al"',
+        ["recipe.toml: trainer.keep_versions: 'al'; input should be 'all' or a valid integer"],
+    ),
+    (
+        "a Ray cluster that is no address",
+        '[cluster]\nray = "atuo"',
+        ["recipe.toml: cluster.ray: 'atuo'; allowed: auto, local or HOST:PORT; did you mean 'auto'?"],
     ),
     (
         "too few policies",

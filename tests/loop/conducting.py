@@ -117,6 +117,7 @@ class ToyTrainer:
     seconds: float = 0.002
     ill: Exception | None = None
     ill_at: int = 3
+    measured: Mapping[str, float] = field(default_factory=lambda: {"loss": 0.5})
     batches: list[Batch] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
 
@@ -125,7 +126,9 @@ class ToyTrainer:
         if self.ill is not None and batch.step == self.ill_at:
             raise self.ill
         self.batches.append(batch)
-        return Update(step=batch.step, version=batch.step, trained_tokens=8, masked_tokens=0, metrics={"loss": 0.5})
+        return Update(
+            step=batch.step, version=batch.step, trained_tokens=8, masked_tokens=0, metrics=dict(self.measured)
+        )
 
     async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None]) -> None:
         on_copied()
@@ -176,10 +179,10 @@ class Stage(SilentReporter):
         standing = self.ledger.get("standing", ControllerState) or ControllerState()
         stream = PromptStream(PROMPTS, seed=1, position=standing.position)
         begins = self.ledger.last_step() or 0
-        controller = Controller(config, stream, self.ledger, seed=1, version=begins)
+        controller = Controller(config, stream, self.ledger, seed=1, version=begins, state=standing)
         past = EarlierTotals()
         recorder = Recorder(
-            self.folder, self.ledger, self, Work, config.max_staleness, past, RunClock(past, time.monotonic())
+            self.folder, self.ledger, self, Work, config.staleness_bounds[1], past, RunClock(past, time.monotonic())
         )
         link = cast(TrainerLink, self.trainer)
         checkpoints = Checkpoints(self.folder.checkpoints)

@@ -298,3 +298,18 @@ def test_overdue_answers_are_cut_off_and_asked_again(stage: Stage) -> None:
     assert stage.fleet.cut_off >= 1
     assert stage.ledger.balance().expired >= 2
     assert f"{stage.fleet.asked[0].rpartition('.')[0]}.1" in stage.fleet.asked
+
+
+def test_a_bound_that_the_run_finds_itself_is_on_record_and_goes_on_after_a_resume(stage: Stage) -> None:
+    """Without mismatch it goes from 1 to 2 after step 1, to 4 after step 4, and is held for 5 steps: across the end of
+    the first run and the start of the second."""
+    stage.fleet.seconds = 0.02  # the trainer waits for it
+    stage.trainer.measured = {"kl_behavior": 0.001}
+    assert stage.play(steps=6, max_staleness="auto", max_in_flight=2).max_staleness == 4
+    stage.fleet = ToyFleet(seconds=0.02, version=6)
+    assert stage.play(steps=9, max_staleness="auto", max_in_flight=2).max_staleness == 8
+    told = inspect_run(stage.folder.path)
+    assert [(one.step, one.before, one.after) for one in told.bounds] == [(1, 1, 2), (4, 2, 4), (9, 4, 8)]
+    assert told.staleness.bound == 8  # the largest that the recipe allows
+    steps, _ = read_metrics(stage.folder.metrics)
+    assert [one.max_staleness for one in steps] == [1, 2, 2, 2, 4, 4, 4, 4, 4]  # when the batch was taken

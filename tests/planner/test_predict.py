@@ -117,6 +117,17 @@ def test_the_parts_of_training_add_up_to_its_step() -> None:
     assert parts == pytest.approx((0.0, 19.2 * 0.75 / 3, 1.0 + 4 * 0.5 + 19.2, 0.5), rel=1e-4)
 
 
+def test_many_ranks_wait_for_the_longest_sequence_of_each_minibatch() -> None:
+    """Two minibatches, and the two longest sequences on one rank each: no number of ranks is faster than these."""
+    machine = msgspec.structs.replace(CLOCK, train_flops=1e6, token_width_seconds=0.0)
+    asked = job().with_settings({}, {}, {"minibatches": 2})
+    many = Costs(asked, machine, Layout(1, 1 << 20)).training([60] * 30 + [600, 500])
+    alone = Costs(asked, machine, Layout(1, 1)).training([600, 500])
+    assert many.update == pytest.approx(alone.update)
+    few = Costs(asked, machine, Layout(1, 2)).training([60] * 30 + [600, 500])
+    assert few.update > alone.update
+
+
 def test_roles_that_share_cores_slow_each_other_down() -> None:
     """One core for two roles that both always work: twice as long."""
     alone = predict(job(4), CLOCK, Layout(1, 1))

@@ -9,7 +9,7 @@ from stretto.core.records import Completion, Group, Outcome, Prompt, StopReason,
 from stretto.rollout.batching import QueueState, can_all_be_trained_in_time, choose
 
 
-def group(name: str, admitted: int, versions: tuple[int, ...] | None = None) -> Group:
+def group(name: str, admitted: int, versions: tuple[int, ...] | None = None, bound: float = 1) -> Group:
     completion = Completion(
         request=name,
         member=0,
@@ -22,13 +22,12 @@ def group(name: str, admitted: int, versions: tuple[int, ...] | None = None) -> 
         id=f"{name}/0", segments=(completion.segment,), verdict=Verdict(outcome=Outcome.RIGHT, reward=1.0), text="x"
     )
     prompt = Prompt(id=name, token_ids=(1,), text="?", answer="!")
-    return Group(id=name, prompt=prompt, admitted_version=admitted, trajectories=(trajectory,))
+    return Group(id=name, prompt=prompt, admitted_version=admitted, trajectories=(trajectory,), max_staleness=bound)
 
 
-def facts(finished: list[Group], in_flight: list[int], version: int, max_staleness: float = 1) -> QueueState:
-    return QueueState(
-        finished=finished, in_flight=in_flight, version=version, batch_size=2, max_staleness=max_staleness
-    )
+def facts(finished: list[Group], in_flight: list[float], version: int) -> QueueState:
+    """`in_flight`: the versions at which groups in flight are due."""
+    return QueueState(finished=finished, in_flight=in_flight, version=version, batch_size=2)
 
 
 def names(groups: tuple[Group, ...]) -> list[str]:
@@ -48,8 +47,8 @@ def test_nothing_is_taken_while_the_batch_is_not_full() -> None:
 def test_waiting_refuses_to_overtake_a_group_that_is_due_now() -> None:
     # At version 1 with eta = 1 the straggler admitted at 0 is due now: leaving it behind would break the bound.
     finished = [group("b", 1), group("c", 1)]
-    assert choose("wait", facts(finished, [0], version=1)).groups == ()
-    assert names(choose("train", facts(finished, [0], version=1)).groups) == ["b", "c"]
+    assert choose("wait", facts(finished, [1], version=1)).groups == ()
+    assert names(choose("train", facts(finished, [1], version=1)).groups) == ["b", "c"]
 
 
 def test_waiting_goes_on_once_the_straggler_is_finished() -> None:
@@ -59,28 +58,37 @@ def test_waiting_goes_on_once_the_straggler_is_finished() -> None:
 
 def test_waiting_may_leave_as_many_as_the_next_batch_can_take() -> None:
     # Left after this batch: two groups due by version 1, and the batch at version 1 takes two.
-    assert choose("wait", facts([group("a", 0), group("b", 0)], [0, 0], version=0)).groups
+    assert choose("wait", facts([group("a", 0), group("b", 0)], [1, 1], version=0)).groups
     # Three would be one too many.
-    assert not choose("wait", facts([group("a", 0), group("b", 0)], [0, 0, 0], version=0)).groups
+    assert not choose("wait", facts([group("a", 0), group("b", 0)], [1, 1, 1], version=0)).groups
 
 
 def test_the_k_th_group_left_needs_a_place_before_it_is_due() -> None:
-    assert can_all_be_trained_in_time([0, 0, 1, 1], facts([], [], version=0))
-    assert not can_all_be_trained_in_time([0, 0, 0, 1], facts([], [], version=0))
+    assert can_all_be_trained_in_time([1, 1, 2, 2], facts([], [], version=0))
+    assert not can_all_be_trained_in_time([1, 1, 1, 2], facts([], [], version=0))
 
 
 def test_without_a_bound_waiting_never_waits() -> None:
-    unbounded = facts([group("a", 0), group("b", 0)], [0] * 50, version=90, max_staleness=float("inf"))
+    inf = float("inf")
+    unbounded = facts([group("a", 0, bound=inf), group("b", 0, bound=inf)], [inf] * 50, version=90)
     assert names(choose("wait", unbounded).groups) == ["a", "b"]
 
 
 def test_masking_names_the_oldest_version_that_may_be_learned_from() -> None:
-    finished = [group("a", 0, versions=(0, 3)), group("b", 4)]
-    assert choose("mask", facts(finished, [], version=5, max_staleness=2)).oldest_trainable == 3
+    finished = [group("a", 0, versions=(0, 3), bound=2), group("b", 4, bound=2)]
+    choice = choose("mask", facts(finished, [], version=5))
+    assert (choice.oldest_trainable, choice.oldest_by_group) == (3, {})
+
+
+def test_each_group_is_masked_by_the_bound_of_its_own_admission() -> None:
+    # Trained at version 5: "a" may have tokens from version 1 on, "b", admitted under a bound that was lowered, from 4.
+    finished = [group("a", 1, versions=(1, 3), bound=4), group("b", 4, bound=1)]
+    choice = choose("mask", facts(finished, [], version=5))
+    assert (choice.oldest_trainable, choice.oldest_by_group) == (1, {"b": 4})
 
 
 def test_masking_without_a_bound_masks_nothing() -> None:
-    choice = choose("mask", facts([group("a", 0), group("b", 4)], [], version=5, max_staleness=float("inf")))
+    choice = choose("mask", facts([group(name, 0, bound=float("inf")) for name in "ab"], [], version=5))
     assert choice.oldest_trainable == 0
 
 

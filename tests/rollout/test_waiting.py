@@ -1,9 +1,10 @@
 """Promises of ``beyond_bound = "wait"``, whatever happens in whatever order (the proof is in docs/staleness.md):
 
 - the invariant: with b batches taken, at most (d - b + 1) * B untrained groups are due by d, for every d >= b - 1;
-- it is always possible: as soon as the B oldest untrained groups are finished, there is a batch.
+- it is always possible: as soon as the B untrained groups that are due first are finished, there is a batch.
 
-Groups are admitted at the version that the slowest engine has loaded, finish in any order, and may fail at any time.
+Groups are admitted at the version that the slowest engine has loaded, finish in any order, and may fail at any time;
+the bound may change at any time, to any value, for the groups that are admitted afterwards.
 """
 
 from hypothesis import given
@@ -26,6 +27,16 @@ from stretto.simulator.accounts import Accounts
 PROMPTS = [Prompt(id=str(i), token_ids=(i,), text="?", answer="!") for i in range(50)]
 
 
+class Changing(Controller):
+    """A controller whose bound changes without any rule."""
+
+    bound = 0
+
+    @property
+    def max_staleness(self) -> float:
+        return self.bound
+
+
 class Story:
     """A controller, and what happens to it; one method for each thing that can happen."""
 
@@ -39,8 +50,9 @@ class Story:
             max_failures_in_a_row=10_000,
         )
         stream = PromptStream(PROMPTS, seed=1)
-        self.control = Controller(config, stream, Accounts(), seed=1)
-        self.batch_size, self.max_staleness = batch_size, max_staleness
+        self.control = Changing(config, stream, Accounts(), seed=1)
+        self.control.bound = max_staleness
+        self.batch_size = batch_size
         self.in_flight: list[Ticket] = []
         self.finished: list[Ticket] = []
         self.taken = 0
@@ -68,7 +80,7 @@ class Story:
         if self.training is not None:
             return
         batch = self.control.take()
-        assert batch is not None or not self.oldest_are_finished()
+        assert batch is not None or not self.first_due_are_finished()
         if batch is not None:
             trained = {group.id for group in batch.groups}
             self.finished = [ticket for ticket in self.finished if ticket.group_id not in trained]
@@ -83,15 +95,19 @@ class Story:
         """The slowest engine has loaded some version that is published."""
         self.control.load(choice % (self.control.published + 1))
 
-    def oldest_are_finished(self) -> bool:
-        """Are there B untrained groups, the B oldest of which are finished?"""
-        untrained = sorted([*self.in_flight, *self.finished], key=lambda ticket: ticket.order)
-        oldest = untrained[: self.batch_size]
-        return len(oldest) == self.batch_size and all(ticket in self.finished for ticket in oldest)
+    def change(self, choice: int) -> None:
+        """Another bound from now on."""
+        self.control.bound = choice % 6
+
+    def first_due_are_finished(self) -> bool:
+        """Are there B untrained groups, the B of them that are due first finished?"""
+        untrained = sorted([*self.in_flight, *self.finished], key=lambda ticket: (ticket.due, ticket.order))
+        first = untrained[: self.batch_size]
+        return len(first) == self.batch_size and all(ticket in self.finished for ticket in first)
 
     def check(self) -> None:
-        dues = [ticket.admitted_version + self.max_staleness for ticket in [*self.in_flight, *self.finished]]
-        for d in range(self.taken - 1, self.taken + self.max_staleness + 1):
+        dues = [ticket.due for ticket in [*self.in_flight, *self.finished]]
+        for d in range(self.taken - 1, self.taken + 7):
             assert sum(due <= d for due in dues) <= (d - self.taken + 1) * self.batch_size
 
 
@@ -123,6 +139,7 @@ EVENTS = [
     Story.publish,
     Story.load,
 ]
+CHANGES = [*EVENTS, Story.change]
 
 
 @given(
@@ -134,6 +151,18 @@ def test_no_batch_breaks_the_bound_and_there_is_one_when_the_oldest_are_finished
     batch_size: int, max_staleness: int, events: list[tuple[object, int]]
 ) -> None:
     story = Story(batch_size, max_staleness)
+    for event, choice in events:
+        assert callable(event)
+        event(story, choice)
+        story.check()
+
+
+@given(
+    batch_size=st.integers(1, 3),
+    events=st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 30)), min_size=60, max_size=200),
+)
+def test_the_same_holds_while_the_bound_changes(batch_size: int, events: list[tuple[object, int]]) -> None:
+    story = Story(batch_size, max_staleness=1)
     for event, choice in events:
         assert callable(event)
         event(story, choice)

@@ -3,15 +3,19 @@
 - **the bound**: under "wait", "mask" and "expire" no token older than max_staleness is ever trained on, whatever the
   durations, failures and filters; under "train" (the paper's rule) this does not hold;
 - **no standstill**: every run reaches its last step;
+- **a bound that the run changes itself** is kept all the same: no token is older than the bound that was in force when
+  its group was admitted, and equation 3 holds with that bound;
 - **the accounting law**: issued = trained + filtered + expired + failed + buffered + in flight;
 - the same seed gives the same run.
 """
+
+import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.core.records import State
+from stretto.core.records import Batch, State
 from stretto.rollout.config import BeyondBound, RolloutConfig
 from stretto.simulator.run import SimulatedRun
 from stretto.simulator.workload import Workload
@@ -53,7 +57,52 @@ any_policy: st.SearchStrategy[BeyondBound] = st.sampled_from(["train", "wait", "
 def test_no_token_older_than_the_bound_is_trained_on(config: RolloutConfig, workload: Workload, seed: int) -> None:
     report = SimulatedRun(config, workload, steps=25, seed=seed).run()
     assert report.steps == 25
-    assert report.worst_staleness <= config.max_staleness
+    assert report.worst_staleness <= config.staleness_bounds[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    config=configs(any_policy).filter(lambda c: c.group_size > 1 or c.filter == "none"),
+    bounds=st.tuples(st.integers(0, 3), st.integers(0, 9)),
+    workload=workloads,
+    seed=st.integers(0, 999),
+)
+def test_no_token_is_older_than_the_bound_in_force_when_its_group_was_admitted(
+    config: RolloutConfig, bounds: tuple[int, int], workload: Workload, seed: int
+) -> None:
+    """The mismatch that is measured is drawn at random, so that the bound goes up and down."""
+    low, high = bounds[0], sum(bounds)
+    settings = {"max_staleness": "auto", "staleness_min": low, "staleness_max": high}
+    chance, trained = random.Random(seed), list[Batch]()
+
+    def measured(batch: Batch) -> dict[str, float]:
+        trained.append(batch)
+        return {"kl_behavior": chance.choice((0.0, 0.0, 0.2))}
+
+    run = SimulatedRun(config.model_copy(update=settings), workload, steps=25, seed=seed, measured=measured)
+    run.run()
+    in_force = [low, *(change.after for change in run.accounts.changes)]
+    assert all(low <= bound <= high for bound in in_force)
+    assert [change.before for change in run.accounts.changes] == in_force[:-1]
+    for batch, group in ((one, group) for one in trained for group in one.groups):
+        assert group.max_staleness in in_force
+        versions = [version for one in group.trajectories for version in one.versions]
+        oldest = min((version for version in versions if version >= batch.oldest_of(group.id)), default=batch.version)
+        assert config.beyond_bound == "train" or batch.version - oldest <= group.max_staleness
+        if config.beyond_bound == "mask":  # and no more is masked than that
+            assert batch.oldest_of(group.id) == max(0, batch.version - group.max_staleness)
+    untrained = run.controller.counted - 25 * config.batch_size
+    assert untrained <= (max(in_force) + 1) * config.batch_size
+
+
+def test_a_bound_that_no_mismatch_holds_down_grows_until_the_trainer_need_not_wait() -> None:
+    """Generation has a heavy tail: without mismatch the bound grows to its limit. A generation without one, and quicker
+    than the training, has the next batch ready under a small bound, which stays."""
+    config = RolloutConfig(batch_size=4, group_size=1, max_in_flight=64, max_staleness="auto", beyond_bound="wait")
+    slow = SimulatedRun(config, Workload(sigma=1.2), steps=80, seed=1).run()
+    fast = SimulatedRun(config, Workload(sigma=0.0, median_tokens=1.0), steps=80, seed=1).run()
+    assert slow.max_staleness == 8
+    assert fast.max_staleness == 2  # nothing was at hand when the first batch was taken
 
 
 @settings(max_examples=100, deadline=None)
@@ -70,7 +119,7 @@ def test_every_trajectory_is_in_exactly_one_state(config: RolloutConfig, workloa
     assert balance[State.TRAINED] <= 16 * config.batch_size * config.group_size
     assert balance[State.IN_FLIGHT] == run.controller.in_flight * config.group_size
     untrained = run.controller.counted - 15 * config.batch_size
-    assert untrained <= (config.max_staleness + 1) * config.batch_size
+    assert untrained <= (config.staleness_bounds[1] + 1) * config.batch_size
 
 
 def test_the_papers_rule_alone_lets_a_straggler_be_trained_far_past_the_bound() -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.records import State
-from stretto.store.ledger import ledger as ledger_module
-from stretto.store.ledger import reading
+from stretto.store.ledger import forgetting, reading
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from tests.store.make import Make
@@ -32,10 +31,10 @@ def rows(path: Path, question: str) -> list[tuple[object, ...]]:
 
 STATEMENTS = {
     "the trajectories of a batch": (reading._TRAJECTORIES, (0, 8)),
-    "what ended untrained is forgotten": (ledger_module._FORGET_UNTRAINED, (0,)),
-    "what was trained is forgotten": (ledger_module._FORGET_TRAINED, (0, 1)),
-    "prompts are forgotten": (ledger_module._FORGET_PROMPTS, (0, 1)),
-    "what is not settled": (ledger_module._UNSETTLED, (0, 1)),
+    "what ended untrained is forgotten": (forgetting.FORGET_UNTRAINED, (0,)),
+    "what was trained is forgotten": (forgetting.FORGET_TRAINED, (0, 1)),
+    "prompts are forgotten": (forgetting.FORGET_PROMPTS, (0, 1)),
+    "what is not settled": (forgetting.UNSETTLED, (0, 1)),
 }
 
 

@@ -48,6 +48,8 @@ def test_equation_5_by_hand() -> None:
     assert seen["behavior_weight"] == near(2.5)
     # x = policy / behavior = 2.5 and 1: (1.5 - ln 2.5) + 0
     assert seen["kl_behavior"] == near(1.5 - math.log(2.5))
+    assert seen["outlier"] == 1  # 2.5 is outside of [1/2, 2]
+    assert (seen["weight"], seen["square"]) == (near(3.5), near(7.25))  # (3.5)^2 / (2 * 7.25): 84 % of two tokens
 
 
 def test_a_masked_token_leaves_the_objective_and_stays_in_the_mean() -> None:

@@ -47,6 +47,13 @@ def test_the_example_of_the_docstring() -> None:
     assert samples.reward_mean == 0.5
 
 
+def test_each_group_has_its_own_oldest_version() -> None:
+    """Versions 5, 6, 7; the batch masks what is older than 6, this group what is older than 7."""
+    stricter = msgspec.structs.replace(batch(answer(0, 1.0), oldest_trainable=6), oldest_by_group={"g": 7})
+    samples = samples_of(stricter, CONFIG, LONGEST)
+    assert (samples.samples[0].loss_positions, samples.masked_tokens) == ((4,), 2)
+
+
 def test_every_token_is_trained_on_when_none_is_too_old() -> None:
     samples = samples_of(batch(answer(0, 1.0)), CONFIG, LONGEST)
     assert samples.samples[0].loss_positions == (2, 3, 4)

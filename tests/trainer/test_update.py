@@ -94,6 +94,8 @@ def test_the_step_reports_what_it_did(build: Build) -> None:
     assert metrics["bad_steps"] == 0
     assert metrics["grad_norm"] > 0
     assert metrics["kl_behavior"] >= 0
+    assert 0 < metrics["effective_samples"] <= 1 + 1e-6
+    assert 0 <= metrics["outlier_fraction"] <= 1
     assert "entropy" not in metrics
     assert all(math.isfinite(value) for value in metrics.values())
 

@@ -16,6 +16,7 @@ from stretto.store.inspection import EngineRecord, Inspection, WeightsSummary, i
 from stretto.store.prediction import PredictedRun, predicted_beside_measured
 
 _BAR_WIDTH = 24
+_CHANGES = 3  # newest changes of bounds that are shown
 _SHOWN = 0.05  # seconds
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
@@ -121,6 +122,8 @@ def _staleness(inspection: Inspection) -> Rows:
     staleness = inspection.staleness
     bound = "none" if staleness.bound is None else f"{staleness.bound:g}"
     yield "staleness", f"mean {staleness.mean:.2f}, largest {staleness.max}, bound {bound}"
+    for change in inspection.bounds[-_CHANGES:]:
+        yield "", f"{change.name} {change.before} to {change.after} after step {change.step}: {change.reason}"
     tokens = sum(staleness.histogram.values())
     for age, count in list(staleness.histogram.items())[:12]:
         yield f"{age}", Text.assemble((bar(count / tokens), "cyan"), f" {count / tokens:.1%}")

@@ -36,7 +36,8 @@ from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
 from stretto.outlets.supervision import followed
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
-from stretto.rollout.controller import Continuous, Controller, ControllerState, InRounds
+from stretto.rollout.controller import Controller, ControllerState
+from stretto.rollout.pacing import Continuous, InRounds
 from stretto.rollout.prompts import Position, PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
@@ -198,7 +199,7 @@ def _recorder(
         context.ledger,
         context.reporter,
         work=roles.work,
-        max_staleness=recipe.rollout.max_staleness,
+        max_staleness=recipe.rollout.staleness_bounds[1],
         earlier=earlier,
         clock=RunClock(earlier, since),
         medium=roles.cluster.medium.medium,
@@ -241,6 +242,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder, selectio
         recipe.seed,
         version=context.start.version,
         pacing=InRounds() if in_rounds(recipe) else Continuous(),
+        state=state,
     )
     unfinished = read_unfinished(context.folder.ledger)
     restored = restore(controller, state, unfinished)
@@ -268,7 +270,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder, selectio
         steps=recipe.trainer.steps,
         deadlines=recipe.deadlines,
     )
-    _record_again(context, roles.trainer.replayed, recorder)
+    _record_again(context, roles.trainer.replayed, controller, recorder)
     try:
         await _conduct(context, roles, conductor)
     finally:
@@ -344,13 +346,14 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
     )
 
 
-def _record_again(context: RunContext, updates: Sequence[Update], recorder: Recorder) -> None:
+def _record_again(context: RunContext, updates: Sequence[Update], controller: Controller, recorder: Recorder) -> None:
     """The run ended between a batch and the line of its step: the step was done again, and is recorded now."""
     recorded = context.ledger.last_update()
     for update in (update for update in updates if update.step > recorded):
         (batch,) = read_batches(context.folder.ledger, update.step - 1, update.step)
         for group in batch.groups:
             recorder.judged(group.prompt, group.trajectories)
+        controller.observe(update.step, update.metrics)
         recorder.updated(batch, update)
 
 

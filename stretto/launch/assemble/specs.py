@@ -42,7 +42,7 @@ def in_rounds(recipe: Recipe) -> bool:
         return False
     batching = recipe.engine.batching
     repeatable = recipe.engine.kind == "native"
-    return batching == "rounds" or (batching == "auto" and recipe.rollout.max_staleness == 0 and repeatable)
+    return batching == "rounds" or (batching == "auto" and recipe.rollout.staleness_bounds[1] == 0 and repeatable)
 
 
 def engine_role(config: EngineConfig) -> str:

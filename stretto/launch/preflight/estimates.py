@@ -120,7 +120,7 @@ def warnings(plan: Outline) -> Sequence[str]:
     cores = len(os.sched_getaffinity(0))
     served = 0 if recipe.engine.addresses else recipe.local_engines
     threads = served * recipe.engine.threads + recipe.trainer.local_ranks * recipe.trainer.threads
-    if threads > cores and recipe.rollout.max_staleness > 0:
+    if threads > cores and recipe.rollout.staleness_bounds[1] > 0:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
     longest = plan.longest_prompt + plan.sampling.max_tokens
     if longest > recipe.trainer.micro_batch_tokens:

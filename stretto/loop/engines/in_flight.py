@@ -273,7 +273,7 @@ def restore(
     """Give the controller the groups that an earlier process had not trained; returns the tokens of those in flight."""
     for group in unfinished:
         failures = state.failures.get(group.id, 0)
-        controller.restore(group.id, group.admitted_version, group.trajectories, failures)
+        controller.restore(group.id, group.admitted_version, group.trajectories, failures, group.max_staleness)
     return {group.id: _in_flight(group) for group in unfinished if not group.trajectories}
 
 

@@ -148,6 +148,7 @@ class Recorder:
         self._accuracy = 0.0
         self._rewards: Mapping[str, float] = {}
         self._queues: Mapping[str, float] = {}
+        self._in_force: float | None = None
         self._busy: Mapping[str, float] = {}
         self._busy_before: Mapping[str, float] = {}
         self._polled = time.monotonic()
@@ -192,9 +193,11 @@ class Recorder:
         again asked for something else."""
         self._left_over += tokens
 
-    def taken(self, batch: Batch, in_flight: int, buffered: int) -> None:
-        """A batch went to the trainer; `in_flight` and `buffered` groups stay behind."""
+    def taken(self, batch: Batch, in_flight: int, buffered: int, max_staleness: float | None = None) -> None:
+        """A batch went to the trainer; `in_flight` and `buffered` groups stay behind, and others are admitted under the
+        bound `max_staleness`."""
         self._queues = {"in_flight": float(in_flight), "buffered": float(buffered)}
+        self._in_force = max_staleness
 
     def updated(self, batch: Batch, update: Update) -> None:
         """A step is done: its line of metrics, its row in the ledger, the totals."""
@@ -214,9 +217,10 @@ class Recorder:
         lengths = [len(trajectory.versions) for trajectory in trajectories]
         ages = [
             batch.version - version
-            for trajectory in trajectories
+            for group, oldest in ((group, batch.oldest_of(group.id)) for group in batch.groups)
+            for trajectory in group.trajectories
             for version in trajectory.versions
-            if version >= batch.oldest_trainable
+            if version >= oldest
         ]
         decided = self._sampled[Outcome.RIGHT] + self._sampled[Outcome.WRONG]
         if decided:  # else two batches left the buffer one after the other: the last accuracy stands
@@ -239,6 +243,7 @@ class Recorder:
             generated_tokens=totals.generated,
             trainer=update.metrics,
             queues=self._queues,
+            max_staleness=self._in_force,
             busy=self._busy,
             slower_than_generation=self._slow_reward.found if self._slow_reward is not None else "",
             rewards=self._rewards,

@@ -25,14 +25,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from stretto.core.admission import BoundChange
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
 from stretto.measures.goodput import OnRecord
 from stretto.store.files import identity, sync_file
 from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.forgetting import FORGET_PROMPTS, FORGET_TRAINED, FORGET_UNTRAINED, UNSETTLED
 from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls, retraction
-from stretto.store.ledger.reading import tokens_on_record
+from stretto.store.ledger.reading import BOUNDS, tokens_on_record
 from stretto.store.ledger.rows import UPSERT, Balance, LiveRow, TokenTally, encode_payload, step_columns, update_columns
 from stretto.store.ledger.schema import open_for_writing
 from stretto.store.ledger.seals import META, find_fact, seal
@@ -59,23 +61,6 @@ _INSERT_CALL = "INSERT INTO calls VALUES (?, ?, ?, NULL, ?)"
 _END_CALL = "UPDATE calls SET reply = ?1, seal = seal(?4, number, asked, ?1) WHERE key = ?2 AND number = ?3"
 _DELETE_CALLS = "DELETE FROM calls WHERE key = ?"
 _CALLING = "SELECT DISTINCT key FROM calls"
-_FORGET_UNTRAINED = """
-    DELETE FROM payloads WHERE key IN (
-        SELECT key FROM trajectories WHERE key >= ? AND state IN ('filtered', 'expired', 'failed'))
-"""
-_FORGET_TRAINED = """
-    DELETE FROM payloads WHERE key IN (SELECT key FROM trajectories WHERE key >= ? AND trained_step <= ?)
-"""
-_FORGET_PROMPTS = """
-    UPDATE groups SET prompt_token_ids = NULL, seal = seal(key, id, prompt_id, members, admitted_version, NULL)
-    WHERE key >= ? AND NOT EXISTS (
-        SELECT 1 FROM trajectories WHERE key >= groups.key AND key < groups.key + members
-            AND (state IN ('in_flight', 'buffered') OR trained_step > ?))
-"""
-_UNSETTLED = """
-    SELECT min(group_key) FROM trajectories
-    WHERE key >= ? AND (state IN ('in_flight', 'buffered') OR trained_step > ?)
-"""
 
 
 class Ledger:
@@ -122,6 +107,7 @@ class Ledger:
             raise StoreError(f"{self._path}: there is no state {strange[0]!r}")
         self._counts = Counter({State(state): count for state, count in states})
         self._next_key: int = self._query("SELECT coalesce(max(key + members), 0) FROM groups")[0][0]
+        self._changes = find_fact(self._query(META), self._path, BOUNDS, list[BoundChange]) or []
         self._settled = 0  # groups with smaller keys have nothing left that `forget` would remove
 
     # The life of a trajectory.
@@ -217,12 +203,12 @@ class Ledger:
         """
         if self._config.keep_payloads == "all":
             return
-        self._note(_FORGET_UNTRAINED, (self._settled,))
+        self._note(FORGET_UNTRAINED, (self._settled,))
         if self._config.keep_payloads == "none":
-            self._note(_FORGET_TRAINED, (self._settled, step))
-            self._note(_FORGET_PROMPTS, (self._settled, step))
+            self._note(FORGET_TRAINED, (self._settled, step))
+            self._note(FORGET_PROMPTS, (self._settled, step))
         self.flush()
-        ((unsettled,),) = self._query(_UNSETTLED, (self._settled, step))
+        ((unsettled,),) = self._query(UNSETTLED, (self._settled, step))
         self._settled = self._next_key if unsettled is None else unsettled
 
     def sync(self) -> None:
@@ -258,6 +244,14 @@ class Ledger:
     def watch(self, name: str, source: Callable[[], object]) -> None:
         """Keep under a name the value of `source()` at each flush: a value that must agree with the states."""
         self._sources[name] = source
+
+    def change_bound(self, change: BoundChange) -> None:
+        """A bound has changed for all groups that are issued from now on: a fact for those who go on with the run and
+        check it, an event for those who read it."""
+        self._changes.append(msgspec.structs.replace(change, key=self._next_key))
+        self.put(BOUNDS, self._changes)
+        told = f"{change.name} {change.before} -> {change.after} after step {change.step}: {change.reason}"
+        self.event("bound", told)
 
     def event(self, name: str, detail: str) -> None:
         """Record an event for a reader of the run: an engine was replaced, a step was skipped."""

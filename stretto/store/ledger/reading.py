@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.admission import BoundChange
 from stretto.core.errors import StoreError
 from stretto.core.records import (
     Batch,
@@ -23,7 +24,7 @@ from stretto.core.records import (
 )
 from stretto.measures.goodput import OnRecord
 from stretto.store.ledger.partials import UnfinishedMember, read_member
-from stretto.store.ledger.rows import decode_payload
+from stretto.store.ledger.rows import BatchMember, decode_payload
 from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import META, Value, batch_seal, check, find_fact, seal
 
@@ -44,8 +45,10 @@ _LIVE = """
     WHERE state IN ('in_flight', 'buffered') ORDER BY trajectories.key
 """
 
+BOUNDS = "bounds"  #: the fact that holds each `BoundChange` of the run
+
 _tokens = msgspec.msgpack.Decoder(tuple[int, ...]).decode
-_membership = msgspec.json.Decoder(list[tuple[str, list[int]]]).decode
+_membership = msgspec.json.Decoder(list[BatchMember]).decode
 
 
 class UnfinishedGroup(Record, frozen=True):
@@ -60,6 +63,7 @@ class UnfinishedGroup(Record, frozen=True):
     admitted_version: int
     trajectories: tuple[Trajectory, ...] = ()
     members: Mapping[int, UnfinishedMember] = {}
+    max_staleness: int | None = None  # the bound when it was admitted; None: that with which the run began
 
 
 def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
@@ -74,8 +78,10 @@ def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
         if (found := [row[0] for row in rows]) != list(range(after + 1, until + 1)):
             raise StoreError(f"{path}: steps {after + 1} to {until} are wanted, on record are {found}")
         for step, version, oldest_trainable, batch, sealed in rows:
-            groups = tuple(_trained(path, connection, id, members) for id, members in _membership(batch))
-            read = Batch(step=step, version=version, groups=groups, oldest_trainable=oldest_trainable)
+            placed = _membership(batch)
+            groups = tuple(_trained(path, connection, one.group, one.members) for one in placed)
+            own = {one.group: one.oldest_trainable for one in placed if one.oldest_trainable is not None}
+            read = Batch(step, version, groups, oldest_trainable, own)
             check(sealed, batch_seal(read, number), f"{path}: the batch of step {step}")
             yield read
 
@@ -89,7 +95,8 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
     with reading(path) as connection:
         (number,) = connection.execute("PRAGMA user_version").fetchone()
         groups = groupby(connection.execute(_LIVE).fetchall(), key=lambda row: row[0])
-        return [_unfinished(path, connection, list(group), number) for _, group in groups]
+        changes = find_fact(connection.execute(META), path, BOUNDS, list[BoundChange]) or []
+        return [_unfinished(path, connection, list(group), number, changes) for _, group in groups]
 
 
 def tokens_on_record(connection: sqlite3.Connection) -> OnRecord:
@@ -148,9 +155,15 @@ def _trajectory(
 
 
 def _unfinished(
-    path: Path, connection: sqlite3.Connection, rows: Sequence[tuple[object, ...]], number: int
+    path: Path,
+    connection: sqlite3.Connection,
+    rows: Sequence[tuple[object, ...]],
+    number: int,
+    changes: Sequence[BoundChange],
 ) -> UnfinishedGroup:
     id, prompt_id, admitted_version, group_key, members, tokens, sealed = rows[0][:7]
+    assert isinstance(group_key, int)
+    bounds = [change.after for change in changes if change.name == "max_staleness" and change.key <= group_key]
     check(sealed, seal(group_key, id, prompt_id, members, admitted_version, tokens), f"{path}: group {id}")
     trajectories, unfinished = [], {}
     for row in rows:
@@ -170,6 +183,7 @@ def _unfinished(
             "admitted_version": admitted_version,
             "trajectories": tuple(trajectories),
             "members": {member: found for member, found in unfinished.items() if found.segments or found.calls},
+            "max_staleness": bounds[-1] if bounds else None,
         },
         UnfinishedGroup,
     )

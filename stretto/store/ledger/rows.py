@@ -25,6 +25,15 @@ class Payload(Record, frozen=True, array_like=True):
     session: str = ""
 
 
+class BatchMember(Record, frozen=True, array_like=True):
+    """A group of a batch, with the members that are trained on. `oldest_trainable` is given where it is another version
+    than that of the step: ``["0.17.0", [0, 1, 3]]`` or ``["0.18.0", [0, 1, 2, 3], 6]``."""
+
+    group: str
+    members: list[int]
+    oldest_trainable: int | None = None
+
+
 class Balance(Record, frozen=True):
     """Trajectories by state.
 
@@ -199,23 +208,28 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
     Raises:
         BoundViolated: a token is newer than the policy that would be trained on it.
     """
-    oldest = batch.oldest_trainable
-    by_version: Counter[int] = Counter()
+    by_version, every = Counter[int](), 0  # of the loss tokens; all
     for group in batch.groups:
+        oldest = batch.oldest_of(group.id)
         for trajectory in group.trajectories:
-            by_version.update(trajectory.versions)
-    staleness = {batch.version - version: count for version, count in sorted(by_version.items()) if version >= oldest}
+            by_version.update(version for version in trajectory.versions if version >= oldest)
+            every += len(trajectory.versions)
+    staleness = {batch.version - version: count for version, count in sorted(by_version.items())}
     if any(age < 0 for age in staleness):
         raise BoundViolated(f"batch {batch.step} holds tokens newer than its version {batch.version}")
-    membership = [(group.id, [t.member for t in group.trajectories]) for group in batch.groups]
+    own = batch.oldest_by_group
+    membership = [
+        (group.id, [t.member for t in group.trajectories], *([own[group.id]] if group.id in own else []))
+        for group in batch.groups
+    ]
     trained = sum(staleness.values())
     columns = (
         batch.step,
         batch.version,
-        oldest,
+        batch.oldest_trainable,
         sum(len(group.trajectories) for group in batch.groups),
         trained,
-        by_version.total() - trained,
+        every - trained,
         msgspec.json.encode(staleness).decode(),
         msgspec.json.encode(membership).decode(),
         committed,

@@ -58,7 +58,8 @@ def batch_seal(batch: Batch, number: int) -> bytes:
         (group.id, group.prompt.token_ids, [_sealed(group.id, trajectory, number) for trajectory in group.trajectories])
         for group in batch.groups
     ]
-    return seal(batch.step, batch.version, batch.oldest_trainable, groups)
+    own = [sorted(batch.oldest_by_group.items())] if batch.oldest_by_group else []
+    return seal(batch.step, batch.version, batch.oldest_trainable, groups, *own)
 
 
 def _sealed(group: str, trajectory: Trajectory, number: int) -> tuple[object, ...]:

@@ -45,6 +45,7 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     slower_than_generation: str = ""  # the reward's name, if the run waits for it
     rewards: Mapping[str, float | None] = {}  # of several rewards, by name: mean value before the weight
     goodput: Mapping[str, Category] = {}  # category: seconds of all roles and tokens, since the start
+    max_staleness: float | None = None  # the bound in force when the batch was taken; None: no bound, or not recorded
     selection_bias: Mapping[str, Bias] = {}  # length, difficulty, latency: of the newest whole window, if there is one
 
 

@@ -1,7 +1,7 @@
 """From a batch of groups to samples: one for each path of a trajectory, with everything known about its tokens.
 
 A sample is the prompt and the segments behind it. Its loss tokens are the sampled tokens that no earlier path has and
-that are young enough to be trained on (``Batch.oldest_trainable``). All others, given ones too, are context; a path
+that are young enough to be trained on (``Batch.oldest_of``). All others, given ones too, are context; a path
 without loss tokens makes no sample.
 """
 
@@ -74,7 +74,9 @@ def samples_of(
     kl = _kl([path for own in paths.values() for path in own], config, reference_logprobs)
     groups = [
         [
-            ScoredTrajectory(t, [_scored(path, batch, config, values, kl) for path in paths[t.id]])
+            ScoredTrajectory(
+                t, [_scored(path, batch.version, batch.oldest_of(group.id), config, values, kl) for path in paths[t.id]]
+            )
             for t in group.trajectories
         ]
         for group in batch.groups
@@ -109,14 +111,18 @@ def _kl(paths: Sequence[PathTokens], config: AlgorithmConfig, reference_logprobs
 
 
 def _scored(
-    path: PathTokens, batch: Batch, config: AlgorithmConfig, values: TokenScores, kl: TokenScores
+    path: PathTokens, version: int, oldest: int, config: AlgorithmConfig, values: TokenScores, kl: TokenScores
 ) -> ScoredPath:
-    """Raises BoundViolated where a token was sampled by a version not published yet."""
-    if (newest := max(path.versions)) > batch.version:
-        known = f"version {newest}, but version {batch.version} is being trained"
+    """A path whose tokens from version `oldest` on are trained at `version`.
+
+    Raises:
+        BoundViolated: a token was sampled by a version not published yet.
+    """
+    if (newest := max(path.versions)) > version:
+        known = f"version {newest}, but version {version} is being trained"
         raise BoundViolated(f"trajectory {path.id} has tokens of {known}")
     weight = config.reference.weight if config.reference is not None else 0.0
-    whole, oldest = range(len(path.versions)), batch.oldest_trainable
+    whole = range(len(path.versions))
     trained = whole if min(path.versions) >= oldest else [t for t in whole if path.versions[t] >= oldest]
     return ScoredPath(
         path=path,

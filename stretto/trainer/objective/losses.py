@@ -44,6 +44,9 @@ class Loss:
     ratio             u = policy / anchor
     behavior_weight   w = anchor / behavior, after the correction
     kl_behavior       KL(behavior || policy) by the estimator (x - 1) - log x, x = policy / behavior, never negative
+    outlier           tokens with x outside of [1/2, 2]
+    weight            x
+    square            x^2; the effective sample size of n tokens is (sum of x)^2 / (sum of x^2)
     """
 
     value: Tensor  # []
@@ -54,7 +57,8 @@ class Loss:
     kl_reference: Tensor | None = None  # [], the divergence summed over the tokens, detached
 
 
-DIAGNOSTICS = ("clipped", "capped", "ratio", "behavior_weight", "kl_behavior")
+DIAGNOSTICS = ("clipped", "capped", "ratio", "behavior_weight", "kl_behavior", "outlier", "weight", "square")
+_FAR = math.log(2)
 
 
 def evaluate(objective: Objective, policy_logprobs: Tensor, tokens: LossTokens, entropy: Tensor | None = None) -> Loss:
@@ -75,6 +79,8 @@ def evaluate(objective: Objective, policy_logprobs: Tensor, tokens: LossTokens, 
         value = value - objective.entropy_bonus * (tokens.scale * entropy).sum()
     with torch.no_grad():
         log_x = bounded(policy_logprobs - tokens.behavior_logprobs, lowest=-math.inf)
-        columns = (terms.bounded, weights.corrected, terms.ratio, weights.weight, log_x.expm1() - log_x)
+        x = log_x.exp()
+        of_x = (log_x.expm1() - log_x, log_x.abs() > _FAR, x, x * x)
+        columns = (terms.bounded, weights.corrected, terms.ratio, weights.weight, *of_x)
         sums = torch.stack([column.sum(dtype=torch.float32) for column in columns])
     return Loss(value, sums, terms.ratio, terms.bounded, weights, kl_reference)

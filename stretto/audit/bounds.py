@@ -1,0 +1,73 @@
+"""The bounds that a run promises to keep: those of its recipe, and how the run has changed them."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.core.errors import StoreError
+
+#: Bounds that a run may find itself, with the keys of the least and the largest value.
+_ADAPTIVE = {"max_staleness": ("staleness_min", "staleness_max")}
+
+
+@dataclass(frozen=True)
+class RecordedChange:
+    """A bound that the run has changed after `step`; `key` is that of the first group which was admitted under it."""
+
+    step: int
+    name: str
+    before: int
+    after: int
+    reason: str
+    key: int
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds that the recipe sets; `adaptive` has those which the run may change, each from the first value (which
+    is the least) to the second."""
+
+    batch_size: int
+    group_size: int
+    min_group_size: int
+    max_staleness: float  # at the start
+    beyond_bound: str
+    max_attempts: int
+    adaptive: Mapping[str, tuple[int, int]]
+
+
+def read_bounds(recipe: Path) -> Bounds:
+    """The bounds of a run.
+
+    Raises:
+        StoreError: the recipe is missing, damaged or incomplete.
+    """
+    try:
+        rollout = tomllib.loads(recipe.read_text(encoding="utf-8"))["rollout"]
+        number = {name: float(value) for name, value in rollout.items() if isinstance(value, (int, float))}
+        adaptive = {
+            key: (int(number[lowest]), int(number[highest]))
+            for key, (lowest, highest) in _ADAPTIVE.items()
+            if rollout.get(key) == "auto"
+        }
+        return Bounds(
+            batch_size=int(number["batch_size"]),
+            group_size=int(number["group_size"]),
+            min_group_size=int(number["min_group_size"]),
+            max_staleness=adaptive["max_staleness"][0]
+            if "max_staleness" in adaptive
+            else number.get("max_staleness", math.inf),
+            beyond_bound=str(rollout["beyond_bound"]),
+            max_attempts=int(number["max_attempts"]),
+            adaptive=adaptive,
+        )
+    except OSError as error:
+        raise StoreError(f"{recipe}: cannot be read: {error.strerror or error}") from error
+    except KeyError as error:
+        raise StoreError(f"{recipe}: has no {error.args[0]}; restore the run's own recipe") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise StoreError(f"{recipe}: cannot be read: {error}; restore the run's own recipe") from error

@@ -1,0 +1,152 @@
+"""Promises of a run that changes its bounds itself:
+
+- each change is on record with the groups that were admitted under it, and `check` judges each group by its own bound;
+- a resume finds the bounds of the groups that it goes on with, and the state from which the next one follows;
+- a bound that nobody set, one outside of the recipe's limits, and a token beyond the bound of its group are named.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.audit.check import check_run
+from stretto.core.admission import BoundChange
+from stretto.core.records import Prompt
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.controller import Controller, ControllerState
+from stretto.rollout.prompts import PromptStream
+from stretto.store.inspection import inspect_run
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import read_batches, read_unfinished
+from tests.audit.test_check import RECIPE, train, trajectories
+
+AUTO = RECIPE.replace("max_staleness = 1.0", 'max_staleness = "auto"\nstaleness_min = 1\nstaleness_max = 3')
+CONFIG = RolloutConfig(batch_size=2, group_size=2, max_in_flight=3, max_staleness="auto", staleness_max=3)
+PROMPTS = [Prompt(id=f"p.{i}", token_ids=(i,), text="", answer="") for i in range(40)]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Four steps of two groups; after the third the bound goes from 1 to 2. The group that waits then was admitted
+    under 1; two are in flight, one of each bound."""
+    (tmp_path / "recipe.toml").write_text(AUTO)
+    with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
+        control = Controller(CONFIG, PromptStream(PROMPTS, seed=1), ledger, seed=1)
+        ledger.watch("standing", control.state)
+        for version in range(3):
+            for _ in range(2):
+                ticket = control.admit()
+                assert ticket is not None
+                control.finish(ticket, trajectories(ticket, version))
+            train(control, ledger)
+        slow, waits = control.admit(), control.admit()
+        assert slow is not None
+        assert waits is not None
+        control.finish(waits, trajectories(waits, 3))
+        control.observe(3, {"kl_behavior": 0.0})
+        ticket = control.admit()
+        assert ticket is not None
+        control.finish(ticket, trajectories(ticket, 3))
+        train(control, ledger)
+        assert control.admit() is not None
+    return tmp_path
+
+
+def test_each_group_is_judged_by_the_bound_of_its_admission(run_dir: Path) -> None:
+    assert check_run(run_dir).kept, check_run(run_dir)
+    told = inspect_run(run_dir).bounds
+    assert [(one.step, one.name, one.before, one.after) for one in told] == [(3, "max_staleness", 1, 2)]
+    assert told[0].reason == "mismatch 0.00 of its limit (kl_behavior 0)"
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        [(detail,)] = connection.execute("SELECT detail FROM events WHERE name = 'bound'").fetchall()
+    assert detail.startswith("max_staleness 1 -> 2 after step 3: mismatch")
+
+
+def test_a_resume_finds_the_bounds_of_its_groups_and_the_state_of_the_controller(run_dir: Path) -> None:
+    unfinished = read_unfinished(run_dir / "ledger.sqlite")
+    assert [group.max_staleness for group in unfinished] == [None, 2]
+    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+        state = ledger.get("standing", ControllerState)
+        assert state is not None
+        control = Controller(CONFIG, PromptStream(PROMPTS, 1, state.position), ledger, 1, version=4, state=state)
+        for group in unfinished:
+            control.restore(group.id, group.admitted_version, group.trajectories, 0, group.max_staleness)
+        assert control.max_staleness == 2
+        assert [ticket.due for ticket in control.tickets] == [4, 6]
+        control.observe(3, {"kl_behavior": 9.0})  # seen before the run ended
+        assert control.state() == state
+
+
+PLANTED: dict[str, tuple[Callable[[list[BoundChange]], object], str]] = {
+    "a change that never was": (lambda changes: changes.clear(), "no group starts before its turn"),
+    "a bound above the recipe's": (
+        lambda changes: changes.append(BoundChange(4, "max_staleness", 2, 9, "", 99)),
+        "bounds change as recorded",
+    ),
+    "a bound that was another one before": (
+        lambda changes: changes.append(BoundChange(4, "max_staleness", 3, 1, "", 99)),
+        "bounds change as recorded",
+    ),
+    "two changes after one step": (
+        lambda changes: changes.append(BoundChange(3, "max_staleness", 2, 3, "", 99)),
+        "bounds change as recorded",
+    ),
+    "a key that the recipe fixes": (
+        lambda changes: changes.append(BoundChange(4, "batch_size", 2, 3, "", 99)),
+        "bounds change as recorded",
+    ),
+}
+
+
+def change_record(run_dir: Path, change: Callable[[list[BoundChange]], object]) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        [(text,)] = connection.execute("SELECT value FROM meta WHERE name = 'bounds'")
+        changes = msgspec.json.decode(text, type=list[BoundChange])
+        change(changes)
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'bounds'", (msgspec.json.encode(changes).decode(),))
+        connection.commit()
+
+
+@pytest.mark.parametrize(("change", "law"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_breach_is_named_by_its_law(
+    run_dir: Path, change: Callable[[list[BoundChange]], object], law: str
+) -> None:
+    if law == "no group starts before its turn":  # under the bound of 1 the last group could not have started
+        with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+            connection.execute("UPDATE groups SET admitted_version = 2 WHERE key = (SELECT max(key) FROM groups)")
+            connection.commit()
+        assert "behind" not in str(check_run(run_dir).breaches[law])
+    change_record(run_dir, change)
+    assert check_run(run_dir).breaches[law]
+
+
+def test_a_token_beyond_the_bound_of_its_group_is_named(run_dir: Path) -> None:
+    """The groups of step 4 are taken for ones that were admitted, and sampled, two versions before."""
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+        connection.executescript(
+            "UPDATE trajectories SET oldest_version = 1 WHERE trained_step = 4; DELETE FROM payloads;"
+            "UPDATE steps SET oldest_trainable = 0"
+        )
+        [(text,)] = connection.execute("SELECT batch FROM steps WHERE step = 4").fetchall()
+        batch = [(name, members) for name, members, *_ in json.loads(text)]
+        connection.execute("UPDATE steps SET batch = ? WHERE step = 4", (json.dumps(batch),))
+        connection.commit()
+    (younger, _), (older, _) = batch
+    found = check_run(run_dir).breaches["no bound is broken"]
+    assert [line.split("/")[0] for line in found] == [younger, younger]
+    assert found[0].endswith("was trained at 3 with a token of 1; max_staleness 1")
+    assert older not in " ".join(found)  # its bound was 2
+
+
+def test_a_batch_of_several_bounds_is_read_back_as_it_was_trained(run_dir: Path) -> None:
+    [batch] = read_batches(run_dir / "ledger.sqlite", 3, 4)
+    assert [batch.oldest_of(group.id) for group in batch.groups] == [2, 1]
+    assert (batch.oldest_trainable, list(batch.oldest_by_group.values())) == (1, [2])
