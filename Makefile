@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test test-numerics agent-environments engine-environments test-engines test-clusters test-agents test-browser web format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
+.PHONY: help setup demo smollm2 test test-numerics agent-environments engine-environments test-engines test-clusters test-agents test-outlets test-browser web format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -74,6 +74,9 @@ test-engines: engine-environments  ## the tests with real servers of vLLM and SG
 
 test-agents: agent-environments  ## the tests with real agents and environments of other makes
 	$(RUN) pytest tests/real_agents
+
+test-outlets: .venv/ready-test  ## the tests with the real W&B, MLflow and trackio, offline, in an environment of their own
+	$(RUN) pytest tests/real_outlets
 
 test-clusters: .venv/ready-test  ## the tests on a real Ray cluster of three nodes, on this machine
 	$(RUN) pytest tests/real_clusters

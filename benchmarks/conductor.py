@@ -1,10 +1,13 @@
 """How far one conductor goes: it with hundreds of simulated engines on real sockets (`benchmarks.simulated_run`).
 
-    python -m benchmarks.conductor [--engines 64,512] [--steps 6] [--quick] [--uvloop]
+    python -m benchmarks.conductor [--engines 64,512] [--steps 6] [--quick] [--apart] [--uvloop]
 
 Each setting is a run: its machines join all at once, stand by for a while, work through the steps, and are told of some
-further versions. A machine that others use as well gives the conductor less than a core; so each number stands beside
-the seconds of a core that the conductor has used for it (`cpu`), which depend less on that.
+further versions. The simulated machines are one process, beside the conductor's; `--apart` keeps each of the two on a
+core of its own. A machine that others use as well gives the conductor less than a core; so each number stands beside
+the seconds of a core that the conductor has used for it (`cpu`), which depend less on that, and those in which it stood
+in the queue for one (`queued`). `echo -10 > /proc/self/autogroup` in a shell of its own (`setsid`) puts both before the
+rest of the machine.
 """
 
 from __future__ import annotations
@@ -39,10 +42,12 @@ _ANNOUNCEMENTS = 5
 
 @dataclass
 class Phase:
-    """A stretch of a run: seconds of the clock, of a core, and how late a timer of 10 ms was, in milliseconds."""
+    """A stretch of a run: seconds of the clock, of a core, and in which it wanted a core that others had; and how late
+    a timer of 10 ms was, in milliseconds."""
 
     seconds: float = 0.0
     cpu: float = 0.0
+    queued: float = 0.0
     late: list[float] = field(default_factory=list, repr=False)
 
     @property
@@ -64,12 +69,18 @@ def phase() -> Iterator[Phase]:
 
     due = loop.time() + _TICK_SECONDS
     handle = loop.call_at(due, tick, due)
-    began, used = time.perf_counter(), time.process_time()
+    began, used, queued = time.perf_counter(), time.process_time(), queued_seconds()
     try:
         yield found
     finally:
         found.seconds, found.cpu = time.perf_counter() - began, time.process_time() - used
+        found.queued = queued_seconds() - queued
         handle.cancel()
+
+
+def queued_seconds() -> float:
+    """Seconds in which the main thread of this process could have run, and others had the cores."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def resident() -> int:
@@ -138,7 +149,9 @@ async def training(run: SimulatedRun) -> dict[str, float]:
         "trajectories": finished,
         "seconds": digits(whole.seconds),
         "cpu_seconds": digits(whole.cpu),
+        "queued_seconds": digits(whole.queued),
         "trajectories_per_second": digits(finished / whole.seconds),
+        "trajectories_per_second_not_queued": digits(finished / (whole.seconds - whole.queued)),
         "trajectories_per_cpu_second": digits(finished / whole.cpu),
         "share_of_a_core": digits(whole.cpu / whole.seconds),
         "tokens_per_cpu_second": digits(finished * run.setting.tokens / whole.cpu),
@@ -183,6 +196,7 @@ def row(setting: Setting, found: dict[str, Any]) -> tuple[object, ...]:
         training["trajectories_per_second"],
         training["trajectories_per_cpu_second"],
         f"{training['share_of_a_core']:.0%}",
+        training["queued_seconds"],
         training["timer_p99_ms"],
         told["seconds"],
         found["memory_kib_per_engine"],
@@ -211,14 +225,28 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--dry", action="store_true", help="nothing is saved")
+    parser.add_argument("--apart", action="store_true", help="conductor and machines have a core each")
     words = parser.parse_args()
+    core = -1
+    if words.apart:
+        ours, core = sorted(os.sched_getaffinity(0))[:2]
+        os.sched_setaffinity(0, {ours})
     table = Table(
-        *("engines", "joins/s", "heartbeats/s (of a core)", "trajectories/s", "per cpu second", "of a core"),
+        *(
+            "engines",
+            "joins/s",
+            "heartbeats/s (of a core)",
+            "trajectories/s",
+            "per cpu second",
+            "of a core",
+            "queued s",
+        ),
         *("timer p99 ms", "announcement s", "KiB per engine", "kept"),
     )
     rows = []
     for setting in settings([int(count) for count in words.engines.split(",")], words.steps, words.quick):
-        setting = dataclasses.replace(setting, in_flight=words.in_flight, seconds=words.seconds or setting.seconds)
+        seconds = words.seconds or setting.seconds
+        setting = dataclasses.replace(setting, in_flight=words.in_flight, seconds=seconds, core=core)
         run = uvloop.run if words.uvloop else asyncio.run
         with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
             found = run(measured(setting, Path(folder) / "run", words.profile))
@@ -228,7 +256,8 @@ def main() -> None:
         print(found, flush=True)
     if not (words.dry or words.profile or words.uvloop):
         load = f"{os.getloadavg()[0]:.1f} processes wanted to run on the {os.cpu_count()} cores in the last minute"
-        save("conductor", {"goal": 5000, "load": load, "rows": rows})
+        priority = Path("/proc/self/autogroup").read_text().split()[-1]
+        save("conductor", {"goal": 5000, "load": load, "nice": int(priority), "apart": words.apart, "rows": rows})
 
 
 if __name__ == "__main__":

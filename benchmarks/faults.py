@@ -235,7 +235,7 @@ def _path(records: Path, number: int, kills: int) -> Path:
     return records / f"{'disturbed' if kills else 'undisturbed'}-{number:03d}.json"
 
 
-COLUMNS = ("killed", "kills", "while starting", "survived", "by a resume", "s to the next step", "longest")
+COLUMNS = ("hit", "faults", "while starting", "survived", "by a resume", "s to the next step", "longest")
 
 
 def rows(disturbed: Sequence[Record]) -> list[tuple[object, ...]]:

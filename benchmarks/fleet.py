@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import sys
 import time
@@ -62,13 +63,15 @@ _PARTIALS = msgspec.msgpack.Decoder(PartialsRequest)
 
 
 class FleetSpec(Record, frozen=True):
-    """`seconds`: the mean of the drawn time that a completion of `tokens` tokens takes; 0: none."""
+    """`seconds`: the mean of the drawn time that a completion of `tokens` tokens takes; 0: none. `core`: the one that
+    the machines are kept on; -1: any."""
 
     address: str
     token: str
     machines: int
     tokens: int
     seconds: float = 0.0
+    core: int = -1
 
 
 class FleetReport(Record, frozen=True):
@@ -346,4 +349,6 @@ async def serve(spec: FleetSpec) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(msgspec.json.decode(sys.argv[1], type=FleetSpec)))
+    told = msgspec.json.decode(sys.argv[1], type=FleetSpec)
+    os.sched_setaffinity(0, {told.core} if told.core >= 0 else os.sched_getaffinity(0))
+    uvloop.run(serve(told))

@@ -58,7 +58,8 @@ _PATIENCE = 300.0
 
 @dataclass(frozen=True)
 class Setting:
-    """`seconds` is the mean time of a completion, 0 for none; `batch` and `in_flight` count groups."""
+    """`seconds` is the mean time of a completion, 0 for none; `batch` and `in_flight` count groups; `core` is that
+    of the simulated machines, -1 for any."""
 
     engines: int
     steps: int
@@ -68,6 +69,7 @@ class Setting:
     tokens: int = 64
     seconds: float = 0.0
     lease: float = 15.0
+    core: int = -1
 
     def recipe(self) -> Recipe:
         """With the keys that a user would set."""
@@ -263,7 +265,7 @@ async def simulated_run(setting: Setting, path: Path) -> AsyncIterator[Simulated
         await pool.start(0)
         address = await cluster.gate.open(recipe.cluster.listen)
         token = cluster.identity.token
-        spec = FleetSpec(address, token, setting.engines, setting.tokens, setting.seconds)
+        spec = FleetSpec(address, token, setting.engines, setting.tokens, setting.seconds, setting.core)
         fleet = await Fleet.started(spec)
         gc.collect()
         gc.freeze()  # as `stretto train` does

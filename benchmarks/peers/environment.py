@@ -4,7 +4,7 @@ Peers never share stretto's environment: their pins are theirs, and a comparison
 
     python benchmarks/peers/environment.py PEER    makes it and prints its interpreter
 
-PEER is one of trl, vllm, sglang, verifiers, agents, worlds and ray.
+PEER is one of trl, vllm, sglang, verifiers, agents, worlds, outlets and ray.
 
 Beside this file: ``requirements-<peer>.txt``; ``requirements-<peer>-alone.txt``, packages whose own pins are wrong for
 this machine, installed without what they ask for; ``overlay/<peer>``, files laid over the installed packages.
@@ -30,7 +30,7 @@ from stretto.core.machine import cache_folder
 HERE = Path(__file__).resolve().parent
 TORCH = "2.13.0"
 UV = "0.13.9"
-_WITHOUT_TORCH = frozenset({"agents", "ray", "verifiers", "worlds"})
+_WITHOUT_TORCH = frozenset({"agents", "outlets", "ray", "verifiers", "worlds"})
 _PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 #: Packages whose bytecode is written when the environment is made.
 _COMPILED = ("vllm", "sglang", "transformers", "torch", "sympy", "fastapi", "pydantic", "openai", "numba")

@@ -6,8 +6,10 @@ strange step says nothing.
 
 from __future__ import annotations
 
+import math
 import shutil
 import tomllib
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,9 @@ class Alarm(Record, frozen=True):
     message: str
     look: str
 
+    def __str__(self) -> str:
+        return f"alarm  {self.title} since step {self.first_step}: {self.message}; see {self.look}"
+
 
 @dataclass(frozen=True)
 class Disk:
@@ -70,16 +75,23 @@ class Evidence:
         """That of the lines of ``metrics.jsonl``."""
         series: dict[str, Numbers] = {}
         for place, step in enumerate(steps):
-            numbers = {name: getattr(step, name) for name in _WHOLE}
-            numbers |= {f"trainer.{name}": value for name, value in step.trainer.items()}
-            numbers |= {f"busy.{name}": value for name, value in step.busy.items()}
-            for name, value in numbers.items():
-                if value is not None:
-                    series.setdefault(name, np.full(len(steps), np.nan))[place] = value
+            for name, value in _numbers(step):
+                series.setdefault(name, np.full(len(steps), np.nan))[place] = value
         return cls(np.array([step.step for step in steps], np.int64), series)
 
 
 _WHOLE = ("reward", "length_mean", "staleness_mean", "rl_seconds")
+_READ = frozenset({*_WHOLE, "trainer.entropy", "trainer.behavior_logprob_error"})  # by an alarm, beside the busy shares
+
+
+def _numbers(step: StepMetrics) -> Iterator[tuple[str, float]]:
+    """The measurements of a step by their names; those that are none are left out."""
+    for name in _WHOLE:
+        yield name, getattr(step, name)
+    for kind, values in (("trainer", step.trainer), ("busy", step.busy)):
+        for name, value in values.items():
+            if value is not None:
+                yield f"{kind}.{name}", value
 
 
 def entropy_collapse(found: Evidence) -> Iterator[Alarm]:
@@ -186,6 +198,47 @@ def alarms_of(found: Evidence) -> list[Alarm]:
     return sorted((alarm for check in ALARMS for alarm in check(found)), key=lambda alarm: alarm.first_step)
 
 
+class AlarmWatch:
+    """The alarms of a run that is shown step by step. A step costs an append to each series that an alarm reads; the
+    alarms are decided when they are asked for."""
+
+    def __init__(self, folder: Path, bound: float | None, last_step: int | None) -> None:
+        """`bound` and `last_step`: as in `Evidence`."""
+        self._folder, self._bound, self._last_step = folder, bound, last_step
+        self._steps, self._series = array("q"), dict[str, "array[float]"]()
+        self._evaluations: list[EvaluationLine] = []
+
+    @classmethod
+    def of(cls, folder: Path) -> AlarmWatch:
+        """That of the run in a folder, by its recipe."""
+        recipe = RunFolder(folder).recipe
+        return cls(folder, _setting(recipe, "rollout", "max_staleness"), _steps_of_recipe(recipe))
+
+    def step(self, metrics: StepMetrics) -> None:
+        """The next step."""
+        for name, value in _numbers(metrics):
+            if name.startswith("busy.") or name in _READ:
+                column = self._series.setdefault(name, array("d"))
+                if (missing := len(self._steps) - len(column)) > 0:
+                    column.extend([math.nan] * missing)
+                column.append(value)
+        self._steps.append(metrics.step)
+
+    def evaluated(self, evaluation: EvaluationLine) -> None:
+        """The next held-out accuracy."""
+        self._evaluations.append(evaluation)
+
+    def sentences(self) -> dict[str, str]:
+        """The alarms of now: by the title of each, its line."""
+        steps = np.array(self._steps, np.int64)
+        series = {name: np.full(len(steps), np.nan) for name in self._series}
+        for name, column in self._series.items():
+            series[name][: len(column)] = column
+        disk = disk_of(self._folder)
+        evidence = Evidence(steps, series, self._evaluations, self._bound, disk, self._last_step)
+        return {alarm.title: str(alarm) for alarm in alarms_of(evidence)}
+
+
 def alarms_of_run(path: Path) -> list[Alarm]:
     """The alarms of a running, finished or dead run. Lines of its metrics that cannot be read are left out, as they are
     in the browser.
@@ -219,12 +272,18 @@ def _readable(metrics: Path) -> Iterator[MetricsLine]:
 
 
 def _steps_of_recipe(recipe: Path) -> int | None:
+    steps = _setting(recipe, "trainer", "steps")
+    return int(steps) if steps is not None and abs(steps) < _LARGEST else None
+
+
+def _setting(recipe: Path, section: str, key: str) -> float | None:
+    """A number of a recipe; None if it has none."""
     try:
-        found = tomllib.loads(recipe.read_text(encoding="utf-8")).get("trainer")
+        found = tomllib.loads(recipe.read_text(encoding="utf-8")).get(section)
     except (OSError, ValueError, RecursionError):
         return None
-    steps = found.get("steps") if isinstance(found, dict) else None
-    return steps if type(steps) is int and abs(steps) < _LARGEST else None
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if type(value) in (int, float) else None
 
 
 def disk_of(folder: Path) -> Disk | None:

@@ -25,7 +25,7 @@ _FIRST_SEALED = 3
 _ENGINES, _PARENT = 5, 6  # their places in a segment
 
 #: Settings that may change when a run is resumed: sections, and keys of sections.
-MAY_CHANGE = frozenset({"cluster", "evaluation", "deadlines", "store"})
+MAY_CHANGE = frozenset({"cluster", "evaluation", "deadlines", "store", "logging"})
 MAY_CHANGE_OF = {"trainer": frozenset({"steps", "ranks", "remote_ranks", "keep_versions", "checkpoint_every"})}
 
 _TRAJECTORIES = """

@@ -106,10 +106,11 @@ def train(
             _refuse_mistakes(recipe, overrides or [])
             from stretto.launch.commands.train import prepare
         prepared = prepare(recipe, overrides or [], run_dir, resume)
+        from stretto.audit.alarms import AlarmWatch
         from stretto.dashboard.terminal.progress import open_display
 
         print(f"run folder {prepared.path}\nin the browser: stretto watch {prepared.path}", flush=True)
-        with open_display(prepared.steps) as display:
+        with open_display(prepared.steps, alarms=AlarmWatch.of(prepared.path)) as display:
             code = prepared.train(display, spawner)
     # matplotlib takes a second to import: neither a mistake nor the training has to wait for it.
     from stretto.dashboard.plots.plots import plot_run
@@ -288,7 +289,7 @@ def inspect(
     alarms = alarms_of_run(run)
     print_inspection(run, as_json=json, also={"alarms": alarms}, predicted=predicted)
     for alarm in () if json else alarms:
-        print(f"alarm  {alarm.title} since step {alarm.first_step}: {alarm.message}; see {alarm.look}")
+        print(alarm)
 
 
 @app.command()

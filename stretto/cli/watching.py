@@ -28,8 +28,16 @@ def watch(
     replays: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of these replays [default: in the cache].")
     ] = None,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="Show one run here and serve nothing, until it ends; q leaves.")
+    ] = False,
 ) -> None:
     """Show runs in the browser, live, finished or dead, until Ctrl-C; their folders are only read."""
+    if terminal:
+        from stretto.watch.terminal import watch_in_terminal
+
+        watch_in_terminal(folders or [Path("runs")])
+        return
     from stretto.core.machine import cache_folder
     from stretto.watch.serve import watch
     from stretto.watch.web.guard import PASSWORD

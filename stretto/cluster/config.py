@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from stretto.core.errors import nearest
+
+_CLUSTERS = ("auto", "local")
 
 
 class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
@@ -34,6 +38,17 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
         60.0, gt=0, description="seconds behind the newest version after which an engine gets no groups for a while"
     )
     wait: float = Field(600.0, gt=0, description="seconds to wait for the first engine to join")
+
+    @field_validator("ray")
+    @classmethod
+    def _is_a_cluster(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value in _CLUSTERS or "://" in value or (host and port.isdecimal() and 0 < int(port) < 65_536):
+            return value
+        near = nearest(value, _CLUSTERS)
+        raise ValueError(
+            f"{value!r}; allowed: auto, local or HOST:PORT" + (f"; {near}" if near.startswith("did") else "")
+        )
 
     @model_validator(mode="after")
     def _given_engines_can_join(self) -> Self:

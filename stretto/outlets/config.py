@@ -10,6 +10,8 @@ from stretto.core.errors import nearest
 
 Tool = Literal["wandb", "tensorboard", "mlflow", "trackio"]
 
+#: What follows a run for Prometheus, as for a tool.
+PROMETHEUS = "prometheus"
 _MOST_TAGS = 32
 
 
@@ -47,4 +49,10 @@ class OutletsConfig(BaseModel, extra="forbid", frozen=True):
     name: str = Field("", max_length=128, description="of the run in the tools; empty: the name of its folder")
     tags: Annotated[tuple[Tag, ...], BeforeValidator(_listed)] = Field(
         (), max_length=_MOST_TAGS, description="of the run in the tools"
+    )
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65_535, description="where Prometheus finds the numbers of the newest step; none without it"
+    )
+    prometheus_host: str = Field(
+        "127.0.0.1", min_length=1, description="address of that page; on others than loopback anybody can read it"
     )

@@ -17,9 +17,11 @@ from typing import Any
 import msgspec
 
 from stretto.core.records import Record
+from stretto.outlets.config import PROMETHEUS
 from stretto.outlets.follower import About, Cursor, Outlet, RunFollower, read_cursor
 from stretto.outlets.points import flat_recipe
 from stretto.outlets.tools.mlflow_run import MlflowRun
+from stretto.outlets.tools.prometheus_page import PrometheusPage
 from stretto.outlets.tools.tensorboard_files import TensorboardFiles
 from stretto.outlets.tools.trackio_run import TrackioRun
 from stretto.outlets.tools.wandb_run import WandbRun
@@ -51,6 +53,8 @@ class FollowerSpec(Record, frozen=True):
     name: str
     tags: tuple[str, ...]
     until: int
+    host: str = ""  # of the page for Prometheus
+    port: int = 0
 
 
 def main(arguments: list[str]) -> int:
@@ -71,12 +75,12 @@ def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
     folder = RunFolder(Path(spec.folder).resolve())
     folder.outlets.mkdir(exist_ok=True)
     path = folder.outlets / f"{spec.tool}.json"
-    cursor = read_cursor(path)
+    cursor = read_cursor(path) if spec.tool != PROMETHEUS else Cursor()
     if not cursor.began:
         cursor = msgspec.structs.replace(cursor, began=_beginning(folder))
     name = spec.name or folder.path.name
     about = About(folder.path, spec.project, name, spec.tags, flat_recipe(folder.recipe), cursor.began)
-    outlet = _TOOLS[spec.tool](importlib.import_module(spec.tool), about, cursor)
+    outlet = _outlet(spec, about, cursor)
     follower = RunFollower(folder.path, path, cursor, outlet)
     beat()
     while not select.select([spec.until], (), (), _POLL_SECONDS)[0]:
@@ -84,6 +88,12 @@ def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
             beat()
         beat()
     follower.finish()
+
+
+def _outlet(spec: FollowerSpec, about: About, cursor: Cursor) -> Outlet:
+    if spec.tool == PROMETHEUS:
+        return PrometheusPage(about, spec.host, spec.port)
+    return _TOOLS[spec.tool](importlib.import_module(spec.tool), about, cursor)
 
 
 def _beginning(folder: RunFolder) -> float:

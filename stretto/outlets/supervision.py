@@ -17,7 +17,7 @@ import msgspec
 from stretto.core.deadlines import waiting
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.core.tasks import cancel_and_wait
-from stretto.outlets.config import OutletsConfig
+from stretto.outlets.config import PROMETHEUS, OutletsConfig
 from stretto.outlets.role import MODULE, FollowerSpec
 from stretto.processes.role import RoleProcess
 from stretto.store.folder.run_folder import RunFolder
@@ -45,7 +45,8 @@ async def followed(
         stopped: whether the run ends before its last step; then, or when it fails, tools have less time for its end.
         hung: seconds in which a tool has to reply.
     """
-    followers = [ToolFollower(tool, config, folder, say, hung) for tool in config.to]
+    tools = (*config.to, *((PROMETHEUS,) if config.prometheus_port is not None else ()))
+    followers = [ToolFollower(tool, config, folder, say, hung) for tool in tools]
     tasks = {follower.tool: asyncio.create_task(follower.run(), name=follower.tool) for follower in followers}
     seconds = _STOP_SECONDS
     try:
@@ -71,6 +72,8 @@ class ToolFollower:
             name=config.name,
             tags=config.tags,
             until=-1,
+            host=config.prometheus_host,
+            port=config.prometheus_port or 0,
         )
         self._process = RoleProcess(tool, MODULE, self._log, hung)
         self._ending = asyncio.Event()

@@ -129,12 +129,13 @@ async def test_a_stop_token_ends_a_completion_and_is_told(byte_folder: Path) -> 
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "no tokens": ({"token_ids": []}, "prompt_token_ids"),
+    "no tokens": ({"token_ids": []}, "token_ids"),
     "another model": ({"model": "other"}, "model"),
     "two completions": ({"sampling_params": {"n": 2}}, "sampling_params.n"),
     "a penalty": ({"sampling_params": {"presence_penalty": 0.5}}, "sampling_params.presence_penalty"),
     "an unknown field": ({"sampling_params": {"best_of": 2}}, "sampling_params.best_of"),
-    "a token that is none": ({"token_ids": [10**6]}, "prompt_token_ids"),
+    "a token that is none": ({"token_ids": [10**6]}, "token_ids"),
+    "a stop token that is none": ({"sampling_params": {"stop_token_ids": [10**6]}}, "sampling_params.stop_token_ids"),
 }
 
 

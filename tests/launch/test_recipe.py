@@ -147,6 +147,21 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
         ["recipe.toml: trainer.keep_versions: 'some'; input should be 'all' or a valid integer"],
     ),
     (
+        "a word that is nearly one",
+        '[engine]\nkind = "vlm"',
+        ["recipe.toml: engine.kind: 'vlm'; input should be 'native', 'vllm' or 'sglang'; did you mean 'vllm'?"],
+    ),
+    (
+        "a word that is nearly one, where a number may be too",
+        '[trainer]\nkeep_versions = "al"',
+        ["recipe.toml: trainer.keep_versions: 'al'; input should be 'all' or a valid integer"],
+    ),
+    (
+        "a Ray cluster that is no address",
+        '[cluster]\nray = "atuo"',
+        ["recipe.toml: cluster.ray: 'atuo'; allowed: auto, local or HOST:PORT; did you mean 'auto'?"],
+    ),
+    (
         "too few policies",
         "[trainer]\nkeep_versions = 0",
         ["trainer.keep_versions: 0; input should be 'all' or greater than or equal to 1"],

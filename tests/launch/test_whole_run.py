@@ -48,6 +48,8 @@ INSPECTION: dict[str, type | list[str]] = {
     "goodput_roles": ["conductor", "engine-0", "rewards", "trainer"],
     "idle": ["conductor", "engine-0", "rewards", "trainer"],
     "selection_bias": ["length", "difficulty", "latency"],
+    "bounds": list,
+    "predicted": type(None),  # nothing was predicted of this run
     "alarms": list,
 }
 TRAJECTORY = [

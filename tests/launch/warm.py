@@ -84,8 +84,11 @@ def session_fork_server() -> Iterator[Spawner]:
 
 def children_of(pid: int) -> list[int]:
     """The living child processes of a process."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for text in lists for child in text.read_text().split()]
+    found = list[int]()
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # its thread has ended meanwhile
+            found += map(int, children.read_text().split())
+    return found
 
 
 class WarmCommand:

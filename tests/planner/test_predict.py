@@ -118,7 +118,7 @@ def test_the_parts_of_training_add_up_to_its_step() -> None:
 
 
 def test_many_ranks_wait_for_the_longest_sequence_of_each_minibatch() -> None:
-    """Two minibatches, and the two longest sequences on one rank each: no number of ranks is faster than these alone."""
+    """Two minibatches, and the two longest sequences on one rank each: no number of ranks is faster than these."""
     machine = msgspec.structs.replace(CLOCK, train_flops=1e6, token_width_seconds=0.0)
     asked = job().with_settings({}, {}, {"minibatches": 2})
     many = Costs(asked, machine, Layout(1, 1 << 20)).training([60] * 30 + [600, 500])

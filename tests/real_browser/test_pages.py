@@ -25,6 +25,7 @@ PAGES = {
     "trajectories": "#/runs/{recorded}/trajectories",
     "trajectory": "#/runs/{recorded}/trajectory/0.50.0%2F3",
     "conversation": "#/runs/{hostile}/trajectory/0.a.0%2F1?view=conversation&colour=fate",
+    "fates": "#/runs/{hostile}/trajectory/0.b.0%2F0?colour=fate",
     "group": "#/runs/{hostile}/group/0.a.0",
     "health": "#/runs/{hostile}/health",
     "alarms": "#/runs/{hostile}/alarms",
@@ -146,6 +147,28 @@ def test_a_token_shows_its_numbers_under_the_pointer_and_by_key(page: Page) -> N
     page.get_by_label("Coloured by").select_option("logprob")
     assert len({token.get_attribute("style") for token in tokens.all()}) > 3
     expect(page.locator('[data-event="trained"]')).to_contain_text("step 6")
+
+
+def test_what_training_did_with_each_token_is_coloured_counted_and_told(page: Page) -> None:
+    ids = names_of(page)
+    page.goto(f"{page.url.partition('#')[0]}#/runs/{ids['hostile']}/trajectory/0.b.0%2F0?colour=fate")
+    tokens = page.get_by_test_id("token")
+    expect(tokens).to_have_count(4)
+    assert len({token.get_attribute("style") for token in tokens.all()}) == 4  # each has another fate
+    for fate in ("trained", "clipped, ratio above 1", "masked by the correction", "masked, too old"):
+        expect(page.locator(".legend")).to_contain_text(fate)
+    expect(page.locator(".training")).to_contain_text("3 tokens in the loss, 1 of them clipped")
+    tokens.nth(2).hover()
+    numbers = page.locator("dl[data-token]")
+    for told in ("trainer − engine\n0.25", "ratio\n1.5", "advantage\n0.25", "in training\nclipped, ratio above 1"):
+        expect(numbers).to_contain_text(told, use_inner_text=True)
+    for signed, legend in (("difference", "-0.5"), ("advantage", "-0.25")):
+        page.locator("select[name=colour]").select_option(signed)
+        expect(page.locator(".legend")).to_contain_text(legend)
+    assert tokens.nth(0).get_attribute("style") in (None, "")  # too old: nothing is known
+    page.goto(f"{page.url.partition('#')[0]}#/runs/{ids['hostile']}/trajectory/0.a.0%2F0?colour=advantage")
+    expect(page.locator(".training")).to_contain_text("in step 1 is not on record")
+    expect(page.locator("aside")).to_contain_text("Nothing on record: advantage")
 
 
 def test_a_group_shows_its_members_and_what_a_model_said_is_text(page: Page) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
+
 from stretto.core.events import Span
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, State, StopReason, Trajectory, Update, Verdict
 from stretto.store.folder.run_folder import RunFolder
@@ -13,6 +15,7 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.series.spans import SpanLog
+from stretto.store.series.tokens import SampledTokens, TokenFiles
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x00\x1b[2J\u202egnp.exe\u2066"
 RECIPE = '[trainer]\nsteps = 3\n[task]\nkind = "arithmetic"\n[rollout]\nmax_staleness = 2.0\n'
@@ -68,7 +71,7 @@ def step_line(step: int, entropy: float | None = None) -> StepMetrics:
 
 def write_run(path: Path, *, log: str = LOG + ENDED) -> Path:
     """Three groups of two: 0.a.0 is trained in step 1, 0.b.0 in step 2 with its first token masked, 0.c.0 fails; and
-    one group that is in flight, with three tokens on record."""
+    one group that is in flight, with three tokens on record. What became of each token is on record of step 2 alone."""
     with RunFolder.create(path) as folder:
         folder.write("recipe.toml", RECIPE)
         folder.write("log.txt", log)
@@ -80,6 +83,7 @@ def write_run(path: Path, *, log: str = LOG + ENDED) -> Path:
         )
         with closing(Ledger(folder.ledger, StoreConfig())) as ledger:
             _write_ledger(ledger)
+        TokenFiles(folder.tokens, 1.0).write(2, {"0.b.0/0": 4, "0.b.0/1": 1}, TOKENS)
         metrics, spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
         metrics.append(evaluation(0, 0.25))
         for step in (1, 2):
@@ -89,6 +93,13 @@ def write_run(path: Path, *, log: str = LOG + ENDED) -> Path:
     return path
 
 
+#: Step 2: one too old, one trained, one clipped at a ratio above 1, one masked by the correction; one clipped below 1.
+TOKENS = SampledTokens(
+    trainer_logprob=np.array([np.nan, -1.0, -1.25, -2.5, -0.75], dtype=np.float32),
+    ratio=np.array([np.nan, 1.0, 1.5, 0.5, 0.5], dtype=np.float32),
+    advantage=np.array([np.nan, 0.25, 0.25, 0.25, -0.25], dtype=np.float32),
+    outcome=np.array([0, 1, 1 | 2, 1 | 4 | 8, 1 | 2], dtype=np.uint8),
+)
 QUESTIONS = {"a": "3+8=", "b": "7+4=", "c": "1+1="}
 SPANS = (
     Span(role="trainer", name="proximal", start=100.0, end=100.5, version=0),

@@ -136,7 +136,13 @@ def test_a_trajectory_says_of_each_token_what_became_of_it(client: httpx.Client,
     assert tokens["version"] == [0, 1, 1, 1]
     assert tokens["staleness"] == [1, 0, 0, 0]
     assert tokens["logprob"] == [-0.5, -1.0, -1.5, -2.0]
-    assert tokens["fate"] == ["masked", "trained", "trained", "trained"]
+    assert tokens["fate"] == ["masked", "trained", "clipped_high", "masked_by_correction"]
+    assert tokens["trainer_logprob"] == [None, -1.0, -1.25, -2.5]
+    assert tokens["difference"] == [None, 0.0, 0.25, -0.5]
+    assert tokens["ratio"] == [None, 1.0, 1.5, 0.5]
+    assert tokens["advantage"] == [None, 0.25, 0.25, 0.25]
+    sums = {"in_loss": 3, "clipped_high": 1, "clipped_low": 0, "corrected": 1, "masked_by_correction": 1, "masked": 1}
+    assert (found["training"], found["training_fault"]) == (sums, "")
     assert (found["prompt_text"], found["answer"], found["siblings"]) == ("7+4=", "11", ["0.b.0/0", "0.b.0/1"])
     life = [(event["event"], event["token"]) for event in found["life"]]
     assert life == [
@@ -179,6 +185,9 @@ def test_a_group_shows_its_members_side_by_side(client: httpx.Client, first: str
     found = client.get(f"{first}/groups/0.a.0").json()
     assert (found["prompt"], found["answer"], found["mean_reward"]) == ("3+8=", "11", 0.5)
     assert [(member["member"], member["text"]) for member in found["members"]] == [(0, "11"), (1, HOSTILE)]
+    assert [member["advantage"] for member in found["members"]] == [None, None]
+    trained = client.get(f"{first}/groups/0.b.0").json()
+    assert [member["advantage"] for member in trained["members"]] == [0.25, -0.25]
 
 
 def test_the_timeline_has_a_lane_for_each_role(client: httpx.Client, first: str) -> None:

@@ -132,12 +132,13 @@ def test_one_runs_at_a_time_until_it_is_stopped_or_its_time_is_over(
     sleeping: httpx.Client, replays: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STRETTO_WATCH_PASSWORD", "a password")
-    asked = {"from": 1, "set": ["trainer.learning_rate=0.5", "algorithm.loss=gspo"]}
+    changes = ["trainer.learning_rate=0.5", "algorithm.loss=gspo"]
+    asked = {"from": 1, "set": changes}
     assert sleeping.post(_address(sleeping), json=asked).json()["state"] == "running"
     assert sleeping.post(_address(sleeping), json=asked).status_code == 429
     words = _until(sleeping, log="gspo")["log"].split()
     assert words[1] == "None"  # the password is not handed on
-    assert [words[2], words[4], *words[6:]] == ["replay", "--from=1", *(f"--set={one}" for one in asked["set"])]
+    assert [words[2], words[4], *words[6:]] == ["replay", "--from=1", *(f"--set={one}" for one in changes)]
     assert Path(words[5].partition("=")[2]).is_relative_to(replays)
     assert sleeping.post("/api/replay/stop", json={}).status_code == 200
     assert _until(sleeping, state="stopped")["reason"] == "stopped from the page"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 from stretto.core.records import Record
+from stretto.dashboard.terminal.trend import Trend
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 
 TRAINING = "training"
@@ -52,7 +54,7 @@ class Snapshot(Record, frozen=True):
     facts: tuple[tuple[str, str], ...] = ()
     tokens_per_second: Mapping[str, float] = {}  # "generated" or "trained": rate
     busy: Mapping[str, float] = {}  # role: fraction since the previous step
-    trend: tuple[float, ...] = ()  # accuracy, step by step
+    trends: Mapping[str, tuple[float, ...]] = {}  # measurement: its course over the run, the oldest first
 
     @property
     def remaining(self) -> float | None:
@@ -69,36 +71,51 @@ class Snapshot(Record, frozen=True):
 
 
 class Watcher:
-    """Makes snapshots from measurements, with the history that they need."""
+    """Makes snapshots from measurements, with the history that they need; a snapshot is made when it is asked for."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._trend: list[float] = []
+        self._trends = {name: Trend() for name in ("accuracy", "held-out", "reward", "staleness", "entropy")}
         self._held_out: EvaluationLine | None = None
         self._newest: StepMetrics | None = None
+        self._make: Callable[[], Snapshot] | None = None
         self._trained = 0
         self._counts: deque[tuple[float, int, int]] = deque()  # rl seconds, tokens generated, tokens trained
 
-    def learning(self, lesson: WarmStartProgress) -> Snapshot:
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """Of now; None before the first measurement."""
+        return None if self._make is None else self._make()
+
+    def learning(self, lesson: WarmStartProgress) -> None:
         facts = [("loss", f"{lesson.loss:.4f}")]
         if lesson.accuracy is not None:
             facts.append(("accuracy", f"{lesson.accuracy:.1%}"))
-        return Snapshot(
+        made = Snapshot(
             phase=lesson.phase, step=lesson.step, steps=lesson.steps, seconds=lesson.seconds, facts=tuple(facts)
         )
+        self._make = lambda: made
 
-    def step(self, metrics: StepMetrics) -> Snapshot:
+    def step(self, metrics: StepMetrics) -> None:
         self._newest = metrics
         self._trained += metrics.trained_tokens
-        self._trend.append(metrics.accuracy)
+        for name, value in (
+            ("accuracy", metrics.accuracy),
+            ("reward", metrics.reward),
+            ("staleness", metrics.staleness_mean),
+            ("entropy", metrics.trainer.get("entropy")),
+        ):
+            self._trends[name].add(value)
         self._counts.append((metrics.rl_seconds, metrics.generated_tokens, self._trained))
         while len(self._counts) > 2 and metrics.rl_seconds - self._counts[1][0] > _RATE_SECONDS:
             self._counts.popleft()
-        return self._snapshot(metrics)
+        self._make = partial(self._snapshot, metrics)
 
-    def evaluated(self, evaluation: EvaluationLine) -> Snapshot | None:
+    def evaluated(self, evaluation: EvaluationLine) -> bool:
+        """Whether there is a step to show it with."""
         self._held_out = evaluation
-        return None if self._newest is None else self._snapshot(self._newest)
+        self._trends["held-out"].add(evaluation.accuracy)
+        return self._newest is not None
 
     def _snapshot(self, metrics: StepMetrics) -> Snapshot:
         return Snapshot(
@@ -109,7 +126,7 @@ class Watcher:
             facts=tuple(self._facts(metrics)),
             tokens_per_second=self._rates(),
             busy={role: fraction for role, fraction in sorted(metrics.busy.items()) if fraction is not None},
-            trend=tuple(self._trend),
+            trends={name: points for name, trend in self._trends.items() if len(points := trend.points) > 1},
         )
 
     def _facts(self, metrics: StepMetrics) -> list[tuple[str, str]]:

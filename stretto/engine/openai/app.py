@@ -155,7 +155,10 @@ class OpenAIApp:
         async def submit(raw: bytes) -> tuple[TokenBody, TokenListener]:
             body, request = self._by_id.understand(raw, name)
             listener = TokenListener(body)
-            self._generation.submit(request, listener, every_token=body.stream)
+            try:
+                self._generation.submit(request, listener, every_token=body.stream)
+            except RefusedRequest as refused:
+                raise self._by_id.field(refused) from None
             return body, listener
 
         if (opened := await _opened(submit, scope, receive, send)) is None:

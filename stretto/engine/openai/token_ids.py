@@ -187,6 +187,12 @@ class TokenInterface:
     def __init__(self, model: ServedModel, eos_token_ids: Sequence[int]) -> None:
         self._model, self._eos_token_ids = model, tuple(eos_token_ids)
 
+    @staticmethod
+    def field(error: RefusedRequest) -> RefusedRequest:
+        """The engine's refusal with the client's field names."""
+        ours = error.field.replace("prompt_token_ids", "token_ids").replace("sampling.", "sampling_params.")
+        return RefusedRequest(ours, error.found, error.allowed)
+
     def understand(self, raw: bytes, name: str) -> tuple[TokenBody, GenerateRequest]:
         """The body, and the request to the engine.
 

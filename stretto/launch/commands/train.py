@@ -47,8 +47,8 @@ _MAY_CHANGE = (
     "evaluation",
     "deadlines",
     "store",
-    "logging",
     "cluster",
+    "logging",
 )
 
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"

@@ -25,6 +25,7 @@ from stretto.core.errors import (
     nearest,
 )
 from stretto.engine.config import EngineConfig
+from stretto.engine.http.lifecycle import bind
 from stretto.engine.native.capacity import longest_row_of
 from stretto.engine.native.generation import MOST_WAITING
 from stretto.launch.recipe.recipe import Recipe
@@ -184,12 +185,17 @@ def check_ports(recipe: Recipe) -> None:
 
 
 def check_logging(config: OutletsConfig) -> None:
-    """Raises RecipeError: a tool that the run is to be shown in is not installed."""
+    """Raises RecipeError: a tool that the run is to be shown in is not installed, or a port is in use."""
     problems = [
         Problem("logging.to", f"{tool!r} is not installed", f"pip install 'stretto[{tool}]'")
         for tool in config.to
         if not is_installed(tool)
     ]
+    if config.prometheus_port is not None:
+        try:
+            bind(config.prometheus_host, config.prometheus_port, "logging.prometheus_port").close()
+        except RecipeError as error:
+            problems += error.problems
     if problems:
         raise RecipeError(problems)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,6 +11,9 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from stretto.core.errors import Problem, nearest
+
+_HINT = "; did you mean "
+_WORD = re.compile(r"'([^']*)'")
 
 #: Names that other systems give to a key, or to a value.
 _OTHER_NAMES = {
@@ -33,7 +37,8 @@ def problems_of(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel
     problems: dict[str, Problem] = {}
     for problem in (_problem(place, details, kind) for details in errors):
         if (other := problems.get(problem.place)) is not None:
-            remedy = f"{other.remedy} or {problem.remedy.removeprefix('input should be ')}"
+            first = other.remedy.partition(_HINT)[0]
+            remedy = f"{first} or {problem.remedy.removeprefix('input should be ')}"
             problem = Problem(problem.place, other.found, remedy)
         problems[problem.place] = problem
     yield from problems.values()
@@ -54,7 +59,15 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
             near = nearest(tag, [kind.strip("'") for kind in kinds.split(", ")])
             remedy = _OTHER_NAMES.get(f"{keys[-1]}={tag}") or (near if near.startswith("did") else "")
             return Problem(where, f"kind {tag!r} is unknown", f"allowed: {kinds}" + (f"; {remedy}" if remedy else ""))
-    return Problem(where, f"{details['input']!r}"[:80], details["msg"][0].lower() + details["msg"][1:])
+    return Problem(where, f"{details['input']!r}"[:80], details["msg"][0].lower() + details["msg"][1:] + _near(details))
+
+
+def _near(details: ErrorDetails) -> str:
+    """The nearest of the words that are allowed, where another one is given."""
+    if details["type"] != "literal_error" or not isinstance(details["input"], str):
+        return ""
+    near = nearest(details["input"], _WORD.findall(details["ctx"]["expected"]))
+    return f"; {near}" if near.startswith(_HINT.removeprefix("; ")) else ""
 
 
 def _alias(keys: Sequence[str], beside: Sequence[str]) -> str:

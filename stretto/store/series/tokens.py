@@ -35,7 +35,7 @@ _GIB = 1 << 30
 
 
 class TokensConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Section ``[logging]`` of a recipe."""
+    """What is kept of single tokens; a part of section ``[logging]``."""
 
     tokens: Literal["all", "none"] | Annotated[int, Field(ge=1)] = Field(
         "all",

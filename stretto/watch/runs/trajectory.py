@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from stretto.conversation.tool_calls import form_of
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, Segment, State
 from stretto.store.ledger.partials import read_member
-from stretto.store.ledger.rows import BatchMember, Payload, decode_payload
+from stretto.store.ledger.rows import Payload, decode_payload
 from stretto.watch.index.files import read_ledger
 from stretto.watch.index.trajectories import Trajectories
 from stretto.watch.runs.pieces import Pieces
 from stretto.watch.runs.questions import PromptTexts
 from stretto.watch.runs.table import Table, TableRow
+from stretto.watch.runs.training import TrainedIn, Training, TrainingSums, mean_advantages, trained_in
 
 LONGEST_TEXT = 20_000  #: characters of a text that is sent as a whole
 LONGEST_OF_MEMBER = 4_000
@@ -30,7 +32,6 @@ _PAYLOAD = """
     SELECT verdict, reward, stop_reason, interrupted, payload FROM trajectories LEFT JOIN payloads USING (key)
     WHERE trajectories.key = ?
 """
-_STEP = "SELECT version, oldest_trainable, committed, batch FROM steps WHERE step = ?"
 
 
 class WrittenCall(Record, frozen=True):
@@ -48,9 +49,10 @@ class TokenColumns(Record, frozen=True):
     version: list[int] | None
     staleness: list[int] | None
     logprob: list[float] | None
-    trainer_logprob: list[float] | None
-    difference: list[float] | None
-    advantage: list[float] | None
+    trainer_logprob: list[float | None] | None
+    difference: list[float | None] | None  # trainer's less the engine's
+    ratio: list[float | None] | None
+    advantage: list[float | None] | None
     fate: list[str]
 
 
@@ -114,6 +116,8 @@ class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
     tokens: int
     cut: Cut
     segments: list[ShownSegment]
+    training: TrainingSums | None
+    training_fault: str  # why there is no record of the step that trained it
     life: list[LifeEvent]
     members: list[str]  # of its group
 
@@ -123,7 +127,7 @@ class GroupMember(TableRow, frozen=True):
 
     text: str
     text_cut: bool
-    advantage: float | None
+    advantage: float | None  # the mean over its loss tokens
 
 
 class ShownGroup(Record, frozen=True):
@@ -136,16 +140,6 @@ class ShownGroup(Record, frozen=True):
     admitted_version: int
     mean_reward: float | None
     members: list[GroupMember]
-
-
-class TrainedIn(Record, frozen=True):
-    """The step that trained a trajectory: at `version`, tokens older than `oldest` were context."""
-
-    step: int
-    version: int
-    oldest: int
-    committed: float
-    skipped: bool
 
 
 class Reader:
@@ -173,7 +167,8 @@ class Reader:
                 return None
             (row,) = self.table.rows(np.array(at))
             payload = self._payload(connection, row, key)
-            trained = _trained(connection, row, skipped)
+            trained = trained_in(connection, row, skipped)
+        training = Training.of(self._folder, row, trained, payload.segments)
         question = self._questions.find([row.prompt_id]).get(row.prompt_id)
         asked = question.prompt if question is not None else None
         return Detail(
@@ -189,7 +184,9 @@ class Reader:
             session=payload.session,
             tokens=(total := sum(len(segment.token_ids) for segment in payload.segments)),
             cut=Cut(offset, limit, offset + limit < total),
-            segments=list(self._segments(payload.segments, row, trained, offset, offset + limit)),
+            segments=list(self._segments(payload.segments, training, offset, offset + limit)),
+            training=training.sums,
+            training_fault=training.fault,
             life=list(life(row, payload.segments, trained)),
             members=[one.id for one in self.table.rows(places)],
         )
@@ -209,6 +206,7 @@ class Reader:
             texts = [self._payload(connection, row, found[0] + row.member).text for row in rows]
         question = self._questions.find([rows[0].prompt_id]).get(rows[0].prompt_id)
         rewards = [row.reward for row in rows if row.reward is not None]
+        advantages = mean_advantages(self._folder, rows)
         return ShownGroup(
             group=id,
             prompt_id=rows[0].prompt_id,
@@ -221,7 +219,7 @@ class Reader:
                     **msgspec.structs.asdict(row),
                     text=text[:LONGEST_OF_MEMBER],
                     text_cut=len(text) > LONGEST_OF_MEMBER,
-                    advantage=None,
+                    advantage=advantages.get(row.id),
                 )
                 for row, text in zip(rows, texts, strict=True)
             ],
@@ -252,11 +250,12 @@ class Reader:
         return Payload(segments=segments, text=self._pieces.text(tokens[:LONGEST_TEXT]))
 
     def _segments(
-        self, segments: Sequence[Segment], row: TableRow, trained: TrainedIn | None, first: int, last: int
+        self, segments: Sequence[Segment], training: Training, first: int, last: int
     ) -> Iterator[ShownSegment]:
         """Those that are in the window at least in part; of none of whose tokens is there only the beginning."""
         begins = accumulate((len(segment.token_ids) for segment in segments), initial=0)
-        for index, (segment, begin) in enumerate(zip(segments, begins, strict=False)):
+        sampled = accumulate((len(segment.versions) for segment in segments), initial=0)
+        for index, (segment, begin, own) in enumerate(zip(segments, begins, sampled, strict=False)):
             end = begin + len(segment.token_ids)
             if end < first or begin >= last:
                 continue
@@ -275,7 +274,7 @@ class Reader:
                 length=len(segment.token_ids),
                 offset=begin,
                 calls=calls,
-                tokens=self._columns(segment, window, row, trained),
+                tokens=self._columns(segment, window, training, own + window.start),
             )
 
     def _calls(self, segment: Segment) -> list[WrittenCall]:
@@ -285,32 +284,28 @@ class Reader:
         found = form_of(self._pieces.chat_template).parse(text, lambda number: f"call_{number}").calls
         return [WrittenCall(call.name, call.arguments) for call in found]
 
-    def _columns(self, segment: Segment, window: slice, row: TableRow, trained: TrainedIn | None) -> TokenColumns:
+    def _columns(self, segment: Segment, window: slice, training: Training, first: int) -> TokenColumns:
+        """Those of a window of a segment; `first` is the place of its first token among the sampled ones."""
         ids, versions = segment.token_ids[window], segment.versions[window]
-        logprobs = segment.behavior_logprobs[window]
+        logprobs, trained = segment.behavior_logprobs[window], training.trained
+        numbers = partial(training.numbers, first=first, count=len(ids)) if segment.sampled else lambda _: None
+        by_trainer = numbers("trainer_logprob")
         return TokenColumns(
             id=list(ids),
             text=self._pieces.of(ids),
             version=list(versions) if segment.sampled else None,
             staleness=[trained.version - version for version in versions] if segment.sampled and trained else None,
             logprob=list(logprobs) if segment.sampled else None,
-            trainer_logprob=None,
-            difference=None,
-            advantage=None,
-            fate=_fates(segment, versions, len(ids), row, trained),
+            trainer_logprob=by_trainer,
+            difference=None if by_trainer is None else _differences(by_trainer, logprobs),
+            ratio=numbers("ratio"),
+            advantage=numbers("advantage"),
+            fate=training.fates(segment, window, first),
         )
 
 
-def _fates(
-    segment: Segment, versions: Sequence[int], count: int, row: TableRow, trained: TrainedIn | None
-) -> list[str]:
-    """What became of each token in training."""
-    if not segment.sampled:
-        return ["context"] * count
-    if trained is None:
-        return ["pending" if row.state in (State.IN_FLIGHT, State.BUFFERED) else "untrained"] * count
-    kept = "skipped" if trained.skipped else "trained"
-    return [kept if version >= trained.oldest else "masked" for version in versions]
+def _differences(trainer: Sequence[float | None], engine: Sequence[float]) -> list[float | None]:
+    return [None if ours is None else ours - theirs for ours, theirs in zip(trainer, engine, strict=True)]
 
 
 def life(row: TableRow, segments: Sequence[Segment], trained: TrainedIn | None) -> Iterator[LifeEvent]:
@@ -363,16 +358,3 @@ def _of_segment(segment: Segment, begin: int) -> Iterator[LifeEvent]:
 
 def _prompt(packed: bytes | None) -> tuple[int, ...]:
     return () if packed is None else msgspec.msgpack.decode(packed, type=tuple[int, ...])
-
-
-def _trained(connection: sqlite3.Connection, row: TableRow, skipped: dict[int, tuple[str, ...]]) -> TrainedIn | None:
-    if row.trained_step is None:
-        return None
-    found = connection.execute(_STEP, (row.trained_step,)).fetchone()
-    if found is None:
-        return None
-    version, oldest, committed, batch = found
-    placed = msgspec.json.decode(batch, type=list[BatchMember])
-    own = next((one.oldest_trainable for one in placed if one.group == row.id.rpartition("/")[0]), None)
-    oldest = oldest if own is None else own
-    return TrainedIn(row.trained_step, version, oldest, committed, row.id in skipped.get(row.trained_step, ()))

@@ -19,14 +19,19 @@ from stretto.worlds.workflows.task import TurnReply, WorkflowTask
 LARGEST_MESSAGE = 64 << 20
 
 
+MARK = "STRETTO_WORKFLOW"  #: the environment variable with the mark of a worker
+
+
 class WorkflowSpec(Record, frozen=True):
-    """A worker's settings. `settings` are those of the workflow's class, as JSON; `memory` is a limit in bytes."""
+    """A worker's settings. `settings` are those of the workflow's class, as JSON; `memory` is a limit in bytes; `mark`
+    is for the environment of what it starts."""
 
     function: str
     settings: str
     descriptor: int
     memory: int
     path: str | None = None
+    mark: str = ""
 
 
 # To the worker.

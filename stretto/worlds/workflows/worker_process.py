@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,13 @@ from stretto.core.tasks import cancel_and_wait
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.tree import descendants, kill_marked
 from stretto.sandbox.cgroups import remove_groups_of
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange, Forged
 from stretto.worlds.workflows.wire import (
     LARGEST_MESSAGE,
+    MARK,
     Begin,
     CallOrder,
     CallRan,
@@ -148,6 +153,7 @@ class WorkflowProcess:
         self._runs = self._strays = 0
         self._reading: asyncio.Task[None] | None = None
         self._pid: int | None = None
+        self._mark = uuid.uuid4().hex
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
         self.worn: asyncio.Future[None] = loop.create_future()
@@ -171,7 +177,7 @@ class WorkflowProcess:
         descriptor = self._channel.far.fileno()
         settings = msgspec.json.encode(self._config.settings).decode()
         memory = int(self._config.memory_gib * (1 << 30))
-        spec = WorkflowSpec(self._config.function, settings, descriptor, memory, self._config.path)
+        spec = WorkflowSpec(self._config.function, settings, descriptor, memory, self._config.path, self._mark)
         await self._process.start(spec, 1, (descriptor,))
         self._pid = self._process.pid
         await self._channel.open()
@@ -184,15 +190,20 @@ class WorkflowProcess:
         self._reading = asyncio.create_task(self._read())
 
     async def stop(self) -> None:
-        """End the process."""
+        """End the process, and what it has started."""
         if self._reading is not None:
             await cancel_and_wait([self._reading])
         for timer in self._given_up.values():
             timer.cancel()
         self._channel.close()
+        if self._pid is not None and self._process.running:  # those in sessions of their own would live on
+            for pid in descendants(self._pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         await self._process.stop(0.0)
-        if self._pid is not None:  # of the sandboxes of its tools
-            await asyncio.to_thread(remove_groups_of, self._pid)
+        if self._pid is not None:
+            await asyncio.to_thread(kill_marked, f"{MARK}={self._mark}")
+            await asyncio.to_thread(remove_groups_of, self._pid)  # of the sandboxes of its tools
 
     async def run(self, exchange: Exchange) -> MemberEnded:
         """Run the workflow for one trajectory; its own time and its orders are bounded.

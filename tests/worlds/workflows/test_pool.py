@@ -212,8 +212,16 @@ def test_one_that_hangs_fails_alone(bench: Callable[..., Bench]) -> None:
     assert outcomes == [Outcome.UNDECIDED, Outcome.RIGHT, Outcome.RIGHT, Outcome.RIGHT]
 
 
-def test_a_process_that_is_left_behind_holds_nothing_up(bench: Callable[..., Bench]) -> None:
-    assert [trajectory.verdict.outcome for trajectory in bench("Forks").run()] == [Outcome.RIGHT] * 2
+def test_processes_that_are_left_behind_hold_nothing_up_and_end_with_the_run(
+    bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    made = bench("Forks", {"notes": str(tmp_path / "notes")})
+    assert [trajectory.verdict.outcome for trajectory in made.run()] == [Outcome.RIGHT] * 2
+    left = (tmp_path / "notes").read_text().split()
+    assert len(left) == 4
+    for pid in left:
+        status = Path(f"/proc/{pid}/status")
+        assert not status.exists() or "State:\tZ" in status.read_text()
 
 
 def test_one_that_ends_its_process_each_time_fails_in_the_end(bench: Callable[..., Bench]) -> None:

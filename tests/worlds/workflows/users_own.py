@@ -141,12 +141,19 @@ class Mistakes(stretto.Workflow):
 
 
 class Forks(stretto.Workflow):
-    """Leaves a process behind that holds on to everything it has."""
+    """Leaves processes behind that hold on to everything it has, in sessions of their own, and notes them."""
+
+    def __init__(self, notes: str) -> None:
+        self.notes = Path(notes)
 
     async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
-        if os.fork() == 0:
+        if (child := os.fork()) == 0:
+            os.setsid()
             time.sleep(60)
             os._exit(0)
+        other = os.posix_spawnp("sleep", ["sleep", "60"], os.environ, setsid=True)
+        with self.notes.open("a") as file:
+            file.write(f"{child} {other} ")
         await chat.generate()
         return 1.0
 

@@ -142,6 +142,7 @@ export interface TokenColumns {
   logprob: Column | null
   trainer_logprob: Column | null
   difference: Column | null
+  ratio: Column | null
   advantage: Column | null
   fate: string[] | null
 }
@@ -172,6 +173,15 @@ export interface LifeEvent {
   at: number | null
 }
 
+export interface TrainingSums {
+  in_loss: number
+  clipped_high: number
+  clipped_low: number
+  corrected: number
+  masked_by_correction: number
+  masked: number
+}
+
 export interface Trajectory extends TrajectoryLine {
   prompt_text: string | null
   prompt_cut: boolean
@@ -185,6 +195,8 @@ export interface Trajectory extends TrajectoryLine {
   tokens: number
   cut: { offset: number; limit: number; more: boolean }
   segments: Segment[]
+  training: TrainingSums | null
+  training_fault: string
   life: LifeEvent[]
   siblings: string[]
   tokenizer_fault: string | null

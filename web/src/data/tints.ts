@@ -7,13 +7,25 @@ export const TINTS = {
   version: 'version',
   staleness: 'staleness',
   logprob: 'log-probability',
-  difference: 'engine against trainer',
+  difference: 'difference of trainer and engine',
   advantage: 'advantage',
   fate: 'what training did with it',
 } as const
 export type Tint = keyof typeof TINTS
 
-export const FATES = ['trained', 'clipped', 'masked', 'context', 'skipped', 'untrained', 'pending']
+/** What became of a token, in words. */
+export const FATES: Record<string, string> = {
+  trained: 'trained',
+  clipped_high: 'clipped, ratio above 1',
+  clipped_low: 'clipped, ratio below 1',
+  masked_by_correction: 'masked by the correction',
+  masked: 'masked, too old',
+  skipped: 'its optimizer step was skipped',
+  untrained: 'untrained',
+  context: 'context, not sampled',
+  pending: 'not trained yet',
+}
+const ORDER = Object.keys(FATES)
 
 export type Colour = {
   background: string
@@ -46,14 +58,14 @@ export function tinting(tint: Tint, segments: Segment[]): Tinting {
 }
 
 function byFate(segments: Segment[]): Tinting {
-  const present = FATES.filter((fate) => segments.some((segment) => segment.tokens.fate?.includes(fate)))
-  const colour = (fate: string): string => kind(Math.max(0, FATES.indexOf(fate)))
+  const present = ORDER.filter((fate) => segments.some((segment) => segment.tokens.fate?.includes(fate)))
+  const colour = (fate: string): string => kind(Math.max(0, ORDER.indexOf(fate)))
   return {
     colour: (segment, index) => {
       const fate = segment.tokens.fate?.[index]
       return fate === undefined ? null : on(colour(fate))
     },
-    legend: present.map((fate) => ({ label: fate, colour: colour(fate) })),
+    legend: present.map((fate) => ({ label: FATES[fate] ?? fate, colour: colour(fate) })),
   }
 }
 

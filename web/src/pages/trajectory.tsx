@@ -78,6 +78,7 @@ function Found({ run, trajectory, tint, route }: { run: RunDetail; trajectory: T
           <Untrusted text={trajectory.tokenizer_fault} />
         </p>
       )}
+      <Training trajectory={trajectory} />
       <Window trajectory={trajectory} />
       {trajectory.tokens > 0 ? <Tokens trajectory={trajectory} tint={tint} chat={chat} /> : <Nothing trajectory={trajectory} />}
       <Life trajectory={trajectory} />
@@ -112,6 +113,25 @@ function Siblings({ run, trajectory }: { run: RunDetail; trajectory: Trajectory 
         Its group <Untrusted text={trajectory.group} />, {trajectory.siblings.length} side by side
       </a>
     </nav>
+  )
+}
+
+/** What became of its tokens in training, counted over all of them. */
+function Training({ trajectory }: { trajectory: Trajectory }): JSX.Element | null {
+  const { training, training_fault: fault } = trajectory
+  if (training === null) {
+    return fault ? (
+      <p class="quiet training">
+        Not all is known of training: <Untrusted text={fault} />
+      </p>
+    ) : null
+  }
+  const clipped = training.clipped_high + training.clipped_low
+  return (
+    <p class="training">
+      In training: {number(training.in_loss)} tokens in the loss, {number(clipped)} of them clipped ({number(training.clipped_high)} with a ratio above 1, {number(training.clipped_low)} below);{' '}
+      {number(training.corrected)} with another weight by the correction, {number(training.masked_by_correction)} of them masked; {number(training.masked)} too old for the loss.
+    </p>
   )
 }
 

@@ -3,7 +3,7 @@ import { memo } from 'preact/compat'
 import { useMemo, useState } from 'preact/hooks'
 
 import type { Segment, Trajectory } from '../data/api'
-import { type Tint, TINTS, type Tinting, tinting } from '../data/tints'
+import { FATES, type Tint, TINTS, type Tinting, tinting } from '../data/tints'
 import { number } from '../data/words'
 import { LongText, pieces, Untrusted } from './text'
 
@@ -122,9 +122,10 @@ function Numbers({ segments, at }: { segments: Segment[]; at: string | null }): 
     ['staleness', number(tokens.staleness?.[index])],
     ['log-probability', number(tokens.logprob?.[index], 5)],
     ["trainer's", number(tokens.trainer_logprob?.[index], 5)],
-    ['difference', number(tokens.difference?.[index], 5)],
+    ['trainer − engine', number(tokens.difference?.[index], 5)],
+    ['ratio', number(tokens.ratio?.[index], 5)],
     ['advantage', number(tokens.advantage?.[index], 5)],
-    ['in training', tokens.fate?.[index] ?? '–'],
+    ['in training', FATES[tokens.fate?.[index] ?? ''] ?? '–'],
   ]
   return (
     <dl class="settings" data-token={at}>

@@ -1,0 +1,86 @@
+"""Promises, with the real packages, offline: what W&B, MLflow and trackio have of a run, as they read it back, is every
+number once, at its step, the recipe, the tags and the tables; a run that is resumed goes on in the same curves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stretto.outlets.role import MODULE, FollowerSpec
+from stretto.store.series.metrics import rewind_metrics
+from tests.outlets.recorded import RecordedRun, evaluation, sample, step
+
+READ_BACK = Path(__file__).parent / "programs" / "read_back.py"
+ROOT = Path(__file__).parents[2]
+_PATIENCE = 300.0
+
+
+def command(folder: Path, *words: str | Path, inherited: tuple[int, ...] = ()) -> str:
+    """The output of a command in `folder`, where all tools keep what they have."""
+    offline = {
+        "PYTHONPATH": str(ROOT),
+        "WANDB_MODE": "offline",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
+        "TRACKIO_DIR": str(folder / "trackio"),
+    }
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=os.environ | offline,
+        pass_fds=inherited,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_PATIENCE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def follow(tools: Path, tool: str, run: RecordedRun) -> None:
+    """Hand on everything that is there: the run has ended before the process begins."""
+    until, ours = os.pipe()
+    os.close(ours)
+    spec = FollowerSpec(tool, str(run.folder.path), "project", "", ("baseline",), until)
+    try:
+        command(run.folder.path.parent, tools, "-m", MODULE, msgspec.json.encode(spec).decode(), inherited=(until,))
+    finally:
+        os.close(until)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("tool", ["wandb", "mlflow", "trackio"])
+def test_a_tool_has_every_number_once_and_a_resumed_run_goes_on_in_the_same_curves(
+    tools: Path, tool: str, tmp_path: Path
+) -> None:
+    run = RecordedRun(tmp_path / "run")
+    for line in (evaluation(0), step(1), step(2), step(3)):
+        run.metrics.append(line)
+    run.samples.append([sample(1)])
+    follow(tools, tool, run)
+    rewind_metrics(run.folder.metrics, 2)  # a crash: step 3 is done again
+    for line in (step(3, reward=0.75), step(4, reward=0.75), evaluation(4)):
+        run.metrics.append(line)
+    run.samples.append([sample(4)])
+    follow(tools, tool, run)
+
+    found: dict[str, Any] = json.loads(command(tmp_path, tools, READ_BACK, tool).splitlines()[-1])
+    points = [(number, name, value) for number, name, value in found["points"]]
+    for name, expected in {
+        "reward": [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.75)],
+        "trainer/loss": [(number, 0.25) for number in range(1, 5)],
+        "busy/engine-0": [(number, 0.75) for number in range(1, 5)],
+        "evaluation/accuracy": [(0, 0.125), (4, 0.125)],
+    }.items():
+        assert [(number, value) for number, its, value in points if its == name] == expected
+    assert found["tables"] == [["3+8=1"], ["3+8=4"]]
+    assert int(found["config"]["trainer.steps"]) == 6
+    assert found["tags"] == ["baseline"]
+    assert len(found["runs"]) == 1
