@@ -11,13 +11,16 @@ timeline); for the second: pages of the table, the median of three each, and the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import select
+import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -33,6 +36,7 @@ from stretto.store.ledger.schema import open_for_writing
 from stretto.store.ledger.seals import seal
 from stretto.store.series.metrics import StepMetrics
 
+PATIENCE_SECONDS = 180.0  # for anything that is waited for
 GROUP = 8
 TABLES = (
     "",
@@ -128,11 +132,17 @@ def server(runs: Path, cache: Path) -> Iterator[tuple[httpx.Client, int]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
+            assert select.select([process.stdout], [], [], PATIENCE_SECONDS)[0], "the server does not start"
             address = process.stdout.readline().split()[-1].split("?")[0]
             with httpx.Client(base_url=address, headers={"authorization": "Bearer T"}, timeout=120) as client:
                 yield client, process.pid
         finally:
             process.terminate()
+            try:
+                process.wait(PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
 
 
 def opening(client: httpx.Client) -> tuple[str, float, float]:
@@ -145,6 +155,28 @@ def opening(client: httpx.Client) -> tuple[str, float, float]:
         found = client.get(f"{address}{part}").raise_for_status().json()
         indexed = found.get("indexed", indexed)
     return address, time.perf_counter() - begun, indexed
+
+
+def until(what: str, is_so: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    """Ask again and again.
+
+    Raises:
+        TimeoutError: it is not so after these seconds; names what was waited for.
+    """
+    end = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {seconds:g} s for {what}")
+        time.sleep(0.1)
+
+
+def parts_kept(cache: Path) -> set[str]:
+    """What the server has kept of a run, by the names of its parts."""
+    found = set[str]()
+    for path in (cache / "watch").glob("*.sqlite"):
+        with contextlib.suppress(sqlite3.OperationalError), closing(sqlite3.connect(path)) as connection:
+            found |= {part for (part,) in connection.execute("SELECT part FROM facts")}
+    return found
 
 
 def _memory_mib(pid: int) -> float:
@@ -176,13 +208,11 @@ def main() -> None:
         with server(runs, cache) as (client, pid):
             address, first, indexed = opening(client)
             begun = time.perf_counter()
-            while client.get(f"{address}/trajectories").json()["indexed"] < 1:
-                time.sleep(0.1)
+            until("the ledger to be read", lambda: client.get(f"{address}/trajectories").json()["indexed"] == 1)
             reading = first + time.perf_counter() - begun
-            while not list((cache / "watch").glob("*.sqlite")):
-                time.sleep(0.1)
-            time.sleep(10)  # metrics and spans
-            client.get(address)
+            until("the spans to be read", lambda: client.get(f"{address}/timeline").json()["spans"] == sizes["spans"])
+            until("the metrics to be read", lambda: client.get(f"{address}/series").json()["steps"] == sizes["steps"])
+            until("what was read to be kept", lambda: parts_kept(cache) >= {"trajectories", "steps", "spans"})
             first_memory = _memory_mib(pid)
         with server(runs, cache) as (client, pid):
             address, again, _ = opening(client)

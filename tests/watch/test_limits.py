@@ -27,9 +27,13 @@ from starlette.responses import Response
 
 from stretto.core.errors import StrettoError
 from stretto.store import lock
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.watch.index import trajectories as trajectories_module
 from stretto.watch.index.cache import Cache
 from stretto.watch.index.files import read_ledger
 from stretto.watch.index.steps import Steps
+from stretto.watch.index.trajectories import Trajectories, count_states
 from stretto.watch.runs import run as run_module
 from stretto.watch.runs.catalog import Catalog
 from stretto.watch.runs.questions import PromptTexts, Searched
@@ -39,7 +43,7 @@ from stretto.watch.web.events import Follower
 from stretto.watch.web.guard import Guard
 from stretto.watch.web.pages import list_page
 from tests.watch.conftest import serving
-from tests.watch.runs import step_line, write_run
+from tests.watch.runs import prompt, step_line, write_run
 
 SYNCHRONOUS = Path(__file__).parent.parent / "data" / "synchronous_run"
 
@@ -242,6 +246,35 @@ def test_what_the_dashboard_refuses_is_in_the_tree_of_errors() -> None:
     own = [kind for kind in vars(app_module).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert len(own) >= 2
     assert [kind for kind in own if not issubclass(kind, StrettoError)] == []
+
+
+def test_trajectories_are_counted_once_while_the_ledger_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectories_module, "_LONG_SECONDS", 0.0)  # as if there were a million of them
+    path, cache, asked = write_run(tmp_path / "run"), Cache(tmp_path / "cache.sqlite"), list[str]()
+
+    def counted() -> dict[str, int]:
+        with read_ledger(path) as connection:
+            connection.set_trace_callback(asked.append)
+            return count_states(connection, path, cache)
+
+    assert counted() == counted() == {"trained": 4, "failed": 2, "in_flight": 2}
+    assert len(asked) == 1
+    with closing(Ledger(path / "ledger.sqlite", StoreConfig())) as ledger:
+        ledger.issue("2.x.0", prompt("x", "1+2="), 3, 2)
+        ledger.flush()
+    assert counted()["in_flight"] == 5
+
+
+def test_a_ledger_whose_last_rows_fill_a_piece_is_kept_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trajectories_module, "_AT_ONCE", 4)  # of the 8 that the run has
+    monkeypatch.setattr(trajectories_module, "_KEPT_FROM", 0)
+    path, cache = write_run(tmp_path / "run"), Cache(tmp_path / "cache.sqlite")
+    first = Trajectories(path, cache)
+    while first.advance():
+        pass
+    assert (first.table.rows, Trajectories(path, cache).table.rows) == (8, 8)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_one_runs_at_a_time_until_it_is_stopped_or_its_time_is_over(
 ) -> None:
     monkeypatch.setenv("STRETTO_WATCH_PASSWORD", "a password")
     changes = ["trainer.learning_rate=0.5", "algorithm.loss=gspo"]
-    asked = {"from": 1, "set": changes}
+    asked: dict[str, Any] = {"from": 1, "set": changes}
     assert sleeping.post(_address(sleeping), json=asked).json()["state"] == "running"
     assert sleeping.post(_address(sleeping), json=asked).status_code == 429
     words = _until(sleeping, log="gspo")["log"].split()

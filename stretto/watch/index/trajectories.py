@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sqlite3
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from stretto.watch.index.cache import Cache
 from stretto.watch.index.columns import Column, GrowingColumns
 from stretto.watch.index.files import LEDGER, read_ledger
 
-_PART = "trajectories"
+_PART, _COUNTED = "trajectories", "counts"
+_COUNTS = "SELECT state, count(*) FROM trajectories GROUP BY state"
+_LONG_SECONDS = 0.02
 _AT_ONCE = 5_000
 _KEPT_FROM = 20_000
 _SELECT = """
@@ -94,6 +98,7 @@ class Trajectories:
         self.words = {name: WordCodes() for name in _WORDS}
         self.words |= {"state": WordCodes(State), "verdict": WordCodes(Outcome), "stop": WordCodes(StopReason)}
         self.indexed, self.changes = 0.0, 0
+        self._more = True  # also where the last rows were as many as are read at a time: none may follow
         self._stamp: object = None
         self._kept, self._anchor, self._file = 0, "", (0, 0)
 
@@ -108,7 +113,7 @@ class Trajectories:
         Raises:
             StoreError: the ledger cannot be read; what was read stays.
         """
-        if self.indexed == 1.0 and _stamp(self._ledger) == self._stamp:
+        if not self._more and _stamp(self._ledger) == self._stamp:
             return False
         stamp = _stamp(self._ledger)
         with read_ledger(self._folder) as connection:
@@ -128,7 +133,7 @@ class Trajectories:
             self.table.append(self._columns(rows))
             self.changes += 1
         last = int(self.table["key"][-1]) if self.table.rows else -1
-        more = len(rows) == _AT_ONCE
+        more = self._more = len(rows) == _AT_ONCE
         self.indexed = (last + 1) / (newest + 1) if more else 1.0
         self._stamp = stamp
         if not more and self.table.rows > max(_KEPT_FROM, 1.2 * self._kept):
@@ -178,6 +183,22 @@ class Trajectories:
         return np.where((step >= 0) & (oldest >= 0), step - 1 - oldest, NONE)
 
 
+class _Counted(Record, frozen=True):
+    stamp: list[tuple[int, int]]
+    counts: dict[str, int]
+
+
+def count_states(connection: sqlite3.Connection, folder: Path, cache: Cache) -> dict[str, int]:
+    """The trajectories by state. Counts that took a while are kept for as long as the ledger stays as it is."""
+    stamp, since = _stamp(folder / LEDGER), time.monotonic()
+    if (kept := cache.load(_COUNTED, _Counted)) is not None and kept[1].stamp == stamp:
+        return kept[1].counts
+    counts = dict(connection.execute(_COUNTS).fetchall())
+    if time.monotonic() - since >= _LONG_SECONDS:
+        cache.save(_COUNTED, {}, _Counted(stamp, counts))
+    return counts
+
+
 def _identity(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()
@@ -186,7 +207,7 @@ def _identity(path: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _stamp(ledger: Path) -> object:
+def _stamp(ledger: Path) -> list[tuple[int, int]]:
     """What changes with every transaction: sizes and times of the ledger and of its log."""
     found = []
     for path in (ledger, log_of(ledger)):

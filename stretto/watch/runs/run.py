@@ -22,7 +22,7 @@ from stretto.watch.index.cache import Cache
 from stretto.watch.index.files import LEDGER, read_ledger, read_text, refuse_strange_files
 from stretto.watch.index.steps import Steps
 from stretto.watch.index.timeline import Spans
-from stretto.watch.index.trajectories import Trajectories
+from stretto.watch.index.trajectories import Trajectories, count_states
 from stretto.watch.runs.folder import Condition, condition, recipe_of, recipe_stamp, recipe_text
 from stretto.watch.runs.pieces import Pieces
 from stretto.watch.runs.questions import PromptTexts
@@ -33,7 +33,6 @@ _RATE_STEPS = 50
 _PAUSE_SECONDS = 2.0  # after a ledger that could not be read: a summary asks it several times
 _COUNT_SHARE = 50  # the pause between two counts of a ledger, in times of what a count takes
 _FACT = "SELECT value FROM meta WHERE name = ?"
-_COUNTS = "SELECT state, count(*) FROM trajectories GROUP BY state"
 _NEWEST = "SELECT step, published_version FROM steps WHERE published_version IS NOT NULL ORDER BY step DESC LIMIT 1"
 
 _LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
@@ -223,7 +222,7 @@ class WatchedRun:
             newest = connection.execute(_NEWEST).fetchone() or (0, 0)
             if not self._is_counted and time.monotonic() >= self._counted[0]:
                 since = time.monotonic()
-                counts = _balance(dict(connection.execute(_COUNTS).fetchall()))
+                counts = _balance(count_states(connection, self.folder, self._cache))
                 now = time.monotonic()
                 self._counted = (now + _COUNT_SHARE * (now - since), counts)
         totals = msgspec.json.decode(found[TOTALS][0], type=Totals) if found[TOTALS] else None
