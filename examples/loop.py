@@ -20,7 +20,6 @@ from itertools import pairwise
 from torch import Tensor
 
 from stretto.core import records
-from stretto.core.admission import BoundChange
 from stretto.core.records import Batch, Completion, Group, Prompt, Trajectory
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
@@ -54,8 +53,7 @@ class Mailbox:
     version, tensors = 0, dict[str, Tensor]()
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
-        self.tensors = {name: gather(name, tensor).detach().clone() for name, tensor in tensors}
-        self.version = version
+        self.version, self.tensors = version, {name: gather(name, one).detach().clone() for name, one in tensors}
 
 
 class Counts:
@@ -73,7 +71,7 @@ class Counts:
     def commit_batch(self, batch: Batch) -> None:
         self.trained += sum(len(group.trajectories) for group in batch.groups)
 
-    def change_bound(self, change: BoundChange) -> None: ...
+    def change_bound(self, change: object) -> None: ...
 
 
 async def generate(engine: NativeEngine, controller: Controller, mailbox: Mailbox, tokenizer: Tokenizer) -> None:
@@ -117,8 +115,7 @@ async def train(trainer: Trainer, controller: Controller, mailbox: Mailbox, step
     """Take the oldest finished groups, learn from them, publish the next version. Returns the mean rewards."""
     rewards: list[float] = []
     while trainer.version < steps:
-        batch = controller.take()
-        if batch is None:
+        if (batch := controller.take()) is None:
             await asyncio.sleep(0.001)  # too few groups are finished
             continue
         update = await asyncio.to_thread(trainer.train, batch)

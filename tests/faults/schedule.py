@@ -57,6 +57,6 @@ class Schedule:
     def in_rounds(self, *, undisturbed: bool) -> Schedule:
         """The same as a synchronous run in rounds, which no engine's death may make ask a prompt anew; `undisturbed`:
         nobody dies at all."""
-        rollout = self.rollout.model_copy(update={"max_staleness": 0, "beyond_bound": "wait"})
+        rollout = self.rollout.model_copy(update={"max_staleness": 0.0, "beyond_bound": "wait"})
         loss_rate, kill_rate = (0.0, 0.0) if undisturbed else (min(self.loss_rate, 0.02), self.kill_rate)
         return replace(self, rollout=rollout, rounds=True, loss_rate=loss_rate, kill_rate=kill_rate)
