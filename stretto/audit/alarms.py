@@ -220,7 +220,7 @@ class AlarmWatch:
     def of(cls, folder: Path) -> AlarmWatch:
         """That of the run in a folder, by its recipe."""
         recipe = _tables(RunFolder(folder).recipe)
-        return cls(folder, number_of(recipe, "rollout", "max_staleness"), _last_step(recipe))
+        return cls(folder, number_of(recipe, "rollout", "max_staleness"), last_step_of(recipe))
 
     def step(self, metrics: StepMetrics) -> None:
         """The next step."""
@@ -260,7 +260,7 @@ def alarms_of_run(path: Path) -> list[Alarm]:
     evaluations = [line for line in lines if type(line) is EvaluationLine]
     recipe = _tables(folder.recipe)
     bound = number_of(recipe, "rollout", "max_staleness")
-    return alarms_of(Evidence(found.steps, found.series, evaluations, bound, disk_of(path), _last_step(recipe)))
+    return alarms_of(Evidence(found.steps, found.series, evaluations, bound, disk_of(path), last_step_of(recipe)))
 
 
 def _readable(metrics: Path) -> Iterator[MetricsLine]:
@@ -277,7 +277,8 @@ def _readable(metrics: Path) -> Iterator[MetricsLine]:
             yield line
 
 
-def _last_step(recipe: Mapping[str, Any]) -> int | None:
+def last_step_of(recipe: Mapping[str, Any]) -> int | None:
+    """`trainer.steps` of a recipe; None if it has none, or one that no column can hold."""
     steps = number_of(recipe, "trainer", "steps")
     return int(steps) if steps is not None and abs(steps) < _LARGEST else None
 

@@ -16,7 +16,7 @@ from typing import TextIO
 
 import msgspec
 
-from stretto.audit.alarms import AlarmWatch, number_of
+from stretto.audit.alarms import AlarmWatch, last_step_of, number_of
 from stretto.core.errors import Problem, RunFolderError
 from stretto.dashboard.terminal.progress import Display, open_display
 from stretto.store.folder.run_folder import RunFolder
@@ -84,8 +84,7 @@ def _follow(run: WatchedRun, leaves: Leaves) -> None:
 
 def _display(run: WatchedRun) -> Display:
     recipe = run.recipe()
-    steps = number_of(recipe, "trainer", "steps")
-    last = steps if type(steps) is int else None
+    last = last_step_of(recipe)
     alarms = AlarmWatch(run.folder, number_of(recipe, "rollout", "max_staleness"), last)
     return open_display(last or 0, alarms=alarms, title=f"stretto: {run.name}")
 
