@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +22,6 @@ import numpy.typing as npt
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
 
 WINDOW = 10  #: steps of a mean
@@ -66,9 +66,16 @@ class Evidence:
     steps: npt.NDArray[np.int64]
     series: Mapping[str, Numbers]
     evaluations: Sequence[EvaluationLine] = ()
-    bound: float | None = None  # `rollout.max_staleness`; None: no bound
+    bound: float | None = None  # `rollout.max_staleness`, for steps without the series `max_staleness`; None: no bound
     disk: Disk | None = None
     last_step: int | None = None  # `trainer.steps`; None: not known
+
+    @property
+    def in_force(self) -> float | None:
+        """The bound on staleness of the newest step that has one; else that of the recipe."""
+        values = self.series.get("max_staleness", np.empty(0))
+        known = values[np.isfinite(values)]
+        return float(known[-1]) if len(known) else self.bound
 
     @classmethod
     def of(cls, steps: Sequence[StepMetrics]) -> Evidence:
@@ -80,14 +87,15 @@ class Evidence:
         return cls(np.array([step.step for step in steps], np.int64), series)
 
 
-_WHOLE = ("reward", "length_mean", "staleness_mean", "rl_seconds")
+_WHOLE = ("reward", "length_mean", "staleness_mean", "rl_seconds", "max_staleness")
 _READ = frozenset({*_WHOLE, "trainer.entropy", "trainer.behavior_logprob_error"})  # by an alarm, beside the busy shares
 
 
 def _numbers(step: StepMetrics) -> Iterator[tuple[str, float]]:
     """The measurements of a step by their names; those that are none are left out."""
     for name in _WHOLE:
-        yield name, getattr(step, name)
+        if (value := getattr(step, name)) is not None:
+            yield name, value
     for kind, values in (("trainer", step.trainer), ("busy", step.busy)):
         for name, value in values.items():
             if value is not None:
@@ -159,7 +167,7 @@ def idle_role(found: Evidence) -> Iterator[Alarm]:
 
 def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
     """The mean staleness is nine tenths of the bound: generation waits for it, more than for anything else."""
-    bound = found.bound
+    bound = found.in_force
     if not bound or not np.isfinite(bound):
         return
     name = "staleness_mean"
@@ -211,8 +219,8 @@ class AlarmWatch:
     @classmethod
     def of(cls, folder: Path) -> AlarmWatch:
         """That of the run in a folder, by its recipe."""
-        recipe = RunFolder(folder).recipe
-        return cls(folder, _setting(recipe, "rollout", "max_staleness"), _steps_of_recipe(recipe))
+        recipe = _tables(RunFolder(folder).recipe)
+        return cls(folder, number_of(recipe, "rollout", "max_staleness"), last_step_of(recipe))
 
     def step(self, metrics: StepMetrics) -> None:
         """The next step."""
@@ -245,16 +253,14 @@ def alarms_of_run(path: Path) -> list[Alarm]:
 
     Raises:
         RunFolderError: there is no run.
-        StoreError: its ledger cannot be read.
     """
     folder = RunFolder.open(path)
     lines = list(_readable(folder.metrics))
     found = Evidence.of([line for line in lines if isinstance(line, StepMetrics)])
     evaluations = [line for line in lines if type(line) is EvaluationLine]
-    bound = inspect_run(path).staleness.bound
-    return alarms_of(
-        Evidence(found.steps, found.series, evaluations, bound, disk_of(path), _steps_of_recipe(folder.recipe))
-    )
+    recipe = _tables(folder.recipe)
+    bound = number_of(recipe, "rollout", "max_staleness")
+    return alarms_of(Evidence(found.steps, found.series, evaluations, bound, disk_of(path), last_step_of(recipe)))
 
 
 def _readable(metrics: Path) -> Iterator[MetricsLine]:
@@ -271,19 +277,25 @@ def _readable(metrics: Path) -> Iterator[MetricsLine]:
             yield line
 
 
-def _steps_of_recipe(recipe: Path) -> int | None:
-    steps = _setting(recipe, "trainer", "steps")
+def last_step_of(recipe: Mapping[str, Any]) -> int | None:
+    """`trainer.steps` of a recipe; None if it has none, or one that no column can hold."""
+    steps = number_of(recipe, "trainer", "steps")
     return int(steps) if steps is not None and abs(steps) < _LARGEST else None
 
 
-def _setting(recipe: Path, section: str, key: str) -> float | None:
-    """A number of a recipe; None if it has none."""
+def _tables(recipe: Path) -> Mapping[str, Any]:
+    """Those of a recipe; none if it cannot be read."""
     try:
-        found = tomllib.loads(recipe.read_text(encoding="utf-8")).get(section)
+        return tomllib.loads(recipe.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None
+        return {}
+
+
+def number_of(recipe: Mapping[str, Any], section: str, key: str) -> float | None:
+    """A number of a recipe; None if it has none there, or one that no column can hold."""
+    found = recipe.get(section)
     value = found.get(key) if isinstance(found, dict) else None
-    return value if type(value) in (int, float) else None
+    return value if type(value) is float or (type(value) is int and abs(value) < _LARGEST) else None
 
 
 def disk_of(folder: Path) -> Disk | None:

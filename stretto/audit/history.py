@@ -7,6 +7,7 @@ import json
 import os
 import sqlite3
 import tomllib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -288,11 +289,12 @@ def _groups(
     """All groups; `bound` is in force until the first change."""
     facts: dict[str, tuple[str, int, int, float]] = {}
     trajectories: dict[str, list[RecordedTrajectory]] = {}
-    of_staleness = [change for change in changes if change.name == "max_staleness"]
+    of_staleness = sorted((change for change in changes if change.name == "max_staleness"), key=lambda one: one.key)
     for group, prompt, members, admitted, first, key, *rest in connection.execute(_TRAJECTORIES):
-        in_force = [change.after for change in of_staleness if change.key <= first]
-        facts[group] = (prompt, members, admitted, in_force[-1] if in_force else bound)
-        trajectories.setdefault(group, []).extend([_trajectory(group, rest)] if key is not None else [])
+        if group not in facts:
+            facts[group] = (prompt, members, admitted, in_force(of_staleness, first, bound))
+            trajectories[group] = []
+        trajectories[group].extend([_trajectory(group, rest)] if key is not None else [])
     return tuple(
         RecordedGroup(
             id=id,
@@ -301,11 +303,17 @@ def _groups(
             attempt=int(id.rsplit(".", 1)[1]),
             members=members,
             admitted_version=admitted,
-            max_staleness=in_force,
+            max_staleness=own,
             trajectories=tuple(trajectories[id]),
         )
-        for id, (prompt, members, admitted, in_force) in facts.items()
+        for id, (prompt, members, admitted, own) in facts.items()
     )
+
+
+def in_force(changes: Sequence[RecordedChange], key: int, start: float) -> float:
+    """The bound under which the group `key` was admitted, of `changes` in the order of their keys, or else `start`."""
+    place = bisect_right(changes, key, key=lambda change: change.key)
+    return changes[place - 1].after if place else start
 
 
 def _trajectory(group: str, row: list[object]) -> RecordedTrajectory:

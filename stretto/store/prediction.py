@@ -19,7 +19,8 @@ from stretto.store.inspection import TOTALS, Inspection, Totals, fact, inspectio
 from stretto.store.ledger.schema import reading
 
 RECIPE = "recipe"  #: the name of the resolved recipe in the ledger
-_NO_MATTER = frozenset({"evaluation", "store", "deadlines", "gateway"})  # sections that a step does not depend on
+#: Sections that a step does not depend on, or that are of the machines: a resume may change them.
+_NO_MATTER = frozenset({"evaluation", "store", "deadlines", "gateway", "logging", "cluster"})
 _NO_MATTER_OF_TRAINER = frozenset({"steps", "checkpoint_every", "keep_versions"})
 _OUTCOMES = frozenset({"step_seconds", "tokens_per_second"})  # which the other terms explain
 
@@ -36,7 +37,8 @@ class Term(Record, frozen=True):
 
 
 class PredictedRun(Record, frozen=True):
-    """A prediction beside its run; `most_off` is the term that explains most of the error.
+    """A prediction beside its run; `most_off` is the term that explains most of the error, empty where the prediction
+    has none that was measured.
 
     Example: ``PredictedRun("Xeon, 2 cores", "d0c1...", {"engines.generate": Term(0.061, 0.082, 0.744, -0.18), ...},
     most_off="engines.generate")``
@@ -87,7 +89,8 @@ def run_digest(path: str | Path) -> str:
 
 
 def predicted_beside_measured(path: str | Path, file: Path | None = None) -> PredictedRun | None:
-    """The comparison by a prediction in `file`, or by the one in the run folder; None without one, or without a step.
+    """The comparison by a prediction in `file`, or by the one in the run folder; None without one, or before the
+    first step that took time.
 
     Raises:
         RunFolderError: there is no run; the file is no prediction, or that of another recipe than the run's.
@@ -101,7 +104,7 @@ def predicted_beside_measured(path: str | Path, file: Path | None = None) -> Pre
     with reading(folder.ledger) as connection:
         totals = fact(connection, TOTALS, Totals)
         inspection = inspection_of(connection)
-    if totals is None or not inspection.steps:
+    if totals is None or not inspection.steps or inspection.rl_seconds <= 0:  # a resume has recorded its first step
         return None
     return compared(saved.machine, saved.recipe or "", saved.layouts[0].terms, measured_terms(inspection, totals))
 
@@ -159,7 +162,7 @@ def compared(machine: str, recipe: str, predicted: Mapping[str, float], measured
     one that is most off."""
     terms = {name: _term(name, predicted[name], measured) for name in predicted if name in measured}
     causes = {name: abs(term.off) for name, term in terms.items() if name not in _OUTCOMES}
-    return PredictedRun(machine, recipe, terms, max(causes, key=lambda name: causes[name]))
+    return PredictedRun(machine, recipe, terms, max(causes, key=lambda name: causes[name], default=""))
 
 
 def _term(name: str, predicted: float, measured: Mapping[str, float]) -> Term:

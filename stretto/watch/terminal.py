@@ -16,14 +16,13 @@ from typing import TextIO
 
 import msgspec
 
-from stretto.audit.alarms import AlarmWatch
+from stretto.audit.alarms import AlarmWatch, last_step_of, number_of
 from stretto.core.errors import Problem, RunFolderError
 from stretto.dashboard.terminal.progress import Display, open_display
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.follower import LineFollower
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
 from stretto.watch.runs.catalog import Catalog
-from stretto.watch.runs.folder import flat
 from stretto.watch.runs.run import WatchedRun
 
 _POLL_SECONDS = 0.5
@@ -84,10 +83,9 @@ def _follow(run: WatchedRun, leaves: Leaves) -> None:
 
 
 def _display(run: WatchedRun) -> Display:
-    recipe = flat(run.recipe())
-    steps, bound = recipe.get("trainer.steps"), recipe.get("rollout.max_staleness")
-    last = steps if type(steps) is int and abs(steps) < 1 << 63 else None
-    alarms = AlarmWatch(run.folder, bound if type(bound) in (int, float) else None, last)
+    recipe = run.recipe()
+    last = last_step_of(recipe)
+    alarms = AlarmWatch(run.folder, number_of(recipe, "rollout", "max_staleness"), last)
     return open_display(last or 0, alarms=alarms, title=f"stretto: {run.name}")
 
 

@@ -67,6 +67,13 @@ def test_a_healthy_run_has_no_alarm() -> None:
         (_evidence(busy__trainer=_from(40, 0.5, 0.0)), "idle_role", 41),
         # 1 + 0.3 k >= 3.6 from k = 9 on
         (_evidence(staleness_mean=_from(20, 1.0, 4.0)), "staleness_at_bound", 29),
+        # 1 + 0.3 k >= 0.9 * 2 from k = 3 on: the bound is 2 in the end, whatever it was, and was in the recipe
+        (
+            _evidence(bound=None, staleness_mean=_from(20, 1.0, 4.0), max_staleness=_from(9, 8, 2)),
+            "staleness_at_bound",
+            23,
+        ),
+        (_evidence(staleness_mean=_from(20, 1.0, 4.0), max_staleness=_from(59, 2, np.nan)), "staleness_at_bound", 23),
         (_evidence([_evaluation(10, 0.6), _evaluation(30, 0.59), _evaluation(60, 0.5)]), "reward_without_accuracy", 60),
         # 3 GiB in 60 steps: the 60 that are left write 3 GiB more
         (_evidence(disk=Disk(free=2 * GIB, written=3 * GIB)), "disk_filling", 60),
@@ -86,6 +93,7 @@ def test_an_alarm_holds_since_its_step(found: Evidence, name: str, since: int) -
         _evidence(trainer__entropy=np.full(N, np.nan)),  # it is not measured
         _evidence(busy__trainer=_from(40, 0.5, np.nan)),
         _evidence(bound=None, staleness_mean=np.full(N, 50.0)),
+        _evidence(staleness_mean=np.full(N, 4.0), max_staleness=_from(40, 4, 8)),  # the bound was raised
         _evidence(bound=0.0, staleness_mean=np.zeros(N)),  # a synchronous run
         _evidence([_evaluation(30, 0.6), _evaluation(60, 0.5)], reward=np.linspace(0.8, 0.2, N)),  # both fall
         _evidence(busy__trainer=_from(40, 0.5, 0.0), rl_seconds=np.linspace(0, 1, N)),  # steps of milliseconds

@@ -2,6 +2,7 @@
 
 - each change is on record with the groups that were admitted under it, and `check` judges each group by its own bound;
 - a resume finds the bounds of the groups that it goes on with, and the state from which the next one follows;
+- the bound of a group is looked up, however often the bound has changed;
 - a bound that nobody set, one outside of the recipe's limits, and a token beyond the bound of its group are named.
 """
 
@@ -16,7 +17,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stretto.audit.bounds import RecordedChange
 from stretto.audit.check import check_run
+from stretto.audit.history import in_force
 from stretto.core.admission import BoundChange
 from stretto.core.records import Prompt
 from stretto.rollout.config import RolloutConfig
@@ -83,6 +86,34 @@ def test_a_resume_finds_the_bounds_of_its_groups_and_the_state_of_the_controller
         assert [ticket.due for ticket in control.tickets] == [4, 6]
         control.observe(3, {"kl_behavior": 9.0})  # seen before the run ended
         assert control.state() == state
+
+
+class Counted(int):
+    """A key that counts how often it is compared."""
+
+    compared = 0
+
+    def __lt__(self, other: int) -> bool:
+        Counted.compared += 1
+        return int(self) < int(other)
+
+
+def test_the_bound_of_a_group_is_looked_up_among_many_changes() -> None:
+    """Change i of 1,024 holds from key 2 i on."""
+    changes = [RecordedChange(i, "max_staleness", i - 1, i, "", 2 * i) for i in range(1, 1025)]
+    assert [in_force(changes, key, 0.5) for key in (0, 1, 2, 3, 4, 2047, 2048, 9999)] == [
+        0.5,
+        0.5,
+        1,
+        1,
+        2,
+        1023,
+        1024,
+        1024,
+    ]
+    Counted.compared = 0
+    assert in_force(changes, Counted(700), 0.5) == 350
+    assert 0 < Counted.compared <= 11
 
 
 PLANTED: dict[str, tuple[Callable[[list[BoundChange]], object], str]] = {

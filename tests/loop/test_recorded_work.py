@@ -1,20 +1,30 @@
-"""What the recorder counts for the goodput budget: tokens that are lost and tokens that go on, seconds by activity."""
+"""What the recorder counts for the goodput budget: tokens that are lost and tokens that go on, seconds by activity; and
+the bound that it notes of a step which a resume records."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import cast
 
+import msgspec
 import pytest
 
 from stretto.core.events import Span
+from stretto.launch.assemble.run import RunContext
+from stretto.launch.assemble.run import _record_again as record_again
 from stretto.loop.records.recorder import EarlierTotals, Work
+from stretto.rollout.adaptive import AdaptiveBound
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.controller import Controller, ControllerState
+from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Totals, inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from tests.loop.test_checkpointing import Desk
+from stretto.store.series.metrics import read_metrics
+from tests.loop.test_checkpointing import PROMPT, UPDATE, Desk, batch
 
 
 @pytest.fixture
@@ -66,3 +76,18 @@ def test_work_that_comes_before_the_first_prompt_is_in_no_activity(desk: Desk) -
     desk.recorder.spans([Span("engine-0", "generate", 10.0, 12.0), Span("engine-0", "map", 10.0, 11.0)])
     desk.recorder.spans([Span("engine-0", "generate", 12.0, 12.5), Span("engine-0", "load", 12.5, 12.75)])
     assert desk.recorder.totals().activities == {"engine-0": {"generate": 2.5, "load": 0.25}}
+
+
+def test_a_step_that_a_resume_records_has_the_bound_under_which_it_was_trained(desk: Desk) -> None:
+    """Its measurements raise the bound from 1 to 2, for the steps behind it."""
+    (group,) = batch().groups
+    desk.ledger.issue(group.id, PROMPT, 1, 0)
+    desk.ledger.buffer(group)
+    desk.ledger.commit_batch(batch())
+    config = RolloutConfig(batch_size=1, group_size=2, max_in_flight=3, max_staleness="auto", staleness_max=3)
+    state = ControllerState(staleness=AdaptiveBound(1), starved=True)
+    controller = Controller(config, PromptStream([PROMPT], seed=1), desk.ledger, seed=1, version=1, state=state)
+    update = msgspec.structs.replace(UPDATE, metrics={"kl_behavior": 0.0})
+    record_again(cast(RunContext, desk), [update], controller, desk.recorder)
+    (step,), _ = read_metrics(desk.folder.metrics)
+    assert (step.max_staleness, controller.max_staleness) == (1, 2)

@@ -3,17 +3,22 @@
 - terms are seconds of a step by role and work, engines in the mean of them; the one that explains most of the error is
   named, and never an outcome such as the step itself;
 - a prediction of another recipe is refused by its digest, which has no paths, no bytes and no settings without effect;
-- without a prediction, and before the first step, there is no comparison; what is no prediction is refused.
+- one in the folder of a run that was resumed with another recipe is passed over: the summary says why;
+- without a prediction, and before the first step that took time, there is no comparison, without a common term no term
+  is most off; what is no prediction is refused.
 """
 
 import json
+import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stretto.core.errors import RunFolderError
-from stretto.dashboard.terminal.summary import print_inspection
+from stretto.dashboard.terminal.summary import comparison_lines, print_inspection
 from stretto.measures.goodput import Category
 from stretto.store.inspection import (
     Inspection,
@@ -114,6 +119,8 @@ def test_a_digest_is_of_the_settings_that_a_step_depends_on() -> None:
     same = tables(steps=99) | {"model": {"path": "/there/7b"}, "evaluation": {"every": 1}}
     assert settings_digest(same) == settings_digest(dict(reversed(tables().items())))
     assert settings_digest(tables(ranks=4)) != settings_digest(tables())
+    moved = {"logging": {"follow": True}, "cluster": {"placer": "slurm"}}
+    assert settings_digest(tables() | moved) == settings_digest(tables())
 
 
 def prediction(path: Path, recipe: str | None) -> Path:
@@ -142,3 +149,36 @@ def test_a_recorded_run_is_compared_with_its_own_prediction_alone(
         (tmp_path / "broken.json").write_text(text)
         with pytest.raises(RunFolderError, match=said):
             predicted_beside_measured(RECORDED, tmp_path / "broken.json")
+
+
+def test_a_prediction_in_the_folder_of_a_run_that_goes_on_with_another_recipe_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(RECORDED, tmp_path / "run"))
+    earlier = prediction(run / "prediction.json", "0" * 20)
+    print_inspection(run)
+    found = " ".join(capsys.readouterr().out.split())
+    assert "held-out accuracy" in found
+    assert "not compared with its prediction" in found
+    assert "the prediction of another recipe" in found
+    print_inspection(run, as_json=True)
+    assert json.loads(capsys.readouterr().out)["predicted"] is None
+    with pytest.raises(RunFolderError, match="another recipe"):
+        print_inspection(run, predicted=earlier)
+
+
+def test_before_time_has_passed_there_is_no_comparison(tmp_path: Path) -> None:
+    """As of a run that a resume has just recorded the first step of."""
+    run = Path(shutil.copytree(RECORDED, tmp_path / "run"))
+    prediction(run / "prediction.json", run_digest(run))
+    assert predicted_beside_measured(run) is not None
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
+        connection.execute("UPDATE meta SET value = json_set(value, '$.rl_seconds', 0.0) WHERE name = 'totals'")
+        connection.commit()
+    assert predicted_beside_measured(run) is None
+
+
+def test_without_a_common_term_none_is_most_off() -> None:
+    found = compared("clock", "digest", {"new": 3.0, "step_seconds": 1.0}, ten_steps())
+    assert (found.most_off, list(found.terms)) == ("", ["step_seconds"])
+    assert len(comparison_lines(found)) == 2

@@ -16,9 +16,12 @@ import httpx
 import msgspec
 import pytest
 
+from stretto.audit.alarms import AlarmWatch
 from stretto.cli.main import inspect
 from stretto.core.errors import RunFolderError
 from stretto.store import lock
+from stretto.watch.index.cache import Cache
+from stretto.watch.runs.run import WatchedRun
 from stretto.watch.serve import watch
 from tests.watch.runs import step_line, write_run
 
@@ -72,6 +75,28 @@ def test_inspect_has_the_alarms(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (alarm["name"], alarm["first_step"], alarm["look"]) == ("entropy_collapse", 19, "series:trainer.entropy")
     inspect(path)
     assert "alarm  entropy collapse since step 19: the entropy fell from 1 to 0.01 nats" in capsys.readouterr().out
+
+
+def test_the_terminal_inspect_and_the_page_agree_on_a_bound_that_adapts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "run")
+    recipe = path / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("max_staleness = 2.0", 'max_staleness = "auto"'))
+    steps = [step_line(step) for step in range(1, 31)]
+    lines = [msgspec.structs.replace(step, staleness_mean=1.9, max_staleness=2.0) for step in steps]
+    (path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    inspect(path, json=True)
+    (alarm,) = json.loads(capsys.readouterr().out)["alarms"]
+    assert (alarm["name"], alarm["first_step"]) == ("staleness_at_bound", 10)
+    watch = AlarmWatch.of(path)
+    for line in lines:
+        watch.step(line)
+    assert list(watch.sentences()) == ["staleness at its bound"]
+    run = WatchedRun("id", path, "run", Cache(tmp_path / "cache.sqlite"))
+    while run.advance(1.0):
+        pass
+    assert [one.name for one in run.alarms()] == ["staleness_at_bound"]
 
 
 def test_inspect_knows_the_steps_of_the_recipe_and_leaves_a_bad_line_out(

@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stretto.core.errors import RunFolderError
 from stretto.measures.selection import SIGNIFICANT
 from stretto.store.inspection import EngineRecord, Inspection, WeightsSummary, inspect_run
 from stretto.store.prediction import PredictedRun, predicted_beside_measured
@@ -31,10 +32,17 @@ def print_inspection(
     prediction stands beside it: that of the file `predicted`, or else that of the run folder.
 
     Raises:
-        RunFolderError: there is no run; or the prediction is that of another recipe.
+        RunFolderError: there is no run; or `predicted` is no prediction of it. That of the folder is passed over then,
+            since a resume may have changed what it depends on; the table is followed by the reason.
         StoreError: its ledger cannot be read.
     """
-    inspection, comparison = inspect_run(path), predicted_beside_measured(path, predicted)
+    inspection, passed_over = inspect_run(path), ""
+    try:
+        comparison = predicted_beside_measured(path, predicted)
+    except RunFolderError as error:
+        if predicted is not None:
+            raise
+        comparison, passed_over = None, f"not compared with its prediction: {error}"
     if as_json:
         told = {**msgspec.structs.asdict(inspection), "predicted": comparison, **(also or {})}
         sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
@@ -42,10 +50,12 @@ def print_inspection(
     print_summary(inspection, str(path))
     if comparison is not None:
         Console().print(Group(*comparison_lines(comparison)))
+    elif passed_over:
+        Console().print(Text(passed_over))
 
 
 def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
-    """One row for each term of a step, and the term that is most off in words."""
+    """One row for each term of a step, and the term that is most off in words, if there is one."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("", "predicted", "measured", "ratio"):
         table.add_column(head, justify="right")
@@ -53,10 +63,11 @@ def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
         words = (name.replace("_", " "), f"{term.predicted:,.4g}", f"{term.measured:,.4g}")
         ratio = "" if term.ratio is None else f"{term.ratio:.2f}"
         table.add_row(*words, ratio, style="bold red" if name == comparison.most_off else "")
-    off = comparison.terms[comparison.most_off].off
-    of = {"staleness": "{:+.2f} versions", "completion_tokens": "{:+.0%}"}.get(comparison.most_off, "{:+.0%} of a step")
-    said = f"most off: {comparison.most_off.replace('_', ' ')}, {of.format(off)}"
-    return [Text(f"predicted for {comparison.machine}", style="bold"), table, Text(said)]
+    found: list[RenderableType] = [Text(f"predicted for {comparison.machine}", style="bold"), table]
+    if most := comparison.most_off:
+        of = {"staleness": "{:+.2f} versions", "completion_tokens": "{:+.0%}"}.get(most, "{:+.0%} of a step")
+        found.append(Text(f"most off: {most.replace('_', ' ')}, {of.format(comparison.terms[most].off)}"))
+    return found
 
 
 def print_summary(inspection: Inspection, title: str, console: Console | None = None) -> None:

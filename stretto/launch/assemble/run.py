@@ -353,6 +353,7 @@ def _record_again(context: RunContext, updates: Sequence[Update], controller: Co
         (batch,) = read_batches(context.folder.ledger, update.step - 1, update.step)
         for group in batch.groups:
             recorder.judged(group.prompt, group.trajectories)
+        recorder.in_force(controller.max_staleness)
         controller.observe(update.step, update.metrics)
         recorder.updated(batch, update)
 

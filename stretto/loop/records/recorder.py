@@ -199,6 +199,10 @@ class Recorder:
         self._queues = {"in_flight": float(in_flight), "buffered": float(buffered)}
         self._in_force = max_staleness
 
+    def in_force(self, max_staleness: float) -> None:
+        """The bound in force for a step whose batch an earlier process of the run has taken."""
+        self._in_force = max_staleness
+
     def updated(self, batch: Batch, update: Update) -> None:
         """A step is done: its line of metrics, its row in the ledger, the totals."""
         self._ledger.record_update(update)

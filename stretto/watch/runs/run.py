@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from stretto.audit.alarms import Alarm, Evidence, alarms_of, disk_of
+from stretto.audit.alarms import Alarm, Evidence, alarms_of, disk_of, number_of
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, State
 from stretto.store.folder.run_folder import RunFolder
@@ -331,12 +331,11 @@ class WatchedRun:
         steps, runs = self.tables.steps, self.condition().state == "running"
         key = (steps.epoch, steps.table.rows, len(steps.evaluations), runs)
         if key != self._alarmed[0]:
-            totals, _ = self.facts()
             evidence = Evidence(
                 steps=steps.table["step"],
                 series={name: steps.table[name] for name in steps.table.names},
                 evaluations=[line for line in steps.evaluations if type(line) is EvaluationLine],
-                bound=None if totals is None else totals.max_staleness,
+                bound=number_of(self.recipe(), "rollout", "max_staleness"),
                 disk=disk_of(self.folder) if runs else None,
                 last_step=_number(self.recipe(), "trainer", "steps"),
             )
