@@ -11,8 +11,9 @@ first, since no tool can take a point back.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from stretto.store.series.samples import SampledCompletion
 
 ROWS = 16  #: most rows of a table
 ROW_STEPS = 10  #: least steps between two tables
+PORTION = 20  #: most points that a tool gets at a time: a slow one replies before it is taken for hung
 _LONGEST_TEXT = 20_000  # characters of a text in a table
 
 _METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
@@ -52,6 +54,7 @@ class LinesRead(Record, frozen=True):
 class Cursor(Record, frozen=True):
     """What a tool has of a run."""
 
+    project: str = ""  # of the tool, where the run is; empty: not recorded
     run: str = ""  # the tool's own name for the run
     began: float = 0.0  # when the run began, in seconds since 1970
     sent: Mapping[str, int] = {}  # curve: the newest step
@@ -59,6 +62,7 @@ class Cursor(Record, frozen=True):
     tabled: int = -ROW_STEPS  # the step of the newest table
     metrics: LinesRead | None = None
     samples: LinesRead | None = None  # those behind it are in no table yet
+    fault: str = ""  # the newest line that could not be read, and was left out
 
 
 def read_cursor(path: Path) -> Cursor:
@@ -105,34 +109,33 @@ class Outlet(Protocol):
 class RunFollower:
     """See the module."""
 
-    def __init__(self, folder: Path, path: Path, cursor: Cursor, outlet: Outlet) -> None:
-        """`path`: the file of the cursor."""
+    def __init__(self, folder: Path, path: Path, cursor: Cursor, outlet: Outlet, beat: Callable[[], None]) -> None:
+        """`path`: the file of the cursor; `beat` is called when the tool has taken a portion."""
         run = RunFolder(folder)
-        self._outlet, self._path = outlet, path
+        self._outlet, self._path, self._beat = outlet, path, beat
         self._metrics, self._samples = LineFollower(run.metrics, _METRICS), LineFollower(run.samples, _SAMPLES)
         if cursor.metrics is not None:
             cursor.metrics.restore(self._metrics)
         if cursor.samples is not None:
             cursor.samples.restore(self._samples)
         self._waiting: deque[SampledCompletion] = deque(maxlen=ROWS)
-        self._cursor = cursor
-        self._keep(msgspec.structs.replace(cursor, run=outlet.run))
+        self._cursor = msgspec.structs.replace(cursor, run=outlet.run)
+        self._write()  # before anything is sent: another process goes on in the same run of the tool
 
     def advance(self) -> bool:
-        """Hand on what is new, a megabyte at most; whether there may be more.
+        """Hand on what is new, a megabyte at most, in portions; whether there may be more.
 
         Raises:
             StoreError: a file of the run is none that can be read.
             Exception: what the tool raises.
         """
         lines, _ = self._metrics.read_on()
-        points, sent = self._new([point_of(line) for line in lines])
+        points = self._new([point_of(line) for line in lines])
         self._waiting.extend(self._samples.read_on()[0])
-        if points:
-            self._outlet.send(points, self._cursor.points)
-            total = self._cursor.points + len(points)
-            place = LinesRead.of(self._metrics)
-            self._keep(msgspec.structs.replace(self._cursor, sent=sent, points=total, metrics=place))
+        for start in range(0, len(points), PORTION):
+            self._send(points[start : start + PORTION])
+        # Behind the last portion: what an earlier one had is known by its step when it is read again.
+        self._keep(msgspec.structs.replace(self._cursor, metrics=LinesRead.of(self._metrics), fault=self._fault()))
         if self._step >= self._cursor.tabled + ROW_STEPS:
             self._hand_on_table()
         return self._metrics.more or self._samples.more
@@ -152,14 +155,27 @@ class RunFollower:
     def _step(self) -> int:
         return self._cursor.sent.get("step", 0)
 
-    def _new(self, points: Sequence[MetricsPoint]) -> tuple[list[MetricsPoint], dict[str, int]]:
-        """Those that the tool does not have, and the newest step of each curve with them."""
+    def _send(self, points: Sequence[MetricsPoint]) -> None:
+        self._outlet.send(points, self._cursor.points)
+        sent = {**self._cursor.sent, **{point.curve: point.step for point in points}}
+        self._keep(msgspec.structs.replace(self._cursor, sent=sent, points=self._cursor.points + len(points)))
+        self._beat()
+
+    def _fault(self) -> str:
+        """The newest line that could not be read: in the log of the process once, for the conductor in the cursor."""
+        fault = self._metrics.fault or self._samples.fault or self._cursor.fault
+        if fault != self._cursor.fault:
+            print(fault, file=sys.stderr)
+        return fault
+
+    def _new(self, points: Sequence[MetricsPoint]) -> list[MetricsPoint]:
+        """Those that the tool does not have."""
         sent, new = dict(self._cursor.sent), []
         for point in points:
             if point.step > sent.get(point.curve, -1):
                 sent[point.curve] = point.step
                 new.append(point)
-        return new, sent
+        return new
 
     def _hand_on_table(self) -> None:
         if not self._waiting:
@@ -170,8 +186,11 @@ class RunFollower:
 
     def _keep(self, cursor: Cursor) -> None:
         if cursor != self._cursor or not self._path.exists():
-            write_atomically(self._path, msgspec.json.encode(cursor))
             self._cursor = cursor
+            self._write()
+
+    def _write(self) -> None:
+        write_atomically(self._path, msgspec.json.encode(self._cursor))
 
 
 def _shortened(sample: SampledCompletion) -> SampledCompletion:

@@ -37,6 +37,7 @@ _TOOLS: Mapping[str, Callable[[Any, About, Cursor], Outlet]] = {
     "mlflow": MlflowRun,
     "trackio": TrackioRun,
 }
+_IN_PROJECTS = frozenset({"wandb", "mlflow", "trackio"})  # the other tools have no projects
 _POLL_SECONDS = 1.0
 _LOWEST = 19  # of the priorities of processes
 
@@ -76,12 +77,13 @@ def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
     folder.outlets.mkdir(exist_ok=True)
     path = folder.outlets / f"{spec.tool}.json"
     cursor = read_cursor(path) if spec.tool != PROMETHEUS else Cursor()
-    if not cursor.began:
-        cursor = msgspec.structs.replace(cursor, began=_beginning(folder))
+    if spec.tool in _IN_PROJECTS and cursor.project not in ("", spec.project):
+        cursor = Cursor()
+    cursor = msgspec.structs.replace(cursor, project=spec.project, began=cursor.began or _beginning(folder))
     name = spec.name or folder.path.name
     about = About(folder.path, spec.project, name, spec.tags, flat_recipe(folder.recipe), cursor.began)
     outlet = _outlet(spec, about, cursor)
-    follower = RunFollower(folder.path, path, cursor, outlet)
+    follower = RunFollower(folder.path, path, cursor, outlet, beat)
     beat()
     while not select.select([spec.until], (), (), _POLL_SECONDS)[0]:
         while follower.advance():

@@ -18,6 +18,7 @@ from stretto.core.deadlines import waiting
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.core.tasks import cancel_and_wait
 from stretto.outlets.config import PROMETHEUS, OutletsConfig
+from stretto.outlets.follower import Cursor
 from stretto.outlets.role import MODULE, FollowerSpec
 from stretto.processes.role import RoleProcess
 from stretto.store.folder.run_folder import RunFolder
@@ -81,12 +82,15 @@ class ToolFollower:
 
     async def run(self) -> None:
         """Start processes until one has handed on everything after `end`; no error but a cancellation leaves it."""
-        pause, told, before = _FIRST_PAUSE, False, self._has()
+        pause, told, before, fault = _FIRST_PAUSE, False, self._has(), ""
         while True:
             ending = self._ending.is_set()
             how = await self._once()
             if (after := self._has()) != before:  # the tool has taken something meanwhile
                 pause, told, before = _FIRST_PAUSE, False, after
+            if (found := _fault(after)) not in ("", fault):
+                self._say(f"{self.tool} lacks a line of the run: {found}")
+                fault = found
             if ending or not how:
                 break
             if not told:
@@ -121,6 +125,7 @@ class ToolFollower:
             online = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
             await self._process.start(spec, 1, (far,), environment=online)
         except RoleDied as error:
+            self._close()
             return error.how
         finally:
             os.close(far)
@@ -144,6 +149,14 @@ class ToolFollower:
         if self._until is not None:
             os.close(self._until)
             self._until = None
+
+
+def _fault(cursor: bytes) -> str:
+    """What a cursor says of a line that could not be read."""
+    try:
+        return msgspec.json.decode(cursor, type=Cursor).fault
+    except (msgspec.MsgspecError, UnicodeDecodeError):  # there is none yet, or its process says that it cannot read it
+        return ""
 
 
 def _last_words(log: Path) -> str:

@@ -82,12 +82,19 @@ class Followed:
     def __init__(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
         self.run = RecordedRun(path / "run")
+        self.beats = 0
+        self.fault_at_beat = 0  # when the tool is out of order
         self.fault, self._got, self._cursor = path / "fault", path / "got.jsonl", path / "cursor.json"
         self.restart()
 
     def restart(self) -> None:
         outlet = JsonLines(self._got, self.fault)
-        self.follower = RunFollower(self.run.folder.path, self._cursor, read_cursor(self._cursor), outlet)
+        self.follower = RunFollower(self.run.folder.path, self._cursor, read_cursor(self._cursor), outlet, self._beat)
+
+    def _beat(self) -> None:
+        self.beats += 1
+        if self.beats == self.fault_at_beat:
+            self.fault.touch()
 
     @property
     def cursor(self) -> Cursor:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.outlets.follower import ROW_STEPS, ROWS
+from stretto.outlets.follower import PORTION, ROW_STEPS, ROWS
 from stretto.outlets.points import flat_recipe, point_of
 from stretto.store.series.metrics import SetEvaluationLine, rewind_metrics
 from tests.outlets.recorded import Followed, evaluation, sample, step
@@ -85,6 +85,46 @@ def test_an_outage_loses_nothing(followed: Followed) -> None:
     followed.restart()
     followed.follower.advance()
     assert followed.got("step") == [(1, 0.5), (2, 0.5)]
+
+
+def test_a_slow_tool_gets_portions_and_keeps_those_that_it_has_taken(followed: Followed) -> None:
+    """Out of order behind the second portion of three."""
+    for number in range(1, 2 * PORTION + 6):
+        followed.run.metrics.append(step(number))
+    followed.fault_at_beat = 2
+    with pytest.raises(ConnectionError):
+        followed.follower.advance()
+    assert (followed.cursor.points, followed.cursor.sent) == (2 * PORTION, {"step": 2 * PORTION})
+    followed.fault.unlink()
+    followed.restart()
+    followed.follower.finish()
+    assert [number for number, _ in followed.got("step")] == list(range(1, 2 * PORTION + 6))
+    assert followed.beats == 3
+
+
+def test_the_place_in_a_file_that_was_written_again_is_kept_though_nothing_in_it_is_new(followed: Followed) -> None:
+    for number in range(1, 4):
+        followed.run.metrics.append(step(number))
+    followed.follower.advance()
+    rewind_metrics(followed.run.folder.metrics, 2)
+    followed.follower.advance()
+    place, found = followed.cursor.metrics, followed.run.folder.metrics.stat()
+    assert place is not None
+    assert (place.identity[1], place.offset, place.number) == (found.st_ino, found.st_size, 2)
+
+
+def test_a_line_that_cannot_be_read_is_left_out_and_said_once(
+    followed: Followed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    followed.run.metrics.append(step(1))
+    with followed.run.folder.metrics.open("a") as file:
+        file.write("no JSON\n")
+    followed.run.metrics.append(step(2))
+    for _ in range(2):
+        followed.follower.advance()
+    assert followed.got("step") == [(1, 0.5), (2, 0.5)]
+    assert followed.cursor.fault.startswith("metrics.jsonl: line 2 cannot be read")
+    assert capsys.readouterr().err == f"{followed.cursor.fault}\n"
 
 
 def test_an_evaluation_that_ends_late_is_handed_on_at_its_own_step(followed: Followed) -> None:

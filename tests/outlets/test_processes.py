@@ -1,5 +1,6 @@
 """Promises, with the package tensorboard in real processes: a tool that is out of order, hangs, dies or cannot be
-imported costs the run one sentence; it has every line once in the end, as TensorBoard reads them; no process is left.
+imported costs the run one sentence, and so does a line that cannot be read; it has every line once in the end, as
+TensorBoard reads them; no process is left, and no descriptor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from stretto.outlets.config import OutletsConfig
 from stretto.outlets.follower import read_cursor
 from stretto.outlets.role import MODULE
-from stretto.outlets.supervision import followed
+from stretto.outlets.supervision import ToolFollower, followed
 from tests.launch.warm import children_of
 from tests.outlets.recorded import RecordedRun, evaluation, sample, step
 
@@ -65,13 +66,15 @@ def test_an_outage_a_hang_and_a_death_cost_a_sentence_each_and_no_line(run: Reco
         async with followed(TENSORBOARD, run.folder, said.append, lambda: False, hung=4.0):
             run.metrics.append(step(1))
             await until(lambda: said)
+            with run.folder.metrics.open("a") as file:
+                file.write("no JSON\n")
             in_the_way.unlink()
             await until(lambda: sent(run) == 1)
             os.kill(processes()[0], signal.SIGSTOP)
             run.metrics.append(step(2))
             await until(lambda: sent(run) == 2)
             os.kill(processes()[0], signal.SIGKILL)
-            await until(lambda: len(said) >= 3)
+            await until(lambda: any("SIGKILL" in sentence for sentence in said))
             run.metrics.append(evaluation(2))
             run.metrics.append(step(3))
             run.samples.append([sample(3)])
@@ -79,8 +82,11 @@ def test_an_outage_a_hang_and_a_death_cost_a_sentence_each_and_no_line(run: Reco
 
     asyncio.run(follow())
     assert said[0].startswith("tensorboard takes nothing: FileExistsError")
-    assert "heartbeat" in said[1]
-    assert "SIGKILL" in said[-1]
+    faults = [sentence for sentence in said if "lacks a line of the run: metrics.jsonl: line 2" in sentence]
+    assert len(faults) == 1
+    outages = [sentence for sentence in said if sentence not in faults]
+    assert "heartbeat" in outages[1]
+    assert "SIGKILL" in outages[-1]
     found = curves(run)
     assert points(found, "reward") == [(1, 0.5), (2, 0.5), (3, 0.5)]
     assert points(found, "trainer/loss") == [(1, 0.25), (2, 0.25), (3, 0.25)]
@@ -108,6 +114,22 @@ def test_a_package_that_cannot_be_imported_costs_a_sentence(
     assert "ImportError: a library of its is missing" in said[0]
     assert "the run goes on without it" in said[0]
     assert sent(run) == 0
+
+
+def test_a_process_that_cannot_be_started_leaves_no_descriptor(run: RecordedRun) -> None:
+    said: list[str] = []
+    too_long = TENSORBOARD.model_copy(update={"name": "x" * 200_000})  # for one argument of a process
+
+    async def follow() -> None:
+        before = os.listdir("/proc/self/fd")
+        follower = ToolFollower("tensorboard", too_long, run.folder, said.append, hung=4.0)
+        task = asyncio.create_task(follower.run())
+        await until(lambda: said)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+        await follower.end(task, 20.0)
+
+    asyncio.run(follow())
+    assert "cannot be started" in said[0]
 
 
 def test_the_end_of_a_run_waits_for_a_tool_only_for_a_while(run: RecordedRun) -> None:

@@ -16,6 +16,7 @@ from stretto.core.errors import RecipeError
 from stretto.launch.preflight.checks import check_logging
 from stretto.outlets.config import OutletsConfig
 from stretto.outlets.supervision import followed
+from stretto.outlets.tools.prometheus_page import series_of
 from tests.outlets.recorded import RecordedRun, evaluation, step
 from tests.outlets.test_processes import processes, until
 
@@ -70,6 +71,10 @@ def test_a_scrape_reads_the_newest_step_and_the_sums_of_all(tmp_path: Path) -> N
     assert kinds["stretto_trained_tokens"] == kinds["stretto_wall_seconds"] == "counter"
     assert kinds["stretto_reward"] == kinds["stretto_busy"] == "gauge"
     assert said == []
+
+
+def test_a_name_has_only_characters_that_prometheus_takes() -> None:
+    assert series_of("trainer/größe")[0] == "stretto_trainer_gr__e"
 
 
 def test_a_port_in_use_is_refused_before_anything_is_started() -> None:

@@ -31,7 +31,7 @@ _LABELS = {
 }
 _CUMULATIVE = frozenset({"wall_seconds", "rl_seconds", "generated_tokens"})  # since the run began
 _OF_A_STEP = frozenset({"trained_tokens", "masked_tokens", "trainer/bad_steps"})  # summed here
-_STRANGE = re.compile(r"\W")
+_STRANGE = re.compile(r"\W", re.ASCII)
 _PATIENCE_SECONDS = 5.0  # for one that asks, and says nothing
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
