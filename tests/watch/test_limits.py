@@ -1,9 +1,9 @@
-"""Promises: of too many runs the newest are shown, and how many are left out is said; open runs together hold a
-bounded number of bytes, also when they are only followed, and a follower does not push another run out; a tokenizer
-that cannot be read is a fault; prompts are searched piece by piece. A wrong secret costs a wait wherever it was shown;
-the names of the machine are looked up once; one comparison is made at a time, and no reading holds up the end of the process; what is the matter
-with one run, one line or one file of the cache leaves the others as they are; a recipe is read once, a ledger opened
-once for a row; an alarm of a running run ends with it.
+"""Promises: of too many runs the newest are shown, and how many are left out is said; open runs together hold a bounded
+number of bytes, also when they are only followed, and a follower does not push another run out; a tokenizer that
+cannot be read is a fault; prompts are searched piece by piece. A wrong secret costs a wait wherever it was shown;
+the names of the machine are looked up once; one comparison is made at a time, and no reading holds up the end of the
+process; what is the matter with one run, one line or one file of the cache leaves the others as they are; a recipe
+is read once, a ledger opened once for a row; an alarm of a running run ends with it.
 """
 
 from __future__ import annotations
