@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stretto.core.errors import EngineLost, WireError
+from stretto.core.errors import EngineLied, EngineLost, WireError
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
-from stretto.engine.wire import UpdateReply
+from stretto.engine.wire import Refusal, UpdateReply
 from stretto.loop.engines.guest import GuestEngine
 from tests.cluster.test_gate import now
 from tests.cluster.test_guests import guest_at
@@ -33,14 +33,14 @@ def ended(member: int = 0, request: str = "0.0.0", **changes: object) -> Complet
 
 
 @asynccontextmanager
-async def answering(body: bytes) -> AsyncIterator[str]:
+async def answering(body: bytes, status: int = 200) -> AsyncIterator[str]:
     """A server that gives every request this body; its address."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
         await reader.readexactly(length)
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(b"HTTP/1.1 %d Said\r\ncontent-length: %d\r\n\r\n" % (status, len(body)) + body)
         await writer.drain()
         writer.close()
 
@@ -49,9 +49,9 @@ async def answering(body: bytes) -> AsyncIterator[str]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-def heard(folder: Path, body: bytes, ask: Callable[[GuestEngine], Awaitable[object]]) -> None:
+def heard(folder: Path, body: bytes, ask: Callable[[GuestEngine], Awaitable[object]], status: int = 200) -> None:
     async def work() -> None:
-        async with answering(body) as address, guest_at(address, folder) as (guest, _):
+        async with answering(body, status) as address, guest_at(address, folder) as (guest, _):
             await ask(guest)
 
     now(work())
@@ -78,8 +78,14 @@ def test_honest_completions_pass(tmp_path: Path) -> None:
     ],
 )
 def test_a_completion_that_cannot_be_is_the_loss_of_the_engine(tmp_path: Path, lie: Completion, what: str) -> None:
-    with pytest.raises(EngineLost, match=what):
+    with pytest.raises(EngineLied, match=what):
         heard(tmp_path, frame(lie) + frame(ended(1)), generated)
+
+
+def test_a_lie_of_the_server_behind_it_arrives_as_one(tmp_path: Path) -> None:
+    lie = Refusal.of(EngineLied("engine-0", "is not trusted: a log-probability of nan"))
+    with pytest.raises(EngineLied, match="a log-probability of nan"):
+        heard(tmp_path, msgspec.msgpack.encode(lie), generated, status=400)
 
 
 def test_what_is_no_message_is_the_loss_of_the_engine(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from stretto.cluster.machine import SILENT_SECONDS, JoinedMachine
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, MachineLost, RefusedRequest, WireError
+from stretto.core.errors import (
+    DeadlineExceeded,
+    EngineLeft,
+    EngineLied,
+    EngineLost,
+    MachineLost,
+    RefusedRequest,
+    WireError,
+)
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import ENGINE_KEY, EngineSpec
@@ -49,6 +57,7 @@ class GuestEngine(HttpEngine):
         """As `HttpEngine.generate`; an engine that does not answer is lost to the run, and does not end it.
 
         Raises:
+            EngineLied: what it sent cannot be true.
             EngineLeft: its machine is what was lost, or has fallen silent.
         """
         asked = {request.id: request for request in requests}
@@ -56,20 +65,24 @@ class GuestEngine(HttpEngine):
             async for completion in super().generate(*requests):
                 self._check(completion, asked.get(completion.request))
                 yield completion
-        except RefusedRequest:
+        except (RefusedRequest, EngineLied):
             raise
         except (EngineLost, DeadlineExceeded, WireError) as loss:
             how = loss.how if isinstance(loss, EngineLost) else str(loss)
             raise (EngineLeft if await self._machine_is_gone() else EngineLost)(self.name, how) from None
 
     def _check(self, completion: Completion, request: GenerateRequest | None) -> None:
-        """Raises WireError: it is not what was asked for, or no engine of ours could have sampled it."""
+        """Raises EngineLied: it is not what was asked for, or no engine of ours could have sampled it."""
         if request is None or not 0 <= completion.member < len(request.seeds):
-            raise WireError(f"sent a completion of {completion.request!r} that it was not asked for")
+            raise EngineLied(self.name, f"sent a completion of {completion.request!r} that it was not asked for")
         prefix = request.prefixes[completion.member] if request.prefixes else Segment()
         if completion.token_ids[: len(prefix.token_ids)] != prefix.token_ids:
-            raise WireError(f"sent a completion of {completion.request!r} that does not go on with its tokens")
-        self._check_segment(completion.segment, completion.request)
+            how = f"sent a completion of {completion.request!r} that does not go on with its tokens"
+            raise EngineLied(self.name, how)
+        try:
+            self._check_segment(completion.segment, completion.request)
+        except WireError as lie:
+            raise EngineLied(self.name, str(lie)) from None
 
     def _check_segment(self, segment: Segment, request: str) -> None:
         if not len(segment.token_ids) == len(segment.behavior_logprobs) == len(segment.versions):

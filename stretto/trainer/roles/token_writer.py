@@ -11,10 +11,12 @@ from stretto.store.series.tokens import TokenFiles, TokensConfig
 from stretto.trainer.outcomes import TrainedTokens
 from stretto.trainer.spec import TokensSpec
 
+_PATIENCE_SECONDS = 10.0  # with a disk that hangs
+
 
 class TokenWriter:
-    """A thread for each step; the next waits for it. A file that cannot be written is a line of the role's log: no
-    training ends for it."""
+    """A thread for each step, one at a time. A file that is not written, or not in time, is a line of the role's log:
+    no training ends for it."""
 
     def __init__(self, spec: TokensSpec, rank: int) -> None:
         """Rank 0 writes; it is on the machine of the run folder."""
@@ -28,18 +30,24 @@ class TokenWriter:
     def take(self, tokens: TrainedTokens) -> None:
         if self._files is None:
             return
-        self.finish()
+        if not self.finish():
+            self._say(tokens.batch.step, f"those of an earlier step are not written after {_PATIENCE_SECONDS:g} s")
+            return
         self._writing = threading.Thread(target=self._write, args=(self._files, tokens), name="tokens")
         self._writing.start()
 
-    def finish(self) -> None:
-        """Wait until all is written."""
+    def finish(self) -> bool:
+        """Wait until all is written; whether it is."""
         if self._writing.ident is not None:
-            self._writing.join()
+            self._writing.join(_PATIENCE_SECONDS)
+        return not self._writing.is_alive()
 
     def _write(self, files: TokenFiles, tokens: TrainedTokens) -> None:
         step = tokens.batch.step
         try:
             files.write(step, *tokens.sampled())
         except OSError as error:
-            print(f"the tokens of step {step} are not on record: {described(error)}", file=sys.stderr, flush=True)
+            self._say(step, described(error))
+
+    def _say(self, step: int, why: str) -> None:
+        print(f"the tokens of step {step} are not on record: {why}", file=sys.stderr, flush=True)
