@@ -110,7 +110,9 @@ def train(
         from stretto.dashboard.terminal.progress import open_display
 
         print(f"run folder {prepared.path}\nin the browser: stretto watch {prepared.path}", flush=True)
-        with open_display(prepared.steps, alarms=AlarmWatch.of(prepared.path)) as display:
+        alarms = AlarmWatch.of(prepared.path)
+        prepared.recall(alarms.step, alarms.evaluated)
+        with open_display(prepared.steps, alarms=alarms) as display:
             code = prepared.train(display, spawner)
     # matplotlib takes a second to import: neither a mistake nor the training has to wait for it.
     from stretto.dashboard.plots.plots import plot_run

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from stretto.core.records import Record, Segment
-from stretto.store.files import refusing_file, whole_file
+from stretto.store.files import users_file
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.formats.parquet import Parquet
 from stretto.store.formats.text import Csv, JsonLines
@@ -140,14 +140,14 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
         format: one of `FORMATS`; None: that of the file's suffix, else JSON lines.
 
     Raises:
-        RunFolderError: there is no run, or `file` cannot be written.
+        RunFolderError: there is no run, or `file` is something else than a file or cannot be written.
         UserError: the format needs a package that is missing.
         StoreError: the ledger cannot be read, or is not what was written.
     """
     target, count = Path(file), 0
     suffix = target.suffix.removeprefix(".").lower()
     make = FORMATS[format or (suffix if suffix in FORMATS else "jsonl")]
-    with refusing_file(target), whole_file(target) as output, closing(make(output, ExportedTrajectory)) as writer:
+    with users_file(target) as output, closing(make(output, ExportedTrajectory)) as writer:
         for trajectory in read_trajectories(path):
             writer.write(trajectory)
             count += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ def is_lacking(error: OSError) -> bool:
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write that gets its name, in place of another of that name, when the block has ended and its contents
     are on disk. A block that raises leaves nothing."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = _part(path)
     try:
         with naming(path), temporary.open("wb") as file:
             yield file
@@ -35,18 +36,39 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
 @contextmanager
-def refusing_file(target: Path) -> Iterator[None]:
-    """What the system says of a file that is written becomes a mistake of the user.
+def users_file(target: Path) -> Iterator[BinaryIO]:
+    """`whole_file` where a user has asked for it; a link stays, and the file that it leads to is written. An OSError of
+    what the block reads is raised as it is: it names another file.
 
     Raises:
-        RunFolderError: it cannot be written.
+        RunFolderError: something else than a file is there, or it cannot be written.
     """
+    path, remedy = Path(os.path.realpath(target)), "give a file in a folder of your own"
     try:
-        yield
+        if (there := _kind(path)) is not None:
+            raise RunFolderError([Problem(str(target), f"is {there}", remedy)])
+        with whole_file(path) as file:
+            yield file
     except OSError as error:
-        problem = Problem(str(target), f"cannot be written: {error.strerror}", "give a file in a folder of your own")
-        raise RunFolderError([problem]) from error
+        if str(error.filename) not in (str(path), str(_part(path))):
+            raise
+        raise RunFolderError([Problem(str(target), f"cannot be written: {error.strerror}", remedy)]) from error
+
+
+def _kind(path: Path) -> str | None:
+    """What is at a path in place of a file; None if a file is there, or nothing."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISREG(mode):
+        return None
+    return "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
 
 
 def write_atomically(path: Path, data: bytes) -> None:

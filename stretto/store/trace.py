@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from stretto.core.errors import StoreError
-from stretto.store.files import refusing_file, whole_file
+from stretto.store.files import users_file
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import ENGINES, Membership
 from stretto.store.ledger.reading import read_fact
@@ -51,7 +51,7 @@ def export_trace(path: str | Path, file: str | Path) -> int:
     beside the names of processes and lanes. The file is whole or absent.
 
     Raises:
-        RunFolderError: there is no run, or `file` cannot be written.
+        RunFolderError: there is no run, or `file` is something else than a file or cannot be written.
         StoreError: its spans, metrics or ledger cannot be read.
     """
     folder, target = RunFolder.open(path), Path(file)
@@ -60,7 +60,7 @@ def export_trace(path: str | Path, file: str | Path) -> int:
         table.executescript(f"BEGIN; {_TABLES}")
         try:
             _collect(folder, table)
-            with refusing_file(target), whole_file(target) as output:
+            with users_file(target) as output:
                 if target.suffix != ".gz":
                     return _write(output, name, _events(table, _machines(folder)))
                 with gzip.GzipFile("", "wb", fileobj=output, mtime=0) as packed:

@@ -1,7 +1,8 @@
 """What a person sees of a run: live, at the end, and later.
 
 Promises: a terminal gets a panel and a file gets lines; nothing that is said is lost; the pace is bounded, and the last
-state is always shown; the summary adds up; the JSON is one object and nothing else.
+state is always shown; the terminal is given back whatever fails; the summary adds up; the JSON is
+one object and nothing else.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stretto.dashboard.terminal.panel import sparkline
+from stretto.dashboard.terminal.panel import panel, sparkline
 from stretto.dashboard.terminal.progress import Display, LineDisplay, PanelDisplay, open_display
+from stretto.dashboard.terminal.snapshot import Snapshot
 from stretto.dashboard.terminal.summary import bar, print_inspection, print_summary
 from stretto.measures.selection import SELECTION, Bias, SelectionBias
 from stretto.store.folder.run_folder import RunFolder
@@ -125,6 +127,44 @@ def test_a_display_that_is_shown_nothing_says_nothing() -> None:
     with open_display(600, Console(file=output)):
         pass
     assert output.getvalue() == ""
+
+
+class BreakingAlarms:
+    """They cannot be decided a second time."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    def evaluated(self, evaluation: EvaluationLine) -> None: ...
+
+    def sentences(self) -> dict[str, str]:
+        if self._asked:
+            raise ZeroDivisionError
+        self._asked = True
+        return {}
+
+
+def test_the_cursor_comes_back_when_the_last_picture_fails() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, force_interactive=True, width=100)
+    with pytest.raises(ZeroDivisionError):
+        play(open_display(600, console, BreakingAlarms()))  # the last steps are drawn at the end
+    assert output.getvalue().rindex("\x1b[?25h") > output.getvalue().rindex("\x1b[?25l")
+
+
+def test_a_fraction_above_one_fills_its_place_in_ascii() -> None:
+    output = io.StringIO()
+    shown = panel(Snapshot(phase="training", step=1, steps=2, seconds=1, busy={"trainer": 1.4}), ascii_only=True)
+    Console(file=output, width=80).print(shown)
+    assert f" {'#' * 16} 140%" in output.getvalue()
+
+
+def test_without_a_last_step_no_time_is_left() -> None:
+    assert Snapshot(phase="training", step=5, steps=0, seconds=10).remaining is None
+    assert Snapshot(phase="training", step=5, steps=8, seconds=10).remaining == 6  # three steps of two seconds
+    assert Snapshot(phase="training", step=8, steps=8, seconds=10).remaining == 0
 
 
 @pytest.fixture

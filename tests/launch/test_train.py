@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,12 @@ from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
 from tests.store.make import Make
+from tests.watch.runs import step_line
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 
@@ -178,6 +181,16 @@ def test_a_resumed_run_writes_down_what_was_changed(recipe: Path) -> None:
     run_dir = begin(recipe)
     go_on(recipe, run_dir, "trainer.steps=12", "deadlines.step=60")
     assert "steps = 12" in (run_dir / "recipe.toml").read_text()
+
+
+def test_alarms_of_a_resumed_run_know_the_steps_that_are_not_done_again(recipe: Path) -> None:
+    folder, log = RunFolder(begin(recipe)), list[StepMetrics | EvaluationLine]()
+    first, last = (EvaluationLine(at, at, 1.0 + at, at, accuracy=0.5, prompts=4) for at in (0, 3))
+    lines: list[StepMetrics | EvaluationLine] = [first, step_line(1), step_line(2), step_line(3), last]
+    for line in lines:
+        MetricsLog(folder.metrics).append(line)
+    replace(go_on(recipe, folder.path), beginning=StartState(version=2)).recall(log.append, log.append)
+    assert log == [step_line(1), step_line(2), first]
 
 
 def test_a_changed_recipe_is_refused_with_every_difference(recipe: Path) -> None:

@@ -1,10 +1,11 @@
-"""Promises about watching a run that is being written: its steps appear, its death is seen, and a page goes on by
-itself after the server was started again."""
+"""Promises about watching a run that is being written: its steps appear, its death is seen, a page goes on by
+itself after the server was started again, and one that was left at any moment holds no place of a stream."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -82,6 +83,31 @@ def test_more_tabs_than_a_browser_has_connections_share_them(
     writer.step()
     for tab in tabs[1:7]:
         expect(tab.locator(".facts").first).to_contain_text("3 / 3", timeout=PATIENCE_MILLISECONDS)
+
+
+SLOW_LOCKS = """
+const request = LockManager.prototype.request
+LockManager.prototype.request = async function (name, ...rest) {
+  if (name.startsWith('stream')) await new Promise((resolve) => (window.grant = resolve))
+  return request.call(this, name, ...rest)
+}
+"""
+
+
+def test_a_page_that_was_left_before_its_stream_began_holds_no_place(
+    page: Page, writer: Writer, request: pytest.FixtureRequest
+) -> None:
+    page.add_init_script(SLOW_LOCKS)
+    page.reload()
+    open_run(page, str(request.node.name))
+    page.wait_for_function("() => window.grant")
+    page.evaluate("location.hash = '#/'")
+    page.get_by_test_id("run-row").first.wait_for()
+    page.evaluate("window.grant()")
+    until = time.monotonic() + PATIENCE_MILLISECONDS / 1000
+    while page.evaluate("navigator.locks.query().then((locks) => locks.held.length)"):
+        assert time.monotonic() < until
+        page.wait_for_timeout(50)
 
 
 def test_a_page_goes_on_by_itself_after_the_server_was_started_again(

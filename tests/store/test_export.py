@@ -3,7 +3,7 @@
 Promises: the three hold the same rows, in the columns that docs/export.md lists; `datasets` and polars read the parquet
 file; what a model said is whole in all of them (10 MB, quotation marks, ends of lines), and never a formula of a
 spreadsheet; memory does not grow with the run; a file is whole or absent, and one that was there stays when an export
-fails.
+fails; what is no file stays what it is, and a link stays a link.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.errors import StoreError, UserError
+from stretto.core.errors import RunFolderError, StoreError, UserError
 from stretto.core.records import Outcome, Segment, State, Trajectory, Verdict
 from stretto.store.export import FORMATS, ExportedTrajectory, export_run
 from stretto.store.folder.run_folder import RunFolder
@@ -157,6 +158,35 @@ def test_an_export_that_fails_leaves_the_file_as_it_was(format: str, tmp_path: P
         export_run(run, file, format)
     assert file.read_text() == "as it was"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows", "run"]
+
+
+def test_what_is_no_file_is_refused_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, pipe = record(tmp_path / "run", "one"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.chdir(tmp_path)
+    for file, found in ((pipe, "a device, a pipe or a socket"), (Path(), "a folder"), (tmp_path / "run", "a folder")):
+        with pytest.raises(RunFolderError, match=rf"^{re.escape(str(file))}: is {found}; give a file"):
+            export_run(run, file, "jsonl")
+    assert pipe.is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "run"]
+
+
+def test_a_link_stays_and_its_file_is_written(tmp_path: Path) -> None:
+    run, link = record(tmp_path / "run", "one"), tmp_path / "link"
+    (tmp_path / "rows").write_text("as it was")
+    link.symlink_to("rows")
+    assert export_run(run, link) == 2
+    assert (link.readlink(), len((tmp_path / "rows").read_text().splitlines())) == (Path("rows"), 2)
+
+
+def test_questions_that_cannot_be_read_are_not_a_fault_of_the_file(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", "one")
+    (run / "questions.jsonl").unlink()
+    (run / "questions.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError) as refused:
+        export_run(run, tmp_path / "rows")
+    assert refused.value.filename == str(run / "questions.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_the_suffix_says_the_format_and_a_format_says_more(run: Path, tmp_path: Path) -> None:

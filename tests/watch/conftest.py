@@ -23,11 +23,13 @@ TOKEN = "a-token"
 
 
 @contextmanager
-def serving(runs: Path, cache: Path, replays: Replays | None = None) -> Iterator[httpx.Client]:
-    """A server of the runs of a folder, and a client that knows the token."""
+def serving(
+    runs: Path, cache: Path, replays: Replays | None = None, *, most_held: int = 1 << 30
+) -> Iterator[httpx.Client]:
+    """A server of the runs of a folder, and a client that knows the token; `most_held`: as `Catalog`'s."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    dashboard = Dashboard(Catalog([runs], cache), replays)
+    dashboard = Dashboard(Catalog([runs], cache, most_held=most_held), replays)
     app = Guard(dashboard.app(), TOKEN, port, loopback=True)
     server = HttpServer(settings_of(app, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))

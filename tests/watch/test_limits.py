@@ -1,9 +1,9 @@
-"""Promises: of too many runs the newest are shown, and how many are left out is said; open runs together hold a
-bounded number of bytes, and a follower does not push another run out; a tokenizer that cannot be read is a fault;
-prompts are searched piece by piece. A wrong secret costs a wait wherever it was shown; the names of the machine are
-looked up once; one comparison is made at a time, and no reading holds up the end of the process; what is the matter
-with one run, one line or one file of the cache leaves the others as they are; a recipe is read once, a ledger opened
-once for a row; an alarm of a running run ends with it.
+"""Promises: of too many runs the newest are shown, and how many are left out is said; open runs together hold a bounded
+number of bytes, also when they are only followed, and a follower does not push another run out; a tokenizer that
+cannot be read is a fault; prompts are searched piece by piece. A wrong secret costs a wait wherever it was shown;
+the names of the machine are looked up once; one comparison is made at a time, and no reading holds up the end of the
+process; what is the matter with one run, one line or one file of the cache leaves the others as they are; a recipe
+is read once, a ledger opened once for a row; an alarm of a running run ends with it.
 """
 
 from __future__ import annotations
@@ -206,6 +206,39 @@ def test_open_runs_hold_a_bounded_number_of_bytes_and_a_follower_pushes_none_out
     assert follower.news() == []
     first.advance(1.0)  # a page of it was asked for
     assert follower.news()[0][0] == "reset"
+
+
+def test_runs_that_are_only_followed_hold_a_bounded_number_of_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / "runs" / name)
+    with serving(tmp_path / "runs", tmp_path / "cache", most_held=1) as client, ThreadPoolExecutor(1) as pool:
+        first, second = (f"/api/runs/{run['id']}/events" for run in client.get("/api/runs").json()["runs"])
+        with client.stream("GET", first) as one:
+            lines = one.iter_lines()
+            assert "event: trajectories" in lines  # its tables are read
+            with client.stream("GET", second) as other:
+                assert "event: trajectories" in other.iter_lines()
+                given_up = pool.submit(lambda: "event: standing" in lines)
+                assert given_up.result(20)
+
+
+def test_a_run_that_has_gone_while_tables_are_given_up_is_left_out(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    catalog = Catalog([tmp_path], tmp_path / "cache", most_held=1)
+
+    class Going(WatchedRun):
+        @property
+        def held(self) -> int:
+            catalog._runs = {}  # as a look does that finds it gone
+            return 2
+
+    first, last = catalog.all()
+    catalog._runs[last.id] = Going(last.id, last.folder, last.name, Cache(tmp_path / "cache.sqlite"))
+    catalog.opened(first)
+    catalog.opened(last)
+    catalog.give_up()
+    assert catalog._open == [last.id]
 
 
 def test_a_tokenizer_that_cannot_be_read_is_a_fault_until_it_can(tmp_path: Path) -> None:

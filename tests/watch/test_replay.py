@@ -1,7 +1,7 @@
 """Promises: a replay is begun from the page only where the server allows it, by a page of its own or a program with the
 token, and only over settings that a replay may change, without paths; one runs at a time; it is stopped by request, by
-its deadline and by the end of the server, and leaves nothing then; what it makes is a branch beside its run, into which
-nothing is written.
+its deadline and by the end of the server, and leaves nothing then; one that fails leaves the files that its log names;
+a folder that cannot be written is refused; what it makes is a branch beside its run, into which nothing is written.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ import os, pathlib, sys, time
 pathlib.Path(next(word for word in sys.argv if word.startswith("--out=")).partition("=")[2]).mkdir()
 print(os.getpid(), os.environ.get("STRETTO_WATCH_PASSWORD"), *sys.argv[1:], flush=True)
 time.sleep(3600)
+"""
+FAILING = """
+import pathlib, sys
+target = pathlib.Path(next(word for word in sys.argv if word.startswith("--out=")).partition("=")[2])
+target.mkdir()
+(target / "log.txt").write_text("the reason")
+sys.exit(f"failed; see {target / 'log.txt'}")
 """
 
 
@@ -156,6 +163,26 @@ def test_a_replay_ends_with_the_server(tmp_path: Path) -> None:
         os.kill(process, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+    assert [path.name for path in (tmp_path / "replays").glob("*/*") if path.is_dir()] == []
+
+
+def test_a_replay_that_fails_leaves_what_its_log_names(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "first")
+    own = Replays(tmp_path / "replays", (sys.executable, "-c", FAILING))
+    with serving(tmp_path / "runs", tmp_path / "cache", own) as client:
+        assert client.post(_address(client), json={}).status_code == 200
+        named = Path(_until(client, state="failed")["log"].split()[-1])
+    assert named.read_text() == "the reason"
+
+
+def test_a_folder_of_replays_that_cannot_be_written_is_refused_with_its_name(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "first")
+    (tmp_path / "replays").write_text("a file")
+    with serving(tmp_path / "runs", tmp_path / "cache", Replays(tmp_path / "replays")) as client:
+        refused = client.post(_address(client), json={})
+        assert (refused.status_code, refused.json()["error"]["where"]) == (400, "replay")
+        assert str(tmp_path / "replays") in refused.json()["error"]["message"]
+        assert client.get("/api/replay").json()["newest"] is None
 
 
 def test_a_replay_makes_a_branch_beside_its_run_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def _work(snapshot: Snapshot, ascii_only: bool) -> Table:
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
     for role, fraction in snapshot.busy.items():
-        done = ("#" * round(16 * fraction)).ljust(16) if ascii_only else bar(fraction, 16)
+        done = ("#" * round(16 * max(0.0, min(1.0, fraction)))).ljust(16) if ascii_only else bar(fraction, 16)
         table.add_row(Text(harmless(role, ascii_only)), Text.assemble((done, "blue"), f" {fraction:4.0%}"))
     for what, rate in snapshot.tokens_per_second.items():
         table.add_row(what, f"{rate:,.0f} tokens/s")

@@ -164,8 +164,10 @@ class PanelDisplay(Display):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
-        self._live.stop()
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            self._live.stop()
 
 
 class LineDisplay(Display):

@@ -58,8 +58,8 @@ class Snapshot(Record, frozen=True):
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until the last step at the pace so far."""
-        return self.seconds / self.step * (self.steps - self.step) if self.step else None
+        """Seconds until the last step at the pace so far; None before the first step, or if the last is not known."""
+        return self.seconds / self.step * (self.steps - self.step) if 0 < self.step <= self.steps else None
 
     def line(self) -> str:
         """The snapshot on one line."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.provenance import library_versions, machine
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.series.metrics import EvaluationLine, StepMetrics, read_metrics
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import learning_rate
 
@@ -159,6 +160,20 @@ class Prepared:
     @property
     def steps(self) -> int:
         return self.plan.recipe.trainer.steps
+
+    def recall(self, step: Callable[[StepMetrics], None], evaluated: Callable[[EvaluationLine], None]) -> None:
+        """Show the measurements on record of a run that is resumed, without those of steps that are done again.
+
+        Raises:
+            StoreError: a line of them cannot be read.
+        """
+        steps, evaluations = read_metrics(self.folder.metrics)
+        for line in steps:
+            if line.step <= self.beginning.version:
+                step(line)
+        for evaluation in evaluations:
+            if evaluation.step <= self.beginning.version:
+                evaluated(evaluation)
 
     def train(self, reporter: Reporter, spawner: Spawner = FRESH) -> int:
         """Train; the exit code: 0, or 128 + the signal that stopped the run.

@@ -88,7 +88,8 @@ class Catalog:
         self._open = [id for id in self._open if id in held]
         while len(self._open) > 1 and sum(held.values()) > self._most_held:
             oldest = self._open.pop(0)
-            self._runs[oldest].close()
+            if (run := self._runs.get(oldest)) is not None:
+                run.close()
             del held[oldest]
 
     def branches(self) -> list[BranchLine]:

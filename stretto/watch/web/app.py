@@ -31,7 +31,7 @@ from stretto.watch.runs.catalog import Catalog
 from stretto.watch.runs.comparing import Comparison, compare, recipe_differences
 from stretto.watch.runs.run import WatchedRun
 from stretto.watch.web import pages
-from stretto.watch.web.events import Follower, stream
+from stretto.watch.web.events import Event, Follower, stream
 from stretto.watch.web.guard import refusal
 from stretto.watch.web.replay import BusyReplaying, NotAllowed, ReplayOrder, Replays
 from stretto.watch.web.thread import ReadingThread
@@ -132,18 +132,19 @@ class Dashboard:
 
     def _page(self, page: Callable[[WatchedRun, Mapping[str, str]], Any]) -> Callable[[Request], Awaitable[Any]]:
         async def answer(request: Request) -> Any:
-            run = self._run(request.path_params["run"])
-            reading = (task := self._reading.get(run.id)) is not None and not task.done()
+            id = request.path_params["run"]
+            reading = (task := self._reading.get(id)) is not None and not task.done()
             asked = {**request.query_params, **{f"/{name}": value for name, value in request.path_params.items()}}
 
-            def read() -> tuple[Any, bool]:
+            def read() -> tuple[WatchedRun, Any, bool]:
+                run = self._run(id)
                 self._catalog.opened(run)
                 more = not reading and run.advance(_READ_SECONDS)
                 answer = page(run, asked)
                 self._catalog.give_up()
-                return answer, more
+                return run, answer, more
 
-            found, more = await self.read(read)
+            run, found, more = await self.read(read)
             if more:
                 self._read_on(run)
             if found is None:
@@ -154,6 +155,7 @@ class Dashboard:
         return answer
 
     def _run(self, id: str) -> WatchedRun:
+        """In the thread that reads, as all that asks the catalog."""
         run = self._catalog.find(id)
         if run is None:
             raise NotThere("run", f"{id[:80]!r} is not there", "see /api/runs")
@@ -175,7 +177,8 @@ class Dashboard:
             await asyncio.sleep(0)
 
     async def _diff(self, request: Request) -> Any:
-        a, b = (self._run(request.query_params.get(name, "")) for name in ("a", "b"))
+        ids = [request.query_params.get(name, "") for name in ("a", "b")]
+        a, b = await self.read(lambda: [self._run(id) for id in ids])
         if self._comparison is not None and not self._comparison.done():
             raise Busy("diff", "two other runs are being compared", "ask again when that has ended")
         self._comparison = self._comparer.submit(compare, a, b)
@@ -193,7 +196,8 @@ class Dashboard:
         except (TimeoutError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             allowed = 'such as: {"from": 2, "set": ["algorithm.loss=gspo"], "minutes": 60}'
             raise RefusedRequest("body", str(error) or "did not come", allowed) from None
-        return await self._replays.begin(self._run(request.path_params["run"]), order)
+        run = await self.read(lambda: self._run(request.path_params["run"]))
+        return await self._replays.begin(run, order)
 
     async def _stop_replay(self, request: Request) -> Any:
         return self._replays.stop()
@@ -202,19 +206,28 @@ class Dashboard:
         ids = [id for id in request.query_params.get("runs", "").split(",") if id]
         if not 2 <= len(ids) <= pages.MOST_COMPARED:
             raise RefusedRequest("runs", f"{len(ids)} runs", f"give 2 to {pages.MOST_COMPARED}: runs=ID,ID")
-        runs = [self._run(id) for id in ids]
-        keys = await self.read(lambda: recipe_differences(runs))
+        keys = await self.read(lambda: recipe_differences([self._run(id) for id in ids]))
         return {"runs": ids, "keys": keys}
 
     async def _events(self, request: Request) -> Response:
-        run = self._catalog.find(request.path_params["run"])
-        if run is None:
-            return _refused(404, "run", "is not there", "see /api/runs")
         last = request.headers.get("last-event-id", "")
-        follower = Follower(run, int(last) if last.isdecimal() and len(last) < 18 else None)
-        self._catalog.opened(run)
+
+        def follow() -> Follower | None:
+            if (run := self._catalog.find(request.path_params["run"])) is None:
+                return None
+            self._catalog.opened(run)
+            return Follower(run, int(last) if last.isdecimal() and len(last) < 18 else None)
+
+        if (follower := await self.read(follow)) is None:
+            return _refused(404, "run", "is not there", "see /api/runs")
+
+        def news() -> list[Event]:
+            found = follower.news()
+            self._catalog.give_up()
+            return found
+
         return StreamingResponse(
-            stream(lambda: self.read(follower.news), request.is_disconnected),
+            stream(lambda: self.read(news), request.is_disconnected),
             media_type="text/event-stream",
             headers={"x-accel-buffering": "no"},
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 from msgspec import field as renamed
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import DeadlineExceeded, Problem, RefusedRequest
+from stretto.core.errors import DeadlineExceeded, Problem, RefusedRequest, described
 from stretto.core.records import Record
 from stretto.processes.heartbeat import PARENT
 from stretto.store.folder.branch import CHANGEABLE, ORIGIN
@@ -134,19 +134,24 @@ class Replays:
         Raises:
             NotAllowed: the server allows none.
             BusyReplaying: another one runs.
-            RefusedRequest: what is asked has no form of an order.
-            OSError: the system has no room for it.
+            RefusedRequest: what is asked has no form of an order, or the folder of replays cannot be written.
+            OSError: the system starts no process more.
         """
         folder = self.require_allowed()
         if self._newest is not None and self._newest.state == "running":
             raise BusyReplaying("replay", "another one is running", "wait for its end, or stop it")
         _check(order)
-        target = _new_folder(folder / f"{run.folder.name}-{run.id}")
-        self._newest = replay = _Replay(run.id, order, target, target.with_suffix(".log"))
+        try:
+            target = _new_folder(folder / f"{run.folder.name}-{run.id}")
+            log = target.with_suffix(".log").open("wb")
+        except OSError as error:
+            allowed = "start it with a folder that can be written: --replays DIR"
+            raise RefusedRequest("replay", described(error), allowed) from error
+        self._newest = replay = _Replay(run.id, order, target, Path(log.name))
         words = ["replay", str(run.folder), f"--from={order.first}", f"--out={target}"]
         environment = {name: value for name, value in os.environ.items() if name != PASSWORD}
         try:
-            with replay.log.open("wb") as log:
+            with log:
                 replay.process = await asyncio.create_subprocess_exec(
                     *self._command,
                     *words,
@@ -184,12 +189,13 @@ class Replays:
             _end(process)
             await process.wait()  # which is killed if it does not end
         finally:
-            if process.returncode is None:  # the server ends
+            if process.returncode is None:
+                replay.reason = "the server ends"
                 _kill(process)
                 await process.wait()
             replay.ended = time.monotonic()
             replay.state = _outcome(replay, process.returncode)
-            if replay.state != "done":
+            if replay.state == "stopped":  # the log of one that failed names files of its folder
                 shutil.rmtree(replay.target, ignore_errors=True)
 
 

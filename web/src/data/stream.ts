@@ -59,12 +59,13 @@ async function inOneOf(places: number, work: () => Promise<void>): Promise<boole
 }
 
 function open(path: string, signal: AbortSignal, tell: Listener): void {
+  if (signal.aborted) return
   const source = new EventSource(path)
   signal.addEventListener('abort', () => source.close())
   source.onopen = () => tell({ name: 'back', data: null })
   source.onerror = () => {
     tell({ name: 'lost', data: null })
-    if (source.readyState === EventSource.CLOSED && !signal.aborted) window.setTimeout(() => signal.aborted || open(path, signal, tell), RETRY_MILLISECONDS)
+    if (source.readyState === EventSource.CLOSED && !signal.aborted) window.setTimeout(() => open(path, signal, tell), RETRY_MILLISECONDS)
   }
   for (const name of NAMES) source.addEventListener(name, (event) => tell({ name, data: JSON.parse((event as MessageEvent<string>).data) }))
 }
@@ -90,7 +91,8 @@ function listenAlone(path: string, signal: AbortSignal, listener: Listener): voi
   changed()
 }
 
-function untilAborted(signal: AbortSignal, begin: () => void): Promise<void> {
+async function untilAborted(signal: AbortSignal, begin: () => void): Promise<void> {
+  if (signal.aborted) return // an event that has passed is told to nobody
   begin()
   return new Promise((resolve) => signal.addEventListener('abort', () => resolve()))
 }
