@@ -182,9 +182,7 @@ class GatewayApp:
         elif what == "/end":
             ended = await self._record(EndBody, scope, receive)
             if session.state == "open":
-                session.fail(ended.failed)
-                await self._host.ended(session)  # on record before it is so
-                session.end()
+                await self._end(session, ended.failed)
         await _tell(send, shown(session) if not what else {"id": session.id, "state": session.state})
 
     async def _reward(self, session: AgentSession, node: int | None, reward: float) -> None:
@@ -197,6 +195,16 @@ class GatewayApp:
         except BaseException:  # raised again: what is not on record was not given
             session.given = before
             raise
+
+    async def _end(self, session: AgentSession, failed: str) -> None:
+        before = {**session.unanswered}
+        try:
+            session.fail(failed)
+            await self._host.ended(session)  # on record before it is so
+        except BaseException:  # raised again: what is not on record has not failed
+            session.unanswered = before
+            raise
+        session.end()
 
     async def _turn(self, session: AgentSession, dialect: Dialect, scope: Scope, receive: Receive, send: Send) -> None:
         asked = await self._asked(dialect, scope, receive)

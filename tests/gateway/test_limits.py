@@ -147,7 +147,8 @@ async def test_what_is_not_on_record_was_neither_given_nor_ended(tmp_path: Path)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 5, limits[1]))  # as on a full disk, a line is cut
         try:
-            told = [await gateway.client.post(f"{place}/{what}", json={"reward": 1.0}) for what in ("reward", "end")]
+            asked: dict[str, dict[str, object]] = {"reward": {"reward": 1.0}, "end": {"failed": "no tram"}}
+            told = [await gateway.client.post(f"{place}/{what}", json=body) for what, body in asked.items()]
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert [reply.status_code for reply in told] == [500, 500]

@@ -99,6 +99,16 @@ def test_another_run_is_never_written_over(tmp_path: Path) -> None:
     RunFolder.open(tmp_path / "run")
 
 
+def test_a_resumed_run_has_its_mark_again_and_no_other_run_has_it(tmp_path: Path) -> None:
+    begun(tmp_path / "run")
+    with RunFolder.resume(tmp_path / "run") as folder, RunFolder.create(tmp_path / "other") as other:
+        mark = folder.mark
+        assert mark not in ("", other.mark)
+    with RunFolder.resume(tmp_path / "run") as folder:
+        assert folder.mark == mark
+    assert folder.mark == ""
+
+
 def test_what_a_kill_left_half_written_is_gone_when_the_run_goes_on(tmp_path: Path) -> None:
     begun(tmp_path)
     for name in (".step-000040.part", ".step-000020.old", "step-000020", "broken-step-000030"):

@@ -35,7 +35,10 @@ def workflow_pool(
     config = plan.recipe.workflow
     if isinstance(config, AgentConfig):
         return RunGateway(plan, config, folder, say)
-    return None if config is None else WorkflowPool(config, log, hung=plan.recipe.deadlines.hung, say=say)
+    if config is None:
+        return None
+    run = "" if folder is None else folder.mark
+    return WorkflowPool(config, log, hung=plan.recipe.deadlines.hung, say=say, run=run)
 
 
 def workflow_groups(

@@ -115,6 +115,14 @@ class RunFolder:
         held = os.fstat(self._lock)
         return identity(self.path / lock.NAME) == (held.st_dev, held.st_ino)
 
+    @property
+    def mark(self) -> str:
+        """What no other run on this machine has, and a resumed one has again; "" without the lock, whose it is."""
+        if self._lock is None:
+            return ""
+        held = os.fstat(self._lock)
+        return f"{held.st_dev}-{held.st_ino}"
+
     def release(self) -> None:
         """Let other writers in."""
         if self._lock is not None:

@@ -19,10 +19,11 @@ from stretto.core.records import Trajectory
 from stretto.core.tasks import NamedTasks, cancel_and_wait, first_of, gather_or_cancel
 from stretto.processes.role import RestartBudget
 from stretto.processes.spawn import FRESH, Spawner, cut_log
+from stretto.processes.tree import kill_marked
 from stretto.rollout.failures import RecentFailures
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange
-from stretto.worlds.workflows.wire import MemberEnded, WorkflowReady
+from stretto.worlds.workflows.wire import RUN_MARK, MemberEnded, WorkflowReady
 from stretto.worlds.workflows.worker_process import WorkerLost, WorkflowProcess
 
 _LOSSES = 2  # workers that one trajectory may lose, and begin again
@@ -47,11 +48,13 @@ class WorkflowPool:
         hung: float = 10.0,
         say: Callable[[str], None] = lambda sentence: None,
         spawner: Spawner = FRESH,
+        run: str = "",
     ) -> None:
         """`say` gets a sentence for each worker that is replaced; `hung`: seconds without a heartbeat after which one
-        is killed."""
+        is killed; `run`: what no other run on this machine has, so that what a conductor of it that was killed has left
+        behind is found."""
         self.config = config
-        self._log, self._hung, self._say, self._spawner = log, hung, say, spawner
+        self._log, self._hung, self._say, self._spawner, self._run = log, hung, say, spawner, run
         self._workers: dict[str, WorkflowProcess] = {}
         self._changed = asyncio.Event()
         self._kept = NamedTasks()
@@ -66,12 +69,14 @@ class WorkflowPool:
         return self._failures.ended
 
     async def start(self) -> None:
-        """Start all workers.
+        """End what an earlier conductor of the run has left behind, and start all workers.
 
         Raises:
             WorkflowError: the workflow cannot be used; the message says why.
             RoleDied, DeadlineExceeded: a worker does not start.
         """
+        if self._run:
+            await asyncio.to_thread(kill_marked, f"{RUN_MARK}={self._run}")
         names = [f"workflow-{number}" for number in range(self.config.workers)]
         try:
             await gather_or_cancel(*(self._start(name) for name in names))
@@ -143,7 +148,7 @@ class WorkflowPool:
                 await self._changed.wait()
 
     async def _start(self, name: str) -> None:
-        worker = WorkflowProcess(name, self.config, self._log, self._hung, self._spawner)
+        worker = WorkflowProcess(name, self.config, self._log, self._hung, self._spawner, self._run)
         try:
             await worker.start()
         except BaseException:

@@ -19,19 +19,19 @@ from stretto.worlds.workflows.task import TurnReply, WorkflowTask
 LARGEST_MESSAGE = 64 << 20
 
 
-MARK = "STRETTO_WORKFLOW"  #: the environment variable with the mark of a worker
+#: Environment variables of a worker, and of all that it starts: its own mark, and that of its run.
+MARK, RUN_MARK = "STRETTO_WORKFLOW", "STRETTO_WORKFLOW_RUN"
 
 
 class WorkflowSpec(Record, frozen=True):
-    """A worker's settings. `settings` are those of the workflow's class, as JSON; `memory` is a limit in bytes; `mark`
-    is for the environment of what it starts."""
+    """A worker's settings. `settings` are those of the workflow's class, as JSON; `memory` is a limit in
+    bytes."""
 
     function: str
     settings: str
     descriptor: int
     memory: int
     path: str | None = None
-    mark: str = ""
 
 
 # To the worker.

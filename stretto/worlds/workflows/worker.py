@@ -7,10 +7,8 @@ prints goes to the log; what it raises is the reason why its trajectory failed.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import math
 import operator
-import os
 import resource
 import sys
 import threading
@@ -28,7 +26,6 @@ from stretto.worlds.workflows.loading import load_workflow, needs_of
 from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnScore, WorkflowTask
 from stretto.worlds.workflows.wire import (
     LARGEST_MESSAGE,
-    MARK,
     Begin,
     CallOrder,
     CallRan,
@@ -46,7 +43,6 @@ from stretto.worlds.workflows.wire import (
     WorkflowSpec,
 )
 
-_PR_SET_CHILD_SUBREAPER = 36
 _REASON_LIMIT = 300  # characters; an exception may carry a whole document
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
 _ASKED = {TurnOrder: "generate", ScoreOrder: "score", CallOrder: "tool"}  # methods of a conversation
@@ -249,17 +245,10 @@ def _bound_memory(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _keep_what_it_starts(mark: str) -> None:
-    """Children whose parents end come to this process, and all have the mark: so they can be found and ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    os.environ[MARK] = mark
-
-
 def main(arguments: list[str]) -> int:
     """Run the role."""
     spec = msgspec.json.decode(arguments[0], type=WorkflowSpec)
     begin_role()
-    _keep_what_it_starts(spec.mark)
     _bound_memory(spec.memory)
     if spec.path is not None:
         sys.path.insert(0, spec.path)

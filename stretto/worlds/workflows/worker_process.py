@@ -34,6 +34,7 @@ from stretto.worlds.workflows.exchange import Exchange, Forged
 from stretto.worlds.workflows.wire import (
     LARGEST_MESSAGE,
     MARK,
+    RUN_MARK,
     Begin,
     CallOrder,
     CallRan,
@@ -143,7 +144,10 @@ class WorkflowProcess:
 
     ready = WorkflowReady()
 
-    def __init__(self, name: str, config: WorkflowConfig, log: Path, hung: float, spawner: Spawner = FRESH) -> None:
+    def __init__(
+        self, name: str, config: WorkflowConfig, log: Path, hung: float, spawner: Spawner = FRESH, run: str = ""
+    ) -> None:
+        """`run`: the mark of the run, if it is one's."""
         self.name = name
         self._config, self._log = config, log
         self._process = RoleProcess(name, ROLE, log, hung, spawner)
@@ -153,7 +157,7 @@ class WorkflowProcess:
         self._runs = self._strays = 0
         self._reading: asyncio.Task[None] | None = None
         self._pid: int | None = None
-        self._mark = uuid.uuid4().hex
+        self._marks = {MARK: uuid.uuid4().hex} | ({RUN_MARK: run} if run else {})
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
         self.worn: asyncio.Future[None] = loop.create_future()
@@ -177,8 +181,8 @@ class WorkflowProcess:
         descriptor = self._channel.far.fileno()
         settings = msgspec.json.encode(self._config.settings).decode()
         memory = int(self._config.memory_gib * (1 << 30))
-        spec = WorkflowSpec(self._config.function, settings, descriptor, memory, self._config.path, self._mark)
-        await self._process.start(spec, 1, (descriptor,))
+        spec = WorkflowSpec(self._config.function, settings, descriptor, memory, self._config.path)
+        await self._process.start(spec, 1, (descriptor,), self._marks)
         self._pid = self._process.pid
         await self._channel.open()
         said = await self._channel.receive(f"to import {self._config.function}", self._config.start_timeout)
@@ -202,7 +206,7 @@ class WorkflowProcess:
                     os.kill(pid, signal.SIGKILL)
         await self._process.stop(0.0)
         if self._pid is not None:
-            await asyncio.to_thread(kill_marked, f"{MARK}={self._mark}")
+            await asyncio.to_thread(kill_marked, f"{MARK}={self._marks[MARK]}")
             await asyncio.to_thread(remove_groups_of, self._pid)  # of the sandboxes of its tools
 
     async def run(self, exchange: Exchange) -> MemberEnded:

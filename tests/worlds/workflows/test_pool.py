@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +36,7 @@ from stretto.worlds.workflows.exchange import Exchange, Services
 from stretto.worlds.workflows.pool import WorkflowPool
 from stretto.worlds.workflows.rendering import PlainRendering
 from stretto.worlds.workflows.task import WorkflowTask
-from stretto.worlds.workflows.wire import CallOrder, MemberEnded, TurnOrder
+from stretto.worlds.workflows.wire import RUN_MARK, CallOrder, MemberEnded, TurnOrder
 
 ALPHABET = "0123456789+-="
 PROMPT = Prompt("17", tuple(ALPHABET.index(one) for one in "3+4="), "3+4=", "7")
@@ -81,6 +84,11 @@ def verdict(value: float) -> Verdict:
     return Verdict(Outcome.RIGHT if value > 0.5 else Outcome.WRONG, value)
 
 
+def lives(pid: str) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
 def asks(text: str, **sampling: Any) -> TurnOrder:
     return TurnOrder(0, 0, (), 0, NOTHING, encode(text), (), sampling, "")
 
@@ -94,6 +102,7 @@ class Bench:
     model: Model = field(default_factory=Model)
     score: Score = score
     members: int = 2
+    mark: str = ""
     records: dict[int, MemoryRecord] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
     pool: WorkflowPool | None = None
@@ -115,7 +124,7 @@ class Bench:
         return Exchange(session, PROMPT, task, services)
 
     async def _run(self) -> list[Trajectory]:
-        async with WorkflowPool(self.config, self.log, say=self.said.append) as self.pool:
+        async with WorkflowPool(self.config, self.log, say=self.said.append, run=self.mark) as self.pool:
             runs = (self.pool.run(self.exchange(member)) for member in range(self.members))
             return await asyncio.gather(*runs)
 
@@ -219,9 +228,36 @@ def test_processes_that_are_left_behind_hold_nothing_up_and_end_with_the_run(
     assert [trajectory.verdict.outcome for trajectory in made.run()] == [Outcome.RIGHT] * 2
     left = (tmp_path / "notes").read_text().split()
     assert len(left) == 4
-    for pid in left:
-        status = Path(f"/proc/{pid}/status")
-        assert not status.exists() or "State:\tZ" in status.read_text()
+    assert not any(map(lives, left))
+
+
+def test_what_the_tools_leave_behind_is_not_kept_as_zombies(bench: Callable[..., Bench]) -> None:
+    made = bench("Orphans")
+    made.members = 1
+    [trajectory] = made.run()
+    assert (trajectory.verdict.outcome, trajectory.verdict.reward) == (Outcome.WRONG, 0.0), trajectory.verdict.reason
+
+
+def test_what_a_killed_conductor_has_left_behind_ends_when_its_run_goes_on(
+    bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    async def die(request: TurnRequest) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    made = bench("Forks", {"notes": str(tmp_path / "notes")})
+    made.mark, made.members, made.model.on_turn = uuid.uuid4().hex, 1, die
+    conductor = multiprocessing.get_context("fork").Process(target=made.run)
+    conductor.start()
+    conductor.join(60)
+    assert conductor.exitcode == -signal.SIGKILL
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_MARK: uuid.uuid4().hex}) as of_another_run:
+        left = (tmp_path / "notes").read_text().split()
+        assert list(map(lives, left)) == [True, True]
+        made.model.on_turn = None
+        made.run()
+        assert not any(map(lives, left))
+        assert of_another_run.poll() is None
+        of_another_run.kill()
 
 
 def test_one_that_ends_its_process_each_time_fails_in_the_end(bench: Callable[..., Bench]) -> None:

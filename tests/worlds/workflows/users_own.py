@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import stretto
+from stretto.processes.tree import children
 
 
 class Asks(stretto.Workflow):
@@ -156,6 +158,17 @@ class Forks(stretto.Workflow):
             file.write(f"{child} {other} ")
         await chat.generate()
         return 1.0
+
+
+class Orphans(stretto.Workflow):
+    """Its tools leave children behind that end soon; rewarded with how many of them its process has to wait for."""
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        for _ in range(3):
+            subprocess.run(["sh", "-c", "(sleep 0.05 &)"], check=True)
+        await asyncio.sleep(0.5)
+        await chat.generate()
+        return float(len(children(os.getpid())))
 
 
 class Talks(stretto.Workflow):
