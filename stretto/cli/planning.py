@@ -61,7 +61,7 @@ def plan(
     if recipe is None:
         raise typer.BadParameter("give a RECIPE.toml, or --calibrate")
     if machine is None:
-        raise typer.BadParameter("give --machine, a file or a name such as h100")
+        raise typer.BadParameter("give --machine FILE (of `stretto plan --calibrate`) or --gpu NAME, such as h100")
     from stretto.launch.commands.plan import PlanChoice, as_json, draw, plan_recipe, table
 
     choice = PlanChoice(machine, gpus, nodes, network, goal, lengths, run)

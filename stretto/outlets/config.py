@@ -23,8 +23,9 @@ def _listed(value: object) -> object:
 
 
 def _known(name: object) -> object:
-    if isinstance(name, str) and name not in get_args(Tool):
-        raise ValueError(f"{name!r} is no tool that a run can be shown in; {nearest(name, get_args(Tool))}")
+    tools: tuple[str, ...] = get_args(Tool)
+    if isinstance(name, str) and name not in tools:
+        raise ValueError(f"{name!r} is none of {', '.join(tools)}; {nearest(name, tools)}")
     return name
 
 

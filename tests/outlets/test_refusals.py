@@ -15,7 +15,7 @@ from tests.launch.running import TINY
 
 
 def test_an_unknown_tool_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(RecipeError, match=r"logging.to.*'wanb' is no tool .* did you mean 'wandb'\?"):
+    with pytest.raises(RecipeError, match=r"logging.to.*'wanb' is none of wandb, .* did you mean 'wandb'\?"):
         load_recipe(TINY, ["logging.to=['wanb']"])
 
 

@@ -51,9 +51,9 @@ from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.workflows.config import WorkflowConfig
 
 _LEGEND = (
-    "a line shows: held-out = accuracy on prompts that are never trained on (of which version) | accuracy, reward = of "
-    "the completions judged since the step before | length = tokens of a completion | staleness = versions from "
-    "sampling to training | in flight, buffered = groups | percentages = how busy each role is"
+    "a line shows: held-out = accuracy on prompts that are never trained on (of which version) | accuracy = of the "
+    "completions judged since the step before | reward, length = means of the trained completions | staleness = "
+    "versions from sampling to training | in flight, buffered = groups | percentages = how busy each role is"
 )
 _DRAIN_SECONDS = 5.0  # for an engine to give the tokens of its completions
 #: Facts of the ledger: the state of the controller, and the tenure of the present conductor.
