@@ -20,7 +20,7 @@ from stretto.store.ledger.ledger import Ledger
 from tests.faults.schedule import Schedule
 from tests.faults.simulation import play, play_schedule
 
-SCHEDULES = 2_000
+SCHEDULES = 1_000
 PARTS = 10
 ROUNDS = 50
 ROOM = 256 << 20  # bytes; 50 schedules take a tenth of it
