@@ -40,6 +40,7 @@ class EngineHealth(Record, frozen=True):
     updates: int  # versions loaded
     busy_seconds: float  # time spent in steps and in loading
     unfinished: int = 0  # tokens sampled for open requests, those of ended completions included
+    needed: float = 0.0  # rows or KV cache for all open completions, over what there is, the larger; above 1 some wait
 
 
 class Generate(Protocol):

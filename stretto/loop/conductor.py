@@ -72,6 +72,7 @@ class Conductor:
         self._finished = asyncio.Event()
         self._stopping = asyncio.Event()
         self._conducting = False
+        self._evaluated = False  # a completion of an evaluation was open when the engines' pressure was read
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.engines.listen(self._load)
 
@@ -177,9 +178,7 @@ class Conductor:
             if batch is None:
                 return
             self._admit()
-            self.recorder.taken(
-                batch, self.controller.in_flight, self.controller.buffered, self.controller.max_staleness
-            )
+            self.recorder.taken(batch, self.controller.queues, self.controller.max_staleness)
             update = await self._before_the_stop_ends(self.trainer.train(batch))
             if update is None:
                 return
@@ -250,8 +249,18 @@ class Conductor:
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             await self._poll(_POLL_SECONDS)
+            self._press()
             self.evaluation.check()
             watchdog.check()
+
+    def _press(self) -> None:
+        """Tell the controller how full the engines are; the completions of an evaluation, and what they have preempted,
+        say nothing of the groups."""
+        now, before = self.engines.pressure(), self._evaluated
+        self._evaluated = any(map(is_evaluation, self.engines.open))
+        if now is not None and not (before or self._evaluated):
+            self.controller.press(now)
+            self._admit()
 
     def _progress(self) -> object:
         controller = self.controller

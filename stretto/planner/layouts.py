@@ -119,7 +119,7 @@ def _estimate(costs: Costs) -> float:
     """The longer of generating a batch, at the rows that fit, and of training on it."""
     job = costs.job
     context = job.lengths.prompt_tokens + job.lengths.mean
-    in_flight = job.rollout.max_in_flight * job.rollout.group_size / costs.layout.engines
+    in_flight = job.rollout.in_flight_bounds[1] * job.rollout.group_size / costs.layout.engines
     rows = max(1, int(min(job.engine.slots, in_flight, costs.cache_tokens() / context)))
     cached = rows * (job.lengths.prompt_tokens + job.lengths.mean / 2)
     tokens = job.completions * job.lengths.mean / costs.layout.engines

@@ -55,7 +55,7 @@ class LayoutPrediction(Record, frozen=True):
     tensor: int
     micro_batch_tokens: int
     max_staleness: float | None  # at the end of the simulation; None: no bound
-    max_in_flight: int
+    max_in_flight: int  # at the end of the simulation
     memory: Mapping[str, float]  # GiB of a device: trainer, engine, cache
     masked: float  # share of the trained completions' tokens
     recomputed: float  # tokens computed again, for each sampled one
@@ -273,7 +273,7 @@ def _prediction(costs: Costs, report: SimulationReport, grain: int) -> LayoutPre
         tensor=layout.tensor,
         micro_batch_tokens=job.trainer.micro_batch_tokens,
         max_staleness=None if math.isinf(bound) else bound,
-        max_in_flight=job.rollout.max_in_flight,
+        max_in_flight=report.max_in_flight,
         memory={"trainer": memory.trainer, "engine": memory.engine, "cache": memory.cache},
         masked=round(report.masked_share, 4),
         recomputed=round(report.recomputed / max(1.0, report.sampled), 4),

@@ -21,7 +21,13 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
 
     batch_size: int = Field(32, ge=1, description="groups that one training step consumes (B)")
     group_size: int = Field(8, ge=1, description="completions sampled for one prompt (G)")
-    max_in_flight: int = Field(32, ge=1, description="groups generated or scored at the same time")
+    max_in_flight: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        32,
+        description="groups generated or scored at the same time; auto: raised while the engines have room for more, "
+        "lowered when completions are preempted or wait",
+    )
+    max_in_flight_min: int = Field(8, ge=1, description='smallest number that max_in_flight = "auto" comes to')
+    max_in_flight_max: int = Field(256, ge=1, description='largest number that max_in_flight = "auto" comes to')
     max_staleness: Annotated[float, Field(ge=0), AfterValidator(_whole_or_infinite)] | Literal["auto"] = Field(
         4.0,
         description="versions allowed between sampling and training (eta); 0 is synchronous, inf is no bound; auto: "
@@ -49,6 +55,9 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
         if self.staleness_min > self.staleness_max:
             found = f"staleness_min = {self.staleness_min} is more than staleness_max = {self.staleness_max}"
             raise ValueError(f"{found}; lower the first or raise the second")
+        if self.max_in_flight_min > self.max_in_flight_max:
+            found = f"max_in_flight_min = {self.max_in_flight_min} is more than max_in_flight_max = "
+            raise ValueError(f"{found}{self.max_in_flight_max}; lower the first or raise the second")
         return self
 
     @property
@@ -57,3 +66,10 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
         if self.max_staleness == "auto":
             return self.staleness_min, self.staleness_max
         return self.max_staleness, self.max_staleness
+
+    @property
+    def in_flight_bounds(self) -> tuple[int, int]:
+        """The smallest and the largest number of groups in flight that can be in force; equal where it is fixed."""
+        if self.max_in_flight == "auto":
+            return self.max_in_flight_min, self.max_in_flight_max
+        return self.max_in_flight, self.max_in_flight

@@ -19,7 +19,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from stretto.core.admission import BoundChange, Staleness, admits, due
 from stretto.core.errors import BoundViolated, StrettoError
@@ -27,7 +26,6 @@ from stretto.core.records import (
     Batch,
     Group,
     Outcome,
-    Prompt,
     Record,
     State,
     Trajectory,
@@ -38,31 +36,14 @@ from stretto.rollout.adaptive import AdaptiveBound, adapted
 from stretto.rollout.batching import QueueState, choose
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters, refused
+from stretto.rollout.journal import Journal
 from stretto.rollout.pacing import Continuous, Pacing
+from stretto.rollout.pressure import AdaptiveInFlight, Pressure, decided, measured
 from stretto.rollout.prompts import Draw, Position, PromptStream
 
 
 class TooManyFailures(StrettoError):
     """More groups failed in a row than `rollout.max_failures_in_a_row` allows."""
-
-
-class Journal(Protocol):
-    """The record that gets each state change before it takes effect: the ledger, or the accounts of a simulation."""
-
-    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
-        """`members` trajectories of the group are in flight."""
-
-    def buffer(self, group: Group) -> None:
-        """The group's trajectories are finished and wait for a batch."""
-
-    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """A trajectory ends untrained: filtered, expired or failed. `trajectory` is its record, if it has one."""
-
-    def commit_batch(self, batch: Batch) -> None:
-        """The batch is about to be trained on. Durable when this returns."""
-
-    def change_bound(self, change: BoundChange) -> None:
-        """Groups that are issued from now on are under another bound."""
 
 
 class ControllerState(Record, frozen=True):
@@ -73,6 +54,7 @@ class ControllerState(Record, frozen=True):
     failures: Mapping[str, int] = {}
     staleness: AdaptiveBound | None = None  # None: the bound is fixed
     starved: bool = True  # the newest batch left no other one that could be taken after it
+    in_flight: AdaptiveInFlight | None = None  # None: the number is fixed
 
 
 class Ticket(Record, frozen=True):
@@ -119,6 +101,9 @@ class Controller:
         lowest, _ = config.staleness_bounds
         start = AdaptiveBound(int(lowest)) if config.max_staleness == "auto" else None
         self._staleness, self._starved = state.staleness or start, state.starved
+        fewest, _ = config.in_flight_bounds
+        self._number = state.in_flight or (AdaptiveInFlight(fewest) if config.max_in_flight == "auto" else None)
+        self._ended = 0  # groups that were in flight, since the engines' pressure was seen
         self._pacing = pacing or Continuous()
         self.published = version
         self.live = version
@@ -148,6 +133,12 @@ class Controller:
         return len(self._buffer)
 
     @property
+    def queues(self) -> dict[str, float]:
+        """Groups in flight and buffered; where the run adapts it, the number in flight that is in force."""
+        sizes = {"in_flight": float(self.in_flight), "buffered": float(self.buffered)}
+        return sizes | ({} if self._number is None else {"max_in_flight": float(self._number.number)})
+
+    @property
     def counted(self) -> int:
         """N of equation 3: groups ever started, without those that dropped out."""
         return self._taken + len(self._buffer) + len(self._in_flight)
@@ -156,6 +147,11 @@ class Controller:
     def max_staleness(self) -> Staleness:
         """The bound in force: that of the groups which are admitted now."""
         return self._staleness.bound if self._staleness is not None else self.config.staleness_bounds[0]
+
+    @property
+    def max_in_flight(self) -> int:
+        """The number in force: groups are admitted below it."""
+        return self._number.number if self._number is not None else self.config.in_flight_bounds[0]
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """The measurements of a step's update, from which the next bounds follow; those of an earlier step change
@@ -167,6 +163,19 @@ class Controller:
         if now.bound != before.bound:
             reason = f"mismatch {now.mismatch:.2f} of its limit ({now.worst})"
             self._journal.change_bound(BoundChange(step, "max_staleness", before.bound, now.bound, reason))
+
+    def press(self, now: Pressure) -> None:
+        """What the engines tell at this moment, from which the next numbers of groups in flight follow."""
+        if self._number is None:
+            return
+        window, self._ended = measured(self._number, now, self._ended), 0
+        lowest, highest = self.config.in_flight_bounds
+        useful = min(highest, (self.max_staleness + 1) * self.config.batch_size)
+        short = self.in_flight >= window.number and self._is_its_turn()
+        self._number = after = decided(window, now.engines, short, lowest, int(useful))
+        if after.number != window.number:
+            change = BoundChange(self.published, "max_in_flight", window.number, after.number, window.reason)
+            self._journal.change_bound(change)
 
     def admit(self) -> Ticket | None:
         """Start one more group, if equation 3 and `max_in_flight` allow it."""
@@ -180,10 +189,11 @@ class Controller:
         return ticket
 
     def _may_start(self) -> bool:
-        config = self.config
-        return len(self._in_flight) < config.max_in_flight and admits(
-            self.counted, self.live, config.batch_size, self.max_staleness
-        )
+        return self.in_flight < self.max_in_flight and self._is_its_turn()
+
+    def _is_its_turn(self) -> bool:
+        """Equation 3."""
+        return admits(self.counted, self.live, self.config.batch_size, self.max_staleness)
 
     def restore(
         self,
@@ -212,7 +222,7 @@ class Controller:
         """The state that a later `restore` needs beside the journal."""
         draws = [ticket.draw for ticket in self._in_flight.values()] + [ticket.draw for ticket, _ in self._buffer]
         failures = {draw.group_id: draw.failures for draw in draws if draw.failures}
-        return ControllerState(self._prompts.position(), failures, self._staleness, self._starved)
+        return ControllerState(self._prompts.position(), failures, self._staleness, self._starved, self._number)
 
     def _ticket(self, draw: Draw, admitted_version: int, max_staleness: Staleness) -> Ticket:
         members, group_id = range(self.config.group_size), draw.group_id
@@ -257,8 +267,12 @@ class Controller:
             bisect.insort(self._buffer, (ticket, left), key=_order_of_training)
         else:
             self.filtered += 1
-        del self._in_flight[ticket.group_id]
+        self._end(ticket)
         return group
+
+    def _end(self, ticket: Ticket) -> None:
+        del self._in_flight[ticket.group_id]
+        self._ended += 1
 
     def _group(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group:
         prompt, version = ticket.draw.prompt, ticket.admitted_version
@@ -267,7 +281,7 @@ class Controller:
     def lose(self, ticket: Ticket, reason: str) -> None:
         """Fail a group whose engine was lost. Its prompt is not to blame: it is tried again, any number of times."""
         self._settle_unanswered(ticket, State.FAILED, reason)
-        del self._in_flight[ticket.group_id]
+        self._end(ticket)
         self._prompts.give_back(ticket.draw)
 
     def fail(self, ticket: Ticket, reason: str) -> None:
@@ -276,7 +290,7 @@ class Controller:
         self._leave_for_another_attempt(ticket)
 
     def _leave_for_another_attempt(self, ticket: Ticket) -> None:
-        del self._in_flight[ticket.group_id]
+        self._end(ticket)
         self._failures_in_a_row += 1
         if ticket.draw.failures + 1 < self.config.max_attempts:
             self._prompts.give_back(ticket.draw, failures=1)
@@ -342,7 +356,7 @@ class Controller:
         """Settle an overdue group that was aborted in flight; its prompt is tried again."""
         reason = f"admitted at version {ticket.admitted_version}, still in flight at {self.published}"
         self._settle_unanswered(ticket, State.EXPIRED, reason)
-        del self._in_flight[ticket.group_id]
+        self._end(ticket)
         self._prompts.give_back(ticket.draw)
 
     def _settle(self, trajectories: Sequence[Trajectory], state: State, reason: str) -> None:

@@ -136,6 +136,14 @@ class SimulatedEngine:
         self._go_on()
         return [sampled.get(member, 0) for member in range(len(flight.lengths))]
 
+    def needed(self) -> float:
+        """As `core.engine.EngineHealth.needed`."""
+        self._advance()
+        mean = self._cached / max(1, len(self._running))
+        tokens = (row.flight.prompt + len(row.before) * self._limits.grain for row in self._waiting)
+        cached = self._cached + sum(max(mean, count) for count in tokens)
+        return max(self.load / self._limits.slots, cached / self._limits.cache_tokens)
+
     def arrives(self, version: int) -> None:
         """A version can be loaded: at once when the engine is idle, else `load_interval` after the load before."""
         self._arrived = max(self._arrived, version)

@@ -35,6 +35,7 @@ class SimulationReport:
     expired: Counter[int] = field(default_factory=Counter)  # completions that expired, by length
     dropped: Counter[int] = field(default_factory=Counter)  # their tokens at that moment, by length
     max_staleness: float = math.inf  # the bound in force at the end
+    max_in_flight: int = 0  # the number in force at the end
     warnings: list[str] = field(default_factory=list)  # of selection bias
 
     @property

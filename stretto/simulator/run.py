@@ -27,6 +27,7 @@ from stretto.measures.selection import SelectionWatch
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.pacing import Pacing
+from stretto.rollout.pressure import Pressure
 from stretto.rollout.prompts import PromptStream
 from stretto.simulator.accounts import Accounts
 from stretto.simulator.engines import Durations, EngineLimits, Flight, SimulatedEngine
@@ -34,6 +35,7 @@ from stretto.simulator.report import SimulationReport
 from stretto.simulator.workload import GroupLengths, Workload
 
 _PROMPTS = 997
+_POLL_SECONDS = 1.0  # as the conductor polls
 
 
 def without_mismatch(batch: Batch) -> Mapping[str, float]:
@@ -90,6 +92,7 @@ class SimulatedRun:
         ]
         self._flights: dict[str, tuple[Flight, SimulatedEngine]] = {}
         self._idle_since: float | None = 0.0
+        self._watched, self._preempted = False, 0  # the engines' pressure; completions, when it was last read
         self._free = [0.0] * judges  # a heap: the times at which each has judged what it was given
 
     def run(self) -> SimulationReport:
@@ -104,6 +107,7 @@ class SimulatedRun:
         self.report.generating, self.report.loading, self.report.recomputing = counts[:3]
         self.report.sampled, self.report.recomputed, self.report.preempted = counts[3:]
         self.report.max_staleness = self.controller.max_staleness
+        self.report.max_in_flight = self.controller.max_in_flight
         for trajectory in self.accounts.expired:
             length = len(trajectory.token_ids)
             self.report.expire(length, sampled=length)
@@ -139,6 +143,19 @@ class SimulatedRun:
         engine = self._engines[loads.index(min(loads))]
         self._flights[ticket.group_id] = flight, engine
         engine.start(flight)
+        if self.controller.config.max_in_flight == "auto" and not self._watched:
+            self._watched = True
+            self.clock.call_after(_POLL_SECONDS, self._press)
+
+    def _press(self) -> None:
+        """Read the engines; again in a while, unless nothing is in flight."""
+        before, self._preempted = self._preempted, sum(engine.preempted for engine in self._engines)
+        needed = max(engine.needed() for engine in self._engines)
+        self.controller.press(Pressure(needed, self._preempted - before, len(self._engines)))
+        self._watched = bool(self._flights)
+        if self._watched:
+            self.clock.call_after(_POLL_SECONDS, self._press)
+        self._admit()
 
     def _completed(self, flight: Flight) -> None:
         """A completion has ended; the group is judged after its last one."""

@@ -12,24 +12,25 @@ version is never a matter of trust. What the server says of versions is compared
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from stretto.core.deadlines import waiting
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError
+from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError, WireError
 from stretto.core.events import Span
 from stretto.core.records import GenerateRequest, Partials, StopReason
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.backend import ENDED, Stream
 from stretto.engine.external.completions import OpenCompletion
-from stretto.engine.external.make import Make
+from stretto.engine.external.make import Make, Occupancy
 from stretto.engine.native.busy_spans import BusySpans
 from stretto.engine.native.stops import StopTexts
 from stretto.engine.native.validate import check_prefixes, check_request
@@ -53,10 +54,11 @@ class WeightsFolder(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the model that the server has."""
+    """Of the model that the server has, and the completions that it decodes together."""
 
     vocab_size: int
     context_length: int
+    slots: float = math.inf
 
 
 @dataclass
@@ -177,7 +179,7 @@ class ExternalEngine:
         self._enter()
         completion.asked = True
         try:
-            async with aclosing(self._make.stream(asked)) as deltas:
+            async with contextlib.aclosing(self._make.stream(asked)) as deltas:
                 async for delta in deltas:
                     if loads != self._loads and not completion.told and not self._keep:
                         return "abort"  # nobody knows which version sampled its first token
@@ -284,7 +286,8 @@ class ExternalEngine:
             await self._make.close()
 
     async def health(self) -> EngineHealth:
-        """Version, queue and counters; what waits in the server counts as running.
+        """Version, queue and counters; what waits in the server counts as running. A server that does not say how full
+        it is counts for as full as the recipe's slots are.
 
         Raises:
             EngineLost: the server cannot be trusted any more, so no request may come.
@@ -293,21 +296,26 @@ class ExternalEngine:
         counts = self._counts
         opened = [opened for opened in self._open.values() if not all(completion.done for completion in opened)]
         unfinished = sum(len(completion.token_ids) for completion in itertools.chain.from_iterable(opened))
+        running = sum(not completion.done for completion in itertools.chain.from_iterable(opened))
+        told = Occupancy(0, 0, 0.0)
+        with contextlib.suppress(WireError, EngineLost, DeadlineExceeded):  # a measurement ends no run
+            told = await self._make.occupancy()
         now = time.monotonic()
         busy = counts.busy_seconds + (now - self._busy_since if self._busy_since is not None else 0.0)
         return EngineHealth(
             version=self.version,
-            running=sum(not completion.done for completion in itertools.chain.from_iterable(opened)),
+            running=running,
             waiting=0,
             generated=counts.generated,
             prefilled=counts.prefilled,
             recomputed=counts.recomputed,
             interrupted=counts.interrupted,
-            preempted=0,
+            preempted=told.preempted,
             wasted=counts.wasted,
             updates=counts.updates,
             busy_seconds=busy,
             unfinished=unfinished,
+            needed=max(running / self._limits.slots, told.needed),
         )
 
     def drain_spans(self) -> list[Span]:

@@ -16,7 +16,7 @@ _JSON = "application/json"
 _OK = 200
 _OF_THE_REQUEST = (400, 413, 422)  # statuses
 _SHOWN = 300
-_LOOK_SECONDS = 5.0
+LOOK_SECONDS = 5.0  #: the longest wait for what a server says of itself
 _LARGEST_EVENT = 64 << 20
 
 
@@ -55,7 +55,7 @@ class JsonServer:
 
     async def status(self, path: str) -> int:
         """The status of a GET, 0 if nobody answers soon."""
-        bound = deadline(self._owner, f"{path} of {self.name}", min(_LOOK_SECONDS, self._seconds))
+        bound = deadline(self._owner, f"{path} of {self.name}", min(LOOK_SECONDS, self._seconds))
         with suppress(EngineLost, DeadlineExceeded, WireError):
             async with bound, self._connections.one() as connection:
                 self._send(connection, "GET", path, None)

@@ -48,6 +48,22 @@ class Served:
     architecture: str | None = None
 
 
+@dataclass(frozen=True)
+class Occupancy:
+    """What a server says of its requests, those that wait in it included. `cache`: the share of its KV cache that is in
+    use, which the waiting ones will come to need likewise; `preempted`: counted from its start."""
+
+    running: int
+    waiting: int
+    cache: float
+    preempted: int = 0
+
+    @property
+    def needed(self) -> float:
+        """KV cache for all requests, over what there is."""
+        return self.cache * (self.running + self.waiting) / max(1, self.running)
+
+
 class Make(Protocol):
     """The wire of one server. Every method has a deadline of its own and raises EngineLost when nobody answers."""
 
@@ -69,6 +85,14 @@ class Make(Protocol):
 
         Raises:
             WireError: it lacks an endpoint that stretto needs; the error names it and the release that has it.
+        """
+        ...
+
+    async def occupancy(self) -> Occupancy:
+        """How full it is.
+
+        Raises:
+            WireError: it does not say.
         """
         ...
 

@@ -78,7 +78,9 @@ async def play(spec: EngineSpec) -> None:
 async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> ExternalEngine:
     folder = inspect_model_folder(Path(spec.model))
     served = await wire.describe()
-    limits = Limits(folder.vocab_size, min(folder.context_length, served.context_length or folder.context_length))
+    limits = Limits(
+        folder.vocab_size, min(folder.context_length, served.context_length or folder.context_length), config.slots
+    )
     stop_texts = StopTexts(partial(load_tokenizer, spec.model))
     if not spec.publication_seconds:  # nothing is published; a server that runs already may have any weights
         engine = ExternalEngine(

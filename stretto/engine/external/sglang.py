@@ -4,6 +4,7 @@
     pause    POST /pause_generation             in_place, or retract and then /abort_request for all
     load     POST /update_weights_from_disk     with the version that is stamped on every token from then on
     resume   POST /continue_generation
+    full?    GET  /v1/loads
 
 Its log-probabilities are those after the temperature alone, so that top_p, top_k and min_p are refused
 (`engine.capabilities`, which also has the oldest release); on a CPU it has no seeds.
@@ -20,8 +21,8 @@ import msgspec
 from stretto.core.errors import WireError
 from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
-from stretto.engine.external.http import JsonServer, refused
-from stretto.engine.external.make import Continuation, Delta, Launch, Served, on_cpu
+from stretto.engine.external.http import LOOK_SECONDS, JsonServer, refused
+from stretto.engine.external.make import Continuation, Delta, Launch, Occupancy, Served, on_cpu
 
 NEEDED = CAPABILITIES["sglang"].needed
 _GENERATE = "/generate"
@@ -89,6 +90,14 @@ class SglangServer:
         (architecture, *_) = model.get("architectures") or [None]
         context = None if context is None else context - _LAST_PLACES
         return Served(f"SGLang {release}", path, context, architecture)
+
+    async def occupancy(self) -> Occupancy:
+        try:
+            ranks = (await self._http.exchange("GET", "/v1/loads?include=core", seconds=LOOK_SECONDS))["loads"]
+            running, waiting = (sum(rank[key] for rank in ranks) for key in ("num_running_reqs", "num_waiting_reqs"))
+            return Occupancy(running, waiting, max(rank["token_usage"] for rank in ranks))
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"{self._http.name} does not say how full it is ({error!r})") from None
 
     async def pause(self, *, keep: bool) -> None:
         await self._http.exchange("POST", "/pause_generation", {"mode": "in_place" if keep else "retract"})

@@ -5,6 +5,7 @@
     load     POST /collective_rpc stretto_load     every worker reads the folder (`worker/vllm_extension.py`)
              POST /update_weight_version           stamped on every token from then on
     resume   POST /resume
+    full?    GET  /metrics                         Prometheus' text format
 
 Needs ``--enable-scale-out``, the worker extension and ``VLLM_SERVER_DEV_MODE=1``; the oldest release is in
 `engine.capabilities`.
@@ -23,8 +24,8 @@ from stretto.core.records import Likeliest
 from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
 from stretto.engine.external import worker
-from stretto.engine.external.http import JsonServer, refused
-from stretto.engine.external.make import Continuation, Delta, Launch, Served, on_cpu
+from stretto.engine.external.http import LOOK_SECONDS, JsonServer, refused
+from stretto.engine.external.make import Continuation, Delta, Launch, Occupancy, Served, on_cpu
 
 NEEDED = f"{CAPABILITIES['vllm'].needed}, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 _GENERATE = "/inference/v1/generate"
@@ -93,6 +94,16 @@ class VllmServer:
             raise WireError(f"{self._http.name} is no server that stretto can train with ({error}); {NEEDED}") from None
         return Served(f"vLLM {release}", model.get("root") or model["id"], model.get("max_model_len"))
 
+    async def occupancy(self) -> Occupancy:
+        page = str(await self._http.exchange("GET", "/metrics", seconds=LOOK_SECONDS))
+        running, waiting, preempted = (
+            int(sum(_values(page, name)))
+            for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_preemptions_total")
+        )
+        if not (cache := _values(page, "vllm:kv_cache_usage_perc")):
+            raise WireError(f"{self._http.name} does not say how full its KV cache is (vllm:kv_cache_usage_perc)")
+        return Occupancy(running, waiting, max(cache), preempted)
+
     async def pause(self, *, keep: bool) -> None:
         mode = "keep&clear_cache=false" if keep else "abort&clear_cache=true"
         await self._http.exchange("POST", f"/pause?mode={mode}")
@@ -138,6 +149,12 @@ def launch(config: EngineConfig, model: str, port: int) -> Launch:
         flags += ("--enforce-eager", "--no-enable-chunked-prefill")
         environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return Launch((str(config.python), *module, *words, *flags, *config.arguments), environment)
+
+
+def _values(page: str, name: str) -> list[float]:
+    """The values of a metric in Prometheus' text format, one for each set of labels."""
+    lines = (line for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
+    return [float(line.rpartition(" ")[2]) for line in lines]
 
 
 def _body(wanted: Continuation) -> dict[str, object]:

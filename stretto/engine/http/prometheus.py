@@ -14,7 +14,7 @@ from stretto.core.engine import EngineHealth
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_GAUGES = frozenset({"version", "running", "waiting", "unfinished"})
+_GAUGES = frozenset({"version", "running", "waiting", "unfinished", "needed"})
 _MEANING = {
     "version": "policy version of the weights in the model",
     "running": "completions in a slot",
@@ -25,6 +25,7 @@ _MEANING = {
     "interrupted": "completions stopped in mid-sentence by an update",
     "preempted": "completions that lost their KV entries because the cache was full",
     "unfinished": "tokens sampled for requests that are open",
+    "needed": "rows or KV cache for all open completions, over what there is, the larger share",
     "wasted": "tokens sampled for completions that were aborted",
     "updates": "versions loaded",
     "busy_seconds": "time spent in steps and in loading",

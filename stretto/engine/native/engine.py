@@ -224,6 +224,7 @@ class NativeEngine:
             updates=self._updates,
             busy_seconds=self._busy_seconds,
             unfinished=self._ended.total() + sum(map(self._sampled, self._scheduler.rows)),
+            needed=self._scheduler.needed(self._completions.lengths),
         )
 
     def drain_spans(self) -> list[Span]:

@@ -136,6 +136,19 @@ class Scheduler:
             preempted.append(newest)
         return preempted
 
+    def needed(self, lengths: Ints) -> float:
+        """Rows or cached tokens for all open completions, over what there is, the larger share; above 1 some wait.
+
+        Pending rows will come to need as much as running ones have in the mean.
+
+        Args:
+            lengths: [rows] tokens of each row.
+        """
+        mean = self._held / max(1, len(self._running))
+        pending = sum(max(mean, self._slot(int(lengths[row]))) for row in self._pending)
+        rows = (len(self._members) + len(self._waiting)) / self._rows
+        return max(rows, (self._held + pending) / self._cache_tokens)
+
     def has_capacity(self, lengths: Ints) -> bool:
         """Whether the oldest pending row can be computed now."""
         return bool(self._pending) and self._fits(self._slot(int(lengths[self._pending[0]])))

@@ -21,7 +21,7 @@ from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.launch.assemble.cluster import CONTROL, WEIGHTS_KEY, Cluster, identity_of
-from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, in_rounds, socket_folder, trainer_spec
+from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, socket_folder, trainer_spec
 from stretto.launch.assemble.workflows import Conversing, workflow_pool
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
@@ -131,7 +131,7 @@ async def running_roles(
             deadlines,
             role=engine_role(recipe.engine),
             load_interval=recipe.engine.load_interval,
-            router=ExclusiveRouter() if in_rounds(recipe) else Router(),
+            router=ExclusiveRouter() if recipe.in_rounds else Router(),
             spawner=spawner,
             lag=recipe.cluster.lag,
             kind=recipe.engine.kind,

@@ -17,7 +17,6 @@ from stretto.core.records import Update
 from stretto.core.tasks import run_beside
 from stretto.launch.assemble.evaluations import evaluations
 from stretto.launch.assemble.roles import Roles, running_roles
-from stretto.launch.assemble.specs import in_rounds
 from stretto.launch.assemble.warm_start import copy_policy, warm_start
 from stretto.launch.assemble.workflows import Conversing, conversing, workflow_groups
 from stretto.launch.preflight.plan import Plan
@@ -241,7 +240,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder, selectio
         selection,
         recipe.seed,
         version=context.start.version,
-        pacing=InRounds() if in_rounds(recipe) else Continuous(),
+        pacing=InRounds() if recipe.in_rounds else Continuous(),
         state=state,
     )
     unfinished = read_unfinished(context.folder.ledger)
@@ -293,7 +292,7 @@ def _generation(
     plan = context.plan
     in_flight = InFlight(roles.engines, context.ledger, restored)
     rounds: Rounds | None = None
-    if in_rounds(plan.recipe):
+    if plan.recipe.in_rounds:
         rounds = Rounds(roles.engines.generate, lambda: controller.tickets, plan.recipe.engine.count)
         in_flight = InFlight(rounds, journal=None)
     workflow: GroupWorkflow = SingleTurn(

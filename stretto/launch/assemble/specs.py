@@ -35,16 +35,6 @@ def socket_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
 
 
-def in_rounds(recipe: Recipe) -> bool:
-    """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`); those
-    of a workflow do not (docs/decisions/0027-workflows-and-rounds.md)."""
-    if recipe.workflow is not None:
-        return False
-    batching = recipe.engine.batching
-    repeatable = recipe.engine.kind == "native"
-    return batching == "rounds" or (batching == "auto" and recipe.rollout.staleness_bounds[1] == 0 and repeatable)
-
-
 def engine_role(config: EngineConfig) -> str:
     """The module of an engine's process."""
     return ENGINE_ROLE if config.kind == "native" else EXTERNAL_ENGINE_ROLE

@@ -241,9 +241,11 @@ def _is_loopback(listen: str) -> bool:
 def check_in_flight(config: RolloutConfig) -> None:
     """Raises RecipeError: the completions in flight would not fit into the queue of one engine, the only one perhaps
     while others are replaced. A full queue looks like a lost engine."""
-    if (completions := config.max_in_flight * config.group_size) > MOST_WAITING:
-        found = f"{config.max_in_flight:,} groups of {config.group_size:,} (group_size) are {completions:,} completions"
-        raise RecipeError([Problem("rollout.max_in_flight", found, f"an engine queues at most {MOST_WAITING:,}")])
+    _, groups = config.in_flight_bounds
+    if (completions := groups * config.group_size) > MOST_WAITING:
+        key = "rollout.max_in_flight_max" if config.max_in_flight == "auto" else "rollout.max_in_flight"
+        found = f"{groups:,} groups of {config.group_size:,} (group_size) are {completions:,} completions"
+        raise RecipeError([Problem(key, found, f"an engine queues at most {MOST_WAITING:,}")])
 
 
 def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None]) -> None:

@@ -172,7 +172,7 @@ def _check_descriptors(recipe: Recipe) -> None:
             engines=recipe.engine.count,
             ranks=recipe.trainer.ranks,
             reward_workers=recipe.rewards.workers + of_workflows,
-            groups=recipe.rollout.max_in_flight,
+            groups=recipe.rollout.in_flight_bounds[1],
             agents=recipe.workflow.parallel if isinstance(recipe.workflow, AgentConfig) else 0,
         )
     )
@@ -278,11 +278,12 @@ def _workflow_notes(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
 def _waiting_workflows(rollout: RolloutConfig, workflow: WorkflowConfig | AgentConfig) -> list[str]:
     agents = isinstance(workflow, AgentConfig)
     room = workflow.parallel if isinstance(workflow, AgentConfig) else workflow.workers * workflow.concurrency
-    wanted, key = rollout.max_in_flight * rollout.group_size, "parallel" if agents else "workers * concurrency"
+    wanted, key = rollout.in_flight_bounds[1] * rollout.group_size, "parallel" if agents else "workers * concurrency"
+    groups = "max_in_flight_max" if rollout.max_in_flight == "auto" else "max_in_flight"
     if wanted <= room:
         return []
     return [
-        f"rollout.max_in_flight * group_size is {wanted} trajectories, and {'agents' if agents else 'workflows'} run "
+        f"rollout.{groups} * group_size is {wanted} trajectories, and {'agents' if agents else 'workflows'} run "
         f"{room} at a time (workflow.{key}); others wait"
     ]
 

@@ -120,6 +120,24 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         """Engines that the run starts on the machine of the conductor; others start theirs and join."""
         return self.engine.count if self.cluster.placer == "local" else 0
 
+    @property
+    def in_rounds(self) -> bool:
+        """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`);
+        those of a workflow do not (docs/decisions/0027-workflows-and-rounds.md)."""
+        if self.workflow is not None:
+            return False
+        synchronous = self.rollout.staleness_bounds[1] == 0 and self.engine.kind == "native"
+        return self.engine.batching == "rounds" or (self.engine.batching == "auto" and synchronous)
+
+    @model_validator(mode="after")
+    def _rounds_know_no_clock(self) -> Self:
+        if self.in_rounds and self.rollout.max_in_flight == "auto":
+            raise ValueError(
+                'rollout.max_in_flight = "auto" follows what the engines tell every second, and a run in rounds '
+                "(a synchronous one, or engine.batching) can be repeated bit for bit; give a number"
+            )
+        return self
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         completions = self.rollout.batch_size * self.rollout.group_size

@@ -79,7 +79,7 @@ class EngineHandle:
     _awaited: int = 0  # requests that wait for it to load a version
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
     _restarts: int = 0
-    _health: EngineHealth | None = None
+    health: EngineHealth | None = None  # by the last poll
     _earlier: list[EngineHealth] = field(default_factory=list)  # the last counters of those that it replaced
     _spans: list[Span] = field(default_factory=list)
     _poll: asyncio.Task[None] | None = None
@@ -226,10 +226,10 @@ class EngineHandle:
 
     def _retire_counters(self) -> None:
         """Those of a process that has ended; what it had not finished is wasted."""
-        if (health := self._health) is not None:
+        if (health := self.health) is not None:
             wasted = health.wasted + health.unfinished
             self._earlier.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))
-        self._health = None
+        self.health = None
 
     async def _reinstate(self) -> NoReturn:
         """A suspected engine that replies gets requests again; one that does not for `deadlines.hung` seconds is
@@ -382,7 +382,7 @@ class EngineHandle:
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):  # no news: a measurement ends no run
             health = await self.client.health()
             if asked == self._restarts:
-                self._health = health
+                self.health = health
             spans = [span.shifted(self.process.clock_offset) for span in await self.client.spans()]
             self._spans += spans  # after the wait, in which they may have been drained
 
@@ -393,5 +393,5 @@ class EngineHandle:
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
         """A counter summed over it and those that it replaced, up to their last poll."""
-        present = [self._health] if self._health is not None else []
+        present = [self.health] if self.health is not None else []
         return sum(counter(health) for health in [*present, *self._earlier])

@@ -30,6 +30,7 @@ from stretto.loop.engines.handle import EngineHandle, EngineState
 from stretto.loop.engines.roster import Roster
 from stretto.loop.engines.router import Router
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.rollout.pressure import Pressure
 
 ENGINE_ROLE = "stretto.engine.role"
 _FIRST_PULL_SECONDS = 900.0  # weights may come over a slow network; what stops on the way is noticed before
@@ -74,6 +75,7 @@ class EnginePool:
         self._keep: Callable[[], Awaitable[None]] = _nothing
         self._announce: Callable[[int], None] = lambda version: None
         self._say: Callable[[str], None] = lambda text: None
+        self._preempted = 0.0  # completions, when the pressure was last asked for
         self._router = router or Router()
         self._kind, self.roster = kind, Roster()
         self._free = asyncio.Event()
@@ -366,6 +368,13 @@ class EnginePool:
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
         """A counter summed over all engines, those that died or left included, up to their last poll."""
         return sum(engine.counted(counter) for engine in self._all)
+
+    def pressure(self) -> Pressure | None:
+        """How full the engines that get groups are by their last poll, and the completions that were preempted since
+        the last call; None where none has told."""
+        before, self._preempted = self._preempted, self.counted(lambda health: health.preempted)
+        told = [one.health.needed for one in self._engines.values() if one.takes and one.health is not None]
+        return Pressure(max(told), round(self._preempted - before), len(told)) if told else None
 
     def busy(self) -> dict[str, float]:
         """Seconds of work by engine, that of those which it replaced included."""

@@ -193,10 +193,10 @@ class Recorder:
         again asked for something else."""
         self._left_over += tokens
 
-    def taken(self, batch: Batch, in_flight: int, buffered: int, max_staleness: float | None = None) -> None:
-        """A batch went to the trainer; `in_flight` and `buffered` groups stay behind, and others are admitted under the
-        bound `max_staleness`."""
-        self._queues = {"in_flight": float(in_flight), "buffered": float(buffered)}
+    def taken(self, batch: Batch, queues: Mapping[str, float], max_staleness: float | None = None) -> None:
+        """A batch went to the trainer; in `queues` is what stays behind, and others are admitted under the bound
+        `max_staleness`."""
+        self._queues = queues
         self._in_force = max_staleness
 
     def in_force(self, max_staleness: float) -> None:

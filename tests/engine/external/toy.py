@@ -19,7 +19,7 @@ from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.engine.backend import Stream
 from stretto.engine.external.engine import ExternalEngine, Limits
-from stretto.engine.external.make import Continuation, Delta, Served
+from stretto.engine.external.make import Continuation, Delta, Occupancy, Served
 from stretto.engine.http.client import decoded
 from stretto.engine.native.stops import StopTexts
 
@@ -93,6 +93,7 @@ class ToyServer:
         self.version, self.paused, self.running = -1, False, dict[str, Running]()
         self.asked: list[Continuation] = []
         self.waiting: list[asyncio.Event] = []
+        self.full: Occupancy | None = None
         self.refuses_load = self.ignores_pause = False
         self._steps = steps
 
@@ -126,6 +127,11 @@ class ToyServer:
         if self._steps:
             self.waiting.append(go_on := asyncio.Event())
             await go_on.wait()
+
+    async def occupancy(self) -> Occupancy:
+        if self.full is None:
+            raise WireError("the toy does not say how full it is")
+        return self.full
 
     async def pause(self, *, keep: bool) -> None:
         await self._step()
