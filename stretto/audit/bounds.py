@@ -11,7 +11,10 @@ from pathlib import Path
 from stretto.core.errors import StoreError
 
 #: Bounds that a run may find itself, with the keys of the least and the largest value.
-_ADAPTIVE = {"max_staleness": ("staleness_min", "staleness_max")}
+_ADAPTIVE = {
+    "max_staleness": ("staleness_min", "staleness_max"),
+    "max_in_flight": ("max_in_flight_min", "max_in_flight_max"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Bounds:
     group_size: int
     min_group_size: int
     max_staleness: float  # at the start
+    max_in_flight: float  # likewise
     beyond_bound: str
     max_attempts: int
     adaptive: Mapping[str, tuple[int, int]]
@@ -54,13 +58,13 @@ def read_bounds(recipe: Path) -> Bounds:
             for key, (lowest, highest) in _ADAPTIVE.items()
             if rollout.get(key) == "auto"
         }
+        start = number | {key: float(lowest) for key, (lowest, _) in adaptive.items()}
         return Bounds(
             batch_size=int(number["batch_size"]),
             group_size=int(number["group_size"]),
             min_group_size=int(number["min_group_size"]),
-            max_staleness=adaptive["max_staleness"][0]
-            if "max_staleness" in adaptive
-            else number.get("max_staleness", math.inf),
+            max_staleness=start.get("max_staleness", math.inf),
+            max_in_flight=start.get("max_in_flight", math.inf),
             beyond_bound=str(rollout["beyond_bound"]),
             max_attempts=int(number["max_attempts"]),
             adaptive=adaptive,

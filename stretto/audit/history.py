@@ -84,6 +84,7 @@ class RecordedGroup:
     members: int
     admitted_version: int
     max_staleness: float  # the bound in force when it was admitted
+    max_in_flight: float  # the number in force, likewise
     trajectories: tuple[RecordedTrajectory, ...]
 
 
@@ -145,6 +146,9 @@ class History:
     notes: tuple[str, ...]  # what cannot be checked
     lines: Mapping[int, RecordedLine]  # by step
     changes: tuple[RecordedChange, ...] = ()  # of bounds
+    most_in_flight: Mapping[str, int] = field(
+        default_factory=dict
+    )  # groups under the same bounds, by the first of them
     data: RecordedData | None = None  # None: a run of an earlier stretto
 
     @property
@@ -202,8 +206,9 @@ def _history(
     given_back = position["given_back"] if position else []
     changes = tuple(RecordedChange(*change) for change in facts.get("bounds", ()))
     return History(
-        groups=_groups(connection, bounds.max_staleness, changes),
+        groups=_groups(connection, bounds, changes),
         changes=changes,
+        most_in_flight=_most_in_flight(connection, facts.get("in_flight", ())),
         steps=tuple(_step(row) for row in connection.execute(_STEPS)),
         bounds=bounds,
         given_back=tuple((again["epoch"], again["prompt_id"], again["attempt"]) for again in given_back),
@@ -284,15 +289,19 @@ def _differing(name: str, before: object, after: object, ignored: Set[str] = fro
 
 
 def _groups(
-    connection: sqlite3.Connection, bound: float, changes: Sequence[RecordedChange]
+    connection: sqlite3.Connection, bounds: Bounds, changes: Sequence[RecordedChange]
 ) -> tuple[RecordedGroup, ...]:
-    """All groups; `bound` is in force until the first change."""
-    facts: dict[str, tuple[str, int, int, float]] = {}
+    """All groups; `bounds` are in force until the first changes."""
+    facts: dict[str, tuple[str, int, int, float, float]] = {}
     trajectories: dict[str, list[RecordedTrajectory]] = {}
-    of_staleness = sorted((change for change in changes if change.name == "max_staleness"), key=lambda one: one.key)
+    of_staleness, of_number = (
+        sorted((change for change in changes if change.name == name), key=lambda one: one.key)
+        for name in ("max_staleness", "max_in_flight")
+    )
     for group, prompt, members, admitted, first, key, *rest in connection.execute(_TRAJECTORIES):
         if group not in facts:
-            facts[group] = (prompt, members, admitted, in_force(of_staleness, first, bound))
+            own = in_force(of_staleness, first, bounds.max_staleness), in_force(of_number, first, bounds.max_in_flight)
+            facts[group] = (prompt, members, admitted, *own)
             trajectories[group] = []
         trajectories[group].extend([_trajectory(group, rest)] if key is not None else [])
     return tuple(
@@ -303,11 +312,17 @@ def _groups(
             attempt=int(id.rsplit(".", 1)[1]),
             members=members,
             admitted_version=admitted,
-            max_staleness=own,
+            max_staleness=bound,
+            max_in_flight=number,
             trajectories=tuple(trajectories[id]),
         )
-        for id, (prompt, members, admitted, own) in facts.items()
+        for id, (prompt, members, admitted, bound, number) in facts.items()
     )
+
+
+def _most_in_flight(connection: sqlite3.Connection, stretches: Sequence[tuple[int, int]]) -> Mapping[str, int]:
+    names = dict(connection.execute("SELECT key, id FROM groups"))
+    return {names.get(key, f"of key {key}"): most for key, most in stretches}
 
 
 def in_force(changes: Sequence[RecordedChange], key: int, start: float) -> float:

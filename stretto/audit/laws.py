@@ -128,9 +128,21 @@ def no_bound_is_broken(history: History) -> Iterator[str]:
             yield f"{one.id} was trained at {step.version} with a token of {min(trainable)}; max_staleness {bound:g}"
 
 
+def no_more_are_in_flight_than_allowed(history: History) -> Iterator[str]:
+    """When a group was issued, no more groups were in flight than the number in force then: of those that the run has
+    counted, and of those that are in flight still."""
+    unfinished = 0
+    for group in history.groups:
+        unfinished += (still := "in_flight" in _states(group))
+        found = max(unfinished * still, history.most_in_flight.get(group.id, 0))
+        if found > group.max_in_flight:
+            told = f"{found} groups were in flight when {group.id}, or one under the same bounds, was issued"
+            yield f"{told}; max_in_flight {group.max_in_flight:g}"
+
+
 def bounds_change_as_recorded(history: History) -> Iterator[str]:
     """A bound changes only where the recipe leaves it to the run, within the recipe's limits, from what it was before,
-    after a step that is on record, and not twice after one."""
+    after a step that is on record; the one on staleness not twice after one."""
     adaptive = history.bounds.adaptive
     value = {name: lowest for name, (lowest, _) in adaptive.items()}
     newest = dict.fromkeys(adaptive, 0)
@@ -144,7 +156,8 @@ def bounds_change_as_recorded(history: History) -> Iterator[str]:
             yield f"{told}; the recipe allows {lowest} to {highest}"
         if change.before != value[change.name]:
             yield f"{told}, and was {value[change.name]}"
-        if not newest[change.name] < change.step <= len(history.steps):
+        earliest = newest[change.name] + (change.name == "max_staleness")
+        if not earliest <= change.step <= len(history.steps):
             yield f"{told}; the one before it came after step {newest[change.name]}, {len(history.steps)} are on record"
         value[change.name], newest[change.name] = change.after, change.step
 
@@ -284,6 +297,7 @@ LAWS: tuple[Callable[[History], Iterator[str]], ...] = (
     versions_grow_by_one,
     no_group_starts_before_its_turn,
     no_bound_is_broken,
+    no_more_are_in_flight_than_allowed,
     bounds_change_as_recorded,
     batches_are_complete,
     every_segment_has_its_place,

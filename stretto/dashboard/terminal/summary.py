@@ -87,6 +87,7 @@ def summary_table(inspection: Inspection, title: str) -> Table:
         _accuracy(inspection),
         _work(inspection),
         _staleness(inspection),
+        _in_flight(inspection),
         _busy(inspection.busy),
         _goodput(inspection),
         (*engines, *weights),
@@ -129,12 +130,23 @@ def _work(inspection: Inspection) -> Rows:
     yield "", f"{tokens.recomputed:,} recomputed, {tokens.wasted:,} wasted"
 
 
+def _changes(inspection: Inspection, name: str) -> Rows:
+    """The newest changes of a bound that the run adapts."""
+    for change in [change for change in inspection.bounds if change.name == name][-_CHANGES:]:
+        yield "", f"{change.name} {change.before} to {change.after} after step {change.step}: {change.reason}"
+
+
+def _in_flight(inspection: Inspection) -> Rows:
+    if newest := [change.after for change in inspection.bounds if change.name == "max_in_flight"]:
+        yield "groups in flight", f"{newest[-1]} at most, after {len(newest)} changes"
+        yield from _changes(inspection, "max_in_flight")
+
+
 def _staleness(inspection: Inspection) -> Rows:
     staleness = inspection.staleness
     bound = "none" if staleness.bound is None else f"{staleness.bound:g}"
     yield "staleness", f"mean {staleness.mean:.2f}, largest {staleness.max}, bound {bound}"
-    for change in inspection.bounds[-_CHANGES:]:
-        yield "", f"{change.name} {change.before} to {change.after} after step {change.step}: {change.reason}"
+    yield from _changes(inspection, "max_staleness")
     tokens = sum(staleness.histogram.values())
     for age, count in list(staleness.histogram.items())[:12]:
         yield f"{age}", Text.assemble((bar(count / tokens), "cyan"), f" {count / tokens:.1%}")
