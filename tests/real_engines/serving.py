@@ -106,8 +106,8 @@ class RealServer:
     def updated_amid(
         self, requests: Sequence[GenerateRequest], on_update: Literal["recompute", "keep"], updates: int = 3
     ) -> Run:
-        """Completions of the requests, with updates that come while they are in flight. On a busy machine a server may be
-        done before an update, or sample nothing between two of them: then they are sampled again."""
+        """Completions of the requests, with updates that come while they are in flight. On a busy machine a server may
+        be done before an update, or sample nothing between two of them: then they are sampled again."""
         for _ in range(_ATTEMPTS):
             run = self.run(_updated_amid(self, requests, on_update, updates))
             if {version for completion in run.completions for version in completion.versions} == run.models.keys():
