@@ -256,6 +256,8 @@ class Conductor:
     def _press(self) -> None:
         """Tell the controller how full the engines are; the completions of an evaluation, and what they have preempted,
         say nothing of the groups."""
+        if self.controller.config.max_in_flight != "auto":
+            return
         now, before = self.engines.pressure(), self._evaluated
         self._evaluated = any(map(is_evaluation, self.engines.open))
         if now is not None and not (before or self._evaluated):

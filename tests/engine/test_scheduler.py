@@ -133,6 +133,21 @@ def test_interrupted_answers_come_before_new_ones_in_a_budget_of_tokens() -> Non
     scheduler.check_integrity()
 
 
+def test_what_is_needed_is_the_larger_share_of_rows_and_cache_and_above_one_something_waits() -> None:
+    scheduler = Scheduler(rows=4, cache_tokens=100, slot=exactly)
+    assert scheduler.needed(lengths(4)) == 0
+    scheduler.add(request("a", answers=3))
+    assert scheduler.needed(lengths(4)) == 3 / 4  # rows; nothing is cached
+    scheduler.admit()
+    tokens = np.array([30, 40, 10, 0])
+    assert scheduler.needed(tokens) == 0.8  # pending ones: what they hold
+    scheduler.take_pending(dict.fromkeys(scheduler.pending, 10), 20, tokens)
+    # Two run with 70 tokens, 35 in the mean, which the third will come to need.
+    assert scheduler.needed(tokens) == pytest.approx(1.05)
+    scheduler.add(request("b", answers=2))
+    assert scheduler.needed(tokens) == 5 / 4
+
+
 def test_aborting_forgets_waiting_pending_and_running_answers_of_that_request_only() -> None:
     scheduler = Scheduler(rows=3, cache_tokens=1000, slot=exactly)
     scheduler.add(request("a", answers=2))

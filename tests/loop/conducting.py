@@ -35,6 +35,7 @@ from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Wor
 from stretto.loop.records.reporter import SilentReporter
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
+from stretto.rollout.pressure import Pressure
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
@@ -58,6 +59,7 @@ class ToyFleet:
     published: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[str] = field(default_factory=list)
     cut_off: int = 0
+    on_pressure: Callable[[], None] = print
     written_for: list[int] = field(default_factory=list)  # how many answers, each time that it was asked
 
     def listen(self, on_load: Callable[[int], None]) -> None:
@@ -105,6 +107,11 @@ class ToyFleet:
             await self.published.wait()
             self.published.clear()
             self.on_load(self.version)
+
+    def pressure(self) -> Pressure:
+        """It is asked once a second; the run is to end then."""
+        self.on_pressure()
+        return Pressure(needed=0.1)
 
     async def poll(self, patience: float | None) -> list[Span]:
         return [Span(role="engine-0", name="generate", start=0.0, end=1.0)]
@@ -205,6 +212,7 @@ class Stage(SilentReporter):
             steps=steps,
             deadlines=deadlines,
         )
+        self.fleet.on_pressure = conductor.request_stop
         if stop_after is not None:
             asyncio.get_running_loop().call_later(stop_after, conductor.request_stop)
         recorder.rl_begins()

@@ -313,3 +313,20 @@ def test_a_bound_that_the_run_finds_itself_is_on_record_and_goes_on_after_a_resu
     assert told.staleness.bound == 8  # the largest that the recipe allows
     steps, _ = read_metrics(stage.folder.metrics)
     assert [one.max_staleness for one in steps] == [1, 2, 2, 2, 4, 4, 4, 4, 4]  # when the batch was taken
+
+
+def test_a_number_of_groups_in_flight_that_the_run_finds_itself_is_on_record(stage: Stage) -> None:
+    """An engine of which a tenth is needed has room for twice as many groups. The run that goes on has an evaluation's
+    completion in its engine: how full it is says nothing of the groups then."""
+    settings = {"max_in_flight": "auto", "max_in_flight_min": 2, "max_in_flight_max": 64, "max_staleness": 8}
+    stage.fleet.seconds = 0.05  # the trainer waits for it
+    assert stage.play(steps=10_000, **settings).max_in_flight == 4
+    begins = stage.ledger.last_step() or 0
+    stage.fleet = ToyFleet(seconds=0.05, version=begins)
+    stage.fleet.open = frozenset({"evaluation.0"})
+    assert stage.play(steps=10_000, **settings).max_in_flight == 4
+    steps, _ = read_metrics(stage.folder.metrics)
+    assert [steps[at].queues["max_in_flight"] for at in (0, begins)] == [2, 4]
+    told = inspect_run(stage.folder.path)
+    assert [(one.name, one.before, one.after) for one in told.bounds] == [("max_in_flight", 2, 4)]
+    assert told.bounds[0].reason == "0.10 of the fullest engine needed"

@@ -137,6 +137,21 @@ def test_the_newest_leaves_a_full_cache_and_is_recomputed() -> None:
     assert (bench.engine.preempted, bench.engine.recomputed) == (1, 16)
 
 
+def test_an_engine_tells_what_is_needed_of_its_rows_and_its_cache() -> None:
+    """Two rows of 10 tokens in a cache of 50, and 2 of 4 slots; then a row that does not fit waits, and counts like the
+    mean of those that run. After 6 steps of 2 s they have 16 tokens each."""
+    bench = Bench(Seconds(), EngineLimits(slots=4, cache_tokens=50))
+    for prompt in (10, 10):
+        bench.start(12, prompt=prompt)
+    assert bench.engine.needed() == 2 / 4
+    bench.start(12, prompt=40)
+    assert bench.engine.needed() == (10 + 10 + 40) / 50
+    seen: list[float] = []
+    bench.clock.call_at(12.0, lambda: seen.append(bench.engine.needed()))
+    bench.run()
+    assert seen == [pytest.approx((16 + 16 + 40) / 50)]
+
+
 def test_a_load_pauses_recomputes_and_divides_the_versions() -> None:
     """3 of 6 tokens, a load of 2 s, 5 tokens recomputed at 0.2 s, 3 more tokens. The prompt took 0.4 s."""
     bench = Bench(Seconds(context=0.2, pause=2.0), EngineLimits())

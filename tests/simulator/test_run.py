@@ -10,13 +10,17 @@
 """
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.core.admission import BoundChange
 from stretto.core.records import Batch, State
 from stretto.rollout.config import BeyondBound, RolloutConfig
+from stretto.simulator.engines import EngineLimits
+from stretto.simulator.report import SimulationReport
 from stretto.simulator.run import SimulatedRun
 from stretto.simulator.workload import Workload
 
@@ -103,6 +107,26 @@ def test_a_bound_that_no_mismatch_holds_down_grows_until_the_trainer_need_not_wa
     fast = SimulatedRun(config, Workload(sigma=0.0, median_tokens=1.0), steps=80, seed=1).run()
     assert slow.max_staleness == 8
     assert fast.max_staleness == 2  # nothing was at hand when the first batch was taken
+
+
+def test_a_number_in_flight_that_follows_the_engines_leaves_none_waiting_and_neither_empty() -> None:
+    """Engines for 24 completions, of one token a second and 64 each: auto comes to rest near to what has room, and is
+    quicker than too few groups and has younger tokens than too many."""
+
+    def played(number: int | str, most: int = 256) -> tuple[SimulationReport, Sequence[BoundChange]]:
+        values = {"batch_size": 8, "group_size": 4, "max_staleness": 8, "max_in_flight": number, "max_in_flight_min": 2}
+        config = RolloutConfig.model_validate(values | {"max_in_flight_max": most})
+        workload = Workload(sigma=0.4, median_tokens=64, seconds_per_token=1.0, train_seconds=8.0)
+        run = SimulatedRun(config, workload, 60, seed=1, limits=EngineLimits(count=2, slots=12), warm=20)
+        return run.run(), run.accounts.changes
+
+    few, many, auto = (played(number) for number in (2, 64, "auto"))
+    assert auto[0].seconds < few[0].seconds / 1.5
+    assert auto[0].mean_staleness < many[0].mean_staleness
+    assert all(change.name == "max_in_flight" for change in auto[1])
+    assert 4 <= auto[0].max_in_flight <= 9
+    assert played("auto", most=4)[0].max_in_flight == 4
+    assert (few[0].max_in_flight, few[1]) == (2, [])
 
 
 @settings(max_examples=100, deadline=None)

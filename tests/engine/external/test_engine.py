@@ -15,6 +15,7 @@ import pytest
 from stretto.core.errors import EngineLost, RefusedRequest, TornPublication
 from stretto.core.records import Segment, StopReason
 from stretto.engine.external.engine import ExternalEngine
+from stretto.engine.external.make import Occupancy
 from tests.engine.external.toy import (
     CONTEXT,
     Publications,
@@ -233,6 +234,24 @@ def test_a_closed_request_ends_on_the_server_and_its_tokens_count_as_wasted() ->
         assert not server.running
         health = await engine.health()
         assert (health.running, health.generated, health.unfinished, health.wasted) == (0, 7, 0, 6)
+
+    asyncio.run(scenario())
+
+
+def test_how_full_the_server_is_counts_and_else_the_slots_of_the_recipe() -> None:
+    async def scenario() -> None:
+        server = ToyServer()
+        engine = engine_over(server, slots=4)
+        await at_version(engine, 0)
+        engine.submit_all([request("ab", completions=2)])
+        await settle()
+        health = await engine.health()  # the server does not say
+        assert (health.needed, health.preempted) == (2 / 4, 0)
+        server.full = Occupancy(running=1, waiting=1, cache=0.6, preempted=3)
+        health = await engine.health()
+        assert (health.needed, health.preempted) == (1.2, 3)
+        engine.close("ab")
+        await settle()
 
     asyncio.run(scenario())
 

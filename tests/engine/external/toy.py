@@ -7,6 +7,7 @@ of every token of a completion one can say whether it belongs there, and which v
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -179,9 +180,12 @@ class Publications:
 
 
 def engine_over(
-    server: ToyServer, on_update: Literal["recompute", "keep"] = "recompute", weights: Publications | None = None
+    server: ToyServer,
+    on_update: Literal["recompute", "keep"] = "recompute",
+    weights: Publications | None = None,
+    slots: float = math.inf,
 ) -> ExternalEngine:
-    limits = Limits(VOCABULARY, CONTEXT)
+    limits = Limits(VOCABULARY, CONTEXT, slots)
     return ExternalEngine("engine-0", server, limits, weights or Publications(), StopTexts(Letters), on_update)
 
 
