@@ -22,6 +22,7 @@ import pytest
 from benchmarks import report
 from benchmarks.cluster import summary as machines_killed_and_cut_off
 from benchmarks.faults import summary as kills_summary
+from benchmarks.in_flight import summary as in_flight
 from benchmarks.picture import Drawn
 from benchmarks.staleness import summary
 from benchmarks.summary import learnt, page, pretrained, readme
@@ -120,6 +121,14 @@ def test_the_table_of_staleness_is_the_committed_result() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "staleness.json").read_text())["results"]["rows"]
     assert summary(rows, group_size=1, sigma=1.2) in page
     assert summary(rows, group_size=8, sigma=1.2) in page
+
+
+def test_the_table_of_groups_in_flight_is_the_committed_result() -> None:
+    page = (ROOT / "docs" / "staleness.md").read_text(encoding="utf-8")
+    assert (
+        in_flight(json.loads((ROOT / "benchmarks" / "results" / "in-flight.json").read_text())["results"]["rows"])
+        in page
+    )
 
 
 def test_the_laws_on_the_page_are_those_of_the_checker() -> None:
