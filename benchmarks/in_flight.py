@@ -53,8 +53,8 @@ def run(base: Job, machine: MachineProfile, slots: int, number: int | str, seed:
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """The table of docs/staleness.md."""
     lines = [
-        "| limit | `max_in_flight` | seconds of a step | preemptions for each completion | recomputed for each sampled token "
-        "| mean staleness |",
+        "| limit | `max_in_flight` | seconds of a step | preemptions of a completion | recomputed of a sampled token | "
+        "mean staleness |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
