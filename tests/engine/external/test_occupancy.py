@@ -11,7 +11,6 @@ from stretto.core.errors import WireError
 from stretto.engine.external.make import Occupancy
 from tests.engine.external.test_wires import exchange
 
-
 METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{engine="0",model_name="m"} 6.0
