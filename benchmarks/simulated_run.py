@@ -38,8 +38,9 @@ from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluations
 from stretto.loop.learner.link import TrainerLink
-from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
+from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import SilentReporter
+from stretto.loop.records.totals import EarlierTotals, RunClock
 from stretto.processes.spawn import FRESH
 from stretto.rewards.service.pool import RewardPool
 from stretto.rollout.controller import Controller

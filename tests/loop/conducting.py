@@ -31,8 +31,9 @@ from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluations, PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.evaluation import Evaluation
-from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
+from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import SilentReporter
+from stretto.loop.records.totals import EarlierTotals, RunClock, Work
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream

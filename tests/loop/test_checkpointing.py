@@ -40,8 +40,9 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.evaluation import Evaluation
-from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
+from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import SilentReporter
+from stretto.loop.records.totals import EarlierTotals, RunClock, Work
 from stretto.rollout.controller import Controller
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder

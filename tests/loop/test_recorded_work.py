@@ -14,7 +14,7 @@ import pytest
 from stretto.core.events import Span
 from stretto.launch.assemble.run import RunContext
 from stretto.launch.assemble.run import _record_again as record_again
-from stretto.loop.records.recorder import EarlierTotals, Work
+from stretto.loop.records.totals import EarlierTotals, Work
 from stretto.rollout.adaptive import AdaptiveBound
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState

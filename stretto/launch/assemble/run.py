@@ -30,8 +30,9 @@ from stretto.loop.engines.sessions import TrajectorySessions, unfinished_session
 from stretto.loop.evaluation import Evaluations, Evaluator
 from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
-from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
+from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import Reporter
+from stretto.loop.records.totals import EarlierTotals, RunClock
 from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
 from stretto.outlets.supervision import followed
 from stretto.processes.spawn import Spawner
