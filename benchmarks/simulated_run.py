@@ -47,8 +47,8 @@ from stretto.rollout.controller import Controller
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import ENGINES
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.totals import ENGINES
 from stretto.worlds.single_turn import SingleTurn
 
 _PROMPTS = [Prompt(id=str(i), token_ids=tuple(range(64)), text=f"{i}?", answer=str(i)) for i in range(4096)]

@@ -26,8 +26,9 @@ from stretto.core.records import (
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.in_flight import InFlight, restore
+from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.restoring import restore
 from stretto.loop.evaluation import Evaluations, PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.evaluation import Evaluation

@@ -20,10 +20,11 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import Totals, inspect_run
+from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics
+from stretto.store.totals import Totals
 from tests.loop.test_checkpointing import PROMPT, UPDATE, Desk, batch
 
 

@@ -24,7 +24,8 @@ from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
-from stretto.loop.engines.in_flight import GroupInFlight, InFlight, restore
+from stretto.loop.engines.in_flight import GroupInFlight, InFlight
+from stretto.loop.engines.restoring import restore
 from stretto.loop.engines.rounds import Rounds
 from stretto.loop.engines.sessions import TrajectorySessions, unfinished_sessions
 from stretto.loop.evaluation import Evaluations, Evaluator
@@ -42,11 +43,11 @@ from stretto.rollout.pacing import Continuous, InRounds
 from stretto.rollout.prompts import Position, PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import ENGINES, TOTALS, Membership, Totals
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import UnfinishedGroup, last_step, read_batches, read_unfinished
 from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.samples import rewind_samples
+from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto.worlds.single_turn import GroupWorkflow, SingleTurn
 from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.workflows.config import WorkflowConfig

@@ -1,7 +1,7 @@
 """The completions of a run in flight: journaled while they are generated, continued by another engine when one is lost.
 
 engine ─► completions that have ended ─┐
-engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restore`
+engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restoring.restore`
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from stretto.conversation.session import TurnRequest
 from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
 from stretto.loop.engines.attempts import LOSSES
-from stretto.rollout.controller import Controller, ControllerState
-from stretto.store.ledger.reading import UnfinishedGroup
 
 
 class Engines(Protocol):
@@ -230,24 +228,3 @@ class InFlight:
 
 def _given_up(session: str) -> RefusedRequest:
     return RefusedRequest("session", f"{session} was given up", "another one")
-
-
-def restore(
-    controller: Controller, state: ControllerState, unfinished: Sequence[UnfinishedGroup]
-) -> dict[str, GroupInFlight]:
-    """Give the controller the groups that an earlier process had not trained; returns the tokens of those in flight."""
-    for group in unfinished:
-        failures = state.failures.get(group.id, 0)
-        controller.restore(group.id, group.admitted_version, group.trajectories, failures, group.max_staleness)
-    return {group.id: _in_flight(group) for group in unfinished if not group.trajectories}
-
-
-def _in_flight(group: UnfinishedGroup) -> GroupInFlight:
-    """A group of single turns, each of one segment."""
-    known = {member: found.segments[0] for member, found in group.members.items() if found.segments}
-    ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
-    return GroupInFlight(
-        ended={member: Completion.of(group.id, member, segment) for member, segment in ended.items()},
-        prefixes={member: segment for member, segment in known.items() if member not in ended},
-        journaled=set(ended),
-    )

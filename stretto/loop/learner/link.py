@@ -19,13 +19,13 @@ from stretto.core.errors import CheckpointLost, RoleDied, RoleError, RoleFailed,
 from stretto.core.events import Span
 from stretto.core.records import Batch, Update
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.learner.recovery import Recovery
 from stretto.loop.learner.replies import TrainerReplies
 from stretto.measures.goodput import AGAIN
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
 from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.store.folder.checkpoints import Checkpoint
 from stretto.trainer.messages import (
     FROM_TRAINER,
     Copied,
@@ -64,6 +64,26 @@ class RankStarter(Protocol):
         ...
 
 
+class RunPast(Protocol):
+    """What a trainer's state is made of (`loop.learner.recovery.Recovery`)."""
+
+    def newest(self, version: int) -> Checkpoint | None:
+        """The newest whole checkpoint that is not past `version`; None: the run is trained from its start.
+
+        Raises:
+            StoreError: what there is, is not whole.
+        """
+        ...
+
+    def batch(self, step: int) -> Batch:
+        """What step `step` was trained on.
+
+        Raises:
+            StoreError: it is not on record.
+        """
+        ...
+
+
 class TrainerLink:
     """One order at a time; replies come in the order of the orders."""
 
@@ -71,7 +91,7 @@ class TrainerLink:
         self,
         log: Path,
         deadlines: DeadlinesConfig,
-        recovery: Recovery | None = None,
+        recovery: RunPast | None = None,
         role: str = TRAINER_ROLE,
         spawner: Spawner = FRESH,
         elsewhere: RankStarter | None = None,

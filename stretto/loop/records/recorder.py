@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -17,12 +18,22 @@ from stretto.loop.records.alarms import SlowReward, WatchedSamples
 from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
 from stretto.loop.records.totals import EarlierTotals, RunClock, Work, over_the_run, with_activities, with_transfers
+from stretto.measures.goodput import OnRecord
 from stretto.measures.selection import SelectionWatch
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import TOTALS, Carried, Totals, budget
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics
 from stretto.store.series.spans import SpanLog
+from stretto.store.totals import TOTALS, Carried, Totals, budget
+
+
+class RecordingLedger(Protocol):
+    """Satisfied by `store.ledger.ledger.Ledger`."""
+
+    @property
+    def on_record(self) -> OnRecord: ...
+    def record_update(self, update: Update) -> None: ...
+    def put(self, name: str, value: object) -> None: ...
+    def flush(self) -> None: ...
 
 
 class Recorder:
@@ -31,7 +42,7 @@ class Recorder:
     def __init__(
         self,
         folder: RunFolder,
-        ledger: Ledger,
+        ledger: RecordingLedger,
         reporter: Reporter,
         work: Callable[[], Work],
         max_staleness: float,

@@ -12,7 +12,7 @@ import msgspec
 from stretto.core.events import Span
 from stretto.core.records import Record
 from stretto.measures.goodput import WORK
-from stretto.store.inspection import NEWEST_TRANSFERS, Carried, Totals
+from stretto.store.totals import NEWEST_TRANSFERS, Carried, Totals
 
 Count = TypeVar("Count", int, float)
 
