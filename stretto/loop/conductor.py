@@ -181,9 +181,7 @@ class Conductor:
             if batch is None:
                 return
             self._admit()
-            self.recorder.taken(
-                batch, self.controller.in_flight, self.controller.buffered, self.controller.max_staleness
-            )
+            self.recorder.taken(self.controller.in_flight, self.controller.buffered, self.controller.max_staleness)
             update = await self._before_the_stop_ends(self.trainer.train(batch))
             if update is None:
                 return

@@ -33,7 +33,7 @@ from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import Reporter
-from stretto.loop.records.totals import EarlierTotals, RunClock
+from stretto.loop.records.totals import RunClock, carried_over
 from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
 from stretto.outlets.supervision import followed
 from stretto.processes.spawn import Spawner
@@ -159,13 +159,13 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         return stop.exit_code
 
 
-def _earlier(folder: RunFolder, ledger: Ledger) -> EarlierTotals:
+def _earlier(folder: RunFolder, ledger: Ledger) -> Totals:
     """What earlier processes of the run have done; the tokens in flight of which nothing is journaled are lost."""
     if (totals := ledger.get(TOTALS, Totals)) is None:
-        return EarlierTotals()
+        return Totals(max_staleness=None)
     members = (member for group in read_unfinished(folder.ledger) for member in group.members.values())
     go_on = sum(len(segment.versions) for member in members for segment in member.segments)
-    return EarlierTotals.of(totals, ledger.on_record.tokens + go_on)
+    return carried_over(totals, ledger.on_record.tokens + go_on)
 
 
 def _roles_of(recipe: Recipe) -> str:
@@ -192,9 +192,7 @@ def _selection(context: RunContext) -> SelectionWatch:
     return watch
 
 
-def _recorder(
-    context: RunContext, roles: Roles, earlier: EarlierTotals, since: float, selection: SelectionWatch
-) -> Recorder:
+def _recorder(context: RunContext, roles: Roles, earlier: Totals, since: float, selection: SelectionWatch) -> Recorder:
     recipe = context.plan.recipe
     return Recorder(
         context.folder,

@@ -65,23 +65,10 @@ class RankStarter(Protocol):
 
 
 class RunPast(Protocol):
-    """What a trainer's state is made of (`loop.learner.recovery.Recovery`)."""
+    """Satisfied by `loop.learner.recovery.Recovery`."""
 
-    def newest(self, version: int) -> Checkpoint | None:
-        """The newest whole checkpoint that is not past `version`; None: the run is trained from its start.
-
-        Raises:
-            StoreError: what there is, is not whole.
-        """
-        ...
-
-    def batch(self, step: int) -> Batch:
-        """What step `step` was trained on.
-
-        Raises:
-            StoreError: it is not on record.
-        """
-        ...
+    def newest(self, version: int) -> Checkpoint | None: ...
+    def batch(self, step: int) -> Batch: ...
 
 
 class TrainerLink:

@@ -17,7 +17,7 @@ from stretto.core.records import Batch, Completion, Outcome, Prompt, Trajectory,
 from stretto.loop.records.alarms import SlowReward, WatchedSamples
 from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
-from stretto.loop.records.totals import EarlierTotals, RunClock, Work, over_the_run, with_activities, with_transfers
+from stretto.loop.records.totals import RunClock, Work, over_the_run, with_activities, with_transfers
 from stretto.measures.goodput import OnRecord
 from stretto.measures.selection import SelectionWatch
 from stretto.store.folder.run_folder import RunFolder
@@ -37,7 +37,7 @@ class RecordingLedger(Protocol):
 
 
 class Recorder:
-    """Writes what the conductor reports; `work` says how busy the roles were."""
+    """Writes what the conductor reports."""
 
     def __init__(
         self,
@@ -46,13 +46,14 @@ class Recorder:
         reporter: Reporter,
         work: Callable[[], Work],
         max_staleness: float,
-        earlier: EarlierTotals,
+        earlier: Totals,
         clock: RunClock,
         medium: str = "shared_memory",
         slow_reward: SlowReward | None = None,
         sample_seconds: float = 0.0,
         selection: SelectionWatch | None = None,
     ) -> None:
+        """`work` says how busy the roles were; `earlier` are the totals of earlier processes of the run."""
         self.clock = clock
         self._selection = selection
         self._samples = WatchedSamples(folder, reporter.say, sample_seconds)
@@ -64,21 +65,7 @@ class Recorder:
         self._metrics, self._spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
         before = earlier.carried
         self._carried = before if before is not None and before.medium == medium else Carried(medium)
-        self._max_staleness, self._earlier = max_staleness, earlier
-        self.latest = Totals(
-            max_staleness=max_staleness,
-            generated=earlier.generated,
-            recomputed=earlier.recomputed,
-            stopped=earlier.stopped,
-            busy=earlier.busy,
-            rl_seconds=earlier.rl_seconds,
-            initial_accuracy=earlier.initial_accuracy,
-            generated_by=earlier.generated_by,
-            carried=earlier.carried,
-            evaluated=earlier.evaluated,
-            starting_seconds=earlier.starting_seconds,
-            activities=earlier.activities,
-        )
+        self._earlier = self.latest = msgspec.structs.replace(earlier, max_staleness=max_staleness)
         self._before = Work()
         self._stopped: int | None = None  # tokens of aborted completions, before the end of the run aborts the others
         self._left_over = 0  # tokens of whole turns that no trajectory has
@@ -134,7 +121,7 @@ class Recorder:
         again asked for something else."""
         self._left_over += tokens
 
-    def taken(self, batch: Batch, in_flight: int, buffered: int, max_staleness: float | None = None) -> None:
+    def taken(self, in_flight: int, buffered: int, max_staleness: float | None = None) -> None:
         """A batch went to the trainer; `in_flight` and `buffered` groups stay behind, and others are admitted under the
         bound `max_staleness`."""
         self._queues = {"in_flight": float(in_flight), "buffered": float(buffered)}
@@ -266,7 +253,7 @@ class Recorder:
         work, before, earlier = self._work(), self._before, self._earlier
         sampled = over_the_run(work.generated_by, before.generated_by, earlier.generated_by)
         return Totals(
-            max_staleness=self._max_staleness,
+            max_staleness=earlier.max_staleness,
             generated=work.generated - before.generated + earlier.generated - self._not_trained_for.total(),
             recomputed=work.recomputed - before.recomputed + earlier.recomputed,
             stopped=work.stopped - before.stopped + earlier.stopped + self._left_over,

@@ -10,34 +10,17 @@ from typing import TypeVar
 import msgspec
 
 from stretto.core.events import Span
-from stretto.core.records import Record
 from stretto.measures.goodput import WORK
 from stretto.store.totals import NEWEST_TRANSFERS, Carried, Totals
 
 Count = TypeVar("Count", int, float)
 
 
-class EarlierTotals(Record, frozen=True):
-    """The totals with which a resumed run begins; zero for a new run."""
-
-    wall_seconds: float = 0.0
-    rl_seconds: float = 0.0
-    generated: int = 0
-    recomputed: int = 0
-    stopped: int = 0
-    busy: Mapping[str, float] = {}
-    initial_accuracy: float | None = None
-    generated_by: Mapping[str, int] = {}
-    carried: Carried | None = None
-    evaluated: int = 0
-    starting_seconds: float = 0.0
-    activities: Mapping[str, Mapping[str, float]] = {}
-
-    @classmethod
-    def of(cls, totals: Totals, kept: int) -> EarlierTotals:
-        """All work counts, also that of steps which are done again. `kept`: the tokens that are on record, or go on."""
-        fields = {name: getattr(totals, name) for name in cls.__struct_fields__}
-        return cls(**fields | {"stopped": max(0, totals.generated - kept)})
+def carried_over(totals: Totals, kept: int) -> Totals:
+    """The totals with which a resumed run begins: all work counts, also that of steps which are done again. `kept`: the
+    tokens that are on record, or go on."""
+    stopped = max(0, totals.generated - kept)
+    return msgspec.structs.replace(totals, stopped=stopped, unfinished=0, final_accuracy=None, rewards={})
 
 
 @dataclass(frozen=True)
@@ -56,7 +39,7 @@ class Work:
 class RunClock:
     """Seconds of the whole run and of its reinforcement learning, those before a resumption included."""
 
-    def __init__(self, earlier: EarlierTotals, since: float) -> None:
+    def __init__(self, earlier: Totals, since: float) -> None:
         """`since`: when this process started the run, by `time.monotonic`."""
         self._earlier = earlier
         self._since = since
