@@ -112,7 +112,7 @@ class ToyFleet:
             self.on_load(self.version)
 
     def pressure(self) -> Pressure:
-        """It is asked once a second; the run is to end then."""
+        """It is asked once a second; a run whose number has grown is to end then."""
         self.on_pressure()
         return Pressure(needed=0.1)
 
@@ -215,7 +215,8 @@ class Stage(SilentReporter):
             steps=steps,
             deadlines=deadlines,
         )
-        self.fleet.on_pressure = conductor.request_stop
+        least, _ = config.in_flight_bounds
+        self.fleet.on_pressure = lambda: conductor.request_stop() if controller.max_in_flight > least else None
         if stop_after is not None:
             asyncio.get_running_loop().call_later(stop_after, conductor.request_stop)
         recorder.rl_begins()

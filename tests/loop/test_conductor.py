@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -318,7 +319,7 @@ def test_a_bound_that_the_run_finds_itself_is_on_record_and_goes_on_after_a_resu
 def test_a_number_of_groups_in_flight_that_the_run_finds_itself_is_on_record(stage: Stage) -> None:
     """An engine of which a tenth is needed has room for twice as many groups. The run that goes on has an evaluation's
     completion in its engine: how full it is says nothing of the groups then."""
-    settings: dict[str, Any] = {"max_in_flight": "auto", "max_in_flight_min": 2, "max_staleness": 8}
+    settings: dict[str, Any] = {"max_in_flight": "auto", "max_in_flight_min": 2, "max_staleness": math.inf}
     stage.fleet.seconds = 0.05  # the trainer waits for it
     assert stage.play(steps=10_000, **settings).max_in_flight == 4
     begins = stage.ledger.last_step() or 0
