@@ -14,9 +14,11 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from benchmarks.cluster import JOINED, Story, run_of
 from benchmarks.report import save
@@ -72,7 +74,7 @@ def crossed(laboratory: Laboratory, name: str, seed: int = 1) -> Crossed:
             found = Crossed(machines.story, Counts())
             machines.join(ours.there)
             machines.goes_on(3)
-            ours.become(replace(trial.conditions, cut=trial.cut > 0))
+            ours.become(msgspec.structs.replace(trial.conditions, cut=trial.cut > 0))
             time.sleep(trial.cut)
             ours.become(trial.conditions)
             machines.goes_on()
