@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import accumulate, chain
@@ -138,14 +137,10 @@ class Segment(Record, frozen=True, array_like=True):
         """The pieces of one completion, one at least, as one: every token is copied once."""
         columns = ("token_ids", "behavior_logprobs", "versions")
         chained = {name: tuple(chain.from_iterable(getattr(piece, name) for piece in pieces)) for name in columns}
-        named = any(piece.engines for piece in pieces)
-        return msgspec.structs.replace(
-            pieces[0],
-            **chained,
-            interrupted=max(piece.interrupted for piece in pieces),
-            stop_reason=pieces[-1].stop_reason,
-            engines=reduce(joined, (piece.writers for piece in pieces)) if named else (),
-        )
+        engines = reduce(joined, (piece.writers for piece in pieces)) if any(piece.engines for piece in pieces) else ()
+        interrupted, stop_reason = max(piece.interrupted for piece in pieces), pieces[-1].stop_reason
+        ends = {"interrupted": interrupted, "stop_reason": stop_reason, "engines": engines}
+        return msgspec.structs.replace(pieces[0], **chained, **ends)
 
     def after(self, tokens: int) -> Segment:
         """What comes after the first `tokens` tokens."""
@@ -352,19 +347,6 @@ class Batch(Record, frozen=True):
     def oldest_of(self, group: str) -> int:
         """The oldest version whose tokens in this group are in the loss."""
         return self.oldest_by_group.get(group, self.oldest_trainable)
-
-    @property
-    def loss_tokens(self) -> Counter[int]:
-        """How many tokens are in the loss, by their staleness: versions between their own and the batch's."""
-        found = Counter[int]()
-        for group in self.groups:
-            oldest = self.oldest_of(group.id)
-            for trajectory in group.trajectories:
-                versions = trajectory.versions
-                for version in set(versions):  # few: to count each of them is quicker than to go through all tokens
-                    if version >= oldest:
-                        found[self.version - version] += versions.count(version)
-        return found
 
 
 class Update(Record, frozen=True):

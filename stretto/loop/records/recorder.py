@@ -20,6 +20,7 @@ from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
 from stretto.measures.goodput import WORK
 from stretto.measures.selection import SelectionWatch
+from stretto.measures.staleness import loss_tokens
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import NEWEST_TRANSFERS, TOTALS, Carried, Totals, budget
 from stretto.store.ledger.ledger import Ledger
@@ -219,7 +220,7 @@ class Recorder:
     def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         lengths = [len(trajectory.versions) for trajectory in trajectories]
-        ages = batch.loss_tokens
+        ages = loss_tokens(batch)
         decided = self._sampled[Outcome.RIGHT] + self._sampled[Outcome.WRONG]
         if decided:  # else two batches left the buffer one after the other: the last accuracy stands
             self._accuracy = self._sampled[Outcome.RIGHT] / decided

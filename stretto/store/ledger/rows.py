@@ -12,6 +12,7 @@ from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, Segment, State, Trajectory, Update
 from stretto.core.states import ALLOWED
 from stretto.measures.goodput import OnRecord
+from stretto.measures.staleness import loss_tokens
 from stretto.store.ledger.schema import FORMAT
 from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
 
@@ -208,7 +209,7 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
     Raises:
         BoundViolated: a token is newer than the policy that would be trained on it.
     """
-    staleness = dict(sorted(batch.loss_tokens.items(), reverse=True))  # as they were sampled
+    staleness = dict(sorted(loss_tokens(batch).items(), reverse=True))  # as they were sampled
     if any(age < 0 for age in staleness):
         raise BoundViolated(f"batch {batch.step} holds tokens newer than its version {batch.version}")
     every = sum(len(trajectory.versions) for group in batch.groups for trajectory in group.trajectories)
