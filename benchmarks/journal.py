@@ -73,7 +73,7 @@ async def seconds_per_piece(folder: Path) -> dict[int, float]:
         await in_flight.keep()
         ledger.flush()
         taken.append((time.process_time() - start) / (GROUPS * MEMBERS))
-    await cancel_and_wait(tasks)
+    await cancel_and_wait([*tasks])
     ledger.close()
     return {end: statistics.median(taken[3 * end // 4 // PIECE : end // PIECE]) for end in LENGTHS}
 
