@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from stretto.core.admission import loss_tokens
 from stretto.core.events import Span
 from stretto.core.records import Batch, Completion, Outcome, Prompt, Trajectory, Update
 from stretto.loop.records.alarms import SlowReward, WatchedSamples
@@ -20,7 +21,6 @@ from stretto.loop.records.reporter import Reporter
 from stretto.loop.records.totals import RunClock, Work, over_the_run, with_activities, with_transfers
 from stretto.measures.goodput import OnRecord
 from stretto.measures.selection import SelectionWatch
-from stretto.measures.staleness import loss_tokens
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics
 from stretto.store.series.spans import SpanLog

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from stretto.core.admission import loss_tokens
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, Segment, State, Trajectory, Update
 from stretto.core.states import ALLOWED
 from stretto.measures.goodput import OnRecord
-from stretto.measures.staleness import loss_tokens
 from stretto.store.ledger.schema import FORMAT
 from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from stretto.core.admission import loss_tokens
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, Trajectory, Verdict
-from stretto.measures.staleness import loss_tokens
 
 GIVEN = Segment((9, 9, 9))
 
