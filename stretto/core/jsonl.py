@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from stretto.core.errors import DataError, Problem
+from stretto.core.errors import DataError, Mistakes, Problem, nearest_file
 
 #: Characters of a line at most: the tests of a program have inputs of many megabytes.
 LARGEST_ROW = 256 << 20
@@ -48,24 +48,26 @@ def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Given, str], Read]) -> list[Read]:
-    """``read(row, place)`` of each ``(place, row)``; the mistakes of all rows come together, each with its place.
+    """``read(row, place)`` of each ``(place, row)``; the mistakes of all rows come together, each with its place, up to
+    a place behind which `rows` cannot be read any more.
 
     Raises:
         DataError: `name` has no rows, or some of them are not what they should be.
     """
     found: list[Read] = []
-    problems: list[Problem] = []
-    for place, row in rows:
-        try:
-            found.append(read(row, place))
-        except DataError as error:
-            problems += error.problems
-    if len(problems) > _SHOWN:
-        problems = [*problems[:_SHOWN], Problem(name, f"{len(problems) - _SHOWN} more rows like these")]
-    if not found and not problems:
-        problems = [Problem(name, "no rows", "at least one is needed")]
-    if problems:
-        raise DataError(problems)
+    mistakes, bad = Mistakes(), 0
+    with mistakes:
+        for place, row in rows:
+            one = Mistakes()
+            with one:
+                found.append(read(row, place))
+            bad += bool(one.problems)
+            mistakes.problems += one.problems if bad <= _SHOWN else []
+    if bad > _SHOWN:
+        mistakes.problems.append(Problem(name, f"{bad - _SHOWN} more rows like these"))
+    if not found and not mistakes.problems:
+        mistakes.problems.append(Problem(name, "no rows", "at least one is needed"))
+    mistakes.done()
     return found
 
 
@@ -83,7 +85,7 @@ def read_text(path: Path) -> str:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise mistake(str(path), "no such file") from None
+        raise mistake(str(path), "no such file", nearest_file(path)) from None
     except OSError as error:
         raise mistake(str(path), f"cannot be read: {error}", "a UTF-8 text file is needed") from None
     if content.startswith(_GZIP):

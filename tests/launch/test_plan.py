@@ -158,7 +158,31 @@ def test_rows_that_a_reward_could_not_tell_apart_are_refused(plan_for: Planner, 
     own = {"function": f"{REWARDS}:length"}
     assert plan_for(rows, rewards=own).rows["4+7=", "11"].fields == '{"demonstration": "11", "level": 1}'
     assert plan_for(rows).rows == {}, "a built-in reward takes none"
-    assert f"{tmp_path}/rows.jsonl:5: has the prompt" in message(plan_for, [*rows, FOUR[0] | {"level": 9}], rewards=own)
+    again = [*rows, FOUR[0] | {"level": 9}, FOUR[1] | {"level": 8}]
+    told = message(plan_for, again, rewards=own).splitlines()
+    place = f"{tmp_path}/rows.jsonl"
+    assert [line.partition(", and different")[0] for line in told] == [
+        f"{place}:5: has the prompt and the gold answer of {place}:1",
+        f"{place}:6: has the prompt and the gold answer of {place}:2",
+    ]
+
+
+def test_files_that_are_not_there_come_with_their_keys_and_the_nearest_names(plan_for: Planner, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = message(
+        plan_for, FOUR, task={"kind": "jsonl", "file": f"{tmp_path}/row.jsonl", "held_out_file": f"{path}x"}
+    ).splitlines()
+    assert lines == [
+        f"task.file: {tmp_path}/row.jsonl: no such file; did you mean 'rows.jsonl'?",
+        f"task.held_out_file: {path}x: no such file; did you mean 'rows.jsonl'?",
+    ]
+    sources = [{"data": str(path), "prompt_field": "q", "held_out": 1}, {"data": f"{tmp_path}/no.csv"}]
+    sets = [{"name": "far", "source": {"data": f"{tmp_path}/far.csv"}}]
+    told = message(plan_for, FOUR, task={"kind": "dataset", "sources": sources}, evaluation={"sets": sets})
+    assert [line.partition(": ")[0] for line in told.splitlines()] == [
+        "task.sources.1.data",
+        "evaluation.sets.0.source.data",
+    ]
 
 
 def test_a_reward_is_looked_for_beside_its_recipe_first(tmp_path: Path) -> None:
