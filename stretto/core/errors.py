@@ -41,8 +41,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_SHOWN_NAMES = 8
-
 
 class StrettoError(Exception):
     """Root of the tree.
@@ -117,34 +115,6 @@ class DataError(UserError):
         except stretto.DataError as error:
             print(error)
     """
-
-
-class Mistakes:
-    """Mistakes in data, of several parts that are all looked at before one of them ends the start.
-
-    >>> mistakes = Mistakes()
-    >>> for place in ("rows.jsonl:1", "rows.jsonl:2"):
-    ...     with mistakes:
-    ...         raise DataError([Problem(place, "no field 'answer'")])
-    >>> len(mistakes.problems)
-    2
-    """
-
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-
-    def __enter__(self) -> None:
-        """The block is one part."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, DataError):
-            self.problems += error.problems
-        return isinstance(error, DataError)
-
-    def done(self) -> None:
-        """Raises DataError: with all of them, each once, if there are any."""
-        if self.problems:
-            raise DataError(dict.fromkeys(self.problems))
 
 
 class ModelFolderError(UserError):
@@ -419,18 +389,6 @@ def naming(place: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(place)
         raise
-
-
-def nearest_file(path: Path) -> str:
-    """The remedy for a file that is not there: the nearest name in its folder, or the first ones of the folder."""
-    try:
-        names = sorted(entry.name for entry in path.parent.iterdir())
-    except OSError:
-        return f"there is no folder {path.parent}"
-    if (near := nearest(path.name, names)).startswith("did") or not names:
-        return near if names else f"the folder {path.parent} is empty"
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    return f"the folder {path.parent} has {', '.join(names[:_SHOWN_NAMES])}{more}"
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from stretto.core.errors import DataError, Mistakes, Problem, nearest_file
+from stretto.core.errors import DataError, Problem, nearest
 
 #: Characters of a line at most: the tests of a program have inputs of many megabytes.
 LARGEST_ROW = 256 << 20
 LARGEST_UNPACKED = 4 << 30  #: bytes of a compressed file after unpacking
 _SHOWN = 20
+_SHOWN_NAMES = 8
 _GZIP = b"\x1f\x8b"
 _OTHERS = {
     b"PAR1": "a parquet file",
@@ -25,6 +26,34 @@ _OTHERS = {
 
 Given = TypeVar("Given")
 Read = TypeVar("Read")
+
+
+class Mistakes:
+    """Mistakes in data, of several parts that are all looked at before one of them ends the start.
+
+    >>> mistakes = Mistakes()
+    >>> for place in ("rows.jsonl:1", "rows.jsonl:2"):
+    ...     with mistakes:
+    ...         raise DataError([Problem(place, "no field 'answer'")])
+    >>> len(mistakes.problems)
+    2
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def __enter__(self) -> None:
+        """The block is one part."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, DataError):
+            self.problems += error.problems
+        return isinstance(error, DataError)
+
+    def done(self) -> None:
+        """Raises DataError: with all of them, each once, if there are any."""
+        if self.problems:
+            raise DataError(dict.fromkeys(self.problems))
 
 
 def read_rows(path: Path, read: Callable[[str, int, str], Read]) -> list[Read]:
@@ -74,6 +103,18 @@ def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Give
 def mistake(place: str, found: str, remedy: str = "") -> DataError:
     """The error of one bad row."""
     return DataError([Problem(place, found, remedy)])
+
+
+def nearest_file(path: Path) -> str:
+    """The remedy for a file that is not there: the nearest name in its folder, or the first ones of the folder."""
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir())
+    except OSError:
+        return f"there is no folder {path.parent}"
+    if (near := nearest(path.name, names)).startswith("did") or not names:
+        return near if names else f"the folder {path.parent} is empty"
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"the folder {path.parent} has {', '.join(names[:_SHOWN_NAMES])}{more}"
 
 
 def read_text(path: Path) -> str:

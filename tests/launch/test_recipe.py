@@ -305,28 +305,6 @@ def test_an_override_that_makes_no_sense_is_refused(tmp_path: Path, override: st
     assert expected in message(path, [override])
 
 
-def test_a_mistake_of_an_override_is_named_by_the_override(tmp_path: Path) -> None:
-    path = write(tmp_path, merged("[engine]\nslot = 3\n"))
-    overrides = ["trainer.step=3", "task.held_out=0", "trainer.steps=7", "engine={ slots = 0 }"]
-    told = message(path, overrides).splitlines()
-    assert sorted(line.partition("; ")[0] for line in told) == [
-        f"{path}: engine.slot: unknown key",
-        "override engine.slots: 0",
-        "override task.held_out: 0",
-        "override trainer.step: unknown key",
-    ]
-    with pytest.raises(RecipeError, match=r"^override trainer\.step: unknown key; did you mean 'steps'\?$"):
-        load_recipe(write(tmp_path, SMALL), {"trainer": {"step": 3}})
-
-
-def test_a_mistake_of_several_keys_names_the_override_of_one_of_them(tmp_path: Path) -> None:
-    path = write(tmp_path, SMALL)
-    told = message(path, ["trainer.steps=7", "trainer.minibatches=1000"])
-    assert told.startswith(f"{path} with override trainer.minibatches: trainer.minibatches = 1000 is more than")
-    told = message(path, ["rollout.max_staleness=auto", "rollout.staleness_min=9"])
-    assert told.startswith(f"{path}: rollout with override rollout.staleness_min: staleness_min = 9 is more than")
-
-
 def test_the_path_of_a_reference_is_relative_to_the_recipe_too(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, merged('[algorithm.reference]\npath = "other"')))
     assert recipe.algorithm.reference is not None

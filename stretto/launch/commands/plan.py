@@ -32,7 +32,7 @@ from stretto.worlds.data.task import Question
 
 _LEGEND = (
     "eta: rollout.max_staleness, the most versions that a token may be behind; in flight: rollout.max_in_flight, "
-    "groups; step s: seconds of a step; stale mean, p99: versions that trained tokens are behind; GiB: of the fullest device"
+    "groups; step s: seconds of a step; stale mean, p99: versions that trained tokens are behind"
 )
 _ANY = "h100"  # weights and activations are the same on every machine
 _SHOWN = 4096  # demonstrations whose lengths are taken

@@ -23,8 +23,8 @@ from stretto.core.errors import (
     RoleError,
     WorkflowError,
     nearest,
-    nearest_file,
 )
+from stretto.core.jsonl import nearest_file
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import bind
 from stretto.engine.native.capacity import longest_row_of

@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from stretto.core.errors import DataError, Mistakes, Problem
+from stretto.core.errors import DataError, Problem
+from stretto.core.jsonl import Mistakes
 from stretto.worlds.data import jsonl
 from stretto.worlds.data.rows import Columns, question
 from stretto.worlds.data.task import Question, Questions

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stretto.core import jsonl
-from stretto.core.errors import Mistakes, nearest
-from stretto.core.jsonl import mistake
+from stretto.core.errors import nearest
+from stretto.core.jsonl import Mistakes, mistake
 
 _LARGEST_TEXT = 1 << 20
 _ROLES = ("system", "user", "assistant")

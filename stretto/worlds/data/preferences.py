@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.core.errors import Mistakes
-from stretto.core.jsonl import mistake
+from stretto.core.jsonl import Mistakes, mistake
 from stretto.worlds.data import jsonl
 from stretto.worlds.data.task import Question
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.core.errors import Mistakes
-from stretto.core.jsonl import LARGEST_ROW
+from stretto.core.jsonl import LARGEST_ROW, Mistakes
 from stretto.worlds.data import jsonl
 from stretto.worlds.data.task import Question
 

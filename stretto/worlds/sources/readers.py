@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stretto.core.errors import DataError, Problem, nearest_file
-from stretto.core.jsonl import lines_of, mistake, read_text
+from stretto.core.errors import DataError, Problem
+from stretto.core.jsonl import lines_of, mistake, nearest_file, read_text
 from stretto.worlds.data.jsonl import object_of
 from stretto.worlds.sources.hub import reachable_or_cached
 from stretto.worlds.sources.optional import package

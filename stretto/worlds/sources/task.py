@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from stretto.core.errors import Mistakes
+from stretto.core.jsonl import Mistakes
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.gym_source import GymSource
 from stretto.worlds.sources.rows_source import RowsSource
