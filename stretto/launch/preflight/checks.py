@@ -133,6 +133,17 @@ def check_reward_function(config: RewardsConfig) -> None:
         raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
 
 
+def check_reward_addresses(config: RewardsConfig) -> None:
+    """Raises RewardFunctionError: nothing answers at an address that a reward asks."""
+    faults = {name: (section.address, unreachable(section.address)) for name, section in config.asked.items()}
+    if dead := {name: told for name, told in faults.items() if told[1]}:
+        remedy = "start the server, or give the address of one that runs"
+        raise RewardFunctionError(
+            Problem(f"rewards.{name}.address: {address!r}", f"nothing answers: {fault}", remedy)
+            for name, (address, fault) in dead.items()
+        )
+
+
 def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
     """Import and make the workflow in a process that can be killed; what it needs of the model.
 

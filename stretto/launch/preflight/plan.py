@@ -21,6 +21,7 @@ from stretto.launch.preflight.checks import (
     check_in_flight,
     check_kind,
     check_machine,
+    check_reward_addresses,
     check_reward_function,
     check_reward_sources,
     check_top_k,
@@ -107,6 +108,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     check_engine_keys(recipe, here=recipe.cluster.placer == "local")
     medium_of(recipe)
     check_reward_function(recipe.rewards)
+    check_reward_addresses(recipe.rewards)
     needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
     check_machine(recipe)
     check_cluster(recipe)
