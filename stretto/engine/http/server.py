@@ -117,6 +117,7 @@ class EngineApp:
             return
         try:
             requests = self._requests.decode(body)
+            await self._backend.prepare(requests)
             stream = self._backend.submit_all(requests)
         except (RefusedRequest, EngineLost, msgspec.DecodeError) as error:
             await _reply(send, *_refusal(error))
