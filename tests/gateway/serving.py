@@ -58,7 +58,7 @@ def tokenizer_of(template: str = "qwen2_5") -> Tokenizer:
     return Tokenizer(template, (whole.eos_token_id,), whole, whole.backend_tokenizer)
 
 
-def build_chat_model(folder: Path) -> Path:
+def build_chat_model(folder: Path, context: int = 512) -> Path:
     """A tiny Llama that speaks ChatML in bytes."""
     tokenizer = tokenizer_of("qwen2_5")
     config = LlamaConfig(
@@ -68,7 +68,7 @@ def build_chat_model(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=512,
+        max_position_embeddings=context,
         initializer_range=0.3,
         eos_token_id=tokenizer.eos_token_ids[0],
     )

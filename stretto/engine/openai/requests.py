@@ -208,7 +208,9 @@ class ChatBody(Body, frozen=True, kw_only=True):
     @property
     def grammar(self) -> str:
         form = self.response_format
-        return "" if form is None or form.type == "text" else json_grammar(form.json_schema and form.json_schema.schema)
+        if form is None or form.type == "text":
+            return ""
+        return json_grammar(form.json_schema.schema if form.json_schema else None)
 
     @property
     def wants_logprobs(self) -> bool:
