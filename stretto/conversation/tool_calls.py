@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from stretto.conversation.messages import Tool, ToolCall
-from stretto.core.grammars import json_rule
+from stretto.core.engine import json_rule
 
 NameCall = Callable[[int], str]
 """The id of the call with this number in its message."""
@@ -57,7 +57,7 @@ class CallForm(Protocol):
         ...
 
     def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
-        """The grammar of `calls` of these tools and nothing else (`core.grammars`); `word` writes a text that may be
+        """The grammar of `calls` of these tools and nothing else (`Sampling.grammar`); `word` writes a text that may be
         one token. Without `parallel` there is one call, else at most `MOST_CALLS`.
 
         Raises:

@@ -10,8 +10,8 @@ import msgspec
 
 from stretto.conversation.messages import AskedTurn, Wanted
 from stretto.conversation.tool_calls import CallForm
+from stretto.core.engine import json_rule
 from stretto.core.errors import RefusedRequest
-from stretto.core.grammars import json_rule
 from stretto.core.records import Sampling
 
 _CHOSEN = ("temperature", "top_p", "top_k", "min_p")

@@ -17,8 +17,8 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from stretto.core.engine import MOST_GRAMMAR, json_grammar
 from stretto.core.errors import RefusedRequest
-from stretto.core.grammars import MOST_GRAMMAR, json_grammar
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine

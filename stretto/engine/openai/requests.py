@@ -17,9 +17,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
 
-from stretto.core.engine import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS
+from stretto.core.engine import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS, json_grammar
 from stretto.core.errors import RefusedRequest
-from stretto.core.grammars import json_grammar
 from stretto.core.records import Record
 from stretto.processes.http.bodies import parse_record
 

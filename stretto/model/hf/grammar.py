@@ -1,4 +1,4 @@
-"""Which tokens may come next, so that a completion follows a grammar (`core.grammars`): by llguidance, an extra.
+"""Which tokens may come next, so that a completion follows a grammar (`Sampling.grammar`): by llguidance, an extra.
 
     text ─► compiled, once ─► Matcher of each completion: tokens so far ─► bits of the tokens that may follow
 
@@ -22,8 +22,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from stretto.core.engine import MOST_GRAMMAR
 from stretto.core.errors import ModelFolderError, RefusedRequest
-from stretto.core.grammars import MOST_GRAMMAR
 from stretto.model.hf.tokenizer import Tokenizer
 
 try:
