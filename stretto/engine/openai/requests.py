@@ -166,7 +166,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         return found
 
 
-class JsonSchema(Record, frozen=True):
+class SchemaBody(Record, frozen=True):
     """`strict` changes nothing: what is sampled follows the schema in any case."""
 
     schema: dict[str, Any]
@@ -175,9 +175,9 @@ class JsonSchema(Record, frozen=True):
     strict: bool | None = None
 
 
-class ResponseFormat(Record, frozen=True):
+class FormatBody(Record, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: SchemaBody | None = None
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -187,7 +187,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    response_format: ResponseFormat | None = None
+    response_format: FormatBody | None = None
     # neutral
     tools: list[Any] | None = None
     tool_choice: Any = None
