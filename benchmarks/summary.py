@@ -54,8 +54,9 @@ def _latest(name: str) -> Any:
 
 
 def _beside(model: str, system: str, few: bool) -> str:
-    """Ratios over both types, at one sequence or at 64 and more."""
-    rates = _latest(f"generation-rates-{model}")
+    """Ratios over both types, at one sequence or at 64 and more, where the system was measured last."""
+    everywhere = measured(f"generation-rates-{model}").values()
+    rates = next(rates for rates in everywhere if any(row["system"] == system for row in rates))
     told = []
     for dtype in dict.fromkeys(row["dtype"] for row in rates):
         ratios = [one for count, one in ratios_to(rates, dtype, system).items() if (count == 1 if few else count >= 64)]
