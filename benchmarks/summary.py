@@ -14,12 +14,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import report
+from benchmarks.dashboard_rows import SECTION as OF_DASHBOARD
 from benchmarks.rows import PEERS, Row, async_sync, ratios_to, span, training, trl, verifier
 from benchmarks.rows import SECTIONS as OF_STRETTO
 from benchmarks.server_rows import SECTION as OF_SERVERS
 from benchmarks.session_rows import SECTION as OF_SESSIONS
 
-SECTIONS = {**OF_STRETTO, "Workflows and agents": OF_SESSIONS, "vLLM and SGLang": OF_SERVERS}
+SECTIONS = {
+    **OF_STRETTO,
+    "Workflows and agents": OF_SESSIONS,
+    "vLLM and SGLang": OF_SERVERS,
+    "stretto watch": OF_DASHBOARD,
+}
 
 _HEAD = """# Results
 
