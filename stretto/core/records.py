@@ -79,9 +79,7 @@ class Sampling(Record, frozen=True):
 
     The filters work after the temperature and in the order `top_k`, `top_p`, `min_p`, each on what the one before has
     left; what is left in the end is renormalised. A token exactly as likely as the last one that a filter keeps is
-    kept with it. A `grammar` is the first of the filters, and holds at temperature 0 too: rules of Lark in the dialect
-    of llguidance, in which JSON schemas, regular expressions and words stand side by side. Its `start` is the whole
-    completion, without the end of sequence.
+    kept with it. A `grammar` is the first filter, at temperature 0 too: rules of Lark as llguidance takes them.
     """
 
     max_tokens: int
