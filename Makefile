@@ -70,7 +70,7 @@ agent-environments: .venv/ready-test  ## the environments of agents and of verif
 	-$(RUN) benchmarks.peers.environment worlds
 
 test-engines: engine-environments  ## the tests with real servers of vLLM and SGLang
-	$(RUN) pytest tests/real_engines
+	$(RUN) pytest tests/real_engines || $(RUN) tests.alone $$?
 
 test-agents: agent-environments  ## the tests with real agents and environments of other makes
 	$(RUN) pytest tests/real_agents

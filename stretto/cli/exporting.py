@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +13,9 @@ _Format = Literal["jsonl", "parquet", "csv"]
 
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="The file to write [default: standard output].")
+    ] = None,
     format: Annotated[
         _Format | None, typer.Option("--format", help="Of the file [default: by its suffix, else jsonl].")
     ] = None,
@@ -22,11 +25,18 @@ def export(
 ) -> None:
     """Write every trajectory of a run, one a row: tokens, log-probabilities, versions, verdict and final state; or its
     timeline."""
-    from stretto.store.export import export_run
+    from stretto.store.export import export_run, write_trajectories
     from stretto.store.trace import export_trace
 
     if trace and format is not None:
         raise typer.BadParameter("--trace writes the timeline as JSON: leave --format out")
+    if trace and file is None:
+        raise typer.BadParameter("--trace writes a file: give FILE")
+    if file is None and format == "parquet" and sys.stdout.isatty():
+        raise typer.BadParameter("parquet is not for a terminal: give FILE")
+    if file is None:
+        write_trajectories(run, sys.stdout.buffer, format or "jsonl")
+        return
     if trace:
         print(f"{export_trace(run, file):,} events written to {file}")
         return

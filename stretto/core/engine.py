@@ -14,7 +14,7 @@ from stretto.core.records import Completion, GenerateRequest, Partials, Record
 MOST_STOPS = 64  #: stop texts of one request
 #: Stop tokens of one request; every row of an engine has room for the most that any request has had.
 MOST_STOP_TOKENS = 256
-MOST_ANSWERS = 65_536  #: completions of one request
+MOST_COMPLETIONS = 65_536  #: completions of one request
 MOST_INTERRUPTIONS = 2**31 - 1  #: of one completion
 COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
 LONGEST_STOP = 256  #: characters of a stop text

@@ -144,10 +144,16 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
         UserError: the format needs a package that is missing.
         StoreError: the ledger cannot be read, or is not what was written.
     """
-    target, count = Path(file), 0
+    target = Path(file)
     suffix = target.suffix.removeprefix(".").lower()
-    make = FORMATS[format or (suffix if suffix in FORMATS else "jsonl")]
-    with users_file(target) as output, closing(make(output, ExportedTrajectory)) as writer:
+    with users_file(target) as output:
+        return write_trajectories(path, output, format or (suffix if suffix in FORMATS else "jsonl"))
+
+
+def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
+    """Write all trajectories of a run to an open file, as `export_run` does."""
+    count = 0
+    with closing(FORMATS[format](output, ExportedTrajectory)) as writer:
         for trajectory in read_trajectories(path):
             writer.write(trajectory)
             count += 1

@@ -15,8 +15,9 @@ from stretto.core.errors import Problem, RunFolderError
 from stretto.core.records import Record
 from stretto.measures.goodput import parts_of_work
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import TOTALS, Inspection, Totals, fact, inspection_of
+from stretto.store.inspection import Inspection, fact, inspection_of
 from stretto.store.ledger.schema import reading
+from stretto.store.totals import TOTALS, Totals
 
 RECIPE = "recipe"  #: the name of the resolved recipe in the ledger
 #: Sections that a step does not depend on, or that are of the machines: a resume may change them.

@@ -24,9 +24,9 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import seal_files
-from stretto.store.inspection import Membership
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.totals import Membership
 
 RECIPE = """
 [rollout]

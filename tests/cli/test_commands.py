@@ -132,6 +132,7 @@ def test_an_undecided_answer_is_failed_and_never_a_zero(
     ended = door("train", TINY, function, patient, WARM, "trainer.steps=3", "--run-dir", run_dir)
     assert ended.code == 0, ended.err
     assert door("export", run_dir, file).code == 0
+    assert door("export", run_dir).out == file.read_text()
     trajectories = [json.loads(line) for line in file.read_text().splitlines()]
     undecided = [t for t in trajectories if t["verdict"] == "undecided"]
     assert undecided

@@ -72,7 +72,7 @@ def test_the_module_can_be_run_as_well() -> None:
         (["train", str(TINY), "--run-folder", "x"], "No such option: --run-folder"),
         (["eval", "model"], "give either --task or --data"),
         (["eval", "model", "--task", "a.toml", "--data", "b"], "give either --task or --data"),
-        (["export", "run"], "Missing argument 'FILE'"),
+        (["export", "run", "--trace"], "--trace writes a file: give FILE"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(door: Door, arguments: list[str], expected: str) -> None:

@@ -65,6 +65,17 @@ class Ended:
         assert not [text for text in texts if text not in self.err], self.err
 
 
+class Printed(io.TextIOWrapper):
+    """What a command prints, as text or as bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", newline="")
+
+    def text(self) -> str:
+        self.seek(0)
+        return self.read()
+
+
 class ColdCommand(subprocess.Popen[str]):
     """A command in a session of its own. What it prints goes to files: a pipe that nobody reads is full one day, and
     stops a run."""
@@ -267,7 +278,7 @@ class Laboratory:
         if self.warm:
             with default_dispositions():
                 session_server()
-        out, err, code, before = io.StringIO(), io.StringIO(), None, children()
+        out, err, code, before = Printed(), Printed(), None, children()
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setenv("STRETTO_CACHE", str(self.cache))
             patch.setattr(sys, "argv", ["stretto", *map(str, arguments)])
@@ -280,7 +291,7 @@ class Laboratory:
             except SystemExit as end:
                 code = end.code
         assert children() == before
-        return Ended(code if isinstance(code, int) else 0, out.getvalue(), err.getvalue())
+        return Ended(code if isinstance(code, int) else 0, out.text(), err.text())
 
     def trained(self, run_dir: Path, *arguments: str | Path, recipe: Path = TINY) -> Ended:
         """Train to the end in this process, successfully."""

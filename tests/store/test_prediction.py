@@ -20,14 +20,7 @@ import pytest
 from stretto.core.errors import RunFolderError
 from stretto.dashboard.terminal.summary import comparison_lines, print_inspection
 from stretto.measures.goodput import Category
-from stretto.store.inspection import (
-    Inspection,
-    StalenessSummary,
-    TokenCounts,
-    Totals,
-    TrajectoryCounts,
-    WeightsSummary,
-)
+from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
 from stretto.store.prediction import (
     Term,
     compared,
@@ -36,6 +29,7 @@ from stretto.store.prediction import (
     run_digest,
     settings_digest,
 )
+from stretto.store.totals import Totals
 
 RECORDED = Path(__file__).parents[1] / "data" / "synchronous_run"
 

@@ -1,11 +1,13 @@
 """Promises of what is recorded of single tokens: each outcome by hand; the counts are those of the step's metrics, for
 every loss and correction; log-probabilities are those of the policy before the step; each token stands in its place,
-whatever the turns; a step that is trained again has the same bytes; a disk that fails ends no training.
+whatever the turns; a step that is trained again has the same bytes; a disk that fails or hangs ends no training.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -68,8 +70,11 @@ class Kept:
 
 
 def writer(folder: Path, **config: object) -> TokenWriter:
-    spec = TokensSpec(folder=str(folder), config=TokensConfig.model_validate(config).model_dump_json())
-    return TokenWriter(spec, rank=0)
+    return TokenWriter(spec(folder, **config), rank=0)
+
+
+def spec(folder: Path, **config: object) -> TokensSpec:
+    return TokensSpec(folder=str(folder), config=TokensConfig.model_validate(config).model_dump_json())
 
 
 def count(records: Iterable[SampledTokens], outcome: TokenOutcome) -> int:
@@ -220,6 +225,21 @@ def test_a_disk_that_fails_is_a_line_of_the_log_and_ends_no_training(
     assert Trainer(build(), CONFIG, AlgorithmConfig(), sink=sink).train(batch(0)).version == 1
     sink.finish()
     assert "the tokens of step 0 are not on record" in capsys.readouterr().err
+
+
+def test_a_disk_that_hangs_is_waited_for_once(build: Build, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = Kept()
+    Trainer(build(), CONFIG, AlgorithmConfig(), sink=kept).train(batch(0))
+    hanging = tmp_path / f".{tokens_file(tmp_path, 0).name}.{os.getpid()}.part"
+    os.mkfifo(hanging)  # to open it hangs until somebody reads
+    patience, later = 0.5, 40
+    sink = TokenWriter(spec(tmp_path), rank=0, patience=patience)
+    begun = time.monotonic()
+    for _ in range(1 + later):
+        sink.take(kept.steps[0])
+    assert time.monotonic() - begun < patience * later
+    assert capsys.readouterr().err.count("not written after 0.5 s") == later
+    hanging.read_bytes()
 
 
 def test_every_nth_step_is_kept_or_all_or_none(build: Build, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import math
 from stretto.core.engine import (
     COLDEST,
     LONGEST_STOP,
-    MOST_ANSWERS,
+    MOST_COMPLETIONS,
     MOST_INTERRUPTIONS,
     MOST_LIKELIEST,
     MOST_STOP_TOKENS,
@@ -50,8 +50,10 @@ def _check_counts(request: GenerateRequest) -> None:
     """Limits that keep one request from taking all memory or time."""
     if (stops := len(request.sampling.stop_token_ids)) > MOST_STOP_TOKENS:
         raise RefusedRequest("sampling.stop_token_ids", f"{stops:,} tokens", f"at most {MOST_STOP_TOKENS}")
-    if (completions := len(request.seeds)) > MOST_ANSWERS:
-        raise RefusedRequest("seeds", f"{completions:,} seeds", f"at most {MOST_ANSWERS:,} completions to one request")
+    if (completions := len(request.seeds)) > MOST_COMPLETIONS:
+        raise RefusedRequest(
+            "seeds", f"{completions:,} seeds", f"at most {MOST_COMPLETIONS:,} completions to one request"
+        )
 
 
 def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: int, version: int) -> None:

@@ -11,18 +11,20 @@ from stretto.store.series.tokens import TokenFiles, TokensConfig
 from stretto.trainer.outcomes import TrainedTokens
 from stretto.trainer.spec import TokensSpec
 
-_PATIENCE_SECONDS = 10.0  # with a disk that hangs
+_PATIENCE_SECONDS = 10.0
 
 
 class TokenWriter:
     """A thread for each step, one at a time. A file that is not written, or not in time, is a line of the role's log:
     no training ends for it."""
 
-    def __init__(self, spec: TokensSpec, rank: int) -> None:
-        """Rank 0 writes; it is on the machine of the run folder."""
+    def __init__(self, spec: TokensSpec, rank: int, patience: float = _PATIENCE_SECONDS) -> None:
+        """Rank 0 writes; it is on the machine of the run folder. `patience`: seconds with a disk that hangs."""
+        self._patience = patience
         self._config = TokensConfig.model_validate_json(spec.config)
         self._files = TokenFiles(Path(spec.folder), self._config.tokens_gib) if rank == 0 else None
         self._writing = threading.Thread()
+        self._hangs = False  # the disk: nobody waits for it a second time
 
     def keeps(self, step: int) -> bool:
         return self._config.keeps(step)
@@ -31,7 +33,7 @@ class TokenWriter:
         if self._files is None:
             return
         if not self.finish():
-            self._say(tokens.batch.step, f"those of an earlier step are not written after {_PATIENCE_SECONDS:g} s")
+            self._say(tokens.batch.step, f"those of an earlier step are not written after {self._patience:g} s")
             return
         self._writing = threading.Thread(target=self._write, args=(self._files, tokens), name="tokens")
         self._writing.start()
@@ -39,8 +41,9 @@ class TokenWriter:
     def finish(self) -> bool:
         """Wait until all is written; whether it is."""
         if self._writing.ident is not None:
-            self._writing.join(_PATIENCE_SECONDS)
-        return not self._writing.is_alive()
+            self._writing.join(0.0 if self._hangs else self._patience)
+        self._hangs = self._writing.is_alive()
+        return not self._hangs
 
     def _write(self, files: TokenFiles, tokens: TrainedTokens) -> None:
         step = tokens.batch.step

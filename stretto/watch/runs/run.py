@@ -15,9 +15,10 @@ from stretto.audit.alarms import Alarm, Evidence, alarms_of, disk_of, number_of
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, State
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import ENGINES, TOTALS, Inspection, Membership, Totals, inspection_of
+from stretto.store.inspection import Inspection, inspection_of
 from stretto.store.series.follower import decode_line
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
+from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto.watch.index.cache import Cache
 from stretto.watch.index.files import LEDGER, read_ledger, read_text, refuse_strange_files
 from stretto.watch.index.steps import Steps
