@@ -11,7 +11,8 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import accumulate, chain
 from typing import Any
 
@@ -129,15 +130,17 @@ class Segment(Record, frozen=True, array_like=True):
 
     def __add__(self, other: Segment) -> Segment:
         """The two pieces of one completion as one."""
-        return msgspec.structs.replace(
-            self,
-            token_ids=self.token_ids + other.token_ids,
-            behavior_logprobs=self.behavior_logprobs + other.behavior_logprobs,
-            versions=self.versions + other.versions,
-            interrupted=max(self.interrupted, other.interrupted),
-            stop_reason=other.stop_reason,
-            engines=joined(self.writers, other.writers) if self.engines or other.engines else (),
-        )
+        return self.whole((self, other))
+
+    @classmethod
+    def whole(cls, pieces: Sequence[Segment]) -> Segment:
+        """The pieces of one completion, one at least, as one: every token is copied once."""
+        columns = ("token_ids", "behavior_logprobs", "versions")
+        chained = {name: tuple(chain.from_iterable(getattr(piece, name) for piece in pieces)) for name in columns}
+        engines = reduce(joined, (piece.writers for piece in pieces)) if any(piece.engines for piece in pieces) else ()
+        interrupted, stop_reason = max(piece.interrupted for piece in pieces), pieces[-1].stop_reason
+        ends = {"interrupted": interrupted, "stop_reason": stop_reason, "engines": engines}
+        return msgspec.structs.replace(pieces[0], **chained, **ends)
 
     def after(self, tokens: int) -> Segment:
         """What comes after the first `tokens` tokens."""

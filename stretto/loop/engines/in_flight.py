@@ -35,12 +35,31 @@ class SegmentJournal(Protocol):
     def retract(self, id: str, count: int, node: int = 0) -> None: ...
 
 
+class Prefix:
+    """The journaled tokens of a completion, piece by piece. They are joined where they are asked for: to join each
+    piece as it comes would copy all tokens each time."""
+
+    def __init__(self, *pieces: Segment) -> None:
+        self._pieces, self.tokens = [*pieces], sum(len(piece.token_ids) for piece in pieces)
+
+    def extend(self, piece: Segment) -> None:
+        self._pieces.append(piece)
+        self.tokens += len(piece.token_ids)
+
+    @property
+    def segment(self) -> Segment:
+        """All of them."""
+        if len(self._pieces) > 1:
+            self._pieces = [Segment.whole(self._pieces)]
+        return self._pieces[0] if self._pieces else Segment()
+
+
 @dataclass
 class GroupInFlight:
     """What a group in flight has so far, by member; a turn of a session is a group of one."""
 
     ended: dict[int, Completion] = field(default_factory=dict)
-    prefixes: dict[int, Segment] = field(default_factory=dict)  # journaled, of members whose end is not
+    prefixes: dict[int, Prefix] = field(default_factory=dict)  # journaled, of members whose end is not
     before: dict[int, Segment] = field(default_factory=dict)  # the same, when the open request was made
     journaled: set[int] = field(default_factory=set)  # members whose end is journaled
     members: tuple[int, ...] = ()  # that the open request asks for, in its order
@@ -54,11 +73,11 @@ class GroupInFlight:
     def request(self, of: GenerateRequest) -> GenerateRequest:
         """What is missing of the group's request."""
         self.serial += 1
-        self.before = dict(self.prefixes)
+        self.before = {member: prefix.segment for member, prefix in self.prefixes.items()}
         # A turn that its client has left may be asked for again before the engine has given the first request up.
         self.request_id = f"{of.id}.{self.serial}" if self.session else of.id
         self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
-        prefixes = tuple(self.prefixes.get(member, Segment()) for member in self.members)
+        prefixes = tuple(self.before.get(member, Segment()) for member in self.members)
         seeds = tuple(of.seeds[member] for member in self.members)
         resumed = any(prefix.token_ids for prefix in prefixes)
         return msgspec.structs.replace(of, id=self.request_id, seeds=seeds, prefixes=prefixes if resumed else ())
@@ -68,7 +87,7 @@ class GroupInFlight:
         for place, piece in pieces.items():
             member = self.members[place]
             if member not in self.ended:  # else its last tokens have arrived meanwhile
-                self.prefixes[member] = self.prefixes.get(member, Segment()) + piece
+                self.prefixes.setdefault(member, Prefix()).extend(piece)
                 yield member, piece
 
     def retract(self) -> Iterator[tuple[int, int]]:
@@ -76,10 +95,10 @@ class GroupInFlight:
         was journaled, with the number of its tokens before."""
         self.serial += 1
         for member in self.members:
-            count = len(self.before.get(member, Segment()).token_ids)
-            if member not in self.ended and self.known(member) > count:
-                self.prefixes[member] = self.before.get(member, Segment())
-                yield member, count
+            before = Prefix(self.before.get(member, Segment()))
+            if member not in self.ended and self.known(member) > before.tokens:
+                self.prefixes[member] = before
+                yield member, before.tokens
 
     def pieces(self, id: str) -> Iterator[tuple[str, Segment, int]]:
         """What is not journaled yet of the members that have ended: its trajectory, the tokens, their segment."""
@@ -93,7 +112,7 @@ class GroupInFlight:
 
     def known(self, member: int) -> int:
         """How many tokens of a member are journaled."""
-        return len(self.prefixes[member].token_ids) if member in self.prefixes else 0
+        return self.prefixes[member].tokens if member in self.prefixes else 0
 
 
 class InFlight:
@@ -162,7 +181,7 @@ class InFlight:
             raise _given_up(session)
         if (turn := self._groups.get(id)) is None:
             prefix = msgspec.structs.replace(request.prefix, parent=None, cause="")  # engines need not know
-            known = {0: prefix} if prefix.token_ids else {}
+            known = {0: Prefix(prefix)} if prefix.token_ids else {}
             turn = GroupInFlight(prefixes=known, session=session, node=request.node, least=request.least)
             self._groups[id] = turn
             self._turns[of].setdefault(id, 0)

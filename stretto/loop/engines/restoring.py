@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.core.records import Completion
-from stretto.loop.engines.in_flight import GroupInFlight
+from stretto.loop.engines.in_flight import GroupInFlight, Prefix
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.store.ledger.reading import UnfinishedGroup
 
@@ -26,6 +26,6 @@ def _in_flight(group: UnfinishedGroup) -> GroupInFlight:
     ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
     return GroupInFlight(
         ended={member: Completion.of(group.id, member, segment) for member, segment in ended.items()},
-        prefixes={member: segment for member, segment in known.items() if member not in ended},
+        prefixes={member: Prefix(segment) for member, segment in known.items() if member not in ended},
         journaled=set(ended),
     )

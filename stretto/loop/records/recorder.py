@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from stretto.core.admission import loss_tokens
 from stretto.core.events import Span
 from stretto.core.records import Batch, Completion, Outcome, Prompt, Trajectory, Update
 from stretto.loop.records.alarms import SlowReward, WatchedSamples
@@ -147,13 +148,7 @@ class Recorder:
     def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         lengths = [len(trajectory.versions) for trajectory in trajectories]
-        ages = [
-            batch.version - version
-            for group, oldest in ((group, batch.oldest_of(group.id)) for group in batch.groups)
-            for trajectory in group.trajectories
-            for version in trajectory.versions
-            if version >= oldest
-        ]
+        ages = loss_tokens(batch)
         decided = self._sampled[Outcome.RIGHT] + self._sampled[Outcome.WRONG]
         if decided:  # else two batches left the buffer one after the other: the last accuracy stands
             self._accuracy = self._sampled[Outcome.RIGHT] / decided
@@ -167,7 +162,7 @@ class Recorder:
             reward=sum(trajectory.reward for trajectory in trajectories) / len(trajectories),
             length_mean=sum(lengths) / len(lengths),
             length_max=max(lengths),
-            staleness_mean=sum(ages) / max(1, len(ages)),
+            staleness_mean=sum(age * count for age, count in ages.items()) / max(1, ages.total()),
             staleness_max=max(ages, default=0),
             trained_tokens=update.trained_tokens,
             masked_tokens=update.masked_tokens,
