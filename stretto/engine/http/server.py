@@ -120,6 +120,7 @@ class EngineApp:
             return
         try:
             requests = self._requests.decode(body)
+            await self._backend.prepare(requests)
             stream = self._backend.submit_all(requests)
         except msgspec.ValidationError as error:
             await _reply(send, *_refusal(refusal_of(str(error), list[GenerateRequest], _DOCUMENTED)))
