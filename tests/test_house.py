@@ -115,7 +115,7 @@ def test_every_third_party_import_is_a_declared_dependency() -> None:
             PACKAGE,
             [
                 *project["dependencies"],
-                *(name for kind in ("gpu", "ray") for name in project["optional-dependencies"][kind]),
+                *(name for kind in ("gpu", "ray", "grammars") for name in project["optional-dependencies"][kind]),
             ],
         )
     )

@@ -79,7 +79,7 @@ class Sampling(Record, frozen=True):
 
     The filters work after the temperature and in the order `top_k`, `top_p`, `min_p`, each on what the one before has
     left; what is left in the end is renormalised. A token exactly as likely as the last one that a filter keeps is
-    kept with it.
+    kept with it. A `grammar` is the first filter, at temperature 0 too: rules of Lark as llguidance takes them.
     """
 
     max_tokens: int
@@ -89,6 +89,7 @@ class Sampling(Record, frozen=True):
     top_k: int = 0  # this many likeliest tokens; 0: all
     min_p: float = 0.0  # tokens at least this fraction as likely as the likeliest
     stop: tuple[str, ...] = ()  # texts that end the completion, whose tokens include those of the stop text
+    grammar: str = ""  # the completion follows it; the end of sequence comes where the grammar ends
 
     @property
     def filtered(self) -> bool:

@@ -214,7 +214,8 @@ def interval(shares: Sequence[float]) -> tuple[float, float]:
     for more where completions of one question differ (the design effect of clusters; Miller, arXiv 2411.00640, section
     2.2, has the variance). Nothing is known of an interval without questions: it is (0, 1).
 
-    With one completion for each question it is Wilson's interval.
+    With one completion for each question it is Wilson's interval. If none is right it begins at 0, and ends at
+    z² / (n + z²); if all are right it is the mirror image.
     """
     count = len(shares)
     if not count:
@@ -225,4 +226,6 @@ def interval(shares: Sequence[float]) -> tuple[float, float]:
     spread = _Z * math.sqrt(mean * (1.0 - mean) / effective + (_Z / (2.0 * effective)) ** 2)
     middle = mean + _Z * _Z / (2.0 * effective)
     scale = 1.0 + _Z * _Z / effective
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    low = (middle - spread) / scale if mean > 0.0 else 0.0  # the difference of two equal numbers, but for rounding
+    high = (middle + spread) / scale if mean < 1.0 else 1.0
+    return max(0.0, low), min(1.0, high)

@@ -167,7 +167,7 @@ class Recorder:
             trained_tokens=update.trained_tokens,
             masked_tokens=update.masked_tokens,
             skipped=update.skipped,
-            generated_tokens=totals.generated,
+            generated_tokens=max(totals.generated, self._ledger.on_record.tokens),  # engines are polled now and then
             trainer=update.metrics,
             queues=self._queues,
             max_staleness=self._in_force,

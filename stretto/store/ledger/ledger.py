@@ -35,7 +35,7 @@ from stretto.measures.goodput import OnRecord
 from stretto.store.files import identity, sync_file
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.forgetting import FORGET_PROMPTS, FORGET_TRAINED, FORGET_UNTRAINED, UNSETTLED
-from stretto.store.ledger.most_in_flight import IN_FLIGHT, MostInFlight
+from stretto.store.ledger.most_in_flight import MostInFlight
 from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls, retraction
 from stretto.store.ledger.reading import BOUNDS, tokens_on_record
 from stretto.store.ledger.rows import UPSERT, Balance, LiveRow, TokenTally, encode_payload, step_columns, update_columns
@@ -111,8 +111,7 @@ class Ledger:
         self._counts = Counter({State(state): count for state, count in states})
         self._next_key: int = self._query("SELECT coalesce(max(key + members), 0) FROM groups")[0][0]
         self._changes = find_fact(self._query(META), self._path, BOUNDS, list[BoundChange]) or []
-        most = find_fact(self._query(META), self._path, IN_FLIGHT, list[tuple[int, int]])
-        self._flights = MostInFlight(most or (), self._live.values())
+        self._flights = MostInFlight(self._query(META), self._path, self._live.values())
         self._settled = 0  # groups with smaller keys have nothing left that `forget` would remove
 
     # The life of a trajectory.
@@ -129,8 +128,7 @@ class Ledger:
             row = LiveRow(key + member, key, member)
             self._live[trajectory_id(group_id, member)] = self._dirty[row.key] = row
         self._next_key += max(members, 1)
-        if self._flights.issued(key, members):
-            self._facts[IN_FLIGHT] = _json(self._flights.stretches)
+        self._facts |= self._flights.issued(key, members)
         self._counts[State.IN_FLIGHT] += members
         self._flush_if_due()
 

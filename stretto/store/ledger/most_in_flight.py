@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
 
 from stretto.core.records import State
 from stretto.store.ledger.rows import LiveRow
+from stretto.store.ledger.seals import find_fact
 
 #: The fact with ``[key, most]`` for each stretch: its first group, and the most in flight when one of it was issued.
 IN_FLIGHT = "in_flight"
@@ -15,27 +19,27 @@ IN_FLIGHT = "in_flight"
 class MostInFlight:
     """One stretch lasts from one change of a bound to the next."""
 
-    def __init__(self, known: Iterable[tuple[int, int]], rows: Iterable[LiveRow]) -> None:
-        """`known`: the fact of an earlier process; `rows`: those of trajectories that are not final."""
-        self.stretches = list(known)
+    def __init__(self, facts: Iterable[tuple[str, str, object]], path: Path, rows: Iterable[LiveRow]) -> None:
+        """`facts`: the table ``meta`` of the ledger at `path`; `rows`: those of trajectories that are not final."""
+        self._stretches = find_fact(facts, path, IN_FLIGHT, list[tuple[int, int]]) or []
         self._members = Counter(row.group_key for row in rows if row.state is State.IN_FLIGHT)
-        self._begins = not self.stretches
+        self._begins = not self._stretches
 
     def changed(self) -> None:
         """A bound has changed for all groups that are issued from now on."""
         self._begins = True
 
-    def issued(self, key: int, members: int) -> bool:
-        """A group is in flight; returns whether `stretches` has changed."""
+    def issued(self, key: int, members: int) -> dict[str, str]:
+        """A group is in flight; returns the fact as JSON, by its name, if it has changed."""
         self._members[key] = members
-        groups = len(self._members)
         if self._begins:
-            self.stretches.append((key, groups))
+            self._stretches.append((key, 0))
             self._begins = False
-            return True
-        first, most = self.stretches[-1]
-        self.stretches[-1] = first, max(most, groups)
-        return groups > most
+        first, most = self._stretches[-1]
+        if len(self._members) <= most:
+            return {}
+        self._stretches[-1] = first, len(self._members)
+        return {IN_FLIGHT: msgspec.json.encode(self._stretches).decode()}
 
     def moved(self, row: LiveRow, before: State) -> None:
         """A trajectory was in the state `before`, and is in another one."""
