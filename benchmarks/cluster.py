@@ -34,7 +34,7 @@ from tests.launch.running import Command, Laboratory, said, steps_done
 
 _BRIDGE, _NETWORK = "stbr0", "10.97.31"
 _PATIENCE = 2  # times that of a test
-_JOINED = "has joined, at version"
+JOINED = "has joined, at version"
 _GIVEN = ("cluster.placer=given", "trainer.steps=1000000", "trainer.keep_versions=1", "trainer.checkpoint_every=20")
 
 
@@ -74,9 +74,9 @@ class Machines:
 
     def join(self, before: tuple[str, ...] = ()) -> Command:
         """Another machine; returns when its engine serves."""
-        known = said(self.run_dir).count(_JOINED)
+        known = said(self.run_dir).count(JOINED)
         agent = self.start(before)
-        wait_until(lambda: said(self.run_dir).count(_JOINED) > known, "an engine to join", self.command)
+        wait_until(lambda: said(self.run_dir).count(JOINED) > known, "an engine to join", self.command)
         return agent
 
     def start(self, before: tuple[str, ...] = ()) -> Command:
@@ -163,7 +163,7 @@ def kills(laboratory: Laboratory, count: int, seed: int) -> list[Story]:
             machines.join()
             for _ in range(3):
                 machines.start()
-            wait_until(lambda: said(machines.run_dir).count(_JOINED) >= 4, "four engines", machines.command)
+            wait_until(lambda: said(machines.run_dir).count(JOINED) >= 4, "four engines", machines.command)
             for blow in range(min(5, count - 5 * number)):
                 time.sleep(chance.random())
                 machines.kill(chance.choice(machines.agents))
@@ -267,14 +267,14 @@ def heals_within_the_lease(laboratory: Laboratory) -> Story:
 
 def heals_after_the_lease(laboratory: Laboratory) -> Story:
     with two_hosts(laboratory, "heals after 20 s, lease 5 s", 5) as (machines, shaky):
-        joined = said(machines.run_dir).count(_JOINED)
+        joined = said(machines.run_dir).count(JOINED)
         shaky.cut()
         machines.goes_on(3)
         wait_until(lambda: "sent no heartbeat for 5 s" in said(machines.run_dir), "the loss", machines.command)
         time.sleep(15)
         machines.goes_on()
         shaky.heal()
-        wait_until(lambda: said(machines.run_dir).count(_JOINED) > joined, "its return", machines.command)
+        wait_until(lambda: said(machines.run_dir).count(JOINED) > joined, "its return", machines.command)
         machines.story.rejoined += 1
         machines.goes_on(3)
     return machines.story

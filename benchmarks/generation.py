@@ -1,7 +1,7 @@
 """The embedded engine against what a user would pick instead, on this machine, one thread each.
 
     python -m benchmarks.generation rates                 every size, type and number of sequences
-    python -m benchmarks.generation rates --models 3.4M --dtypes float32 --sequences 1 64
+    python -m benchmarks.generation rates --models 3.4M --dtypes float32 --sequences 1 64 --systems stretto vllm
     python -m benchmarks.generation tail                  long-tailed lengths against static batches of the same engine
     python -m benchmarks.generation pause                 what an update of the weights costs running answers
     python -m benchmarks.generation all
@@ -44,6 +44,7 @@ from stretto.model.hf.folder import load_policy
 TOKENS = 192
 SEQUENCES = (1, 16, 64, 128, 256)
 DTYPES = ("float32", "bfloat16")
+EVERY_SYSTEM = (*SYSTEMS, "vllm")
 TAIL_REQUESTS, TAIL_AT_ONCE, TAIL_MEDIAN, TAIL_LONGEST = 1000, 64, 50, 500
 RUNNING = 64
 SECONDS = 1500
@@ -51,7 +52,9 @@ SECONDS = 1500
 MOST = {"transformers generate_batch": 64}
 
 
-def rates(models: Sequence[str], dtypes: Sequence[str], sequences: Sequence[int]) -> list[dict[str, Any]]:
+def rates(
+    models: Sequence[str], dtypes: Sequence[str], sequences: Sequence[int], systems: Sequence[str]
+) -> list[dict[str, Any]]:
     """Tokens per second of each system, model, type and number of sequences."""
     rows: list[dict[str, Any]] = []
     table = Table("model", "type", "system", *(f"{count} sequences" for count in sequences))
@@ -59,7 +62,7 @@ def rates(models: Sequence[str], dtypes: Sequence[str], sequences: Sequence[int]
         for model in models:
             path = make(model, Path(folder))
             for dtype in dtypes:
-                for system in (*SYSTEMS, "vllm"):
+                for system in systems:
                     asked = [count for count in sequences if count <= MOST.get(system, count)]
                     row = {"model": model, "dtype": dtype, "system": system} | _rate(system, path, dtype, asked)
                     rows.append(row)
@@ -227,11 +230,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--sequences", nargs="+", type=int, default=SEQUENCES)
+    parser.add_argument("--systems", nargs="+", choices=EVERY_SYSTEM, default=EVERY_SYSTEM)
     words = parser.parse_args()
     torch.set_num_threads(1)
     if words.part in ("rates", "all"):
         for model in words.models:
-            save(f"generation-rates-{model}", rates([model], words.dtypes, words.sequences))
+            save(f"generation-rates-{model}", rates([model], words.dtypes, words.sequences, words.systems))
     if words.part in ("tail", "all"):
         save("generation-tail", [tail(model) for model in words.models])
     if words.part in ("pause", "all"):

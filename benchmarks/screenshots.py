@@ -1,43 +1,101 @@
-"""Pictures of the main pages of `stretto watch`, of the small run of the tests: docs/images/watch_*.png.
+"""Pictures of the pages of `stretto watch`, docs/images/watch_*.png, of an asynchronous run that this records first:
+one minute of recipes/arithmetic.toml, with an adaptive bound and more in flight, so that tokens are stale and masked.
 
-stretto watch tests/data --port 8123 --token T --no-open &
-python -m benchmarks.screenshots "http://127.0.0.1:8123/?token=T"
+    python -m benchmarks.screenshots [--run RUN_DIR]        a recorded run in place of a new one
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
+import httpx
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
+from benchmarks.runs import RECIPE
+from benchmarks.watch import server
+
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+SETTINGS: tuple[str, ...] = (
+    "trainer.steps=60",
+    "evaluation.every=30",
+    'rollout.max_staleness="auto"',
+    "rollout.max_in_flight=32",
+)
+SETTINGS += ("trainer.minibatches=2", "algorithm.correction.high=1.5")
 PAGES = {
-    "curves": "#/runs/{run}/curves",
-    "timeline": "#/runs/{run}/timeline",
-    "trajectory": "#/runs/{run}/trajectory/0.50.0%2F3?colour=logprob",
-    "health": "#/runs/{run}/health",
+    "curves": "curves",
+    "timeline": "timeline",
+    "trajectory": "trajectory/{trajectory}?colour=fate",
+    "health": "health",
 }
-SETTLED_MILLISECONDS = 1500  # curves are drawn in the frames after their data
+SETTLED_MILLISECONDS = 2500  # curves are drawn in the frames after their data
+COLOURS = 96  # of a picture: the pages have few
 
 
-def photograph(address: str) -> None:
-    """Write a picture for each page of the run `synchronous_run` at the address that stretto watch has printed."""
-    with sync_playwright() as playwright:
+def record(folder: Path) -> None:
+    """Train the run."""
+    command = [sys.executable, "-m", "stretto.cli.main", "train", str(RECIPE), *SETTINGS, "--run-dir", str(folder)]
+    subprocess.run(command, check=True)
+
+
+def richest(client: httpx.Client, run: str) -> str:
+    """The trajectory with whose tokens training did most: it trained some, clipped and masked others."""
+    found = client.get(f"/api/runs/{run}/trajectories?where=state%3Dtrained&sort=-staleness&limit=100").json()
+    ids = [str(row["id"]) for row in found["rows"]]
+
+    def worth(id: str) -> tuple[int, int]:
+        detail: dict[str, Any] = client.get(f"/api/runs/{run}/trajectories/{id}").json()
+        counts = detail["training"] or {}
+        return sum(map(bool, counts.values())), sum(counts.values())
+
+    return max(ids, key=worth)
+
+
+def photograph(folder: Path) -> None:
+    """Write a picture of each page of a run."""
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        server(folder, Path(scratch)) as (client, _),
+        sync_playwright() as playwright,
+    ):
+        (run,) = [row["id"] for row in client.get("/api/runs").json()["runs"]]
+        trajectory = richest(client, run).replace("/", "%2F")
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1200, "height": 800}, color_scheme="light")
-        page.goto(address)
-        row = page.get_by_test_id("run-row").filter(has_text="synchronous_run").first
-        run = row.get_attribute("data-run")
+        page.goto(f"{client.base_url}?token=T")
+        page.get_by_test_id("run-row").first.wait_for()
         for name, place in PAGES.items():
-            page.goto(address.partition("?")[0] + place.format(run=run))
+            page.goto(f"{client.base_url}#/runs/{run}/{place.format(trajectory=trajectory)}")
             page.wait_for_timeout(SETTLED_MILLISECONDS)
             if name == "trajectory":
                 page.get_by_test_id("token").nth(4).hover()
-            page.screenshot(path=IMAGES / f"watch_{name}.png")
+            _shot(page.screenshot(), IMAGES / f"watch_{name}.png")
         browser.close()
 
 
+def _shot(picture: bytes, path: Path) -> None:
+    path.write_bytes(picture)
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(COLOURS).save(path, optimize=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="a recorded run")
+    if (folder := parser.parse_args().run) is not None:
+        photograph(folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="stretto-screenshots-") as scratch:
+        record(Path(scratch, "asynchronous"))
+        photograph(Path(scratch, "asynchronous"))
+
+
 if __name__ == "__main__":
-    photograph(sys.argv[1])
+    main()

@@ -38,16 +38,17 @@ from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluations
 from stretto.loop.learner.link import TrainerLink
-from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
+from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import SilentReporter
+from stretto.loop.records.totals import RunClock
 from stretto.processes.spawn import FRESH
 from stretto.rewards.service.pool import RewardPool
 from stretto.rollout.controller import Controller
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import ENGINES
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.totals import ENGINES, Totals
 from stretto.worlds.single_turn import SingleTurn
 
 _PROMPTS = [Prompt(id=str(i), token_ids=tuple(range(64)), text=f"{i}?", answer=str(i)) for i in range(4096)]
@@ -202,7 +203,7 @@ class SimulatedRun:
         controller = Controller(recipe.rollout, PromptStream(_PROMPTS, recipe.seed), self.ledger, recipe.seed)
         self.ledger.watch(CONTROLLER, controller.state)
         self.ledger.watch(ENGINES, self.pool.roster.rows)
-        past = EarlierTotals()
+        past = Totals(max_staleness=None)
         clock = RunClock(past, time.monotonic())
         recorder = Recorder(
             self.folder, self.ledger, SilentReporter(), self.roles.work, recipe.rollout.staleness_bounds[1], past, clock

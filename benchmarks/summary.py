@@ -14,12 +14,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks import report
+from benchmarks.dashboard_rows import SECTION as OF_DASHBOARD
 from benchmarks.rows import PEERS, Row, async_sync, ratios_to, span, training, trl, verifier
 from benchmarks.rows import SECTIONS as OF_STRETTO
 from benchmarks.server_rows import SECTION as OF_SERVERS
 from benchmarks.session_rows import SECTION as OF_SESSIONS
 
-SECTIONS = {**OF_STRETTO, "Workflows and agents": OF_SESSIONS, "vLLM and SGLang": OF_SERVERS}
+SECTIONS = {
+    **OF_STRETTO,
+    "Workflows and agents": OF_SESSIONS,
+    "vLLM and SGLang": OF_SERVERS,
+    "stretto watch": OF_DASHBOARD,
+}
 
 _HEAD = """# Results
 
@@ -54,8 +60,9 @@ def _latest(name: str) -> Any:
 
 
 def _beside(model: str, system: str, few: bool) -> str:
-    """Ratios over both types, at one sequence or at 64 and more."""
-    rates = _latest(f"generation-rates-{model}")
+    """Ratios over both types, at one sequence or at 64 and more, where the system was measured last."""
+    everywhere = measured(f"generation-rates-{model}").values()
+    rates = next(rates for rates in everywhere if any(row["system"] == system for row in rates))
     told = []
     for dtype in dict.fromkeys(row["dtype"] for row in rates):
         ratios = [one for count, one in ratios_to(rates, dtype, system).items() if (count == 1 if few else count >= 64)]

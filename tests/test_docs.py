@@ -22,6 +22,7 @@ import pytest
 from benchmarks import report
 from benchmarks.cluster import summary as machines_killed_and_cut_off
 from benchmarks.faults import summary as kills_summary
+from benchmarks.links import summary as runs_over_links
 from benchmarks.picture import Drawn
 from benchmarks.staleness import summary
 from benchmarks.summary import learnt, page, pretrained, readme
@@ -151,6 +152,8 @@ def test_the_tables_of_machines_that_come_and_go_are_the_committed_result() -> N
     page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
     results = json.loads((ROOT / "benchmarks" / "results" / "cluster.json").read_text())["results"]
     assert not [campaign for campaign in results.values() if machines_killed_and_cut_off(campaign) not in page]
+    links = json.loads((ROOT / "benchmarks" / "results" / "links.json").read_text())["results"]
+    assert runs_over_links(links) in page
 
 
 def test_the_results_in_the_readme_are_the_committed_ones() -> None:

@@ -125,4 +125,4 @@ def _recipe(recipe: str | Path | Recipe, overrides: dict[str, Any]) -> Recipe:
         return load_recipe(Path(recipe), overrides)
     tree = recipe.model_dump(mode="python", exclude_none=True)
     override(tree, overrides)
-    return validate(tree, "Recipe")
+    return validate(tree, "Recipe", overrides)

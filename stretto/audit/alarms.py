@@ -238,13 +238,17 @@ class AlarmWatch:
 
     def sentences(self) -> dict[str, str]:
         """The alarms of now: by the title of each, its line."""
+        return {alarm.title: str(alarm) for alarm in self.alarms()}
+
+    def alarms(self) -> list[Alarm]:
+        """The alarms of now."""
         steps = np.array(self._steps, np.int64)
         series = {name: np.full(len(steps), np.nan) for name in self._series}
         for name, column in self._series.items():
             series[name][: len(column)] = column
         disk = disk_of(self._folder)
         evidence = Evidence(steps, series, self._evaluations, self._bound, disk, self._last_step)
-        return {alarm.title: str(alarm) for alarm in alarms_of(evidence)}
+        return alarms_of(evidence)
 
 
 def alarms_of_run(path: Path) -> list[Alarm]:

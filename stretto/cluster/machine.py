@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -270,7 +270,3 @@ class RemoteProcess:
         what does not heal."""
         if self.running and self._machine.silence < SILENT_SECONDS:
             self._machine.send(KillRole(place=self._place))
-
-
-#: Called with a machine whose model is there.
-OnJoin = Callable[[JoinedMachine], None]

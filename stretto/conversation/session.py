@@ -161,7 +161,7 @@ class Session:
         the prompt makes one.
 
         A turn that breaks off stays on record, and the next one behind an equal prompt goes on with it, unless that may
-        have fewer tokens, or ends at other stop texts.
+        have fewer tokens, ends at other stop texts, or has another grammar.
 
         Raises:
             EngineLost, RefusedRequest, DeadlineExceeded: as its sampler.
@@ -280,7 +280,7 @@ class Session:
             segment, before = self.forest.segments[node], self._broken.get(node)
             # The sampler alone knows the tokens of a turn that broke off in this process: fewer than it might have had.
             least = before.max_tokens if before else len(segment.token_ids) + 1
-            alike = before is None or before.stop == sampling.stop
+            alike = before is None or (before.stop, before.grammar) == (sampling.stop, sampling.grammar)
             if segment.stop_reason is not None or (least <= sampling.max_tokens and alike):
                 waiting.remove(node)
                 return node

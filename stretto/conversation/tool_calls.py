@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from stretto.conversation.messages import Tool, ToolCall
+from stretto.core.engine import json_rule
 
 NameCall = Callable[[int], str]
 """The id of the call with this number in its message."""
@@ -26,6 +27,7 @@ NameCall = Callable[[int], str]
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 _BETWEEN = re.compile(r"[; \n]*")
 _MISTRAL, _ARGUMENTS, _PYTHON = "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
+MOST_CALLS = 16  #: of one message that a grammar makes
 _THINK, _THOUGHT = "<think>", "</think>"
 
 
@@ -54,6 +56,15 @@ class CallForm(Protocol):
         """The calls as the model would write them."""
         ...
 
+    def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
+        """The grammar of `calls` of these tools and nothing else (`Sampling.grammar`); `word` writes a text that may be
+        one token. Without `parallel` there is one call, else at most `MOST_CALLS`.
+
+        Raises:
+            RefusedRequest: a schema cannot be written.
+        """
+        ...
+
 
 class HermesForm:
     """Qwen 2.5 and 3, Hermes, and other ChatML models."""
@@ -78,6 +89,12 @@ class HermesForm:
         """See `CallForm`."""
         return "\n".join(f"<tool_call>\n{_object(call, 'arguments')}\n</tool_call>" for call in calls)
 
+    def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
+        """See `CallForm`."""
+        call = f'call: {word(_CALL)} "\\n" tool "\\n" {word(_CALLED)}'
+        calls = _several("call", "\n", parallel)
+        return f"calls: {calls}\n{call}\n{_tool_rules(tools, 'arguments')}"
+
 
 class LlamaForm:
     """Llama 3.1 and later: the whole message is calls."""
@@ -92,6 +109,10 @@ class LlamaForm:
     def render(self, calls: Sequence[ToolCall]) -> str:
         """See `CallForm`."""
         return "; ".join(_object(call, "parameters") for call in calls)
+
+    def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
+        """See `CallForm`."""
+        return f"calls: {_several('tool', '; ', parallel)}\n{_tool_rules(tools, 'parameters')}"
 
 
 class MistralForm:
@@ -114,6 +135,11 @@ class MistralForm:
     def render(self, calls: Sequence[ToolCall]) -> str:
         """See `CallForm`."""
         return f"{_MISTRAL}[{', '.join(_object(call, 'arguments') for call in calls)}]"
+
+    def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
+        """See `CallForm`."""
+        listed = f'{word(_MISTRAL)} "[" {_several("tool", ", ", parallel)} "]"'
+        return f"calls: {listed}\n{_tool_rules(tools, 'arguments')}"
 
 
 def form_of(chat_template: str) -> CallForm:
@@ -174,6 +200,20 @@ def _calls(written: Iterator[str] | Sequence[str], name: NameCall) -> tuple[Tool
 
 def _object(call: ToolCall, field: str) -> str:
     return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "{field}": {call.arguments}}}'
+
+
+def _several(rule: str, between: str, parallel: bool) -> str:
+    return f"{rule} ({json.dumps(between)} {rule}){{0,{MOST_CALLS - 1}}}" if parallel else rule
+
+
+def _tool_rules(tools: Sequence[Tool], field: str) -> str:
+    """`tool`: a call of one of these, as JSON."""
+    lines = ["tool: " + " | ".join(f"tool_{at}" for at in range(len(tools)))]
+    for at, tool in enumerate(tools):
+        opening = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{field}": '
+        arguments = json_rule({**tool.parameters, "type": "object"})
+        lines += [f'tool_{at}: {json.dumps(opening)} arguments_{at} "}}"', f"arguments_{at}: {arguments}"]
+    return "\n".join(lines)
 
 
 def _objects(text: str) -> Iterator[str]:

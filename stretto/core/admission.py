@@ -15,7 +15,9 @@ The paper enforces the first alone. `rollout.batching` shows how the second one 
 
 from __future__ import annotations
 
-from stretto.core.records import Record
+from collections import Counter
+
+from stretto.core.records import Batch, Record
 
 #: A version distance. ``math.inf`` means that there is no bound.
 Staleness = float
@@ -49,3 +51,17 @@ class BoundChange(Record, frozen=True, array_like=True):
     after: int
     reason: str
     key: int = 0  # of the first group that is admitted under it; the ledger gives it
+
+
+def loss_tokens(batch: Batch) -> Counter[int]:
+    """How many tokens are in the loss, by their staleness: the batch's version less their own.
+
+    A trajectory has few versions: to count each of them is quicker than to go through all tokens in Python.
+    """
+    found = Counter[int]()
+    for group in batch.groups:
+        oldest = batch.oldest_of(group.id)
+        for trajectory in group.trajectories:
+            versions = trajectory.versions
+            found.update({batch.version - one: versions.count(one) for one in set(versions) if one >= oldest})
+    return found

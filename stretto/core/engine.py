@@ -5,20 +5,26 @@ The HTTP client of the native engine (`engine.http.client`) satisfies it; client
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from stretto.core.errors import RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials, Record
 
 MOST_STOPS = 64  #: stop texts of one request
 #: Stop tokens of one request; every row of an engine has room for the most that any request has had.
 MOST_STOP_TOKENS = 256
-MOST_ANSWERS = 65_536  #: completions of one request
+MOST_COMPLETIONS = 65_536  #: completions of one request
 MOST_INTERRUPTIONS = 2**31 - 1  #: of one completion
 COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
 LONGEST_STOP = 256  #: characters of a stop text
 MOST_LIKELIEST = 20  #: top log-probabilities of each token of a completion
+MOST_GRAMMAR = 32_768  #: characters; what is compiled of more could hold an engine for seconds
+
+#: JSON as most models write it, with one way to write each value: a model cannot go on with spaces for ever.
+_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class EngineHealth(Record, frozen=True):
@@ -93,3 +99,24 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Close the connections."""
         ...
+
+
+def json_rule(schema: Mapping[str, Any] | None) -> str:
+    """The right side of a rule of a grammar: JSON that follows a schema; any object without one.
+
+    >>> json_rule({"type": "null"})[:29]
+    '%json {"type": "null", "x-gui'
+
+    Raises:
+        RefusedRequest: the schema is nested too deeply to be written.
+    """
+    told = {"type": "object"} if schema is None else schema
+    try:
+        return f"%json {json.dumps({**told, 'x-guidance': _WRITTEN})}"
+    except RecursionError:
+        raise RefusedRequest("sampling.grammar", "a schema nested too deeply", "fewer levels") from None
+
+
+def json_grammar(schema: Mapping[str, Any] | None) -> str:
+    """The grammar of a completion that is JSON; see `json_rule`."""
+    return f"start: {json_rule(schema)}"

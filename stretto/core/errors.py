@@ -101,7 +101,7 @@ class RecipeError(UserError):
         try:
             stretto.train("recipe.toml", trainer={"step": 3})
         except stretto.RecipeError as error:
-            print(error)  # recipe.toml: trainer.step: unknown key; did you mean 'steps'?
+            print(error)  # override trainer.step: unknown key; did you mean 'steps'?
     """
 
 

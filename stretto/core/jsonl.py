@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from stretto.core.errors import DataError, Problem
+from stretto.core.errors import DataError, Problem, nearest
 
 #: Characters of a line at most: the tests of a program have inputs of many megabytes.
 LARGEST_ROW = 256 << 20
 LARGEST_UNPACKED = 4 << 30  #: bytes of a compressed file after unpacking
 _SHOWN = 20
+_SHOWN_NAMES = 8
 _GZIP = b"\x1f\x8b"
 _OTHERS = {
     b"PAR1": "a parquet file",
@@ -25,6 +26,34 @@ _OTHERS = {
 
 Given = TypeVar("Given")
 Read = TypeVar("Read")
+
+
+class Mistakes:
+    """Mistakes in data, of several parts that are all looked at before one of them ends the start.
+
+    >>> mistakes = Mistakes()
+    >>> for place in ("rows.jsonl:1", "rows.jsonl:2"):
+    ...     with mistakes:
+    ...         raise DataError([Problem(place, "no field 'answer'")])
+    >>> len(mistakes.problems)
+    2
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def __enter__(self) -> None:
+        """The block is one part."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, DataError):
+            self.problems += error.problems
+        return isinstance(error, DataError)
+
+    def done(self) -> None:
+        """Raises DataError: with all of them, each once, if there are any."""
+        if self.problems:
+            raise DataError(dict.fromkeys(self.problems))
 
 
 def read_rows(path: Path, read: Callable[[str, int, str], Read]) -> list[Read]:
@@ -48,30 +77,44 @@ def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Given, str], Read]) -> list[Read]:
-    """``read(row, place)`` of each ``(place, row)``; the mistakes of all rows come together, each with its place.
+    """``read(row, place)`` of each ``(place, row)``; the mistakes of all rows come together, each with its place, up to
+    a place behind which `rows` cannot be read any more.
 
     Raises:
         DataError: `name` has no rows, or some of them are not what they should be.
     """
     found: list[Read] = []
-    problems: list[Problem] = []
-    for place, row in rows:
-        try:
-            found.append(read(row, place))
-        except DataError as error:
-            problems += error.problems
-    if len(problems) > _SHOWN:
-        problems = [*problems[:_SHOWN], Problem(name, f"{len(problems) - _SHOWN} more rows like these")]
-    if not found and not problems:
-        problems = [Problem(name, "no rows", "at least one is needed")]
-    if problems:
-        raise DataError(problems)
+    mistakes, bad = Mistakes(), 0
+    with mistakes:
+        for place, row in rows:
+            one = Mistakes()
+            with one:
+                found.append(read(row, place))
+            bad += bool(one.problems)
+            mistakes.problems += one.problems if bad <= _SHOWN else []
+    if bad > _SHOWN:
+        mistakes.problems.append(Problem(name, f"{bad - _SHOWN} more rows like these"))
+    if not found and not mistakes.problems:
+        mistakes.problems.append(Problem(name, "no rows", "at least one is needed"))
+    mistakes.done()
     return found
 
 
 def mistake(place: str, found: str, remedy: str = "") -> DataError:
     """The error of one bad row."""
     return DataError([Problem(place, found, remedy)])
+
+
+def nearest_file(path: Path) -> str:
+    """The remedy for a file that is not there: the nearest name in its folder, or the first ones of the folder."""
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir())
+    except OSError:
+        return f"there is no folder {path.parent}"
+    if (near := nearest(path.name, names)).startswith("did") or not names:
+        return near if names else f"the folder {path.parent} is empty"
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"the folder {path.parent} has {', '.join(names[:_SHOWN_NAMES])}{more}"
 
 
 def read_text(path: Path) -> str:
@@ -83,7 +126,7 @@ def read_text(path: Path) -> str:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise mistake(str(path), "no such file") from None
+        raise mistake(str(path), "no such file", nearest_file(path)) from None
     except OSError as error:
         raise mistake(str(path), f"cannot be read: {error}", "a UTF-8 text file is needed") from None
     if content.startswith(_GZIP):

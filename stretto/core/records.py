@@ -11,7 +11,8 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from itertools import accumulate, chain
 from typing import Any
 
@@ -78,7 +79,7 @@ class Sampling(Record, frozen=True):
 
     The filters work after the temperature and in the order `top_k`, `top_p`, `min_p`, each on what the one before has
     left; what is left in the end is renormalised. A token exactly as likely as the last one that a filter keeps is
-    kept with it.
+    kept with it. A `grammar` is the first filter, at temperature 0 too: rules of Lark as llguidance takes them.
     """
 
     max_tokens: int
@@ -88,6 +89,7 @@ class Sampling(Record, frozen=True):
     top_k: int = 0  # this many likeliest tokens; 0: all
     min_p: float = 0.0  # tokens at least this fraction as likely as the likeliest
     stop: tuple[str, ...] = ()  # texts that end the completion, whose tokens include those of the stop text
+    grammar: str = ""  # the completion follows it; the end of sequence comes where the grammar ends
 
     @property
     def filtered(self) -> bool:
@@ -129,15 +131,17 @@ class Segment(Record, frozen=True, array_like=True):
 
     def __add__(self, other: Segment) -> Segment:
         """The two pieces of one completion as one."""
-        return msgspec.structs.replace(
-            self,
-            token_ids=self.token_ids + other.token_ids,
-            behavior_logprobs=self.behavior_logprobs + other.behavior_logprobs,
-            versions=self.versions + other.versions,
-            interrupted=max(self.interrupted, other.interrupted),
-            stop_reason=other.stop_reason,
-            engines=joined(self.writers, other.writers) if self.engines or other.engines else (),
-        )
+        return self.whole((self, other))
+
+    @classmethod
+    def whole(cls, pieces: Sequence[Segment]) -> Segment:
+        """The pieces of one completion, one at least, as one: every token is copied once."""
+        columns = ("token_ids", "behavior_logprobs", "versions")
+        chained = {name: tuple(chain.from_iterable(getattr(piece, name) for piece in pieces)) for name in columns}
+        engines = reduce(joined, (piece.writers for piece in pieces)) if any(piece.engines for piece in pieces) else ()
+        interrupted, stop_reason = max(piece.interrupted for piece in pieces), pieces[-1].stop_reason
+        ends = {"interrupted": interrupted, "stop_reason": stop_reason, "engines": engines}
+        return msgspec.structs.replace(pieces[0], **chained, **ends)
 
     def after(self, tokens: int) -> Segment:
         """What comes after the first `tokens` tokens."""

@@ -63,6 +63,14 @@ class Stream:
 class Backend(Protocol):
     """See the module. Errors reach the client as they are raised here."""
 
+    async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
+        """What takes long before `submit_all`, beside the generation.
+
+        Raises:
+            RefusedRequest: as `submit_all`.
+        """
+        ...
+
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
         """Submit requests whose completions are streamed whole.
 

@@ -16,6 +16,7 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
+from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.kernels.choice import choose
 from stretto.model.kernels.matmul import use_onednn
@@ -36,7 +37,9 @@ def _serve(spec: EngineSpec) -> None:
     config = EngineConfig.model_validate_json(spec.config)
     model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
     use_onednn(model, chooser=partial(choose, record=Path(spec.kernels) if spec.kernels else None))
-    engine = NativeEngine(model, config, name=spec.name, detokenizer=partial(load_tokenizer, spec.model))
+    tokenizer = partial(load_tokenizer, spec.model)
+    grammars = partial(Grammars, tokenizer)
+    engine = NativeEngine(model, config, name=spec.name, detokenizer=tokenizer, grammars=grammars)
     subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
     if spec.publication_seconds > 0:
         subscriber.await_first(spec.name, spec.publication_seconds)

@@ -274,7 +274,7 @@ class AgentSession:
         async def run() -> bytes:
             history = self._history(asked)
             prompt = await self._prompt(history, asked.tools)
-            sampling = self.speaker.rule.sampling(asked.wanted, len(prompt.tokens))
+            sampling = self.speaker.rule.sampling(asked, len(prompt.tokens))
             self._bridge.begin(history, prompt)
             turn = await self.session.turn(prompt.tokens, sampling, prompt.cause)
             said = self.speaker.teller.said(asked, turn, len(prompt.tokens), self.id, self.created)

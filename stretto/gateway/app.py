@@ -221,7 +221,7 @@ class GatewayApp:
                 return  # nobody is there to be told
             said = answering.result()
         except (SessionEnded, RefusedRequest, EngineLost, DeadlineExceeded) as error:
-            refusing = _no_turn(error)
+            refusing = _no_turn(error, asked)
             if not stream.started:
                 raise refusing from None
             await stream.end(dialect.fail(refusing.why))
@@ -240,7 +240,7 @@ class GatewayApp:
         try:
             tokens = await session.count(asked)
         except RefusedRequest as refused:  # a session that has ended, too
-            raise _no_turn(refused) from None
+            raise _no_turn(refused, asked) from None
         await reply(send, 200, _JSON, form.counted(tokens))
 
     async def _asked(self, form: RequestForm, scope: Scope, receive: Receive) -> AskedTurn:
@@ -339,8 +339,10 @@ async def _one_of(one: asyncio.Future[Any], other: asyncio.Future[Any], seconds:
     return bool(done)
 
 
-def _no_turn(error: Exception) -> Refusing:
+def _no_turn(error: Exception, asked: AskedTurn) -> Refusing:
     """What a client is told in place of a turn."""
+    if isinstance(error, RefusedRequest) and error.field == "sampling.grammar":
+        error = RefusedRequest("response_format" if asked.wanted.json else "tools", error.found, error.allowed)
     if isinstance(error, SessionEnded):
         return _over(error)
     if isinstance(error, RefusedRequest):

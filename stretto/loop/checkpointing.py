@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
+from typing import Protocol
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import CheckpointLost, StoreError
@@ -15,8 +16,15 @@ from stretto.loop.learner.link import TrainerLink
 from stretto.rollout.controller import Controller
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.ledger.ledger import Ledger
 from stretto.trainer.config import TrainerConfig
+
+
+class CheckpointedLedger(Protocol):
+    """Satisfied by `store.ledger.ledger.Ledger`."""
+
+    def sync(self) -> None: ...
+    def event(self, name: str, detail: str) -> None: ...
+    def forget(self, step: int) -> None: ...
 
 
 class Checkpointing:
@@ -29,7 +37,7 @@ class Checkpointing:
         config: TrainerConfig,
         trainer: TrainerLink,
         controller: Controller,
-        ledger: Ledger,
+        ledger: CheckpointedLedger,
         deadlines: DeadlinesConfig,
         saved_step: int = 0,
     ) -> None:

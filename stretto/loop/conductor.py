@@ -73,7 +73,7 @@ class Conductor:
         self._stopping = asyncio.Event()
         self._conducting = False
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.engines.listen(self._load)
+        self.engines.listen(self._live_changed)
 
     @property
     def stopping(self) -> bool:
@@ -131,7 +131,7 @@ class Conductor:
             self._groups[ticket.group_id] = task
             task.add_done_callback(self._group_ended)
 
-    def _load(self, version: int) -> None:
+    def _live_changed(self, version: int) -> None:
         self.controller.load(version)
         self._admit()
 
@@ -147,11 +147,15 @@ class Conductor:
             before = self.controller.filtered
             self.controller.finish(ticket, trajectories)
             self.recorder.judged(ticket.draw.prompt, trajectories)
-            filtered = self.controller.filtered
-            batches, rest = divmod(filtered, _SILENT_BATCHES * self.controller.config.batch_size)
-            if filtered > before and not rest and batches.bit_count() == 1:  # at twice as many each time
-                self.recorder.filtered(filtered)
+            if (filtered := self.controller.filtered) > before:
+                self._report_filtered(filtered)
         self._forget(ticket, trajectories)
+
+    def _report_filtered(self, groups: int) -> None:
+        """Once for as many groups as fill some batches, then at twice as many each time."""
+        times, rest = divmod(groups, _SILENT_BATCHES * self.controller.config.batch_size)
+        if not rest and times.bit_count() == 1:
+            self.recorder.filtered(groups)
 
     def _forget(self, ticket: Ticket, trajectories: Sequence[Trajectory] = ()) -> None:
         kept = sum(len(trajectory.versions) for trajectory in trajectories)
@@ -177,9 +181,7 @@ class Conductor:
             if batch is None:
                 return
             self._admit()
-            self.recorder.taken(
-                batch, self.controller.in_flight, self.controller.buffered, self.controller.max_staleness
-            )
+            self.recorder.taken(self.controller.in_flight, self.controller.buffered, self.controller.max_staleness)
             update = await self._before_the_stop_ends(self.trainer.train(batch))
             if update is None:
                 return

@@ -18,18 +18,17 @@ from stretto.core.records import (
     GenerateRequest,
     Prompt,
     Sampling,
-    StopReason,
     Trajectory,
     Update,
-    Verdict,
     derive_seed,
+    trajectory_id,
 )
 from stretto.core.tasks import cancel_and_wait, gather_or_cancel
-from stretto.loop.engines.in_flight import attempts
+from stretto.loop.engines.attempts import attempts
 from stretto.loop.records.evaluation import Evaluation, QuestionResult
 from stretto.loop.records.recorder import Recorder
 from stretto.store.series.samples import SampledCompletion
-from stretto.worlds.single_turn import Detokenize, Score
+from stretto.worlds.single_turn import Detokenize, Score, judge
 
 _PORTION = 64  # completions of one request, or those of one prompt
 _PORTIONS_IN_FLIGHT = 4
@@ -104,75 +103,60 @@ class Evaluator:
     ) -> list[tuple[QuestionResult, list[SampledCompletion]]]:
         if (converse := self.converse) is not None:
             async with free:
-                return await gather_or_cancel(*(self._conversed(converse, prompt) for prompt in prompts))
-        async with free:
-            completions = await self._completions([self._request(prompt) for prompt in prompts])
-        return await gather_or_cancel(*(self._judge(prompt, completions[prompt.id]) for prompt in prompts))
+                judged = await gather_or_cancel(*(self._conversed(converse, prompt) for prompt in prompts))
+        else:
+            async with free:
+                completions = await self._completions(prompts)
+            judged = await gather_or_cancel(
+                *(
+                    judge(self._id(prompt), prompt, completions[prompt.id], self.score, self.detokenize)
+                    for prompt in prompts
+                )
+            )
+        return [self._result(prompt, trajectories) for prompt, trajectories in zip(prompts, judged, strict=True)]
+
+    def _result(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory]
+    ) -> tuple[QuestionResult, list[SampledCompletion]]:
+        final = self.final_answer
+        finals = [final(prompt.text, one.text) for one in trajectories] if final is not None else None
+        samples = [SampledCompletion.of(prompt, one.versions, one.text, one.verdict) for one in trajectories]
+        return QuestionResult.of(prompt, trajectories, finals), samples
 
     def _seeds(self, prompt: Prompt) -> tuple[int, ...]:
         further = (derive_seed(self.seed, prompt.id, number) for number in range(1, self.samples))
         return derive_seed(self.seed, prompt.id), *further
 
-    async def _conversed(self, converse: Converse, prompt: Prompt) -> tuple[QuestionResult, list[SampledCompletion]]:
+    async def _conversed(self, converse: Converse, prompt: Prompt) -> list[Trajectory]:
         """The trajectories of one prompt, as the workflow makes and judges them."""
-        ids = [f"{_PREFIX}{self.name}.{prompt.id}/{number}" for number in range(self.samples)]
-        trajectories = await gather_or_cancel(
-            *(
-                converse(id, prompt, number, seed)
-                for number, (id, seed) in enumerate(zip(ids, self._seeds(prompt), strict=True))
-            )
-        )
-        final = self.final_answer
-        result = QuestionResult.of(
-            prompt,
-            [(one.text, len(one.versions), one.stop_reason is StopReason.LENGTH) for one in trajectories],
-            [one.verdict for one in trajectories],
-            [version for one in trajectories for version in one.versions] or [0],
-            [final(prompt.text, one.text) for one in trajectories] if final is not None else None,
-        )
-        return result, [SampledCompletion.of(prompt, one.versions, one.text, one.verdict) for one in trajectories]
+        ids = [trajectory_id(self._id(prompt), number) for number in range(self.samples)]
+        members = enumerate(zip(ids, self._seeds(prompt), strict=True))
+        return await gather_or_cancel(*(converse(id, prompt, number, seed) for number, (id, seed) in members))
+
+    def _id(self, prompt: Prompt) -> str:
+        """Of the prompt's request, and of its group."""
+        return f"{_PREFIX}{self.name}.{prompt.id}"
 
     def _request(self, prompt: Prompt) -> GenerateRequest:
         return GenerateRequest(
-            id=f"{_PREFIX}{self.name}.{prompt.id}",
+            id=self._id(prompt),
             prompt_token_ids=prompt.token_ids,
             seeds=self._seeds(prompt),
             sampling=self.sampling,
         )
 
-    async def _completions(self, requests: Sequence[GenerateRequest]) -> dict[str, list[Completion]]:
+    async def _completions(self, prompts: Sequence[Prompt]) -> dict[str, list[Completion]]:
         """By prompt, in the order of their seeds. When an engine is lost all are asked again, together, so that the
         numbers stay the same."""
         found: dict[tuple[str, int], Completion] = {}
+        requests = [self._request(prompt) for prompt in prompts]
         for attempt in attempts():
             with attempt:
                 async for completion in self.generate(*requests):
                     self.count(completion)
                     found[completion.request, completion.member] = completion
                 break
-        start = len(f"{_PREFIX}{self.name}.")
-        return {
-            request.id[start:]: [found[request.id, member] for member in range(self.samples)] for request in requests
-        }
-
-    async def _judge(
-        self, prompt: Prompt, completions: Sequence[Completion]
-    ) -> tuple[QuestionResult, list[SampledCompletion]]:
-        texts = [self.detokenize(completion.token_ids) for completion in completions]
-        verdicts: Sequence[Verdict] = await self.score(prompt.text, texts, prompt.answer)
-        final = self.final_answer
-        result = QuestionResult.of(
-            prompt,
-            [
-                (text, len(one.token_ids), one.stop_reason is StopReason.LENGTH)
-                for text, one in zip(texts, completions, strict=True)
-            ],
-            verdicts,
-            [version for one in completions for version in one.versions] or [0],
-            [final(prompt.text, text) for text in texts] if final is not None else None,
-        )
-        judged = zip(completions, texts, verdicts, strict=True)
-        return result, [SampledCompletion.of(prompt, one.versions, text, verdict) for one, text, verdict in judged]
+        return {prompt.id: [found[self._id(prompt), member] for member in range(self.samples)] for prompt in prompts}
 
 
 class PeriodicEvaluation:

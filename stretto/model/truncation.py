@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p, in this order, on logits after the temperature.
+"""A grammar's tokens, top-k, top-p and min-p, in this order, on logits after the temperature.
 
 Engine and trainer both call `truncate`: there is one definition of the sampling distribution.
 
@@ -8,7 +8,7 @@ Each filter keeps the tokens whose logit reaches a *cutoff*; the highest of the 
   probabilities alone, never on token ids or on the order in which a sort leaves equals;
 - at least the likeliest token is kept, whatever the settings.
 
-Axes: R row, S tokens ranked from the likeliest on, V vocabulary.
+Axes: R row, S tokens ranked from the likeliest on, V vocabulary, W words of 32 tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,12 @@ class Truncation:
         return type(self)(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
-def truncate(logits_RV: Tensor, truncation: Truncation, always_R: Tensor | None = None) -> Tensor:
+def truncate(
+    logits_RV: Tensor,
+    truncation: Truncation,
+    always_R: Tensor | None = None,
+    allowed_RW: npt.NDArray[np.int32] | None = None,
+) -> Tensor:
     """The logits [R, V] with the lowest finite number for tokens that may not be drawn: their probability is zero.
 
     Differentiable; the set of tokens that are left counts as given. (Infinity would make NaN of entropies.)
@@ -58,7 +63,10 @@ def truncate(logits_RV: Tensor, truncation: Truncation, always_R: Tensor | None 
         logits_RV: float32, after the temperature. NaN stays NaN.
         truncation: settings of the rows.
         always_R: one token per row that stays whatever the filters say.
+        allowed_RW: a bit for each token, set where the row's grammar allows it; None where no row has a grammar.
     """
+    if allowed_RW is not None:
+        logits_RV = logits_RV.masked_fill(~_as_bools(allowed_RW, logits_RV), torch.finfo(logits_RV.dtype).min)
     outside_RV = logits_RV.detach() < cutoffs(logits_RV.detach(), truncation)
     if always_R is not None:
         outside_RV = outside_RV.scatter(1, always_R[:, None], False)
@@ -99,6 +107,12 @@ def _ranked_cutoffs(logits_RV: Tensor, shares_RV: Tensor, truncation: Truncation
     rows = short_R.nonzero()[:, 0]
     more_R1 = _ranked_cutoffs(logits_RV[rows], shares_RV[rows], truncation.rows(rows.cpu().numpy()), ranked * _MORE)
     return cutoff_R1.index_copy(0, rows, more_R1)
+
+
+def _as_bools(bits_RW: npt.NDArray[np.int32], like_RV: Tensor) -> Tensor:
+    bytes_RB = torch.from_numpy(bits_RW.view(np.uint8)).to(like_RV.device)
+    places = torch.arange(8, dtype=torch.uint8, device=like_RV.device)
+    return (bytes_RB[:, :, None] >> places & 1).flatten(1)[:, : like_RV.shape[1]].bool()
 
 
 def _column(values: npt.NDArray[np.int64] | npt.NDArray[np.float64], like: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field
@@ -57,3 +59,33 @@ class OutletsConfig(BaseModel, extra="forbid", frozen=True):
     prometheus_host: str = Field(
         "127.0.0.1", min_length=1, description="address of that page; on others than loopback anybody can read it"
     )
+
+
+def destinations(config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> list[str]:
+    """A sentence for each tool: where it shows the run of the folder `run`, as far as the tool's variables say it.
+
+    >>> destinations(OutletsConfig(to="tensorboard", prometheus_port=9400), Path("runs/first"), {})
+    ['shown in tensorboard: files in runs/first/tensorboard; tensorboard --logdir runs', \
+'shown in prometheus: http://127.0.0.1:9400/metrics']
+    """
+    tools = (*config.to, *((PROMETHEUS,) if config.prometheus_port is not None else ()))
+    return [f"shown in {tool}: {_destination(tool, config, run, environment)}" for tool in tools]
+
+
+def _destination(tool: str, config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> str:
+    match tool:
+        case "wandb" if environment.get("WANDB_MODE") in ("offline", "dryrun"):
+            return f"files in {run}/wandb; wandb sync {run}/wandb/offline-run-*"
+        case "wandb":
+            return f"project {config.project} at {environment.get('WANDB_BASE_URL', 'the address of its own settings')}"
+        case "tensorboard":
+            return f"files in {run}/tensorboard; tensorboard --logdir {run.parent}"
+        case "mlflow":
+            where = environment.get("MLFLOW_TRACKING_URI", f"a database in {Path.cwd()}")
+            return f"experiment {config.project} at {where}"
+        case "trackio":
+            names = ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID", "TRACKIO_DIR")
+            where = next((environment[name] for name in names if environment.get(name)), "its own folder")
+            return f"project {config.project} at {where}"
+    host = f"[{config.prometheus_host}]" if ":" in config.prometheus_host else config.prometheus_host
+    return f"http://{host}:{config.prometheus_port}/metrics"

@@ -1,6 +1,6 @@
 """Follows the records of a run, and hands each line to a tool once.
 
-    metrics.jsonl, samples.jsonl ──► RunFollower ──► Outlet, a tool
+    metrics.jsonl, samples.jsonl ──► RunFollower ──► Outlet, a tool: points, tables, alarms
                                         │
                                         ▼
                        cursor: what the tool has, beside the run
@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from stretto.audit.alarms import Alarm
 from stretto.core.records import Record
+from stretto.outlets.alarms import AlarmFollower
 from stretto.outlets.points import MetricsPoint, Value, point_of
 from stretto.store.files import write_atomically
 from stretto.store.folder.run_folder import RunFolder
@@ -62,6 +64,7 @@ class Cursor(Record, frozen=True):
     tabled: int = -ROW_STEPS  # the step of the newest table
     metrics: LinesRead | None = None
     samples: LinesRead | None = None  # those behind it are in no table yet
+    alarms: Mapping[str, int] = {}  # by the title of each that the tool has: the step since which it held
     fault: str = ""  # the newest line that could not be read, and was left out
 
 
@@ -101,6 +104,10 @@ class Outlet(Protocol):
         """Take completions that were sampled up to a step, behind this number of points."""
         ...
 
+    def alarm(self, alarm: Alarm) -> None:
+        """Take an alarm; the tool has it at the return."""
+        ...
+
     def close(self) -> None:
         """No more is to come for now."""
         ...
@@ -118,6 +125,7 @@ class RunFollower:
             cursor.metrics.restore(self._metrics)
         if cursor.samples is not None:
             cursor.samples.restore(self._samples)
+        self._alarms = AlarmFollower(folder)
         self._waiting: deque[SampledCompletion] = deque(maxlen=ROWS)
         self._cursor = msgspec.structs.replace(cursor, run=outlet.run)
         self._write()  # before anything is sent: another process goes on in the same run of the tool
@@ -138,6 +146,8 @@ class RunFollower:
         self._keep(msgspec.structs.replace(self._cursor, metrics=LinesRead.of(self._metrics), fault=self._fault()))
         if self._step >= self._cursor.tabled + ROW_STEPS:
             self._hand_on_table()
+        if not self._metrics.more:
+            self._hand_on_alarms()
         return self._metrics.more or self._samples.more
 
     def finish(self) -> None:
@@ -183,6 +193,14 @@ class RunFollower:
         self._outlet.table(self._step, [_shortened(sample) for sample in self._waiting], self._cursor.points)
         self._waiting.clear()
         self._keep(msgspec.structs.replace(self._cursor, tabled=self._step, samples=LinesRead.of(self._samples)))
+
+    def _hand_on_alarms(self) -> None:
+        """Each once in a run, by its title: one that passes and comes back is known, and so is one of steps that are
+        done again."""
+        for alarm in self._alarms.new(self._cursor.alarms):
+            self._outlet.alarm(alarm)
+            alarms = {**self._cursor.alarms, alarm.title: alarm.first_step}
+            self._keep(msgspec.structs.replace(self._cursor, alarms=alarms))
 
     def _keep(self, cursor: Cursor) -> None:
         if cursor != self._cursor or not self._path.exists():

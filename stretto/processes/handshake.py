@@ -17,16 +17,15 @@ import asyncio
 import contextlib
 import hmac
 import secrets
-import socket
 import ssl
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import DeadlineExceeded, HandshakeBroken, HandshakeRefused, WireError
+from stretto.core.errors import HandshakeBroken, HandshakeRefused, WireError
 from stretto.core.frames import LENGTH, frame
 from stretto.core.records import Record
 
@@ -60,10 +59,6 @@ _Message = _Hello | _Challenge | _Proof | _Welcome | _Refusal
 _MESSAGE: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 _Kind = TypeVar("_Kind", _Hello, _Challenge, _Proof, _Welcome)
 
-#: One side of the handshake: it yields what is to be sent, or None to be sent the next message; it returns the other
-#: side's introduction.
-_Side = Generator[_Message | None, _Message | None, bytes]
-
 #: Why a caller with this introduction is not wanted; "" if it is.
 Judge = Callable[[bytes], str]
 
@@ -83,7 +78,15 @@ async def call(
         HandshakeBroken: it went away meanwhile.
         DeadlineExceeded: it took longer than `seconds`.
     """
-    return await _carry(_caller(key, ours, peer), reader, writer, peer, seconds)
+    async with _line(reader, writer, peer, seconds) as line:
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        await line.send(_Hello(nonce, ours))
+        theirs = (await line.receive(_Challenge)).nonce
+        await line.send(_Proof(_mac(key, "caller", nonce, theirs, ours)))
+        welcome = await line.receive(_Welcome)
+        if not hmac.compare_digest(welcome.mac, _mac(key, "listener", nonce, theirs, ours, welcome.introduction)):
+            raise HandshakeRefused(peer, "does not have the key")
+        return welcome.introduction
 
 
 async def admit(
@@ -97,46 +100,20 @@ async def admit(
     seconds: float,
 ) -> bytes:
     """Greet a caller; returns its introduction, which `judge` has admitted. Raises as `call`."""
-    return await _carry(_listener(key, ours, judge, peer), reader, writer, peer, seconds)
-
-
-def call_blocking(connection: socket.socket, key: str, ours: bytes, *, peer: str, seconds: float) -> bytes:
-    """`call`, over a connected socket."""
-    return _carry_blocking(_caller(key, ours, peer), connection, peer, seconds)
-
-
-def admit_blocking(
-    connection: socket.socket, key: str, ours: bytes, judge: Judge, *, peer: str, seconds: float
-) -> bytes:
-    """`admit`, over a connected socket."""
-    return _carry_blocking(_listener(key, ours, judge, peer), connection, peer, seconds)
-
-
-def _caller(key: str, ours: bytes, peer: str) -> _Side:
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    yield _Hello(nonce, ours)
-    theirs = _expected((yield None), _Challenge, peer).nonce
-    yield _Proof(_mac(key, "caller", nonce, theirs, ours))
-    welcome = _expected((yield None), _Welcome, peer)
-    if not hmac.compare_digest(welcome.mac, _mac(key, "listener", nonce, theirs, ours, welcome.introduction)):
-        raise HandshakeRefused(peer, "does not have the key")
-    return welcome.introduction
-
-
-def _listener(key: str, ours: bytes, judge: Judge, peer: str) -> _Side:
-    hello = _expected((yield None), _Hello, peer)
-    nonce = secrets.token_bytes(_NONCE_BYTES)
-    yield _Challenge(nonce)
-    proof = _expected((yield None), _Proof, peer)
-    said = (hello.nonce, nonce, hello.introduction)
-    if not hmac.compare_digest(proof.mac, _mac(key, "caller", *said)):
-        yield _Refusal("the key is wrong")
-        raise HandshakeRefused(peer, "does not have the key")
-    if why := judge(hello.introduction):
-        yield _Refusal(why)
-        raise HandshakeRefused(peer, f"is not wanted: {why}")
-    yield _Welcome(ours, _mac(key, "listener", *said, ours))
-    return hello.introduction
+    async with _line(reader, writer, peer, seconds) as line:
+        hello = await line.receive(_Hello)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        await line.send(_Challenge(nonce))
+        proof = await line.receive(_Proof)
+        said = (hello.nonce, nonce, hello.introduction)
+        if not hmac.compare_digest(proof.mac, _mac(key, "caller", *said)):
+            await line.send(_Refusal("the key is wrong"))
+            raise HandshakeRefused(peer, "does not have the key")
+        if why := judge(hello.introduction):
+            await line.send(_Refusal(why))
+            raise HandshakeRefused(peer, f"is not wanted: {why}")
+        await line.send(_Welcome(ours, _mac(key, "listener", *said, ours)))
+        return hello.introduction
 
 
 def _mac(key: str, side: str, *said: bytes) -> bytes:
@@ -144,83 +121,41 @@ def _mac(key: str, side: str, *said: bytes) -> bytes:
     return hmac.digest(key.encode(), msgspec.msgpack.encode((side, *said)), "sha256")
 
 
-def _expected(message: _Message | None, kind: type[_Kind], peer: str) -> _Kind:
-    if isinstance(message, _Refusal):
-        raise HandshakeRefused(peer, f"refused: {message.why}")
-    if not isinstance(message, kind):
-        raise HandshakeRefused(peer, "speaks out of turn")
-    return message
+@dataclass(frozen=True)
+class _Line:
+    """The messages of a handshake, over a stream of bytes."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    peer: str
+
+    async def send(self, message: _Message) -> None:
+        self.writer.write(frame(message))
+        await self.writer.drain()
+
+    async def receive(self, kind: type[_Kind]) -> _Kind:
+        """
+        Raises:
+            HandshakeRefused: the next message is another one.
+        """
+        (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
+        if length > _LARGEST:
+            raise WireError(f"a message of {length:,} bytes; at most {_LARGEST:,} are allowed")
+        message = _MESSAGE.decode(await self.reader.readexactly(length))
+        if isinstance(message, _Refusal):
+            raise HandshakeRefused(self.peer, f"refused: {message.why}")
+        if not isinstance(message, kind):
+            raise HandshakeRefused(self.peer, "speaks out of turn")
+        return message
 
 
-async def _carry(
-    side: _Side, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, seconds: float
-) -> bytes:
-    """Play a side over asyncio's streams."""
-    message: _Message | None = None
+@contextlib.asynccontextmanager
+async def _line(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, seconds: float
+) -> AsyncIterator[_Line]:
     async with deadline("handshake", f"{peer} to prove the key", seconds):
         with _torn(peer):
-            while True:
-                try:
-                    wanted = side.send(message)
-                except StopIteration as end:
-                    introduction: bytes = end.value
-                    return introduction
-                message = None
-                if wanted is not None:
-                    writer.write(frame(wanted))
-                    await writer.drain()
-                else:
-                    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                    message = _MESSAGE.decode(await reader.readexactly(_allowed(length)))
-
-
-def _carry_blocking(side: _Side, connection: socket.socket, peer: str, seconds: float) -> bytes:
-    """Play a side over a socket, whose timeout is restored."""
-    end, patience = time.monotonic() + seconds, connection.gettimeout()
-    message: _Message | None = None
-    try:
-        with _torn(peer):
-            while True:
-                try:
-                    wanted = side.send(message)
-                except StopIteration as done:
-                    introduction: bytes = done.value
-                    return introduction
-                message = None
-                if wanted is not None:
-                    connection.settimeout(_left(end))
-                    connection.sendall(frame(wanted))
-                else:
-                    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size, end))
-                    message = _MESSAGE.decode(_exactly(connection, _allowed(length), end))
-    except TimeoutError:
-        raise DeadlineExceeded("handshake", f"{peer} to prove the key", seconds) from None
-    finally:
-        connection.settimeout(patience)
-
-
-def _exactly(connection: socket.socket, count: int, end: float) -> bytes:
-    """`count` bytes; none that come after them."""
-    data = bytearray()
-    while len(data) < count:
-        connection.settimeout(_left(end))
-        part = connection.recv(count - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
-
-
-def _left(end: float) -> float:
-    if (left := end - time.monotonic()) <= 0:
-        raise TimeoutError
-    return left
-
-
-def _allowed(length: int) -> int:
-    if length > _LARGEST:
-        raise WireError(f"a message of {length:,} bytes; at most {_LARGEST:,} are allowed")
-    return length
+            yield _Line(reader, writer, peer)
 
 
 @contextlib.contextmanager

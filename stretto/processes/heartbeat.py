@@ -1,4 +1,4 @@
-"""What a role does first: ask for a parent-death signal, send heartbeats, survive a disk that is full."""
+"""What a role does first: ask for a parent-death signal, send heartbeats, survive a full disk, bound its memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import io
 import os
+import resource
 import signal
 import sys
 import threading
@@ -47,6 +48,14 @@ def survive_a_full_disk() -> None:
         io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), encoding="utf-8", errors="replace", line_buffering=True)
         for number in (1, 2)
     )
+
+
+def bound_memory(limit: int) -> None:
+    """At most `limit` bytes of data; not of address space: torch and CUDA reserve far more addresses than they use
+    memory."""
+    _, highest = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = limit if highest == resource.RLIM_INFINITY else min(limit, highest)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 class _Forgiving(io.RawIOBase):

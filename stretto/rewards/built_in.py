@@ -40,6 +40,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     "reasoning_gym": BuiltIn(
         "stretto.rewards.reasoning:reasoning_gym", timeout=120.0, gold="stretto.rewards.reasoning:gold"
     ),
+    "reward_model": BuiltIn("stretto.rewards.reward_model:reward_model", timeout=60.0, configured=True),
     "math": BuiltIn("stretto.rewards.math.reward:math", gold="stretto.rewards.math.reward:gold"),
 }
 

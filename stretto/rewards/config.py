@@ -7,9 +7,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
+from stretto.rewards.address import AddressConfig
 from stretto.rewards.built_in import BUILT_IN, timeout_of
 from stretto.rewards.functions import LARGEST_REWARD
 from stretto.rewards.judge import JudgeConfig
+from stretto.rewards.reward_model import RewardModelConfig
 from stretto.sandbox.config import SandboxConfig
 
 _AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
@@ -55,7 +57,8 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
     function: str = Field(
         default="final_answer",
         min_length=1,
-        description="A built-in reward (final_answer, exact_match, last_number, math, code, judge, reasoning_gym), "
+        description="A built-in reward (final_answer, exact_match, last_number, math, code, judge, "
+        "reward_model, reasoning_gym), "
         "or 'package.module:function'.",
     )
     functions: Annotated[tuple[RewardPart, ...], BeforeValidator(_as_tuple)] = Field(
@@ -107,6 +110,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     code: SandboxConfig = SandboxConfig()
     judge: JudgeConfig = JudgeConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
 
     @property
     def parts(self) -> tuple[RewardPart, ...]:
@@ -153,15 +157,20 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
             raise ValueError("all functions have weight 0, so every completion would get the same reward")
         return self
 
+    @property
+    def asked(self) -> dict[str, AddressConfig]:
+        """The addresses that the rewards ask, by section."""
+        sections: dict[str, AddressConfig] = {"judge": self.judge, "reward_model": self.reward_model}
+        return {name: section for name, section in sections.items() if self.has(name)}
+
     @model_validator(mode="after")
-    def _a_judge_can_be_asked_in_time(self) -> Self:
-        if self.has("judge") and not (self.judge.address and self.judge.model):
-            raise ValueError('function = "judge" needs judge.address and judge.model')
-        if self.has("judge") and self.seconds_per_completion <= self.judge.seconds:
-            found = (
-                f"timeout ({self.seconds_per_completion:g}) must be more than judge.seconds ({self.judge.seconds:g})"
-            )
-            raise ValueError(found)
+    def _what_is_asked_can_answer_in_time(self) -> Self:
+        for name, section in self.asked.items():
+            if not (section.address and section.model):
+                raise ValueError(f'function = "{name}" needs {name}.address and {name}.model')
+            if self.seconds_per_completion <= section.seconds:
+                found = f"timeout ({self.seconds_per_completion:g}) must be more than {name}.seconds"
+                raise ValueError(f"{found} ({section.seconds:g})")
         return self
 
     @model_validator(mode="after")

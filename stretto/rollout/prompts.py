@@ -44,18 +44,19 @@ def epoch_order(sources: Sequence[PromptSource], seed: int, epoch: int) -> list[
     order: list[int] = []
     start = 0
     for source, taken in zip(sources, shares(sources), strict=True):
-        order += [start + place for place in _turn(source, taken, seed, epoch)]
+        order += [start + place for place in _places(source, taken, seed, epoch)]
         start += source.prompts
     random.Random(derive_seed(seed, "prompts", epoch)).shuffle(order)
     return order
 
 
-def _turn(source: PromptSource, taken: int, seed: int, epoch: int) -> list[int]:
+def _places(source: PromptSource, taken: int, seed: int, epoch: int) -> list[int]:
+    """The places of the prompts that the epoch takes of a source: others each time, until it has had all of them."""
     places = list(range(source.prompts))
-    turns = source.prompts // taken
+    portions = source.prompts // taken
     if taken < source.prompts:
-        random.Random(derive_seed(seed, "source", source.name, epoch // turns)).shuffle(places)
-    begin = epoch % turns * taken
+        random.Random(derive_seed(seed, "source", source.name, epoch // portions)).shuffle(places)
+    begin = epoch % portions * taken
     return places[begin : begin + taken]
 
 
@@ -139,13 +140,13 @@ class PromptStream:
         if self._given_back:
             return self._given_back.popleft()
         if self._index == len(self._order):
-            self._turn()
+            self._begin_next_epoch()
         draw = Draw(prompt=self._prompts[self._order[self._index]], epoch=self._epoch)
         self._index += 1
         return draw
 
-    def _turn(self) -> None:
-        """The next epoch; if every prompt of it would rest, none does."""
+    def _begin_next_epoch(self) -> None:
+        """If every prompt of it would rest, none does."""
         self._epoch, self._index = self._epoch + 1, 0
         self._resting, self._rest_next = tuple(self._rest_next), {}
         self._order = self._shuffled(self._epoch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +15,11 @@ import msgspec
 from stretto.core.errors import Problem, RunFolderError
 from stretto.core.records import Record
 from stretto.measures.goodput import parts_of_work
+from stretto.store.folder.provenance import Machine
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import TOTALS, Inspection, Totals, fact, inspection_of
+from stretto.store.inspection import Inspection, fact, inspection_of
 from stretto.store.ledger.schema import reading
+from stretto.store.totals import TOTALS, Totals
 
 RECIPE = "recipe"  #: the name of the resolved recipe in the ledger
 #: Sections that a step does not depend on, or that are of the machines: a resume may change them.
@@ -48,6 +51,7 @@ class PredictedRun(Record, frozen=True):
     recipe: str  # the digest
     terms: Mapping[str, Term]
     most_off: str
+    other_machine: str = ""  # the machine of the run, where the prediction is for another
 
 
 class _Layout(Record, frozen=True, forbid_unknown_fields=False):
@@ -106,7 +110,21 @@ def predicted_beside_measured(path: str | Path, file: Path | None = None) -> Pre
         inspection = inspection_of(connection)
     if totals is None or not inspection.steps or inspection.rl_seconds <= 0:  # a resume has recorded its first step
         return None
-    return compared(saved.machine, saved.recipe or "", saved.layouts[0].terms, measured_terms(inspection, totals))
+    found = compared(saved.machine, saved.recipe or "", saved.layouts[0].terms, measured_terms(inspection, totals))
+    return msgspec.structs.replace(found, other_machine=_other_machine(folder, saved.machine))
+
+
+def _other_machine(folder: RunFolder, predicted: str) -> str:
+    """The machine of the run, unless it may be the one that is `predicted`: its processor and cores, or the name or a
+    part of the name of one of its accelerators. Empty too where the run has no record of it."""
+    try:
+        ran = msgspec.json.decode((folder.path / "machine.json").read_bytes(), type=Machine)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    processor = f"{ran.processor}, {ran.cores} cores"
+    words = [re.findall(r"\w+", name.partition(",")[0].lower()) for name in ran.accelerators]
+    same = any(set(re.findall(r"\w+", predicted.lower())) <= set(of_one) for of_one in words)
+    return "" if same or predicted == processor else ", ".join(ran.accelerators) or processor
 
 
 def check_digest(place: Path, predicted: str | None, of_run: str) -> None:

@@ -19,11 +19,11 @@ import msgspec
 from stretto.core.errors import StoreError
 from stretto.store.files import users_file
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import ENGINES, Membership
 from stretto.store.ledger.reading import read_fact
 from stretto.store.ledger.schema import reading
 from stretto.store.series.metrics import StepMetrics, iterate_steps
 from stretto.store.series.spans import iterate_spans, role_rank
+from stretto.store.totals import ENGINES, Membership
 
 _RUN = 0  # the process of moments and counters
 _NANO = 1e9

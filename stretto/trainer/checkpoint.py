@@ -129,8 +129,8 @@ def _all_see(folder: Path, ranks: Ranks) -> bool:
     seen = folder / f".seen-{number:x}"
     if ranks.rank == 0:
         seen.touch()
-    ranks.total(0)  # it is there
-    blind = ranks.total(not seen.exists())
+    ranks.all_reduce_number(0)  # a barrier: rank 0 has made it
+    blind = ranks.all_reduce_number(not seen.exists())
     if ranks.rank == 0:
         seen.unlink()
     return not blind
@@ -142,7 +142,7 @@ def _wait_for_files(folder: Path, ranks: Ranks) -> None:
     Raises:
         OSError: it does not in time.
     """
-    written = ranks.total(len(list(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))))
+    written = ranks.all_reduce_number(len(list(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))))
     end = time.monotonic() + _LISTED_SECONDS
     while ranks.rank == 0 and len(list(folder.glob("shard-*"))) < written:
         if time.monotonic() > end:
@@ -156,7 +156,7 @@ def _all_read(folder: Path, ranks: Ranks) -> bool:
     position = (folder / _POSITION).read_bytes() if files else b""
     number = int.from_bytes(hashlib.sha256(repr((files, position)).encode()).digest()[:7])
     (theirs,) = ranks.broadcast([number])
-    return not ranks.total(number != theirs)
+    return not ranks.all_reduce_number(number != theirs)
 
 
 def _described(error: BaseException) -> str:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from stretto.core.records import Completion, GenerateRequest, Sampling, Trajectory, Verdict, trajectory_id
+from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, Trajectory, Verdict, trajectory_id
 from stretto.rollout.controller import Ticket
 
 
@@ -45,11 +45,18 @@ class SingleTurn:
         prompt, id = ticket.draw.prompt, ticket.group_id
         request = GenerateRequest(id=id, prompt_token_ids=prompt.token_ids, seeds=ticket.seeds, sampling=self.sampling)
         completions = [completion async for completion in self.generate(request)]
-        texts = [self.detokenize(completion.token_ids) for completion in completions]
-        verdicts = await self.score(prompt.text, texts, prompt.answer)
-        return [
-            Trajectory(
-                id=trajectory_id(id, completion.member), segments=(completion.segment,), verdict=verdict, text=text
-            )
-            for completion, text, verdict in zip(completions, texts, verdicts, strict=True)
-        ]
+        return await judge(id, prompt, completions, self.score, self.detokenize)
+
+
+async def judge(
+    group_id: str, prompt: Prompt, completions: Sequence[Completion], score: Score, detokenize: Detokenize
+) -> list[Trajectory]:
+    """The trajectories of a group of single turns, judged together."""
+    texts = [detokenize(completion.token_ids) for completion in completions]
+    verdicts = await score(prompt.text, texts, prompt.answer)
+    return [
+        Trajectory(
+            id=trajectory_id(group_id, completion.member), segments=(completion.segment,), verdict=verdict, text=text
+        )
+        for completion, text, verdict in zip(completions, texts, verdicts, strict=True)
+    ]

@@ -29,7 +29,7 @@ from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
-from tests.audit.test_check import RECIPE, train, trajectories
+from tests.audit.test_check import RECIPE, steps, train, trajectories
 
 AUTO = RECIPE.replace("max_staleness = 1.0", 'max_staleness = "auto"\nstaleness_min = 1\nstaleness_max = 3')
 CONFIG = RolloutConfig(batch_size=2, group_size=2, max_in_flight=3, max_staleness="auto", staleness_max=3)
@@ -44,12 +44,7 @@ def run_dir(tmp_path: Path) -> Path:
     with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
         control = Controller(CONFIG, PromptStream(PROMPTS, seed=1), ledger, seed=1)
         ledger.watch("standing", control.state)
-        for version in range(3):
-            for _ in range(2):
-                ticket = control.admit()
-                assert ticket is not None
-                control.finish(ticket, trajectories(ticket, version))
-            train(control, ledger)
+        steps(control, ledger, 3)
         slow, waits = control.admit(), control.admit()
         assert slow is not None
         assert waits is not None

@@ -24,9 +24,9 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import seal_files
-from stretto.store.inspection import Membership
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.totals import Membership
 
 RECIPE = """
 [rollout]
@@ -67,6 +67,16 @@ def train(control: Controller, ledger: Ledger) -> Batch:
     return batch
 
 
+def steps(control: Controller, ledger: Ledger, count: int) -> None:
+    """The first `count` steps of a run, of two groups each, in the order of their admission."""
+    for version in range(count):
+        for _ in range(2):
+            ticket = control.admit()
+            assert ticket is not None
+            control.finish(ticket, trajectories(ticket, version))
+        train(control, ledger)
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """Three steps over two epochs of five prompts; one group failed and was asked again, one waits, two are open."""
@@ -79,12 +89,7 @@ def run_dir(tmp_path: Path) -> Path:
         failed = control.admit()
         assert failed is not None
         control.fail(failed, "refused")
-        for version in range(3):
-            for _ in range(2):
-                ticket = control.admit()
-                assert ticket is not None
-                control.finish(ticket, trajectories(ticket, version))
-            train(control, ledger)
+        steps(control, ledger, 3)
         tickets = [ticket for ticket in (control.admit() for _ in range(3)) if ticket is not None]
         control.finish(tickets[0], trajectories(tickets[0], 3))
     return tmp_path

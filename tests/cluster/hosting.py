@@ -46,8 +46,8 @@ class Host:
         await until(lambda: len(self.joined) > number)
         return self.joined[number]
 
-    def publish(self, version: int) -> None:
-        self.publisher.publish(version, [("a", torch.full((64,), float(version)))])
+    def publish(self, version: int, size: int = 64) -> None:
+        self.publisher.publish(version, [("a", torch.full((size,), float(version)))])
         self.terms = msgspec.structs.replace(self.terms, published=version)
         self.gate.publish(version)
 
@@ -70,7 +70,8 @@ async def hosted(
     for made in (folder / "model", folder / "logs"):
         made.mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text("{}")
-    with serving(folder / "mailbox", folder / "model", MAILBOX, tls=Path(tls) if tls else None) as source:
+    host_name, certificates = listen.rpartition(":")[0], Path(tls) if tls else None
+    with serving(folder / "mailbox", folder / "model", MAILBOX, tls=certificates, host=host_name) as source:
         terms = RunTerms(
             run=run,
             mailbox=MAILBOX,

@@ -78,9 +78,10 @@ def by_token(writers: Writers) -> list[str]:
 def test_the_engines_of_a_segment_are_those_of_its_tokens_wherever_it_is_cut(
     pieces: list[tuple[str, int]], cut: int
 ) -> None:
-    whole = Segment()
-    for name, count in pieces:
-        whole += segment(count).written_by(name) if name else segment(count)
+    whole, cuts = Segment(), [segment(count).written_by(name) if name else segment(count) for name, count in pieces]
+    for one in cuts:
+        whole += one
+    assert Segment.whole([Segment(), *cuts]) == whole
     expected = [name for name, count in pieces for _ in range(count)]
     assert by_token(whole.writers) == expected
     assert by_token(whole.after(cut).writers) == expected[cut:]

@@ -25,10 +25,11 @@ from stretto.dashboard.terminal.snapshot import Snapshot
 from stretto.dashboard.terminal.summary import bar, print_inspection, print_summary
 from stretto.measures.selection import SELECTION, Bias, SelectionBias
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import TOTALS, Totals, inspect_run
+from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.store.totals import TOTALS, Totals
 
 
 @dataclass(frozen=True)

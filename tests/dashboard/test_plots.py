@@ -33,11 +33,11 @@ from stretto.dashboard.plots.plots import plot_run
 from stretto.dashboard.plots.style import canvas
 from stretto.dashboard.plots.timeline import Window, busy_fraction, middle_window, plot_timeline
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.series.spans import SpanLog
+from stretto.store.totals import TOTALS, Totals
 
 NAMES = ["accuracy.png", "response_length.png", "reward.png", "staleness.png", "timeline.png"]
 

@@ -81,7 +81,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "<= 20"),
     ({"top_logprobs": 3}, "top_logprobs", 'only together with "logprobs": true'),
     ({"tools": [{"type": "function"}]}, "tools", "only [] or null"),
-    ({"response_format": {"type": "json_object"}}, "response_format", 'only {"type": "text"} or null'),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "with no other"),
     ({"prompt": "x"}, "prompt", "unknown field"),
 ]
 

@@ -38,8 +38,9 @@ from stretto.core.states import OPEN
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.in_flight import InFlight, restore
+from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.restoring import restore
 from stretto.loop.engines.rounds import Rounds
 from stretto.loop.evaluation import Evaluations
 from stretto.loop.learner.link import TrainerLink
@@ -138,7 +139,7 @@ class Toys:
 
     def left_over(self, tokens: int) -> None: ...
 
-    def taken(self, batch: Batch, in_flight: int, buffered: int, max_staleness: float | None = None) -> None: ...
+    def taken(self, in_flight: int, buffered: int, max_staleness: float | None = None) -> None: ...
 
     def updated(self, batch: Batch, update: Update) -> None:
         self.ledger.record_update(update)

@@ -43,7 +43,7 @@ def test_a_slow_disk_loses_nothing_and_no_role(laboratory: Laboratory, tmp_path:
     assert "a new one is started" not in said(run_dir)
 
 
-#: A command on a small disk of its own, which is gone when the command is.
+#: As `tests.launch.poverty.small_disk`.
 SMALL_DISK = ("unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"')
 
 
@@ -56,8 +56,8 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_at_once(laboratory: 
         pytest.skip("no disk can be mounted here: not tested")
     settings = ("trainer.steps=100000", "trainer.checkpoint_every=8", "trainer.keep_versions=1")
     larger = ("model.build.hidden_size=128", "model.build.intermediate_size=256")  # a checkpoint of 2 MB
-    before = (*SMALL_DISK, str(tmp_path))
-    with laboratory.train(tmp_path / "run", *settings, *larger, before=before) as command:
+    poor = ("small_disk", str(tmp_path))
+    with laboratory.train(tmp_path / "run", *settings, *larger, poor=poor) as command:
         disk = Path(f"/proc/{command.process.pid}/root{tmp_path}")
         wait_until(lambda: steps_done(disk / "run") >= 2, "step 2", command)
         fill(disk / "filler", leave=1 << 20)
@@ -75,14 +75,17 @@ NEEDED = 32 + 6 + 4 + 2 + 8  # of the conductor, an engine, the trainer, a rewar
 def test_too_few_file_descriptors_are_refused_with_both_numbers(
     laboratory: Laboratory, tmp_path: Path, descriptors: int
 ) -> None:
-    with laboratory.train(tmp_path / "run", before=("prlimit", f"--nofile={descriptors}")) as command:
+    """With an interpreter of its own where they are too few even for its imports."""
+    before = ("prlimit", f"--nofile={descriptors}") if descriptors < NEEDED - 1 else ()
+    poor = ("descriptors", str(descriptors))
+    with laboratory.train(tmp_path / "run", before=before, poor=poor) as command:
         command.end().refused(f"file descriptors: {descriptors} may be open at once, and the run needs", "ulimit -n")
         command.assert_nothing_is_left()
     assert not (tmp_path / "run").exists()
 
 
 def test_as_many_file_descriptors_as_are_asked_for_suffice(laboratory: Laboratory, tmp_path: Path) -> None:
-    with laboratory.train(tmp_path / "run", before=("prlimit", f"--nofile={NEEDED}")) as command:
+    with laboratory.train(tmp_path / "run", poor=("descriptors", str(NEEDED))) as command:
         ended = command.end()
         assert ended.code == 0, ended.out + ended.err
         command.assert_nothing_is_left()

@@ -20,6 +20,7 @@ from stretto.launch.commands.replay import replay
 from stretto.store.folder.provenance import library_versions, machine
 from stretto.store.inspection import inspect_run
 from tests.launch.running import Laboratory, exported
+from tests.launch.warm import session_server
 
 RECORDED = Path(__file__).parents[1] / "data" / "synchronous_run"
 STEPS = 6
@@ -48,7 +49,7 @@ def is_the_recording_machine() -> bool:
 
 
 def test_its_replay_comes_to_its_weights(recorded: Path) -> None:
-    replayed = replay(recorded, 0, [], None, say=lambda _: None)
+    replayed = replay(recorded, 0, [], None, say=lambda _: None, spawner=session_server())
     start, end = weights(recorded / "policy" / "v000000"), weights(recorded / "policy" / f"v{STEPS:06d}")
     again = weights(replayed.folder / "policy" / f"v{STEPS:06d}")
     assert (again - end).norm() <= ROUNDING * (end - start).norm()

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import torch
@@ -28,7 +28,7 @@ from stretto.gateway.app import GatewayApp
 from stretto.gateway.chat import ChatDialect
 from stretto.gateway.config import GatewayConfig
 from stretto.gateway.responses import ResponsesDialect
-from stretto.gateway.sampling import SamplingRule
+from stretto.gateway.sampling import CallForms, SamplingRule
 from stretto.gateway.sessions import RecordedSessions
 from stretto.gateway.telling import Teller
 from stretto.model.hf.folder import quiet_transformers
@@ -58,7 +58,7 @@ def tokenizer_of(template: str = "qwen2_5") -> Tokenizer:
     return Tokenizer(template, (whole.eos_token_id,), whole, whole.backend_tokenizer)
 
 
-def build_chat_model(folder: Path) -> Path:
+def build_chat_model(folder: Path, context: int = 512) -> Path:
     """A tiny Llama that speaks ChatML in bytes."""
     tokenizer = tokenizer_of("qwen2_5")
     config = LlamaConfig(
@@ -68,7 +68,7 @@ def build_chat_model(folder: Path) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=512,
+        max_position_embeddings=context,
         initializer_range=0.3,
         eos_token_id=tokenizer.eos_token_ids[0],
     )
@@ -77,6 +77,15 @@ def build_chat_model(folder: Path) -> Path:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer._whole.save_pretrained(folder)
     return folder
+
+
+class SpeakingModel(Protocol):
+    """What stands behind a gateway."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def sampler(self, name: str, record: SessionRecord) -> Sampler: ...
 
 
 @dataclass
@@ -130,8 +139,13 @@ class ScriptedModel:
         )
 
 
-def speaker_of(tokenizer: Tokenizer, config: GatewayConfig | None = None, context: int = CONTEXT) -> Speaker:
-    rule = SamplingRule(Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids), context)
+def speaker_of(
+    tokenizer: Tokenizer,
+    config: GatewayConfig | None = None,
+    context: int = CONTEXT,
+    forms: CallForms | None = None,
+) -> Speaker:
+    rule = SamplingRule(Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids), context, forms=forms)
     return Speaker(Renderer(tokenizer), Teller(MODEL, tokenizer), rule, config or GatewayConfig())
 
 
@@ -172,16 +186,17 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 @asynccontextmanager
 async def served_gateway(
-    model: ScriptedModel,
+    model: SpeakingModel,
     folder: Path,
     *,
     operator_key: str = "",
     config: GatewayConfig | None = None,
     context: int = CONTEXT,
     sessions: int = 4096,
+    forms: CallForms | None = None,
 ) -> AsyncIterator[ServedGateway]:
     """A gateway that records into `folder`, with what is recorded there."""
-    speaker = speaker_of(model.tokenizer, config, context)
+    speaker = speaker_of(model.tokenizer, config, context, forms)
     host = RecordedSessions(folder, speaker, model.sampler, sessions)
     table = host.load()
     bound = socket.create_server(("127.0.0.1", 0))

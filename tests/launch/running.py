@@ -222,9 +222,15 @@ class Laboratory:
 
     @contextmanager
     def start(
-        self, *arguments: str | Path, run_dir: Path | None = None, before: Sequence[str] = (), cold: bool = False
+        self,
+        *arguments: str | Path,
+        run_dir: Path | None = None,
+        before: Sequence[str] = (),
+        poor: Sequence[str] = (),
+        cold: bool = False,
     ) -> Iterator[Command]:
-        """``BEFORE python -m stretto.cli.main ARGUMENTS``; killed with all that it started when the block ends."""
+        """``BEFORE python -m stretto.cli.main ARGUMENTS``; killed with all that it started when the block ends. `poor`:
+        see `WarmCommand`."""
         mark = uuid.uuid4().hex
         # Sockets lie there, and the path of a socket has 107 bytes at most.
         temporary = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
@@ -238,7 +244,7 @@ class Laboratory:
         process: ColdCommand | WarmCommand
         with default_dispositions():
             if self.warm and not cold and not before:
-                process = WarmCommand(words, self.folder, inherited)
+                process = WarmCommand(words, self.folder, inherited, poor=poor)
             else:
                 process = ColdCommand(
                     (*before, sys.executable, "-m", "stretto.cli.main", *words), self.folder, inherited
@@ -255,10 +261,17 @@ class Laboratory:
                 path.unlink(missing_ok=True)
 
     def train(
-        self, run_dir: Path, *arguments: str | Path, recipe: Path = TINY, before: Sequence[str] = (), cold: bool = False
+        self,
+        run_dir: Path,
+        *arguments: str | Path,
+        recipe: Path = TINY,
+        before: Sequence[str] = (),
+        poor: Sequence[str] = (),
+        cold: bool = False,
     ) -> AbstractContextManager[Command]:
         """`start` with ``train RECIPE --run-dir RUN_DIR ARGUMENTS``."""
-        return self.start("train", recipe, *arguments, "--run-dir", run_dir, run_dir=run_dir, before=before, cold=cold)
+        words = ("train", recipe, *arguments, "--run-dir", run_dir)
+        return self.start(*words, run_dir=run_dir, before=before, poor=poor, cold=cold)
 
     def run(self, *arguments: str | Path) -> Ended:
         """Run a command in this process; it leaves no other process behind."""

@@ -82,8 +82,8 @@ def test_a_model_is_evaluated_by_its_agent(laboratory: Laboratory, tmp_path: Pat
 
 
 def test_the_file_descriptors_of_agents_are_counted_before_the_run(laboratory: Laboratory, tmp_path: Path) -> None:
-    recipe, before = recipe_of(tmp_path), ("prlimit", "--nofile=351")
-    with laboratory.train(tmp_path / "run", "workflow.parallel=100", recipe=recipe, before=before) as command:
+    recipe, poor = recipe_of(tmp_path), ("descriptors", "351")
+    with laboratory.train(tmp_path / "run", "workflow.parallel=100", recipe=recipe, poor=poor) as command:
         # Of the conductor, an engine, the trainer, a reward worker, 8 groups in flight, and 100 agents with 3 each.
         needed = 32 + 6 + 4 + 2 + 8 + 300
         command.end().refused(f"351 may be open at once, and the run needs {needed}", f"ulimit -n {needed}")

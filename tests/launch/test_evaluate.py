@@ -80,7 +80,7 @@ def test_a_recipe_whose_engines_run_elsewhere_is_evaluated_here_while_its_run_ha
     [
         (DataChoice(("rows.csv",), mapping="gsm"), None, "--mapping: 'gsm'; did you mean 'gsm8k'?"),
         (DataChoice(("rows.csv",), mapping="gsm8k"), None, "rows.csv:2: no field 'question'"),
-        (DataChoice(("none.csv",)), None, "none.csv: no such file"),
+        (DataChoice(("none.csv",)), None, "--data: none.csv: no such file; did you mean 'rows.csv'?"),
         (DataChoice(("reasoning-gym:chain_summ",)), None, "there is no such task; did you mean 'chain_sum'?"),
         (
             DataChoice(("rows.csv",)),

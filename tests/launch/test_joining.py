@@ -29,11 +29,11 @@ from stretto.launch.preflight.descriptors import no_room_for
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe, load_recipe
 from stretto.loop.engines.pool import EnginePool
-from stretto.processes.handshake import admit_blocking
 from stretto.processes.spawn import FRESH
 from stretto.store.folder.run_folder import RunFolder
 from tests.cluster.hosting import FIRST, introduction
 from tests.launch.running import TINY
+from tests.processes.greeting import admit_from_thread
 
 
 def joined(folder: Path, token: str | None = None, tls: str | None = None) -> Offer:
@@ -78,7 +78,7 @@ def _greet(endpoint: socket.socket) -> None:
     """Admit a caller, and leave it without an answer."""
     connection, _ = endpoint.accept()
     with connection:
-        admit_blocking(connection, "t" * 64, b"run", lambda introduction: "", peer="a command", seconds=10)
+        admit_from_thread(connection, "t" * 64, b"run", lambda introduction: "", peer="a command")
         connection.settimeout(10)
         with contextlib.suppress(ConnectionError):  # it has cut the connection
             connection.recv(1)

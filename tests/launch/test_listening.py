@@ -80,6 +80,16 @@ def test_machines_that_could_not_join_are_not_waited_for() -> None:
         recipe(placer="given")
 
 
+def test_a_ray_cluster_that_does_not_answer_is_named() -> None:
+    with bound("127.0.0.1:0") as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for form in (address, f"ray://{address}"):
+            said = refusal(recipe(placer="ray", ray=form))
+            assert f"cluster.ray: {form!r}: no Ray cluster answers: Connection refused; ray start --head there" in said
+        taken.listen()
+        check_cluster(recipe(placer="ray", ray=address))
+
+
 def test_certificates_are_read_and_all_mistakes_told_together(tmp_path: Path) -> None:
     ours = authority(tmp_path / "ours")
     check_cluster(recipe(tls=str(ours)))

@@ -33,6 +33,7 @@ BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, 
 GOOD = {"prompt": "3+8=", "answer": "11", "demonstration": "11"}
 FOUR = [GOOD | {"prompt": f"{number}+{11 - number}="} for number in (3, 4, 5, 6)]
 REWARDS = "tests.launch.rewards_for_tests"
+OWN = {"function": f"{REWARDS}:length"}
 
 Tree = dict[str, Any]
 Planner = Callable[..., Plan]
@@ -148,17 +149,17 @@ def test_texts_are_asked_by_the_chat_template_where_the_task_says_so(
     assert not any("chat template" in warning for warning in warnings(silent))
     assert asked(system_prompt="11")[0] == "+11+3+8="
     rows = {"kind": "jsonl", "file": str(tmp_path / "rows.jsonl"), "held_out": 1, "chat_template": "auto"}
-    without = plan_for(task=rows)  # a tokenizer that has none
-    assert tokenizer.decode(without.training[0].token_ids) == "3+8="
+    assert tokenizer.decode(plan_for(task=rows).training[0].token_ids) == "3+8="  # by a tokenizer that has none
     assert "has no chat template" in message(plan_for, FOUR, task=rows | {"system_prompt": "11"})
 
 
 def test_rows_that_a_reward_could_not_tell_apart_are_refused(plan_for: Planner, tmp_path: Path) -> None:
     rows = [row | {"level": level} for level, row in enumerate(FOUR)]
-    own = {"function": f"{REWARDS}:length"}
-    assert plan_for(rows, rewards=own).rows["4+7=", "11"].fields == '{"demonstration": "11", "level": 1}'
+    assert plan_for(rows, rewards=OWN).rows["4+7=", "11"].fields == '{"demonstration": "11", "level": 1}'
     assert plan_for(rows).rows == {}, "a built-in reward takes none"
-    assert f"{tmp_path}/rows.jsonl:5: has the prompt" in message(plan_for, [*rows, FOUR[0] | {"level": 9}], rewards=own)
+    told = message(plan_for, [*rows, FOUR[0] | {"level": 9}, FOUR[1] | {"level": 8}], rewards=OWN).splitlines()
+    said, place = "has the prompt and the gold answer of", tmp_path / "rows.jsonl"
+    assert [line.partition(", and")[0] for line in told] == [f"{place}:{n}: {said} {place}:{n - 4}" for n in (5, 6)]
 
 
 def test_a_reward_is_looked_for_beside_its_recipe_first(tmp_path: Path) -> None:
@@ -394,7 +395,5 @@ def test_weights_are_published_in_the_dtype_that_all_engines_round_them_to(
     tree = plan.recipe.model_dump(mode="python", exclude_none=True)
     changed = {name: tree[name] | section for name, section in sections.items()}
     recipe = plan.recipe.model_validate(tree | changed)
-    spec = trainer_spec(
-        replace(plan, recipe=recipe), plan.base.path, Endpoints("mailbox", tmp_path, tmp_path), tmp_path
-    )
-    assert spec.published == published
+    here = Endpoints("mailbox", tmp_path, tmp_path)
+    assert trainer_spec(replace(plan, recipe=recipe), plan.base.path, here, tmp_path).published == published

@@ -24,6 +24,7 @@ from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.messages import SupervisedProgress
 from stretto.trainer.optimizer import UNCHANGED
+from tests.launch.warm import session_server
 from tests.tolerances import near, operations_of
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ def log_ratio(folder: Path, prompt: str, chosen: str, rejected: str) -> float:
 
 def test_it_learns_to_prefer_and_leaves_the_base_alone(write: Write, tmp_path: Path) -> None:
     seen, told = list[SupervisedProgress](), list[str]()
-    dpo(write(), ["preferences.micro_batch_tokens=11"], tmp_path / "out", seen.append, told.append)
+    dpo(write(), ["preferences.micro_batch_tokens=11"], tmp_path / "out", seen.append, told.append, session_server())
     row = PAIRS[5]
     assert log_ratio(tmp_path / "out", **row) > log_ratio(tmp_path / "policy", **row) + 1
     assert (seen[-1].step, seen[-1].steps, seen[-1].phase, seen[-1].accuracy) == (30, 30, "preferences", 1.0)
@@ -79,7 +80,7 @@ def test_another_reference_starts_with_another_loss(write: Write, tmp_path: Path
     seen: list[SupervisedProgress] = []
     for reference in ("policy", "other"):
         words = ["preferences.steps=1", f"preferences.reference={tmp_path / reference}"]
-        dpo(write(), words, tmp_path / f"from-{reference}", seen.append)
+        dpo(write(), words, tmp_path / f"from-{reference}", seen.append, spawner=session_server())
     assert seen[0].loss == near(math.log(2), operations_of(SHAPE))
     assert seen[1].loss != near(math.log(2), operations_of(SHAPE))
 
@@ -149,7 +150,7 @@ def test_a_folder_that_exists_is_not_touched(write: Write, tmp_path: Path) -> No
 def test_a_training_that_diverges_ends_with_its_reason(write: Write, tmp_path: Path) -> None:
     wild = ["preferences.learning_rate=1e30", "preferences.max_bad_steps=1"]
     with pytest.raises(RoleFailed, match="NaN or infinite gradients"):
-        dpo(write(), wild, tmp_path / "out", lambda _: None)
+        dpo(write(), wild, tmp_path / "out", lambda _: None, spawner=session_server())
     assert not (tmp_path / "out").exists()
 
 

@@ -35,7 +35,7 @@ def test_a_trainer_that_fails_leaves_its_log_where_the_message_says(recipe: Path
         seal_start(ledger, policy, None)
     log = run_dir / "branches" / "001" / "trainer.txt"
     with pytest.raises(RoleError):
-        replay(run_dir, 0, [], None, say=said.append)
+        replay(run_dir, 0, [], None, say=said.append, spawner=session_server())
     assert said == [f"logs of the trainer: {log}"]
     assert list(log.parent.iterdir()) == [log]
 
@@ -59,7 +59,7 @@ def test_a_replay_without_its_batches_leaves_nothing(recipe: Path) -> None:
     with closing(sqlite3.connect(run_dir / "ledger.sqlite", isolation_level=None)) as connection:
         connection.execute("DELETE FROM payloads")
     with pytest.raises(StoreError, match=r"store\.keep_payloads"):
-        replay(run_dir, 0, [], None, say=said.append)
+        replay(run_dir, 0, [], None, say=said.append, spawner=session_server())
     assert list((run_dir / "branches").iterdir()) == []
 
 

@@ -33,6 +33,7 @@ from stretto.processes import fork_server_role
 from stretto.processes.fork_server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
 from stretto.processes.heartbeat import PARENT, die_with_parent
 from stretto.processes.spawn import Spawn, Spawner, environment
+from tests.launch import poverty
 
 ROOT = Path(__file__).parents[2]
 MARK = "STRETTO_TEST_MARK"
@@ -56,6 +57,7 @@ class Surroundings(Record, frozen=True):
     out: str
     err: str
     inherited: tuple[int, ...]
+    poor: tuple[str, ...]
 
 
 @cache
@@ -101,12 +103,14 @@ class WarmCommand:
         environment: Mapping[str, str],
         module: str = "stretto.cli.main",
         inherited: Sequence[int] = (),
+        poor: Sequence[str] = (),
     ) -> None:
-        """``python -m MODULE ARGUMENTS`` in `folder`; `inherited` descriptors keep their numbers."""
+        """``python -m MODULE ARGUMENTS`` in `folder`; `inherited` descriptors keep their numbers. What the process
+        has to do without is the work of a function of `tests.launch.poverty`: `poor` is its name and its argument."""
         self.returncode: int | None = None
         self._out, self._err = (folder / f"{environment[MARK]}.{name}" for name in ("out", "err"))
         output, kept = (str(self._out), str(self._err)), tuple(inherited)
-        told = Surroundings(module, tuple(arguments), dict(environment), str(folder), *output, kept)
+        told = Surroundings(module, tuple(arguments), dict(environment), str(folder), *output, kept, tuple(poor))
         spec = msgspec.json.encode(told).decode()
         self._wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
@@ -204,6 +208,8 @@ def _put_into(told: Surroundings) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666), number)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a session in the background ignores some
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(told.environment)
     _mark(told.environment[MARK].encode())
@@ -211,6 +217,9 @@ def _put_into(told: Surroundings) -> None:
     sys.path[0] = told.folder
     tempfile.tempdir = None
     fork_server_role.show_as([sys.executable, "-m", told.module, *told.arguments])
+    if told.poor:
+        name, argument = told.poor
+        getattr(poverty, name)(argument)
 
 
 def _mark(mark: bytes) -> None:

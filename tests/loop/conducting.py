@@ -26,13 +26,15 @@ from stretto.core.records import (
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.in_flight import InFlight, restore
+from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.restoring import restore
 from stretto.loop.evaluation import Evaluations, PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.evaluation import Evaluation
-from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
+from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import SilentReporter
+from stretto.loop.records.totals import RunClock, Work
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
@@ -40,6 +42,7 @@ from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_unfinished
+from stretto.store.totals import Totals
 from stretto.trainer.config import TrainerConfig
 from stretto.worlds.single_turn import SingleTurn
 
@@ -180,7 +183,7 @@ class Stage(SilentReporter):
         stream = PromptStream(PROMPTS, seed=1, position=standing.position)
         begins = self.ledger.last_step() or 0
         controller = Controller(config, stream, self.ledger, seed=1, version=begins, state=standing)
-        past = EarlierTotals()
+        past = Totals(max_staleness=None)
         recorder = Recorder(
             self.folder, self.ledger, self, Work, config.staleness_bounds[1], past, RunClock(past, time.monotonic())
         )

@@ -40,8 +40,9 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.loop.evaluation import PeriodicEvaluation
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.evaluation import Evaluation
-from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock, Work
+from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import SilentReporter
+from stretto.loop.records.totals import RunClock, Work
 from stretto.rollout.controller import Controller
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
@@ -49,6 +50,7 @@ from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics
+from stretto.store.totals import Totals
 from stretto.trainer.config import TrainerConfig
 
 PROMPT = Prompt(id="17", token_ids=(5,), text="3+8=", answer="11")
@@ -86,8 +88,9 @@ class Desk:
 
     def __init__(self, folder: RunFolder, ledger: Ledger) -> None:
         self.folder, self.ledger, self.counters = folder, ledger, Counters()
-        clock = RunClock(EarlierTotals(), time.monotonic())
-        self.recorder = Recorder(folder, ledger, SilentReporter(), self.counters, 1, EarlierTotals(), clock)
+        earlier = Totals(max_staleness=None)
+        clock = RunClock(earlier, time.monotonic())
+        self.recorder = Recorder(folder, ledger, SilentReporter(), self.counters, 1, earlier, clock)
 
     def one_step(self) -> None:
         (group,) = batch().groups

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,10 @@ def test_every_step_trains_a_batch_and_publishes_a_version(stage: Stage) -> None
     assert stage.ledger.balance().trained == 6 * 2 * 2
     steps, _ = read_metrics(stage.folder.metrics)
     assert [step.version for step in steps] == [1, 2, 3, 4, 5, 6]
+    trained = accumulate(step.trained_tokens for step in steps)
+    assert all(step.generated_tokens >= tokens > 0 for step, tokens in zip(steps, trained, strict=True)), (
+        "tokens that are trained were generated, although no engine has been asked yet how many it has"
+    )
     assert read_spans(stage.folder.spans)[-1].role == "engine-0"
 
 

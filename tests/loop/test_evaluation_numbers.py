@@ -70,6 +70,14 @@ def test_the_interval_of_single_completions_is_wilsons() -> None:
     assert interval([]) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize("questions", [1, 3, 16, 100, 997])
+def test_where_none_or_all_are_right_the_interval_ends_there(questions: int) -> None:
+    far = 3.841458820694124 / (questions + 3.841458820694124)  # z^2 / (n + z^2)
+    (none, most), (least, all_of_it) = interval([0.0] * questions), interval([1.0] * questions)
+    assert (none, all_of_it) == (0.0, 1.0)
+    assert (most, least) == pytest.approx((far, 1.0 - far))
+
+
 def test_completions_that_differ_within_questions_narrow_the_interval_and_equal_ones_do_not() -> None:
     low, high = interval([0.5] * 10)  # each question half right: nothing but the number of questions is known to vary
     assert (low, high) == pytest.approx(interval([1.0] * 5 + [0.0] * 5))

@@ -14,16 +14,17 @@ import pytest
 from stretto.core.events import Span
 from stretto.launch.assemble.run import RunContext
 from stretto.launch.assemble.run import _record_again as record_again
-from stretto.loop.records.recorder import EarlierTotals, Work
+from stretto.loop.records.totals import Work, carried_over
 from stretto.rollout.adaptive import AdaptiveBound
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import Totals, inspect_run
+from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics
+from stretto.store.totals import Totals
 from tests.loop.test_checkpointing import PROMPT, UPDATE, Desk, batch
 
 
@@ -66,8 +67,8 @@ def test_turns_that_no_trajectory_has_are_wasted_and_have_failed(desk: Desk) -> 
 
 def test_a_resumed_run_has_lost_what_is_neither_on_record_nor_goes_on() -> None:
     totals = Totals(max_staleness=1, generated=20, stopped=3, unfinished=4)
-    assert EarlierTotals.of(totals, kept=15).stopped == 5
-    assert EarlierTotals.of(totals, kept=22).stopped == 0  # a killed engine had counted too few
+    assert carried_over(totals, kept=15).stopped == 5
+    assert carried_over(totals, kept=22).stopped == 0  # a killed engine had counted too few
 
 
 def test_work_that_comes_before_the_first_prompt_is_in_no_activity(desk: Desk) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stretto.loop.engines.roster import Roster
-from stretto.store.inspection import Membership
+from stretto.store.totals import Membership
 
 KILLED = "was killed by SIGKILL"
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from stretto.audit.alarms import Alarm
 from stretto.core.records import Outcome
 from stretto.outlets.follower import Cursor, RunFollower, read_cursor
 from stretto.outlets.points import MetricsPoint
@@ -15,7 +16,7 @@ from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.series.samples import SampledCompletion
 
 
-def step(number: int, reward: float = 0.5) -> StepMetrics:
+def step(number: int, reward: float = 0.5, entropy: float | None = None) -> StepMetrics:
     return StepMetrics(
         step=number,
         version=number,
@@ -28,14 +29,14 @@ def step(number: int, reward: float = 0.5) -> StepMetrics:
         staleness_mean=1.5,
         staleness_max=4,
         trained_tokens=960,
-        trainer={"loss": 0.25, "entropy": None},
+        trainer={"loss": 0.25, "entropy": entropy},
         queues={"buffered": 3.0},
         busy={"engine-0": 0.75},
     )
 
 
-def evaluation(number: int) -> EvaluationLine:
-    return EvaluationLine(number, number, 10.0 + number, float(number), accuracy=0.125, prompts=8)
+def evaluation(number: int, accuracy: float = 0.125) -> EvaluationLine:
+    return EvaluationLine(number, number, 10.0 + number, float(number), accuracy, prompts=8)
 
 
 def sample(version: int) -> SampledCompletion:
@@ -66,6 +67,9 @@ class JsonLines:
 
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
         self._append([["table", step, [row.completion for row in rows]]])
+
+    def alarm(self, alarm: Alarm) -> None:
+        self._append([["alarm", alarm.first_step, alarm.title]])
 
     def close(self) -> None: ...
 

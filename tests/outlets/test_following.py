@@ -1,5 +1,6 @@
 """Promises: a tool gets each line of a run once, in order, whatever ends the process that follows; names are those of
-docs/metrics.md; steps that a resumed run does again stay as they were first; tables of completions are few and short.
+docs/metrics.md; steps that a resumed run does again stay as they were first; tables of completions are few and short;
+an alarm is told once in a run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from stretto.outlets.follower import PORTION, ROW_STEPS, ROWS
 from stretto.outlets.points import flat_recipe, point_of
 from stretto.store.series.metrics import SetEvaluationLine, rewind_metrics
-from tests.outlets.recorded import Followed, evaluation, sample, step
+from tests.outlets.recorded import Followed, RecordedRun, evaluation, sample, step
 
 NAMES = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
 
@@ -204,6 +205,43 @@ def test_a_table_has_the_newest_completions_and_the_next_one_comes_steps_later(f
     run.metrics.append(step(1 + ROW_STEPS))
     followed.follower.advance()
     assert followed.got("table")[1:] == [(1 + ROW_STEPS, ["3+8=20"])]
+
+
+def collapsing(run: RecordedRun, first: int, last: int) -> None:
+    """Steps whose entropy is 1 nat until step 10, and a tenth of it from then on: the mean of ten is below a fifth at
+    step 19 (0.19 nats)."""
+    for number in range(first, last + 1):
+        run.metrics.append(step(number, entropy=1.0 if number <= 10 else 0.1))
+
+
+def test_an_alarm_is_handed_on_once_at_its_first_step_whatever_is_done_again(followed: Followed) -> None:
+    run = followed.run
+    collapsing(run, 1, 19)
+    followed.follower.advance()
+    assert followed.got("alarm") == []  # of twenty steps there is a beginning and an end to compare
+    collapsing(run, 20, 30)
+    followed.follower.advance()
+    assert followed.got("alarm") == [(19, "entropy collapse")]
+    followed.restart()
+    followed.follower.advance()
+    rewind_metrics(run.folder.metrics, 15)
+    collapsing(run, 16, 40)
+    followed.follower.advance()
+    followed.restart()
+    followed.follower.finish()
+    assert followed.got("alarm") == [(19, "entropy collapse")]
+    assert followed.cursor.alarms == {"entropy collapse": 19}
+
+
+def test_an_alarm_that_a_tool_did_not_take_is_handed_on_by_the_next_process(followed: Followed) -> None:
+    collapsing(followed.run, 1, 25)
+    followed.fault_at_beat = 2  # behind the points
+    with pytest.raises(ConnectionError):
+        followed.follower.advance()
+    followed.fault.unlink()
+    followed.restart()
+    followed.follower.advance()
+    assert followed.got("alarm") == [(19, "entropy collapse")]
 
 
 def test_a_long_completion_is_cut_in_a_table(followed: Followed) -> None:

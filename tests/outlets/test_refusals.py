@@ -1,4 +1,5 @@
-"""Promises: a tool that stretto does not know, or that is not installed, is refused before anything is started."""
+"""Promises: a tool that stretto does not know, or that is not installed, is refused before anything is started; where
+each shows the run is a sentence at the start."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from stretto.core.errors import RecipeError
 from stretto.launch.preflight.checks import check_logging, is_installed
 from stretto.launch.recipe.recipe import load_recipe
-from stretto.outlets.config import OutletsConfig
+from stretto.outlets.config import OutletsConfig, destinations
 from tests.launch.running import TINY
 
 
@@ -38,3 +39,22 @@ def test_the_folder_that_a_tool_has_left_is_no_package(tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not is_installed("left_by_a_tool")
     assert is_installed("pytest")
+
+
+def test_where_each_tool_shows_the_run_is_a_sentence() -> None:
+    config = OutletsConfig(
+        to=("wandb", "tensorboard", "mlflow", "trackio"), project="sums", prometheus_port=9400, prometheus_host="::1"
+    )
+    offline = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": "sqlite:///m.db", "TRACKIO_DIR": "/data"}
+    assert destinations(config, Path("runs/first"), offline) == [
+        "shown in wandb: files in runs/first/wandb; wandb sync runs/first/wandb/offline-run-*",
+        "shown in tensorboard: files in runs/first/tensorboard; tensorboard --logdir runs",
+        "shown in mlflow: experiment sums at sqlite:///m.db",
+        "shown in trackio: project sums at /data",
+        "shown in prometheus: http://[::1]:9400/metrics",
+    ]
+    online = destinations(OutletsConfig(to=("wandb", "mlflow")), Path("r"), {"WANDB_BASE_URL": "http://localhost:8080"})
+    assert online == [
+        "shown in wandb: project stretto at http://localhost:8080",
+        f"shown in mlflow: experiment stretto at a database in {Path.cwd()}",
+    ]

@@ -37,7 +37,8 @@ def test_a_config_is_enough_for_the_best_layouts(tmp_path: Path) -> None:
     assert [one["hours"] for one in layouts] == sorted(one["hours"] for one in layouts)
     assert said == []
     shown = table(found).splitlines()
-    assert len(shown) == 3 + len(layouts)
+    assert len(shown) == 4 + len(layouts)
+    assert [line for line in shown if line.startswith("eta: rollout.max_staleness, ")] == [shown[-2]]
     assert "the second takes" in shown[-1]
     draw(found, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -83,8 +84,10 @@ OWN = [*SMALL, "trainer.ranks=2", "trainer.activation_checkpointing=true"]
 
 
 def planned(run: Path, *changes: str) -> str | None:
-    choice = PlanChoice("h200", lengths="constant:tokens=100", run=run)
-    return plan_recipe(GPUS, [*OWN, *changes], choice, lambda text: None).recipe
+    choice, said = PlanChoice("h200", lengths="constant:tokens=100", run=run), list[str]()
+    found = plan_recipe(GPUS, [*OWN, *changes], choice, said.append).recipe
+    assert said == [f"the prediction is in {run}/prediction.json; `stretto inspect {run}` shows it beside the run"]
+    return found
 
 
 def test_a_plan_is_the_prediction_of_a_run_of_its_recipe_alone(tmp_path: Path) -> None:

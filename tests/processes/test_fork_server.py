@@ -53,8 +53,8 @@ def spawn(folder: Path, spec: StubbornSpec, **further: object) -> Spawn:
     return msgspec.structs.replace(Spawn(module=ROLE, spec=text, log=str(folder / "log.txt")), **further)
 
 
-async def up(folder: Path) -> None:
-    while not (folder / "log.txt").exists() or "up" not in (folder / "log.txt").read_text():
+async def up(folder: Path, times: int = 1) -> None:
+    while not (folder / "log.txt").exists() or (folder / "log.txt").read_text().count("up") < times:
         await asyncio.sleep(0.01)
 
 
@@ -89,6 +89,7 @@ def test_a_role_whose_start_was_cancelled_does_nothing(tmp_path: Path) -> None:
     cancelled, wanted = tmp_path / "cancelled", tmp_path / "wanted"
     cancelled.mkdir()
     wanted.mkdir()
+    (cancelled / "log.txt").touch()  # most are killed before they open it
 
     async def work(server: ForkServer) -> None:
         for _ in range(20):
@@ -237,6 +238,7 @@ def test_a_role_under_a_fork_server_is_supervised_like_any_other(tmp_path: Path)
         await role.stop(0.1)
         assert (await role.ended()).startswith("was killed by SIGKILL")
         await role.start(StubbornSpec(beats=True), 1)
+        await up(tmp_path, times=2)
         await asyncio.sleep(0.5)
         os.kill(role.pid, signal.SIGSTOP)
         return await role.ended()

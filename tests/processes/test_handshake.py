@@ -1,4 +1,4 @@
-"""The handshake of two processes with a shared key, over real sockets, blocking and asyncio.
+"""The handshake of two processes with a shared key, over real sockets.
 
 - Both learn who the other is; what comes right after the handshake is not swallowed.
 - A wrong key is refused, by the listener and by the caller; neither key is ever on the wire.
@@ -21,7 +21,8 @@ import pytest
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused
 from stretto.core.frames import frame
 from stretto.processes import handshake
-from stretto.processes.handshake import admit, admit_blocking, call, call_blocking, new_key
+from stretto.processes.handshake import call, new_key
+from tests.processes.greeting import admit_from_thread, call_from_thread
 
 KEY, OTHER = "0123456789abcdef", "another key"
 
@@ -54,11 +55,11 @@ def beside(work: Callable[[socket.socket], Any]) -> Iterator[tuple[socket.socket
 def listener(
     key: str = KEY, judge: Callable[[bytes], str] = anybody, seconds: float = 10
 ) -> Callable[[socket.socket], bytes]:
-    return lambda far: admit_blocking(far, key, b"the conductor", judge, peer="rank 1", seconds=seconds)
+    return lambda far: admit_from_thread(far, key, b"the conductor", judge, peer="rank 1", seconds=seconds)
 
 
 def greet(near: socket.socket, key: str = KEY) -> bytes:
-    return call_blocking(near, key, b"rank 1", peer="rank 0", seconds=10)
+    return call_from_thread(near, key, b"rank 1", peer="rank 0")
 
 
 def test_both_sides_learn_who_the_other_is() -> None:
@@ -72,32 +73,15 @@ def test_what_comes_right_behind_the_handshake_is_left_for_its_reader() -> None:
         listener()(far)
         far.sendall(b"order")
 
+    async def greet_and_read(near: socket.socket) -> tuple[bytes, bytes]:
+        reader, writer = await asyncio.open_connection(sock=near.dup())
+        try:
+            return await call(reader, writer, KEY, b"rank 1", peer="rank 0", seconds=10), await reader.readexactly(5)
+        finally:
+            writer.close()
+
     with beside(welcome_and_order) as (near, _):
-        near.settimeout(7)
-        greet(near)
-        assert near.gettimeout() == 7
-        assert near.recv(5) == b"order"
-
-
-def test_asyncio_and_blocking_sides_understand_each_other() -> None:
-    async def both() -> list[bytes]:
-        near, far = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=far)
-        called = asyncio.create_task(asyncio.to_thread(greet, near))
-        admitted = await admit(reader, writer, KEY, b"the conductor", anybody, peer="rank 1", seconds=10)
-        writer.write(b"order")
-        found = [admitted, await called, await asyncio.get_running_loop().run_in_executor(None, near.recv, 5)]
-        writer.close()
-        near.close()
-        near, far = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=far)
-        admitting = asyncio.create_task(asyncio.to_thread(listener(), near))
-        found += [await call(reader, writer, KEY, b"engine 4", peer="conductor", seconds=10), await admitting]
-        writer.close()
-        near.close()
-        return found
-
-    assert asyncio.run(both()) == [b"rank 1", b"the conductor", b"order", b"the conductor", b"engine 4"]
+        assert asyncio.run(greet_and_read(near)) == (b"the conductor", b"order")
 
 
 def test_a_wrong_key_is_refused_and_both_sides_say_so() -> None:
@@ -206,17 +190,10 @@ def test_a_stranger_is_named_and_let_go(said: bytes, how: str) -> None:
 
 
 def test_a_peer_that_drips_bytes_does_not_move_the_deadline() -> None:
-    async def waits() -> None:
-        near, far = socket.socketpair()
-        reader, writer = await asyncio.open_connection(sock=far)
-        with near, pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s for rank 1 to prove the key"):
-            await admit(reader, writer, KEY, b"", anybody, peer="rank 1", seconds=0.2)
-        writer.close()
-
-    asyncio.run(waits())
     with beside(listener(seconds=0.3)) as (near, came), suppress(ConnectionError):
         near.sendall(b"\x00\x10\x00\x00")  # a message of 4096 bytes begins
         while not came:
             near.sendall(b"x")
             threading.Event().wait(0.02)
     assert isinstance(came[0], DeadlineExceeded)
+    assert "waited 0.3 s for rank 1 to prove the key" in str(came[0])

@@ -207,6 +207,7 @@ def test_shortcuts_go_from_page_to_page(page: Page) -> None:
     page.keyboard.press("?")
     expect(page.get_by_role("dialog")).to_be_visible()
     page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
     page.keyboard.press("r")
     expect(page.get_by_test_id("run-row").first).to_be_visible()
 

@@ -1,5 +1,6 @@
 """Promises, with the real packages, offline: what W&B, MLflow and trackio have of a run, as they read it back, is every
-number once, at its step, the recipe, the tags and the tables; a run that is resumed goes on in the same curves.
+number once, at its step, the recipe, the tags, the tables and an alarm; a run that is resumed goes on in the same
+curves.
 """
 
 from __future__ import annotations
@@ -61,15 +62,16 @@ def test_a_tool_has_every_number_once_and_a_resumed_run_goes_on_in_the_same_curv
     tools: Path, tool: str, tmp_path: Path
 ) -> None:
     run = RecordedRun(tmp_path / "run")
-    for line in (evaluation(0), step(1), step(2), step(3)):
+    for line in (evaluation(0, accuracy=0.5), step(1), step(2), step(3)):
         run.metrics.append(line)
     run.samples.append([sample(1)])
     follow(tools, tool, run)
     rewind_metrics(run.folder.metrics, 2)  # a crash: step 3 is done again
-    for line in (step(3, reward=0.75), step(4, reward=0.75), evaluation(4)):
+    for line in (step(3, reward=0.75), step(4, reward=0.75), evaluation(4)):  # more reward, less accuracy
         run.metrics.append(line)
     run.samples.append([sample(4)])
-    follow(tools, tool, run)
+    for _ in range(2):
+        follow(tools, tool, run)
 
     found: dict[str, Any] = json.loads(command(tmp_path, tools, READ_BACK, tool).splitlines()[-1])
     points = [(number, name, value) for number, name, value in found["points"]]
@@ -77,9 +79,14 @@ def test_a_tool_has_every_number_once_and_a_resumed_run_goes_on_in_the_same_curv
         "reward": [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.75)],
         "trainer/loss": [(number, 0.25) for number in range(1, 5)],
         "busy/engine-0": [(number, 0.75) for number in range(1, 5)],
-        "evaluation/accuracy": [(0, 0.125), (4, 0.125)],
+        "evaluation/accuracy": [(0, 0.5), (4, 0.125)],
     }.items():
         assert [(number, value) for number, its, value in points if its == name] == expected
+    ((title, text),) = found["alarms"]
+    assert title == "reward without accuracy"
+    assert text.startswith("alarm  reward without accuracy since step 4: the reward rose from 0.500 to 0.625")
+    numbers = found.get("numbers", [])
+    assert numbers == sorted(numbers)  # over the files of all processes: none stands for two points
     assert found["tables"] == [["3+8=1"], ["3+8=4"]]
     assert int(found["config"]["trainer.steps"]) == 6
     assert found["tags"] == ["baseline"]

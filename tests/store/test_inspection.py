@@ -24,10 +24,11 @@ from stretto.core.records import Outcome, Segment, State, StopReason, Trajectory
 from stretto.measures.goodput import CATEGORIES
 from stretto.store.export import export_run, read_trajectories
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import ENGINES, TOTALS, Carried, Membership, Totals, WeightsSummary, inspect_run
+from stretto.store.inspection import WeightsSummary, inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches
+from stretto.store.totals import ENGINES, TOTALS, Carried, Membership, Totals
 from tests.store.make import Make
 
 FIELDS = {

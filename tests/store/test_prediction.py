@@ -20,14 +20,7 @@ import pytest
 from stretto.core.errors import RunFolderError
 from stretto.dashboard.terminal.summary import comparison_lines, print_inspection
 from stretto.measures.goodput import Category
-from stretto.store.inspection import (
-    Inspection,
-    StalenessSummary,
-    TokenCounts,
-    Totals,
-    TrajectoryCounts,
-    WeightsSummary,
-)
+from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
 from stretto.store.prediction import (
     Term,
     compared,
@@ -36,6 +29,7 @@ from stretto.store.prediction import (
     run_digest,
     settings_digest,
 )
+from stretto.store.totals import Totals
 
 RECORDED = Path(__file__).parents[1] / "data" / "synchronous_run"
 
@@ -162,9 +156,34 @@ def test_a_prediction_in_the_folder_of_a_run_that_goes_on_with_another_recipe_is
     assert "not compared with its prediction" in found
     assert "the prediction of another recipe" in found
     print_inspection(run, as_json=True)
-    assert json.loads(capsys.readouterr().out)["predicted"] is None
+    told = json.loads(capsys.readouterr().out)
+    assert told["predicted"] is None
+    assert "is the prediction of another recipe" in told["not_predicted"]
     with pytest.raises(RunFolderError, match="another recipe"):
         print_inspection(run, predicted=earlier)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "accelerators", "same"),
+    [
+        ("Intel(R) Xeon(R) Processor, 2 cores", [], True),
+        ("Intel(R) Xeon(R) Processor, 8 cores", [], False),
+        ("h100", [], False),
+        ("h100", ["NVIDIA H100 80GB HBM3, 81559 MiB"], True),
+        ("NVIDIA H100 80GB HBM3", ["NVIDIA H100 80GB HBM3, 81559 MiB"], True),
+        ("h20", ["NVIDIA H200, 143771 MiB"], False),
+    ],
+)
+def test_a_prediction_for_another_machine_than_the_runs_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], predicted: str, accelerators: list[str], same: bool
+) -> None:
+    run = Path(shutil.copytree(RECORDED, tmp_path / "run"))
+    machine = json.loads((run / "machine.json").read_text()) | {"accelerators": accelerators}
+    (run / "machine.json").write_text(json.dumps(machine))
+    saved = json.loads(prediction(run / "prediction.json", run_digest(run)).read_text())
+    (run / "prediction.json").write_text(json.dumps(saved | {"machine": predicted}))
+    print_inspection(run)
+    assert ("the run was on another machine" not in " ".join(capsys.readouterr().out.split())) is same
 
 
 def test_before_time_has_passed_there_is_no_comparison(tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.events import Span
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import ENGINES, Membership
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import MetricsLog, StepMetrics
 from stretto.store.series.spans import SpanLog
+from stretto.store.totals import ENGINES, Membership
 from stretto.store.trace import export_trace
 from tests.store.make import Make
 

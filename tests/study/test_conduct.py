@@ -25,10 +25,10 @@ from stretto.core.errors import RunFolderError
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.processes.stopping import StopSignal
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import TOTALS, Totals
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog
+from stretto.store.totals import TOTALS, Totals
 from stretto.study.command import perform
 from stretto.study.conduct import StudyProgress, conduct, side_by_side
 from stretto.study.definition import PlannedRun, load_study

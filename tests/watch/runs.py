@@ -10,12 +10,12 @@ import numpy as np
 from stretto.core.events import Span
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, State, StopReason, Trajectory, Update, Verdict
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import ENGINES, TOTALS, Membership, Totals
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.series.spans import SpanLog
 from stretto.store.series.tokens import SampledTokens, TokenFiles
+from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x00\x1b[2J\u202egnp.exe\u2066"
 RECIPE = '[trainer]\nsteps = 3\n[task]\nkind = "arithmetic"\n[rollout]\nmax_staleness = 2.0\n'

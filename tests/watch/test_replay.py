@@ -194,8 +194,10 @@ def test_a_replay_makes_a_branch_beside_its_run_and_leaves_the_run_as_it_was(tmp
         assert client.post(f"/api/runs/{run['id']}/replay", json=asked).status_code == 200
         made = _until(client, state="done")
         assert "steps 1 to 6 of" in made["log"]
-        time.sleep(1.1)  # runs are looked for once a second
-        found = client.get("/api/runs").json()
+        until = time.monotonic() + 100
+        while not (found := client.get("/api/runs").json())["branches"]:  # runs are looked for once a second
+            assert time.monotonic() < until
+            time.sleep(0.05)
         (branch,) = found["branches"]
         assert (branch["id"], branch["run"], branch["first_step"]) == (made["branch"], run["id"], 0)
         assert list(branch["changes"]) == ["trainer.learning_rate"]

@@ -21,6 +21,7 @@ from stretto.core.errors import RunFolderError
 from stretto.store import lock
 from stretto.store.series.metrics import MetricsLog
 from stretto.watch.terminal import watch_in_terminal
+from tests.launch.running import default_dispositions
 from tests.watch.runs import ENDED, LOG, evaluation, step_line, write_run
 
 
@@ -108,14 +109,16 @@ def on_a_terminal(run: Path, columns: int, language: dict[str, str], leave: str)
     environment = inherited | {"TERM": "xterm"} | language
     reader = threading.Thread(target=read)
     reader.start()
-    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment) as process:
+    with default_dispositions():
+        process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
+    with process:
         try:
-            assert seen.wait(30), bytes(shown)
+            assert seen.wait(100), bytes(shown)
             if leave == "q":
                 os.write(controller, b"q")
             else:
                 process.send_signal(signal.SIGINT)
-            code = process.wait(30)
+            code = process.wait(100)
         finally:
             process.kill()
     same = termios.tcgetattr(terminal) == before

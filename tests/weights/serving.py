@@ -32,15 +32,21 @@ T = TypeVar("T")
 
 @contextmanager
 def serving(
-    folder: Path, model: Path, run: str = "run", key: str = KEY, port: int = 0, tls: Path | None = None
+    folder: Path,
+    model: Path,
+    run: str = "run",
+    key: str = KEY,
+    port: int = 0,
+    tls: Path | None = None,
+    host: str = "127.0.0.1",
 ) -> Iterator[str]:
     """The address of a weights server that runs in a thread."""
-    listening = bound("127.0.0.1", port)
+    listening = bound(host, port)
     server = server_of(WeightsApp(run, folder, model, key), tls)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     thread.start()
     try:
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        yield f"{host}:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join(_END_SECONDS)

@@ -123,6 +123,34 @@ def test_all_broken_rows_come_together_and_the_twenty_first_is_counted(tmp_path:
     assert told[-1] == f"{tmp_path}/rows.jsonl: 5 more rows like these"
 
 
+def test_all_mistakes_of_a_row_come_together(tmp_path: Path) -> None:
+    rows = ['{"promt": "3+8=", "anser": "11"}', '{"prompt": 3, "answer": null, "demonstration": 4}']
+    chat = '{"prompt": [{"role": "usr", "content": "3"}, {"role": "user", "content": 3}], "answer": "11"}'
+    path = write(tmp_path, GOOD, *rows, chat)
+    assert message(path).splitlines() == [
+        f"{path}:2: no field 'prompt' and no field 'answer'; did you mean 'promt'? did you mean 'anser'?",
+        f"{path}:3: prompt: 3; a text is needed",
+        f"{path}:3: answer: null; a text is needed",
+        f"{path}:3: demonstration: 4; a text is needed",
+        f"{path}:4: prompt[0].role: \"usr\"; did you mean 'user'?",
+        f"{path}:4: prompt[1].content: 3; a text is needed",
+    ]
+
+
+def test_the_mistakes_of_both_files_come_together(tmp_path: Path) -> None:
+    path, other = write(tmp_path, "{}"), tmp_path / "other.jsonl"
+    other.write_text("17")
+    told = message(path, held_out_file=str(other)).splitlines()
+    assert [line.partition(": ")[0] for line in told] == [f"{path}:1", f"{other}:1"]
+
+
+def test_a_file_that_is_not_there_comes_with_the_nearest_name_of_its_folder(tmp_path: Path) -> None:
+    write(tmp_path, GOOD)
+    assert message(tmp_path / "row.jsonl").endswith("row.jsonl: no such file; did you mean 'rows.jsonl'?")
+    assert message(tmp_path / "zzz").endswith(f"no such file; the folder {tmp_path} has rows.jsonl")
+    assert message(tmp_path / "no" / "rows.jsonl").endswith(f"no such file; there is no folder {tmp_path}/no")
+
+
 def test_an_answer_may_be_as_large_as_the_tests_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = '{"prompt": "3", "answer": "' + "1" * (3 << 20) + '"}'
     questions = task(write(tmp_path, large, GOOD), held_out=1).questions(seed=1)

@@ -1,6 +1,6 @@
 """A dataset of the hub is asked for by its name: subset, split and revision are chosen there, streaming reads its first
-rows alone, what is in the cache needs no network, and a name that is wrong is one message. The hub is one of this
-machine, over HTTP."""
+rows alone, what is in the cache needs no network, and a name that is wrong is one message, without a network at once.
+The hub is one of this machine, over HTTP."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def read(sources: Sequence[dict[str, Any]], home: Path, **settings: str) -> list
     command = [sys.executable, "-c", READ, json.dumps(sources)]
     done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "Retry" not in done.stderr
     found: list[Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -82,4 +83,9 @@ def test_a_dataset_is_found_by_its_name_and_afterwards_in_the_cache(gsm8k: Path,
     for told, words in zip(found[4:], (["tset", "train", "test"], ["mian", "main"], ["gsm9k"]), strict=True):
         assert told.startswith(("openai/gsm8k: cannot be read: ", "openai/gsm9k: cannot be read: "))
         assert [word for word in words if word not in told] == []
-    assert read([SUMS], tmp_path / "cache", HF_ENDPOINT=address, HF_HUB_OFFLINE="1") == [rows("main/train", 3)]
+    kept, told = read([SUMS, {**SUMS, "data": "openai/gsm9k"}], tmp_path / "cache", HF_ENDPOINT=address)
+    assert kept == rows("main/train", 3)
+    assert told.startswith(f"openai/gsm9k: the hub at {address} cannot be reached (Connection refused), and")
+    assert told.endswith(
+        'a file of this machine: data = "rows.jsonl", allowed: .jsonl, .json, .csv, .tsv, .parquet, .arrow'
+    )

@@ -204,13 +204,21 @@ def test_the_mistakes_of_all_sources_come_together(tmp_path: Path) -> None:
         line.partition(": ")[0]
         for line in told(source(one), source(other), held_out_sources=[source(tmp_path / "no.csv")])
     ]
-    assert found == [f"{one}:1", f"{one}:3", f"{other}:2", f"{tmp_path}/no.csv"]
+    assert found == [f"{one}:1", f"{one}:3", f"{one}:3", f"{other}:2", f"{tmp_path}/no.csv"]
+
+
+def test_rows_before_a_place_that_cannot_be_read_are_told_of_too(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('q,gold\n1\n2,3\n"4,"5"x\n')
+    assert [line.partition(": ")[0] for line in told(source(path))] == [f"{path}:2", f"{path}:4"]
 
 
 def test_a_hub_dataset_that_cannot_be_reached_is_one_message_with_the_remedy() -> None:
     (line,) = told({"data": "nobody/nothing-of-this-name", "held_out": 1})
-    assert line.startswith("nobody/nothing-of-this-name: cannot be read: ")
-    assert line.endswith("check the file, or the dataset's name, subset and split, and the network")
+    assert line.startswith("nobody/nothing-of-this-name: HF_HUB_OFFLINE is set, and its dataset of this name is not in")
+    assert line.endswith(
+        'a file of this machine: data = "rows.jsonl", allowed: .jsonl, .json, .csv, .tsv, .parquet, .arrow'
+    )
     (line,) = told({"data": "a name of two words", "held_out": 1})
     assert "no such file or folder, and no name of the hub" in line
 

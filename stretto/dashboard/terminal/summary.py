@@ -33,7 +33,8 @@ def print_inspection(
 
     Raises:
         RunFolderError: there is no run; or `predicted` is no prediction of it. That of the folder is passed over then,
-            since a resume may have changed what it depends on; the table is followed by the reason.
+            since a resume may have changed what it depends on; the table is followed by the reason, and the object has
+            it as `not_predicted`.
         StoreError: its ledger cannot be read.
     """
     inspection, passed_over = inspect_run(path), ""
@@ -44,7 +45,12 @@ def print_inspection(
             raise
         comparison, passed_over = None, f"not compared with its prediction: {error}"
     if as_json:
-        told = {**msgspec.structs.asdict(inspection), "predicted": comparison, **(also or {})}
+        told = {
+            **msgspec.structs.asdict(inspection),
+            "predicted": comparison,
+            "not_predicted": passed_over,
+            **(also or {}),
+        }
         sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
         return
     print_summary(inspection, str(path))
@@ -63,7 +69,11 @@ def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
         words = (name.replace("_", " "), f"{term.predicted:,.4g}", f"{term.measured:,.4g}")
         ratio = "" if term.ratio is None else f"{term.ratio:.2f}"
         table.add_row(*words, ratio, style="bold red" if name == comparison.most_off else "")
-    found: list[RenderableType] = [Text(f"predicted for {comparison.machine}", style="bold"), table]
+    found: list[RenderableType] = [Text(f"predicted for {comparison.machine}", style="bold")]
+    if comparison.other_machine:
+        said = f"the run was on another machine, {comparison.other_machine}: the seconds are not comparable"
+        found.append(Text(said, style="bold red"))
+    found.append(table)
     if most := comparison.most_off:
         of = {"staleness": "{:+.2f} versions", "completion_tokens": "{:+.0%}"}.get(most, "{:+.0%} of a step")
         found.append(Text(f"most off: {most.replace('_', ' ')}, {of.format(comparison.terms[most].off)}"))

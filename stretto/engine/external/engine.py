@@ -102,6 +102,11 @@ class ExternalEngine:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
+    async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
+        """Refuse grammars, which are not handed on to servers of other makes."""
+        if any(request.sampling.grammar for request in requests):
+            raise RefusedRequest("sampling.grammar", "a grammar", f"none: {self.name} is not the embedded engine")
+
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
         """Send every completion of the requests to the server."""
         self._check_working()

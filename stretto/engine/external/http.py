@@ -45,7 +45,7 @@ class JsonServer:
         bound = deadline(self._owner, f"{path} of {self.name}", seconds or self._seconds)
         async with bound, self._connections.one() as connection:
             self._send(connection, method, path, message)
-            body = await _rest(connection)
+            body = await connection.rest()
             if connection.status != _OK:
                 raise refused(self.name, path, connection.status, body)
         try:
@@ -59,7 +59,7 @@ class JsonServer:
         with suppress(EngineLost, DeadlineExceeded, WireError):
             async with bound, self._connections.one() as connection:
                 self._send(connection, "GET", path, None)
-                await _rest(connection)
+                await connection.rest()
                 return connection.status
         return 0
 
@@ -78,7 +78,7 @@ class JsonServer:
                 async with deadline(self._owner, f"the next tokens of {self.name}", self._token_seconds):
                     part = await connection.read()
                     if connection.status != _OK:
-                        raise refused(self.name, path, connection.status, part + await _rest(connection))
+                        raise refused(self.name, path, connection.status, part + await connection.rest())
                 *events, rest = (rest + part).split(b"\n\n")
                 if len(rest) > _LARGEST_EVENT:
                     raise WireError(f"{self.name} sends an event of {path} without an end: {len(rest):,} bytes so far")
@@ -95,13 +95,6 @@ class JsonServer:
     @staticmethod
     def _send(connection: Connection, method: str, path: str, message: object) -> None:
         connection.send(method, path, b"" if message is None else msgspec.json.encode(message), _JSON)
-
-
-async def _rest(connection: Connection) -> bytes:
-    parts = []
-    while part := await connection.read():
-        parts.append(part)
-    return b"".join(parts)
 
 
 def refused(server: str, path: str, status: int, body: bytes) -> WireError:

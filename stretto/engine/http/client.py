@@ -14,7 +14,7 @@ from stretto.core.errors import EngineLied, EngineLost, RefusedRequest, TornPubl
 from stretto.core.events import Span
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest, Partials
-from stretto.engine.http.connections import Connection, Connections
+from stretto.engine.http.connections import Connections
 from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, UpdateReply, UpdateRequest
 
 Message = TypeVar("Message")
@@ -78,7 +78,7 @@ class HttpEngine:
                 async with deadline(self._owner, f"the next completion to {requested}", self._answer_seconds):
                     part = await connection.read()
                     if connection.status != _OK:
-                        raise refusal(self.name, connection.status, part + await self._rest(connection))
+                        raise refusal(self.name, connection.status, part + await connection.rest())
                 for body in unframer.feed(part):
                     missing -= 1
                     yield self._completion(body)
@@ -130,7 +130,7 @@ class HttpEngine:
         method, body = ("GET", b"") if message is None else ("POST", msgspec.msgpack.encode(message))
         async with deadline(self._owner, awaited, seconds), self._connections.one() as connection:
             connection.send(method, path, body)
-            reply = await self._rest(connection)
+            reply = await connection.rest()
             if connection.status != _OK:
                 raise refusal(self.name, connection.status, reply)
             return reply
@@ -143,13 +143,6 @@ class HttpEngine:
         if isinstance(told, list):
             raise _error(told[0])
         return told
-
-    @staticmethod
-    async def _rest(connection: Connection) -> bytes:
-        parts = []
-        while part := await connection.read():
-            parts.append(part)
-        return b"".join(parts)
 
 
 def decoded(body: bytes, kind: type[Message]) -> Message:

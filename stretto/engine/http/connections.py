@@ -76,6 +76,13 @@ class Connection(asyncio.Protocol):
         part, self._parts = bytes(self._parts), bytearray()
         return part
 
+    async def rest(self) -> bytes:
+        """All that is still to come of the response's body. Raises as `read`."""
+        parts = []
+        while part := await self.read():
+            parts.append(part)
+        return b"".join(parts)
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()

@@ -39,6 +39,7 @@ from stretto.engine.wire import (
     split_address,
 )
 from stretto.processes.http.asgi import LARGEST_BODY, header, read_body, reply, when_gone
+from stretto.processes.http.bodies import refusal_of
 from stretto.processes.http.server import admit
 from stretto.weights.mailbox import Subscriber
 
@@ -46,6 +47,8 @@ _HEADERS = [(b"content-type", MSGPACK.encode())]
 _UPDATE = msgspec.msgpack.Decoder(UpdateRequest)
 _ABORT = msgspec.msgpack.Decoder(AbortRequest)
 _PARTIALS = msgspec.msgpack.Decoder(PartialsRequest)
+_REQUESTS = Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
+_DOCUMENTED = "see stretto.engine.wire"
 _KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client is not a gone one; a gone one closes its socket
 
 
@@ -84,7 +87,7 @@ class EngineApp:
         """`largest`: bytes of a body. `key`: what clients have to send; "" for a socket that others cannot reach."""
         self._backend, self._largest = backend, largest
         self._bearer = f"Bearer {key}".encode() if key else b""
-        self._requests = msgspec.msgpack.Decoder(Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)])
+        self._requests = msgspec.msgpack.Decoder(_REQUESTS)
         routes = [
             Route("/generate", _Streaming(self.stream_completions), methods=["POST"]),
             Route("/update_weights", _Exchange(self.update_weights, largest), methods=["POST"]),
@@ -117,7 +120,11 @@ class EngineApp:
             return
         try:
             requests = self._requests.decode(body)
+            await self._backend.prepare(requests)
             stream = self._backend.submit_all(requests)
+        except msgspec.ValidationError as error:
+            await _reply(send, *_refusal(refusal_of(str(error), list[GenerateRequest], _DOCUMENTED)))
+            return
         except (RefusedRequest, EngineLost, msgspec.DecodeError) as error:
             await _reply(send, *_refusal(error))
             return
@@ -209,5 +216,5 @@ def _refusal(error: Exception) -> tuple[int, Refusal]:
     if isinstance(error, EngineLost):
         return 503, Refusal(error="EngineLost", field=error.engine, found=error.how)
     if isinstance(error, msgspec.DecodeError):
-        return 400, Refusal(error="RefusedRequest", field="body", found=str(error), allowed="see stretto.engine.wire")
+        return 400, Refusal(error="RefusedRequest", field="body", found=str(error), allowed=_DOCUMENTED)
     return 409, Refusal(error=type(error).__name__, found=str(error))

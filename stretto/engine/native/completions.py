@@ -9,6 +9,7 @@ Axes: R rows of this step, in the order of the logits.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,9 +20,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from stretto.core.records import Completion, Likeliest, Segment, StopReason
-from stretto.engine.native.sampling import SamplingColumns, top_logprobs
+from stretto.engine.native.sampling import Filtered, SamplingColumns, top_logprobs
 from stretto.engine.native.scheduler import Member
 from stretto.engine.native.stops import StopTexts, Watch
+from stretto.model.hf.grammar import Grammars, Matcher
 
 Ints = npt.NDArray[np.int64]
 
@@ -47,7 +49,9 @@ def rest_of(completion: Completion, known: int) -> Progress:
 class Completions:
     """Columns are public: the engine hands whole columns to the policy and the sampler, indexed by row."""
 
-    def __init__(self, rows: int, context_length: int, stop_texts: StopTexts) -> None:
+    def __init__(self, rows: int, context_length: int, stop_texts: StopTexts, grammars: Grammars | None = None) -> None:
+        """Without `grammars`, no completion has one."""
+        self._grammars = grammars
         self._context_length = context_length
         self._stop_texts = stop_texts
         self.newest: Ints = np.zeros(rows, np.int64)
@@ -56,6 +60,7 @@ class Completions:
         self.limits: Ints = np.zeros(rows, np.int64)  # the most that `lengths` may become
         self.sampling = SamplingColumns(rows)
         self._watches: dict[int, Watch] = {}
+        self.matchers: dict[int, Matcher] = {}  # of rows with a grammar
         self._likeliest: dict[int, list[Likeliest]] = {}  # of rows whose requests want them
         self._wanted: Ints = np.zeros(rows, np.int64)  # how many of them at each place
         self._stopped = np.zeros(rows, np.bool_)
@@ -77,6 +82,10 @@ class Completions:
         self._watches.pop(row, None)
         if sampling.stop:
             self._watches[row] = self._stop_texts.watch(sampling.stop)
+        self.matchers.pop(row, None)
+        if sampling.grammar:
+            assert self._grammars is not None, "checked when the request was added"
+            self.matchers[row] = self._grammars.matcher(sampling.grammar)
         self._likeliest.pop(row, None)
         self._wanted[row] = member.request.top_logprobs
         if member.request.top_logprobs:
@@ -99,19 +108,32 @@ class Completions:
         self.interrupted[row] = prefix.interrupted
         if row in self._watches:
             self._completed_stop(row)  # the watch has seen them then
+        if row in self.matchers:
+            self.matchers[row].take(prefix.token_ids)
 
     def context(self, row: int) -> Ints:
         """All tokens of a row but the newest: what the cache must hold."""
         return self._history[row, : self.lengths[row] - 1]
 
-    def note_top_logprobs(self, order_R: Ints, logits_RV: Tensor) -> None:
-        """Keep the top log-probabilities of the next token, for rows that requested them."""
+    def filtered(self, order_R: Ints) -> Filtered | None:
+        """The filtered rows among these; None if there is none. The matchers have looked."""
+        found = self.sampling.filtered(order_R)
+        if found is None or not self.matchers:
+            return found
+        allowed = {at: self.matchers[row].allowed for at, row in enumerate(order_R.tolist()) if row in self.matchers}
+        if not allowed:
+            return found
+        everything = np.full_like(next(iter(allowed.values())), -1)
+        return dataclasses.replace(found, allowed=np.stack([allowed.get(at, everything) for at in found.rows.tolist()]))
+
+    def note_top_logprobs(self, order_R: Ints, logits_RV: Tensor, filtered: Filtered | None) -> None:
+        """Keep the top log-probabilities of the next token, for rows that requested them; `filtered` are all rows."""
         if not self._likeliest or not len(places := np.flatnonzero(self._wanted[order_R])):
             return
         rows = order_R[places]
         logits = logits_RV[torch.from_numpy(places).to(logits_RV.device)]
-        temperatures, filtered = self.sampling.temperatures[rows], self.sampling.filtered(rows)
-        found = top_logprobs(logits, self._wanted[rows], temperatures, filtered)
+        kept = filtered.among(places) if filtered is not None else None
+        found = top_logprobs(logits, self._wanted[rows], self.sampling.temperatures[rows], kept)
         for row, tokens in zip(rows.tolist(), found, strict=True):
             self._likeliest[row].append(tokens)
 
@@ -126,6 +148,10 @@ class Completions:
         stopped_R = (self._stops[order_R] == tokens_R[:, None]).any(axis=1)
         if self._watches:
             stopped_R |= [row in self._watches and self._completed_stop(row) for row in order_R.tolist()]
+        if self.matchers:
+            for row, token in zip(order_R.tolist(), tokens_R.tolist(), strict=True):
+                if row in self.matchers:
+                    self.matchers[row].take((token,))
         self._stopped[order_R] = stopped_R
         ended: Ints = order_R[stopped_R | (places_R + 1 >= self.limits[order_R])]
         return ended
@@ -137,11 +163,16 @@ class Completions:
 
     def close(self, row: int, member: Member) -> Completion:
         """The completion of a row that has ended."""
-        self._watches.pop(row, None)
+        self.forget(row)
         segment, likeliest = self._segment(row, 0), tuple(self._likeliest.pop(row, ()))
         reason = StopReason.STOP if self._stopped[row] else StopReason.LENGTH
         completion = Completion.of(member.request.id, member.index, replace(segment, stop_reason=reason))
         return replace(completion, top_logprobs=likeliest) if likeliest else completion
+
+    def forget(self, row: int) -> None:
+        """What looks at the tokens of a row has no more to do."""
+        self._watches.pop(row, None)
+        self.matchers.pop(row, None)
 
     def _segment(self, row: int, known: int) -> Segment:
         new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))

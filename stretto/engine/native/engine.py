@@ -34,9 +34,10 @@ from stretto.engine.native.parameters import Parameters
 from stretto.engine.native.sampling import BrokenLogits, sample
 from stretto.engine.native.scheduler import Member, Scheduler
 from stretto.engine.native.stops import StopTexts
-from stretto.engine.native.validate import check_prefixes, check_request
+from stretto.engine.native.validate import BrokenGrammar, check_grammar, check_prefixes, check_request
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from stretto.model.hf.folder import load_policy
+from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.kernels.matmul import use_onednn
 
@@ -61,8 +62,10 @@ class NativeEngine:
         name: str = "engine",
         version: int = 0,
         detokenizer: Callable[[], Detokenizer] | None = None,
+        grammars: Callable[[int], Grammars] | None = None,
     ) -> None:
-        """`detokenizer` is called by the first request with stop texts; without one, such requests are refused."""
+        """`detokenizer` is called by the first request with stop texts, `grammars` with the size of the vocabulary;
+        without them, requests with stop texts, or with a grammar, are refused."""
         use_onednn(model)
         self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
         self._parameters = Parameters(model)
@@ -71,7 +74,8 @@ class NativeEngine:
         layout = self._policy.layout
         self._scheduler = Scheduler(config.slots, config.cache_bytes // layout.bytes_per_token, layout.slot)
         self._stop_texts = StopTexts(detokenizer)
-        self._completions = Completions(config.slots, layout.context_length, self._stop_texts)
+        self.grammars = grammars(self._vocab_size) if grammars is not None else None
+        self._completions = Completions(config.slots, layout.context_length, self._stop_texts, self.grammars)
         self._spans = BusySpans(name)
         self.name = name
         self.version = version
@@ -88,7 +92,9 @@ class NativeEngine:
             ModelFolderError: the folder cannot be loaded, or its attention is of a kind that the cache cannot serve.
         """
         model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
-        return cls(model, config, name=name, version=version, detokenizer=partial(load_tokenizer, folder))
+        tokenizer = partial(load_tokenizer, folder)
+        grammars = partial(Grammars, tokenizer)
+        return cls(model, config, name=name, version=version, detokenizer=tokenizer, grammars=grammars)
 
     @property
     def updates(self) -> int:
@@ -121,6 +127,8 @@ class NativeEngine:
         check_prefixes(request, self._vocab_size, context_length, self.version)
         if request.sampling.stop:
             self._stop_texts.check_served()
+        if request.sampling.grammar:
+            check_grammar(request, self.grammars)
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
@@ -128,6 +136,7 @@ class NativeEngine:
         self._wasted += self._ended.pop(request_id, 0)
         for row in self._scheduler.abort(request_id):
             self._wasted += self._sampled(row)
+            self._completions.forget(row)
             if row in self._policy:
                 self._policy.release(row)
 
@@ -148,10 +157,14 @@ class NativeEngine:
         Raises:
             BrokenLogits: some logits are not finite. No completion has got a token; without `give_up` the next step
                 fails again.
+            BrokenGrammar: a grammar cannot be followed any further. No completion has got a token; without `abort` the
+                next step fails again.
         """
         start, columns = time.monotonic(), self._completions
         for row, member in self._scheduler.admit():
             columns.open(row, member)
+        if columns.matchers:
+            self._follow_grammars()
         self._preempt()
         contexts, recomputed = self._take_contexts()
         if not contexts and not len(self._policy):
@@ -160,10 +173,11 @@ class NativeEngine:
         places = columns.lengths[order] - columns.prompts[order]
         settings = columns.sampling
         seeds, temperatures = settings.seeds[order], settings.temperatures[order]
-        tokens, logprobs = sample(logits_RV, temperatures, seeds, places, settings.filtered(order))
+        filtered = columns.filtered(order)
+        tokens, logprobs = sample(logits_RV, temperatures, seeds, places, filtered)
         if len(broken := order[~np.isfinite(logprobs)]):
             raise BrokenLogits(frozenset(self._scheduler.member(row).request.id for row in broken.tolist()))
-        columns.note_top_logprobs(order, logits_RV)
+        columns.note_top_logprobs(order, logits_RV, filtered)
         ended = columns.record(order, tokens, logprobs, self.version)
         completions = [columns.close(row, self._end(row)) for row in ended.tolist()]
         self._tally(completions)
@@ -240,6 +254,13 @@ class NativeEngine:
         self._policy.check_integrity()
         if self._policy.rows != (running := set(self._scheduler.running)):
             raise BoundViolated(f"rows {self._policy.rows} are cached, {running} run")
+
+    def _follow_grammars(self) -> None:
+        for row, matcher in self._completions.matchers.items():
+            try:
+                matcher.look()
+            except RefusedRequest as refused:
+                raise BrokenGrammar(self._scheduler.member(row).request.id, refused) from None
 
     def _preempt(self) -> None:
         """Let running completions grow; when the cache is full, the newest are dropped from it and recomputed later."""

@@ -37,10 +37,19 @@ class BrokenLogits(FloatingPointError):
 
 @dataclass(frozen=True)
 class Filtered:
-    """The rows of a step with top-k, top-p or min-p, and the settings of each; most steps have none."""
+    """The rows of a step with a grammar, top-k, top-p or min-p, and the settings of each; most steps have none."""
 
     rows: npt.NDArray[np.int64]  # places in the step's logits, at least one
     truncation: Truncation
+    allowed: npt.NDArray[np.int32] | None = None  # [rows, W], bits of the tokens that grammars allow; None: no grammar
+
+    def among(self, places: npt.NDArray[np.int64]) -> Filtered | None:
+        """Those of them at some places of the logits, ascending, as rows of logits at these places alone."""
+        kept = np.isin(self.rows, places).nonzero()[0]
+        if not len(kept):
+            return None
+        allowed = None if self.allowed is None else self.allowed[kept]
+        return Filtered(np.searchsorted(places, self.rows[kept]), self.truncation.rows(kept), allowed)
 
 
 class SamplingColumns:
@@ -56,10 +65,11 @@ class SamplingColumns:
         """The settings of a new completion."""
         self.seeds[row] = seed
         self.temperatures[row] = sampling.temperature
-        self._truncation.top_k[row] = sampling.top_k
-        self._truncation.top_p[row] = sampling.top_p
-        self._truncation.min_p[row] = sampling.min_p
-        self._filtered[row] = sampling.filtered
+        plain = not sampling.filtered  # a greedy row with a grammar has no other filter
+        self._truncation.top_k[row] = 0 if plain else sampling.top_k
+        self._truncation.top_p[row] = 1.0 if plain else sampling.top_p
+        self._truncation.min_p[row] = 0.0 if plain else sampling.min_p
+        self._filtered[row] = sampling.filtered or bool(sampling.grammar)
 
     def filtered(self, order_R: npt.NDArray[np.int64]) -> Filtered | None:
         """The filtered rows among these; None if there is none."""
@@ -94,7 +104,7 @@ def sample(
         temperatures: [R]; 0 takes the likeliest token.
         seeds: [R], one per completion.
         places: [R], tokens of the completion before this one.
-        filtered: rows with top-k, top-p or min-p.
+        filtered: rows with a grammar, top-k, top-p or min-p.
 
     Returns:
         Token ids [R], and their log-probabilities [R] under the distribution that they were drawn from, the softmax of
@@ -127,9 +137,9 @@ def tempered(logits_RV: Tensor, temperatures: npt.NDArray[np.float32], filtered:
 
 def _filter(logits_RV: Tensor, filtered: Filtered) -> Tensor:
     if len(filtered.rows) == len(logits_RV):
-        return truncate(logits_RV, filtered.truncation)
+        return truncate(logits_RV, filtered.truncation, allowed_RW=filtered.allowed)
     rows = torch.from_numpy(filtered.rows).to(logits_RV.device)
-    return logits_RV.index_copy(0, rows, truncate(logits_RV[rows], filtered.truncation))
+    return logits_RV.index_copy(0, rows, truncate(logits_RV[rows], filtered.truncation, allowed_RW=filtered.allowed))
 
 
 def top_logprobs(

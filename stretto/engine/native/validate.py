@@ -7,7 +7,7 @@ import math
 from stretto.core.engine import (
     COLDEST,
     LONGEST_STOP,
-    MOST_ANSWERS,
+    MOST_COMPLETIONS,
     MOST_INTERRUPTIONS,
     MOST_LIKELIEST,
     MOST_STOP_TOKENS,
@@ -16,8 +16,34 @@ from stretto.core.engine import (
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling, Segment
 from stretto.engine.native.detokenize import NO_CHARACTER
+from stretto.model.hf.grammar import Grammars
 
+_GRAMMAR = "sampling.grammar"
 _LARGEST_FLOAT = 3.4e38  # completions keep log-probabilities in float32
+
+
+class BrokenGrammar(Exception):
+    """The grammar of a request turns out to be one that cannot be followed; `refused` says why."""
+
+    def __init__(self, request: str, refused: RefusedRequest) -> None:
+        """`request`: its id."""
+        self.request, self.refused = request, refused
+        super().__init__(request, refused)
+
+
+def check_grammar(request: GenerateRequest, grammars: Grammars | None) -> None:
+    """Refuse a grammar that is not served, or that the prefixes do not follow.
+
+    Raises:
+        RefusedRequest: with the first field that is wrong.
+    """
+    sampling = request.sampling
+    if grammars is None:
+        raise RefusedRequest(_GRAMMAR, "a grammar", "none: this engine has no tokenizer")
+    grammars.check(sampling.grammar, sampling.stop_token_ids)
+    for prefix in request.prefixes:
+        if prefix.token_ids and not grammars.matcher(sampling.grammar).take(prefix.token_ids):
+            raise RefusedRequest("prefixes", "tokens that the grammar does not allow", "tokens that follow it")
 
 
 def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:
@@ -50,8 +76,10 @@ def _check_counts(request: GenerateRequest) -> None:
     """Limits that keep one request from taking all memory or time."""
     if (stops := len(request.sampling.stop_token_ids)) > MOST_STOP_TOKENS:
         raise RefusedRequest("sampling.stop_token_ids", f"{stops:,} tokens", f"at most {MOST_STOP_TOKENS}")
-    if (completions := len(request.seeds)) > MOST_ANSWERS:
-        raise RefusedRequest("seeds", f"{completions:,} seeds", f"at most {MOST_ANSWERS:,} completions to one request")
+    if (completions := len(request.seeds)) > MOST_COMPLETIONS:
+        raise RefusedRequest(
+            "seeds", f"{completions:,} seeds", f"at most {MOST_COMPLETIONS:,} completions to one request"
+        )
 
 
 def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: int, version: int) -> None:

@@ -132,6 +132,10 @@ class OpenAIApp:
 
         async def submit(raw: bytes) -> tuple[TranslatedRequest, Choices]:
             translated = await understand(raw, name)
+            try:
+                await self._generation.prepare(translated.requests)
+            except RefusedRequest as refused:
+                raise self._translator.field(refused, translated) from None
             return translated, self._open(translated)
 
         if (opened := await _opened(submit, scope, receive, send)) is None:
@@ -227,6 +231,9 @@ class OpenAIApp:
     async def _whole(self, translated: TranslatedRequest, name: str, choices: Choices, send: Send) -> None:
         pieces = await choices.whole()
         if choices.gone:
+            return
+        if choices.refused is not None and not pieces:
+            await _refuse(send, self._translator.field(choices.refused, translated))
             return
         if choices.broken is not None and not pieces:
             await _unavailable(send, EngineLost(self._generation.engine.name, choices.broken))

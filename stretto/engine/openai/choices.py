@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from stretto.core.errors import RefusedRequest
 from stretto.core.records import Completion, Likeliest, StopReason
 from stretto.engine.backend import ENDED
 from stretto.engine.native.completions import Progress, rest_of
@@ -104,6 +105,7 @@ class Choices:
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
         self.broken: str | None = None  # why the request broke off: the engine failed, stopped, or aborted it
+        self.refused: RefusedRequest | None = None  # the request turns out not to be served
         self.gone = False  # the client has disconnected
         self.first_token: float | None = None  # time of the first token, as time.monotonic
         self._changed: dict[int, Choice] = {}
@@ -126,6 +128,10 @@ class Choices:
     def break_off(self, why: str) -> None:
         self.broken = self.broken or why
         self._wake.set()
+
+    def refuse(self, error: RefusedRequest) -> None:
+        self.refused = self.refused or error
+        self.break_off(str(error))
 
     def leave(self) -> None:
         self.gone = True
@@ -168,6 +174,9 @@ class PromptListener:
             choice.take(rest_of(completion, known))
             choice.end(completion.stop_reason)
             self._whole.changed(choice)
+
+    def refuse(self, error: RefusedRequest) -> None:
+        self._whole.refuse(error)
 
     def break_off(self, why: str = ENDED) -> None:
         self._whole.break_off(why)

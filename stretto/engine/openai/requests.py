@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
 
-from stretto.core.engine import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS
+from stretto.core.engine import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS, json_grammar
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record
 from stretto.processes.http.bodies import parse_record
@@ -102,6 +102,11 @@ class Body(Record, frozen=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def grammar(self) -> str:
+        """What a completion has to follow; empty for none."""
+        return ""
+
+    @property
     def wants_logprobs(self) -> bool:
         raise NotImplementedError
 
@@ -161,6 +166,20 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         return found
 
 
+class SchemaBody(Record, frozen=True):
+    """`strict` changes nothing: what is sampled follows the schema in any case."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class FormatBody(Record, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaBody | None = None
+
+
 class ChatBody(Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -168,8 +187,8 @@ class ChatBody(Body, frozen=True, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    response_format: FormatBody | None = None
     # neutral
-    response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -179,12 +198,18 @@ class ChatBody(Body, frozen=True, kw_only=True):
     def neutral(self) -> Mapping[str, tuple[object, ...]]:
         return {
             **super().neutral,
-            "response_format": ({"type": "text"},),
             "tools": ([],),
             "tool_choice": ("none", "auto"),
             "parallel_tool_calls": (True, False),
             "modalities": (["text"],),
         }
+
+    @property
+    def grammar(self) -> str:
+        form = self.response_format
+        if form is None or form.type == "text":
+            return ""
+        return json_grammar(form.json_schema.schema if form.json_schema else None)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -217,6 +242,10 @@ def _check(body: Body) -> None:
         if found is not None and found not in values:
             allowed = " or ".join(json.dumps(value) for value in values)
             raise RefusedRequest(field, _short(found), f"only {allowed} or null: the engine supports nothing else")
+    form = body.response_format if isinstance(body, ChatBody) else None
+    if form is not None and (form.type == "json_schema") is (form.json_schema is None):
+        allowed = 'json_schema with the type "json_schema", and with no other'
+        raise RefusedRequest("response_format", repr(form.type), allowed)
     if body.likeliest and not body.wants_logprobs:
         raise RefusedRequest("top_logprobs", "set without logprobs", 'only together with "logprobs": true')
     if body.stream_options is not None and not body.stream:

@@ -144,6 +144,9 @@ class TokenListener:
         self._reason, self.missing = completion.stop_reason, 0
         self.progressed(rest_of(completion, self.sampled))
 
+    def refuse(self, error: RefusedRequest) -> None:
+        self.break_off(str(error))
+
     def break_off(self, why: str = ENDED) -> None:
         self.broken = why if self.missing else None
         self._wake.set()

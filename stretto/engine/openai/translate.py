@@ -87,6 +87,7 @@ class Translator:
         """The engine's refusal with the client's field names."""
         chat = isinstance(request.body, ChatBody)
         names = {"prompt_token_ids": "messages" if chat else "prompt", "sampling.max_tokens": _limit(request.body)}
+        names["sampling.grammar"] = "response_format"
         name = names.get(error.field, error.field.removeprefix("sampling."))
         return RefusedRequest(name, error.found, error.allowed)
 
@@ -142,6 +143,7 @@ class Translator:
             top_k=top_k if 0 < top_k < self._model.vocab_size else 0,
             min_p=body.min_p or 0.0,
             stop=body.stops,
+            grammar=body.grammar,
         )
 
 

@@ -339,7 +339,9 @@ class Cluster:
         spec = engine_spec(self.plan, self.folder.policy(0), self.endpoints, self._take_number(), published=True)
         role, interval, logs = engine_role(recipe.engine), recipe.engine.load_interval, self.folder.logs
         changed = self.engines.changed
-        self.engines.join(EngineHandle.to(spec, logs, recipe.deadlines, role, self.spawner, changed, interval))
+        self.engines.join(
+            EngineHandle.on_this_machine(spec, logs, recipe.deadlines, role, self.spawner, changed, interval)
+        )
         return spec.name
 
     def _dismiss_if_empty(self, name: str) -> None:

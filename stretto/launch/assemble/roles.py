@@ -29,7 +29,7 @@ from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.router import ExclusiveRouter, Router
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.learner.recovery import Recovery
-from stretto.loop.records.recorder import Work
+from stretto.loop.records.totals import Work
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rewards.service.pool import RewardPool

@@ -24,14 +24,16 @@ from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
-from stretto.loop.engines.in_flight import GroupInFlight, InFlight, restore
+from stretto.loop.engines.in_flight import GroupInFlight, InFlight
+from stretto.loop.engines.restoring import restore
 from stretto.loop.engines.rounds import Rounds
 from stretto.loop.engines.sessions import TrajectorySessions, unfinished_sessions
 from stretto.loop.evaluation import Evaluations, Evaluator
 from stretto.loop.learner.recovery import Recovery, seal_start
 from stretto.loop.records.alarms import SlowReward
-from stretto.loop.records.recorder import EarlierTotals, Recorder, RunClock
+from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import Reporter
+from stretto.loop.records.totals import RunClock, carried_over
 from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
 from stretto.outlets.supervision import followed
 from stretto.processes.spawn import Spawner
@@ -41,11 +43,11 @@ from stretto.rollout.pacing import Continuous, InRounds
 from stretto.rollout.prompts import Position, PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import ENGINES, TOTALS, Membership, Totals
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import UnfinishedGroup, last_step, read_batches, read_unfinished
 from stretto.store.series.metrics import rewind_metrics
 from stretto.store.series.samples import rewind_samples
+from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto.worlds.single_turn import GroupWorkflow, SingleTurn
 from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.workflows.config import WorkflowConfig
@@ -157,13 +159,13 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         return stop.exit_code
 
 
-def _earlier(folder: RunFolder, ledger: Ledger) -> EarlierTotals:
+def _earlier(folder: RunFolder, ledger: Ledger) -> Totals:
     """What earlier processes of the run have done; the tokens in flight of which nothing is journaled are lost."""
     if (totals := ledger.get(TOTALS, Totals)) is None:
-        return EarlierTotals()
+        return Totals(max_staleness=None)
     members = (member for group in read_unfinished(folder.ledger) for member in group.members.values())
     go_on = sum(len(segment.versions) for member in members for segment in member.segments)
-    return EarlierTotals.of(totals, ledger.on_record.tokens + go_on)
+    return carried_over(totals, ledger.on_record.tokens + go_on)
 
 
 def _roles_of(recipe: Recipe) -> str:
@@ -190,9 +192,7 @@ def _selection(context: RunContext) -> SelectionWatch:
     return watch
 
 
-def _recorder(
-    context: RunContext, roles: Roles, earlier: EarlierTotals, since: float, selection: SelectionWatch
-) -> Recorder:
+def _recorder(context: RunContext, roles: Roles, earlier: Totals, since: float, selection: SelectionWatch) -> Recorder:
     recipe = context.plan.recipe
     return Recorder(
         context.folder,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
 from stretto.launch.preflight.base import base_folder
-from stretto.launch.preflight.checks import check_devices, check_kind, check_vocabulary
+from stretto.launch.preflight.checks import check_data_files, check_devices, check_kind, check_vocabulary
 from stretto.launch.preflight.encoding import encode_preferences
 from stretto.launch.recipe.preferences import PreferenceRecipe, load_preferences
 from stretto.model.hf.folder import inspect_model_folder
@@ -63,6 +63,7 @@ def dpo(
 def _found(recipe: PreferenceRecipe) -> tuple[Path, Preferences]:
     """The folder of the model, and the pairs as token ids; all checks that need no loaded model are made here."""
     config = recipe.preferences
+    check_data_files([("preferences.file", config.file)])
     check_devices({"preferences": config})
     base = inspect_model_folder(base_folder(recipe))
     check_kind(base)

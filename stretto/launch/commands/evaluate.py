@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from stretto.launch.assemble.evaluations import with_samples
 from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, socket_folder
 from stretto.launch.assemble.workflows import conversing, workflow_pool
 from stretto.launch.preflight.base import digest
+from stretto.launch.preflight.checks import check_data_files
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.overrides import Overrides
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate
@@ -112,7 +113,9 @@ def evaluate(
     asked = asked or Asked()
     if asked.rows is not None and not asked.rows.absolute().parent.is_dir():
         raise RecipeError([Problem("--rows", f"{asked.rows}: its folder does not exist", "give a file in a folder")])
-    plan = make_plan(_recipe(model, task, overrides, asked.samples))
+    recipe = _recipe(model, task, overrides, asked.samples)
+    check_data_files(_files(task))
+    plan = make_plan(recipe)
     sampling = plan.sampling
     say(
         f"reward {plan.recipe.rewards.title} | temperature {sampling.temperature:g}, at most {sampling.max_tokens} "
@@ -145,7 +148,16 @@ def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples:
     if isinstance(tree.get("evaluation", {}), dict):
         chosen = {"samples": samples} if samples is not None else {}
         tree["evaluation"] = {**tree.get("evaluation", {}), "sets": [], "best_of": "", **chosen}
-    return validate(tree, place)
+    return validate(tree, place, overrides)
+
+
+def _files(task: Path | DataChoice) -> Iterator[tuple[str, str]]:
+    """The files that the command line names, with its options."""
+    if isinstance(task, Path):
+        yield "--task", str(task)
+        return
+    local = [place for place in task.data if not place.startswith(_GYM) and is_local(place, Path.cwd())]
+    yield from (("--data", str(Path(place).expanduser())) for place in local)
 
 
 def _several(rewards: object) -> bool:

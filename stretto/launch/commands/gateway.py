@@ -11,7 +11,8 @@ import uvloop
 
 from stretto.conversation.bridge import Renderer
 from stretto.conversation.session import SessionRecord, WholeTurns
-from stretto.core.errors import EngineLost
+from stretto.conversation.tool_calls import form_of
+from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Sampling
 from stretto.engine.backend import ENDED
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
@@ -22,7 +23,7 @@ from stretto.gateway.agent_session import Speaker
 from stretto.gateway.app import GatewayApp
 from stretto.gateway.checks import check_chat, check_reach
 from stretto.gateway.config import GatewayConfig
-from stretto.gateway.sampling import SamplingRule
+from stretto.gateway.sampling import CallForms, SamplingRule
 from stretto.gateway.sessions import RecordedSessions
 from stretto.gateway.telling import Teller
 from stretto.launch.assemble.agents import DIALECTS
@@ -49,6 +50,7 @@ class LocalGeneration:
     async def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """See `Generate`; of requests of one completion."""
         for request in requests:
+            await self._generation.prepare([request])
             listener = _OneCompletion(self._generation.engine.name)
             self._generation.submit(request, listener, every_token=False)
             try:
@@ -73,20 +75,28 @@ class _OneCompletion:
         if not self.ending.done():
             self.ending.set_result(completion)
 
+    def refuse(self, error: RefusedRequest) -> None:
+        """See `CompletionListener`."""
+        if not self.ending.done():
+            self.ending.set_exception(error)
+
     def break_off(self, why: str = ENDED) -> None:
         """See `CompletionListener`."""
         if not self.ending.done():
             self.ending.set_exception(EngineLost(self._engine, why))
 
 
-def speaker_of(name: str, tokenizer: Tokenizer, sampling: Sampling, context: int, config: GatewayConfig) -> Speaker:
-    """The words of a model.
+def speaker_of(
+    name: str, tokenizer: Tokenizer, sampling: Sampling, context: int, config: GatewayConfig, *, grammars: bool = False
+) -> Speaker:
+    """The words of a model; `grammars` says whether its engine follows them.
 
     Raises:
         ModelFolderError: the tokenizer has no chat template.
     """
     check_chat(tokenizer, tokenizer.place)
-    return Speaker(Renderer(tokenizer), Teller(name, tokenizer), SamplingRule(sampling, context), config)
+    forms = CallForms(form_of(tokenizer.chat_template), tokenizer.vocabulary) if grammars else None
+    return Speaker(Renderer(tokenizer), Teller(name, tokenizer), SamplingRule(sampling, context, forms=forms), config)
 
 
 def gateway(
@@ -123,7 +133,8 @@ def gateway(
     generation, context = SharedGeneration(engine), context_of(engine, config)
     sampling = Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids)
     name = model.resolve().name if name is None else name
-    speaker = speaker_of(name, tokenizer, sampling, context, GatewayConfig())
+    unserved = "the engine has none" if engine.grammars is None else engine.grammars.problem
+    speaker = speaker_of(name, tokenizer, sampling, context, GatewayConfig(), grammars=not unserved)
     generate = LocalGeneration(generation)
 
     def sampler(session: str, record: SessionRecord) -> WholeTurns:
@@ -137,5 +148,7 @@ def gateway(
     bound.listen()  # from here on connections wait instead of being refused
     shown = f"[{host}]" if ":" in host else host
     say(f"{name}: context {context:,}, sessions recorded in {folder}")
+    if unserved:
+        say(f"response_format and tool_choice do not constrain what is sampled: {unserved}")
     say(f"gateway at http://{shown}:{bound.getsockname()[1]}")
     uvloop.run(run_app(server, [bound], generation))

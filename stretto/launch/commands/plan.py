@@ -30,6 +30,10 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.prediction import check_digest, run_digest, settings_digest
 from stretto.worlds.data.task import Question
 
+_LEGEND = (
+    "eta: rollout.max_staleness, the most versions that a token may be behind; in flight: rollout.max_in_flight, "
+    "groups; step s: seconds of a step; stale mean, p99: versions that trained tokens are behind"
+)
 _ANY = "h100"  # weights and activations are the same on every machine
 _SHOWN = 4096  # demonstrations whose lengths are taken
 _UNITS = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
@@ -68,7 +72,9 @@ def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: C
     whole = msgspec.structs.replace(found, recipe=own)
     if choice.run is not None:
         choice.run.mkdir(parents=True, exist_ok=True)
-        write_atomically(RunFolder(choice.run).prediction, as_json(whole).encode() + b"\n")
+        written = RunFolder(choice.run).prediction
+        write_atomically(written, as_json(whole).encode() + b"\n")
+        say(f"the prediction is in {written}; `stretto inspect {choice.run}` shows it beside the run")
     return whole
 
 
@@ -227,7 +233,7 @@ def table(found: RunPlan) -> str:
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (heads, *rows)]
     said = f"machine {found.machine}; completions of {found.mean_length:,.0f} tokens in the mean"
-    return "\n".join([said, *lines, *_why(found)])
+    return "\n".join([said, *lines, _LEGEND, *_why(found)])
 
 
 def _why(found: RunPlan) -> list[str]:

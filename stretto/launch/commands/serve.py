@@ -53,7 +53,7 @@ def engine_config(overrides: Sequence[str]) -> EngineConfig:
         raise RecipeError(problems)
     tree: dict[str, Any] = {"model": {"path": "."}, "task": {"kind": "arithmetic"}, "trainer": {}}
     override(tree, overrides)
-    config = validate(tree, "command line").engine
+    config = validate(tree, "command line", overrides).engine
     check_embedded(config)
     return config
 

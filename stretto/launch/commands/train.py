@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -28,6 +29,7 @@ from stretto.launch.recipe.recorded import RECIPE, record_recipe, recorded_recip
 from stretto.loop.records.log import RunLog
 from stretto.loop.records.reporter import Reporter
 from stretto.model.hf.inspection import read_weights
+from stretto.outlets.config import destinations
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
 from stretto.store.folder.checkpoints import Checkpoints
@@ -184,6 +186,8 @@ class Prepared:
         with self.folder:
             logbook = RunLog(self.folder.log, reporter)
             logbook.note(f"starts at version {self.beginning.version}")
+            for sentence in destinations(self.plan.recipe.logging, self.path, os.environ):
+                logbook.say(sentence)
             for warning in warnings(self.plan):
                 logbook.say(f"warning: {warning}")
             gc.freeze()  # each collection would go through the modules of torch, for tenths of a second

@@ -7,7 +7,7 @@ import importlib.util
 import ipaddress
 import socket
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from stretto.core.errors import (
     WorkflowError,
     nearest,
 )
+from stretto.core.jsonl import nearest_file
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import bind
 from stretto.engine.native.capacity import longest_row_of
@@ -34,6 +35,7 @@ from stretto.model.hf.fitting import check_fit
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.outlets.config import OutletsConfig
+from stretto.processes.http.reach import unreachable
 from stretto.processes.tls import server_context
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
@@ -42,6 +44,10 @@ from stretto.rewards.service.pool import check_reward
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import OptimizerConfig
 from stretto.weights.config import ChosenMedium, Route, choose
+from stretto.worlds.data.dataset import JsonlTask
+from stretto.worlds.sources.readers import is_local
+from stretto.worlds.sources.rows_source import RowsSource
+from stretto.worlds.sources.task import DatasetTask, Source
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.loading import PLACE as WORKFLOW
 from stretto.worlds.workflows.pool import check_workflow
@@ -84,6 +90,29 @@ def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
         raise ModelFolderError([Problem(reference, found, remedy)])
 
 
+def data_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The files and folders of the recipe's data, each with its key; those of the hub are none."""
+    if isinstance(recipe.task, JsonlTask):
+        yield "task.file", recipe.task.file
+        if recipe.task.held_out_file is not None:
+            yield "task.held_out_file", recipe.task.held_out_file
+    listed: list[tuple[str, Source]] = []
+    if isinstance(recipe.task, DatasetTask):
+        listed += ((f"task.sources.{number}", one) for number, one in enumerate(recipe.task.sources))
+        listed += ((f"task.held_out_sources.{number}", one) for number, one in enumerate(recipe.task.held_out_sources))
+    listed += ((f"evaluation.sets.{number}.source", one.source) for number, one in enumerate(recipe.evaluation.sets))
+    for key, source in listed:
+        if isinstance(source, RowsSource) and is_local(source.data, Path.cwd()):
+            yield f"{key}.data", source.data
+
+
+def check_data_files(named: Iterable[tuple[str, str]]) -> None:
+    """Raises DataError: files, given with what the user calls them by, are not there; with the nearest name of each."""
+    missing = [(name, Path(file)) for name, file in named if not Path(file).exists()]
+    if missing:
+        raise DataError(Problem(name, f"{file}: no such file", nearest_file(file)) for name, file in missing)
+
+
 def check_reward_function(config: RewardsConfig) -> None:
     """Import the reward in a process that can be killed, since a module of the user's own may hang or exit; likewise a
     reward that depends on the machine.
@@ -102,6 +131,17 @@ def check_reward_function(config: RewardsConfig) -> None:
         if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
             raise
         raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
+
+
+def check_reward_addresses(config: RewardsConfig) -> None:
+    """Raises RewardFunctionError: nothing answers at an address that a reward asks."""
+    faults = {name: (section.address, unreachable(section.address)) for name, section in config.asked.items()}
+    if dead := {name: told for name, told in faults.items() if told[1]}:
+        remedy = "start the server, or give the address of one that runs"
+        raise RewardFunctionError(
+            Problem(f"rewards.{name}.address: {address!r}", f"nothing answers: {fault}", remedy)
+            for name, (address, fault) in dead.items()
+        )
 
 
 def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
@@ -210,6 +250,9 @@ def check_cluster(recipe: Recipe) -> None:
     """Raises RecipeError: machines that the run needs cannot join, or not where and how the recipe says."""
     config = recipe.cluster
     problems = [NO_RAY] if config.placer == "ray" and not has_ray() else []
+    if config.placer == "ray" and ":" in config.ray and (fault := unreachable(config.ray)):
+        remedy = "ray start --head there, or --ray local for a cluster of this machine"
+        problems.append(Problem(f"cluster.ray: {config.ray!r}", f"no Ray cluster answers: {fault}", remedy))
     ranks = recipe.trainer.remote_ranks
     if ranks and not config.listen and config.placer != "ray":
         found, remedy = "and cluster.listen is empty: no machine can join", 'give cluster.listen="HOST:PORT"'

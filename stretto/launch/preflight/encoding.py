@@ -40,7 +40,7 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
         remedy = f"at most {longest} fit (the context, or the engine's KV cache, less sampling.max_tokens)"
         problem = Problem(place_of(question), f"a prompt of {len(ids)} tokens", remedy if ids else "1 is needed")
         problems.append(problem)
-    _raise(problems)
+    refuse(problems)
     return tuple(prompts)
 
 
@@ -120,7 +120,7 @@ def encode_demonstrations(
                 Problem(place_of(question), f"prompt and demonstration of {length} tokens", f"{context} fit")
             )
         shown.append(Demonstration(prompt_ids=prompt.token_ids, completion_ids=answer))
-    _raise(problems)
+    refuse(problems)
     return tuple(shown)
 
 
@@ -150,7 +150,8 @@ def place_of(question: Question) -> str:
     return question.place or f"question {question.id}"
 
 
-def _raise(problems: Sequence[Problem]) -> None:
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raises DataError: with the first of the problems and the number of the others, if there are any."""
     problems = list(dict.fromkeys(problems))  # one file may hold training and held-out questions
     if len(problems) > _SHOWN:
         more = Problem("the task", f"{len(problems) - _SHOWN} more questions like these")

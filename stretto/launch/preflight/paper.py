@@ -8,9 +8,11 @@ from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt
 from stretto.launch.preflight.base import base_folder
 from stretto.launch.preflight.checks import (
+    check_data_files,
     check_in_flight,
     check_reward_function,
     check_top_k,
+    data_files,
     longest_prompt_allowed,
     medium_of,
 )
@@ -55,6 +57,7 @@ def outline(recipe: Recipe) -> Outline:
     check_trainable(recipe.trainer, base.path, _NO_GPUS)
     longest = longest_prompt_allowed(recipe, base)
     check_top_k(recipe, base)
+    check_data_files(data_files(recipe))
     sifted = sift(recipe.rewards, recipe.task.questions(recipe.seed))
     questions, held_out = sifted.questions, list(sifted.questions.held_out)[: recipe.evaluation.prompts]
     if recipe.warm_start is not None and not questions.demonstrations:

@@ -17,20 +17,30 @@ from stretto.gateway.config import AgentConfig
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_cluster,
+    check_data_files,
     check_in_flight,
     check_kind,
     check_machine,
+    check_reward_addresses,
     check_reward_function,
     check_reward_sources,
     check_top_k,
     check_vocabulary,
     check_workflow_class,
     check_workflow_fits,
+    data_files,
     longest_prompt_allowed,
     medium_of,
 )
 from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
-from stretto.launch.preflight.encoding import Within, encode_demonstrations, encode_prompts, encode_within
+from stretto.launch.preflight.encoding import (
+    Within,
+    encode_demonstrations,
+    encode_prompts,
+    encode_within,
+    place_of,
+    refuse,
+)
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated, strange_digits
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, check_servers
@@ -98,6 +108,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     check_engine_keys(recipe, here=recipe.cluster.placer == "local")
     medium_of(recipe)
     check_reward_function(recipe.rewards)
+    check_reward_addresses(recipe.rewards)
     needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
     check_machine(recipe)
     check_cluster(recipe)
@@ -180,6 +191,7 @@ def _check_descriptors(recipe: Recipe) -> None:
 
 def _questions(recipe: Recipe) -> Questions:
     """All questions of the task, each with a reward that judges it."""
+    check_data_files(data_files(recipe))
     found = recipe.task.questions(recipe.seed)
     names = {question.source for question in (*found.training, *found.held_out)}
     check_reward_sources(recipe.rewards, names | {one.source.title for one in recipe.evaluation.sets})
@@ -234,19 +246,24 @@ def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str]
     and the source, if some judge those of some sources.
 
     Raises:
-        DataError: two rows have the same prompt and gold answer, and differ in these.
+        DataError: rows have the prompt and the gold answer of another, and differ from it in these.
     """
     parts = recipe.rewards.parts
     own = any(part.function not in BUILT_IN for part in parts)
     by_source = any(part.sources for part in parts)
-    found: dict[tuple[str, str], Row] = {}
+    found: dict[tuple[str, str], tuple[Row, Question]] = {}
+    problems: list[Problem] = []
+    differs = "different further fields" if not by_source else "different further fields or another source"
     for asked in questions:
-        row = Row(asked.fields if own else "", asked.source if by_source else "")
-        if row != Row() and found.setdefault((asked.text, asked.answer), row) != row:
-            differs = "different further fields" if not by_source else "different further fields or another source"
-            problem = f"has the prompt and the gold answer of another row, and {differs}"
-            raise DataError([Problem(asked.place, problem, "prompt and gold answer identify the row of a completion")])
-    return found
+        if (row := Row(asked.fields if own else "", asked.source if by_source else "")) == Row():
+            continue
+        known, first = found.setdefault((asked.text, asked.answer), (row, asked))
+        if known != row:
+            problem = f"has the prompt and the gold answer of {place_of(first)}, and {differs}"
+            remedy = "prompt and gold answer identify the row of a completion"
+            problems.append(Problem(place_of(asked), problem, remedy))
+    refuse(problems)
+    return {key: row for key, (row, _) in found.items()}
 
 
 def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer) -> QuestionDetails:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,33 @@ def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | Non
     tree.pop(_INSTEAD.get(last, ""), None)
     tree[last] = _merged(tree.get(last), value)
     return None
+
+
+def at_override(problem: Problem, place: str, overrides: Overrides) -> Problem:
+    """A problem of the recipe `place`; at the override that has caused it, if one has: an override of its key, or for a
+    problem of a whole section one of a key that it speaks of."""
+    key = problem.place.removeprefix(place).removeprefix(": ")
+    for own in _keys(overrides):
+        if f"{key}.".startswith(f"{own}."):
+            return replace(problem, place=f"override {key}")
+        within = not key or own.startswith(f"{key}.")
+        if within and re.search(rf"(?<!\w){re.escape(own.rpartition('.')[2])}(?!\w)", problem.found):
+            return replace(problem, place=f"{problem.place} with override {own}")
+    return problem
+
+
+def _keys(overrides: Overrides) -> Iterator[str]:
+    """The keys that overrides set, of tables those inside of them."""
+    if isinstance(overrides, Mapping):
+        given = ((key, as_parsed(value)) for key, value in overrides.items())
+    else:
+        parts = (text.partition("=") for text in overrides)
+        given = ((key.strip(), parsed_value(text.strip())) for key, _, text in parts)
+    for key, value in given:
+        if isinstance(value, dict) and value:
+            yield from (f"{key}.{inner}" for inner in _keys(value))
+        else:
+            yield key
 
 
 def as_parsed(value: Any) -> Any:

@@ -46,4 +46,4 @@ def load_preferences(path: Path, overrides: Sequence[str] = ()) -> PreferenceRec
     Raises:
         RecipeError: the file cannot be read or parsed, or some keys are wrong (all of them).
     """
-    return validated(parse_recipe(path, overrides), str(path), PreferenceRecipe)
+    return validated(parse_recipe(path, overrides), str(path), PreferenceRecipe, overrides)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
@@ -26,7 +26,7 @@ from stretto.engine.config import EngineConfig
 from stretto.gateway.config import AgentConfig, GatewayConfig
 from stretto.launch.recipe.functions import with_named_reward
 from stretto.launch.recipe.mistakes import problems_of
-from stretto.launch.recipe.overrides import Overrides, as_parsed, parsed_value, put
+from stretto.launch.recipe.overrides import Overrides, as_parsed, at_override, parsed_value, put
 from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
@@ -183,7 +183,7 @@ def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
     Raises:
         RecipeError: the file cannot be read or parsed, or some keys are wrong (all of them).
     """
-    return validate(parse_recipe(path, overrides), str(path))
+    return validate(parse_recipe(path, overrides), str(path), overrides)
 
 
 def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
@@ -229,16 +229,17 @@ def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = N
     _resolve_paths(tree, folder or Path.cwd())
 
 
-def validate(tree: Mapping[str, Any], place: str) -> Recipe:
-    """A recipe from parsed TOML; `place` names the file in the messages.
+def validate(tree: Mapping[str, Any], place: str, overrides: Overrides = ()) -> Recipe:
+    """A recipe from parsed TOML; `place` names the file in the messages, which name those of the `overrides` in the
+    tree that they are about.
 
     Raises:
         RecipeError: with one problem for each wrong key.
     """
-    return validated(tree, place, Recipe)
+    return validated(tree, place, Recipe, overrides)
 
 
-def validated(tree: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
+def validated(tree: Mapping[str, Any], place: str, kind: type[Kind], overrides: Overrides = ()) -> Kind:
     """`validate` for a recipe of any kind.
 
     Raises:
@@ -247,7 +248,10 @@ def validated(tree: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
     try:
         return kind.model_validate(tree, strict=True, context=place)
     except ValidationError as error:
-        raise RecipeError(problems_of(place, error.errors(), kind)) from None
+        problems: Iterable[Problem] = problems_of(place, error.errors(), kind)
+    except RecipeError as error:
+        problems = error.problems
+    raise RecipeError(at_override(problem, place, overrides) for problem in problems)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

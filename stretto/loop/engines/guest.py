@@ -87,7 +87,8 @@ class GuestEngine(HttpEngine):
     def _check_segment(self, segment: Segment, request: str) -> None:
         if not len(segment.token_ids) == len(segment.behavior_logprobs) == len(segment.versions):
             raise WireError(f"sent tokens of {request!r} without a log-probability and a version for each")
-        if segment.versions and not 0 <= min(segment.versions) <= max(segment.versions) <= self._newest():
+        stamps = set(segment.versions)
+        if stamps and not 0 <= min(stamps) <= max(stamps) <= self._newest():
             raise WireError(f"sent tokens of {request!r} with versions that are not published")
 
     def _published(self, version: int) -> int:

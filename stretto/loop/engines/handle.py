@@ -78,14 +78,14 @@ class EngineHandle:
     _publication: asyncio.Event = field(default_factory=asyncio.Event)
     _awaited: int = 0  # requests that wait for it to load a version
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
-    _restarts: int = 0
+    _ended: int = 0  # processes that it replaced
     _health: EngineHealth | None = None
     _earlier: list[EngineHealth] = field(default_factory=list)  # the last counters of those that it replaced
     _spans: list[Span] = field(default_factory=list)
     _poll: asyncio.Task[None] | None = None
 
     @classmethod
-    def to(
+    def on_this_machine(
         cls,
         spec: EngineSpec,
         logs: Path,
@@ -135,12 +135,12 @@ class EngineHandle:
         self.lags = self.lags and bool(self._missing)
         self.changed(self)
 
-    def leaves(self) -> None:
+    def begin_leaving(self) -> None:
         """It gets no requests from now on."""
         self.leaving = True
         self._becomes(EngineState.LEAVING, self.version)
 
-    def is_gone(self, why: str) -> None:
+    def mark_gone(self, why: str) -> None:
         """It has left: its requests break off, and its counters stay."""
         self.leaving, self.how = True, why
         self._retire_counters()
@@ -216,7 +216,7 @@ class EngineHandle:
         Raises:
             RoleDied: it has died too often.
         """
-        self._restarts += 1
+        self._ended += 1
         self.how = how
         self._retire_counters()
         self._becomes(EngineState.DOWN, None)
@@ -378,10 +378,10 @@ class EngineHandle:
         return self._poll
 
     async def _fetch_health(self) -> None:
-        asked = self._restarts
+        asked = self._ended
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):  # no news: a measurement ends no run
             health = await self.client.health()
-            if asked == self._restarts:
+            if asked == self._ended:  # else the counters are those of a process that is gone
                 self._health = health
             spans = [span.shifted(self.process.clock_offset) for span in await self.client.spans()]
             self._spans += spans  # after the wait, in which they may have been drained

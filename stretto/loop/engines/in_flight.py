@@ -1,16 +1,14 @@
 """The completions of a run in flight: journaled while they are generated, continued by another engine when one is lost.
 
 engine ─► completions that have ended ─┐
-engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restore`
+engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restoring.restore`
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol
 
 import msgspec
@@ -18,43 +16,7 @@ import msgspec
 from stretto.conversation.session import TurnRequest
 from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
-from stretto.rollout.controller import Controller, ControllerState
-from stretto.store.ledger.reading import UnfinishedGroup
-
-#: Engines that requests may lose before they are given up: the requests may be what the engines die of.
-LOSSES = 3
-
-
-class _Attempt(contextlib.AbstractContextManager["_Attempt"]):
-    """Ends with the loss of an engine, which is raised if it is the last attempt."""
-
-    def __init__(self, last: bool) -> None:
-        self._last, self.lost = last, False
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if isinstance(error, EngineLeft):  # what was asked of it is not the cause
-            return True
-        self.lost = isinstance(error, EngineLost)
-        return self.lost and not self._last
-
-
-def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
-    """Attempts to generate: the loss of an engine ends one of them, and the loss of the last one is raised. An engine
-    that leaves the run is no loss.
-
-    Example::
-
-        for attempt in attempts():
-            with attempt:
-                return await generated()
-    """
-    losses = 0
-    while True:
-        attempt = _Attempt(last=losses == LOSSES)
-        yield attempt
-        losses += attempt.lost
+from stretto.loop.engines.attempts import LOSSES
 
 
 class Engines(Protocol):
@@ -73,51 +35,70 @@ class SegmentJournal(Protocol):
     def retract(self, id: str, count: int, node: int = 0) -> None: ...
 
 
+class Prefix:
+    """The journaled tokens of a completion, piece by piece. They are joined where they are asked for: to join each
+    piece as it comes would copy all tokens each time."""
+
+    def __init__(self, *pieces: Segment) -> None:
+        self._pieces, self.tokens = [*pieces], sum(len(piece.token_ids) for piece in pieces)
+
+    def extend(self, piece: Segment) -> None:
+        self._pieces.append(piece)
+        self.tokens += len(piece.token_ids)
+
+    @property
+    def segment(self) -> Segment:
+        """All of them."""
+        if len(self._pieces) > 1:
+            self._pieces = [Segment.whole(self._pieces)]
+        return self._pieces[0] if self._pieces else Segment()
+
+
 @dataclass
 class GroupInFlight:
     """What a group in flight has so far, by member; a turn of a session is a group of one."""
 
     ended: dict[int, Completion] = field(default_factory=dict)
-    prefixes: dict[int, Segment] = field(default_factory=dict)  # journaled, of members whose end is not
+    prefixes: dict[int, Prefix] = field(default_factory=dict)  # journaled, of members whose end is not
     before: dict[int, Segment] = field(default_factory=dict)  # the same, when the open request was made
     journaled: set[int] = field(default_factory=set)  # members whose end is journaled
     members: tuple[int, ...] = ()  # that the open request asks for, in its order
     judging: bool = False  # its last completion has come
-    turn: int = 0  # counts requests: what an earlier one brings late is refused
+    serial: int = 0  # of the open request: what an earlier one brings late is refused
     session: str = ""  # the trajectory whose segment `node` this is, if it is one turn of it
     node: int = 0
     least: int = 0  # the version that samples it, or a newer one
-    asked: str = ""  # the id of the open request
+    request_id: str = ""  # of the open request
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
         """What is missing of the group's request."""
-        self.turn += 1
-        self.before = dict(self.prefixes)
+        self.serial += 1
+        self.before = {member: prefix.segment for member, prefix in self.prefixes.items()}
         # A turn that its client has left may be asked for again before the engine has given the first request up.
-        self.asked = f"{of.id}.{self.turn}" if self.session else of.id
+        self.request_id = f"{of.id}.{self.serial}" if self.session else of.id
         self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
-        prefixes = tuple(self.prefixes.get(member, Segment()) for member in self.members)
+        prefixes = tuple(self.before.get(member, Segment()) for member in self.members)
         seeds = tuple(of.seeds[member] for member in self.members)
         resumed = any(prefix.token_ids for prefix in prefixes)
-        return msgspec.structs.replace(of, id=self.asked, seeds=seeds, prefixes=prefixes if resumed else ())
+        return msgspec.structs.replace(of, id=self.request_id, seeds=seeds, prefixes=prefixes if resumed else ())
 
     def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
         """Add new tokens to what the open request has, by its order; gives those of each member."""
         for place, piece in pieces.items():
             member = self.members[place]
             if member not in self.ended:  # else its last tokens have arrived meanwhile
-                self.prefixes[member] = self.prefixes.get(member, Segment()) + piece
+                self.prefixes.setdefault(member, Prefix()).extend(piece)
                 yield member, piece
 
     def retract(self) -> Iterator[tuple[int, int]]:
         """Take back what the open request has brought, and refuse what is under way: each member of which something
         was journaled, with the number of its tokens before."""
-        self.turn += 1
+        self.serial += 1
         for member in self.members:
-            count = len(self.before.get(member, Segment()).token_ids)
-            if member not in self.ended and self.known(member) > count:
-                self.prefixes[member] = self.before.get(member, Segment())
-                yield member, count
+            before = Prefix(self.before.get(member, Segment()))
+            if member not in self.ended and self.known(member) > before.tokens:
+                self.prefixes[member] = before
+                yield member, before.tokens
 
     def pieces(self, id: str) -> Iterator[tuple[str, Segment, int]]:
         """What is not journaled yet of the members that have ended: its trajectory, the tokens, their segment."""
@@ -131,7 +112,7 @@ class GroupInFlight:
 
     def known(self, member: int) -> int:
         """How many tokens of a member are journaled."""
-        return len(self.prefixes[member].token_ids) if member in self.prefixes else 0
+        return self.prefixes[member].tokens if member in self.prefixes else 0
 
 
 class InFlight:
@@ -200,7 +181,7 @@ class InFlight:
             raise _given_up(session)
         if (turn := self._groups.get(id)) is None:
             prefix = msgspec.structs.replace(request.prefix, parent=None, cause="")  # engines need not know
-            known = {0: prefix} if prefix.token_ids else {}
+            known = {0: Prefix(prefix)} if prefix.token_ids else {}
             turn = GroupInFlight(prefixes=known, session=session, node=request.node, least=request.least)
             self._groups[id] = turn
             self._turns[of].setdefault(id, 0)
@@ -249,11 +230,12 @@ class InFlight:
         async with self._keeping:
             for id, group in self._groups.items():
                 self._journal_ended(id, group)
-            asked = {one.asked: (id, one, one.turn) for id, one in self._groups.items() if one.turn and not one.judging}
-            known = {name: [one.known(member) for member in one.members] for name, (_, one, _) in asked.items()}
+            groups = ((id, group) for id, group in self._groups.items() if group.serial and not group.judging)
+            asked = {group.request_id: (id, group, group.serial) for id, group in groups}
+            known = {name: [group.known(member) for member in group.members] for name, (_, group, _) in asked.items()}
             for name, pieces in (await self._engines.partials(known, patience)).items():
-                id, group, turn = asked[name]
-                if self._groups.get(id) is group and group.turn == turn:
+                id, group, serial = asked[name]
+                if self._groups.get(id) is group and group.serial == serial:
                     for member, piece in group.extend(pieces):
                         journal.journal(*group.place(id, member, piece))
 
@@ -265,24 +247,3 @@ class InFlight:
 
 def _given_up(session: str) -> RefusedRequest:
     return RefusedRequest("session", f"{session} was given up", "another one")
-
-
-def restore(
-    controller: Controller, state: ControllerState, unfinished: Sequence[UnfinishedGroup]
-) -> dict[str, GroupInFlight]:
-    """Give the controller the groups that an earlier process had not trained; returns the tokens of those in flight."""
-    for group in unfinished:
-        failures = state.failures.get(group.id, 0)
-        controller.restore(group.id, group.admitted_version, group.trajectories, failures, group.max_staleness)
-    return {group.id: _in_flight(group) for group in unfinished if not group.trajectories}
-
-
-def _in_flight(group: UnfinishedGroup) -> GroupInFlight:
-    """A group of single turns, each of one segment."""
-    known = {member: found.segments[0] for member, found in group.members.items() if found.segments}
-    ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
-    return GroupInFlight(
-        ended={member: Completion.of(group.id, member, segment) for member, segment in ended.items()},
-        prefixes={member: segment for member, segment in known.items() if member not in ended},
-        journaled=set(ended),
-    )

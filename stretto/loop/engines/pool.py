@@ -61,7 +61,7 @@ class EnginePool:
         caught up. `patience`: seconds at least for which groups wait while no engine is up, where machines may
         still join."""
         self._engines = {
-            spec.name: EngineHandle.to(spec, logs, deadlines, role, spawner, self._changed, load_interval)
+            spec.name: EngineHandle.on_this_machine(spec, logs, deadlines, role, spawner, self._changed, load_interval)
             for spec in specs
         }
         self._own = frozenset(self._engines)
@@ -201,7 +201,7 @@ class EnginePool:
         them; returns when they have ended."""
         engines = [self._engines[name] for name in names if name in self._engines]  # others have gone by themselves
         for engine in engines:
-            engine.leaves()
+            engine.begin_leaving()
         if engines:
             await self._keep()
             await gather_to_the_end(*(self._let_go(engine, why) for engine in engines))
@@ -215,7 +215,7 @@ class EnginePool:
         if self._stopped or (engine := self._engines.pop(name, None)) is None:
             return
         self._left[name] = engine
-        engine.is_gone(why)
+        engine.mark_gone(why)
         self._say(f"{name} has left: {why}")
         for tasks in (self._supervised, self._loading):
             tasks.drop(name)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from stretto.store.inspection import Membership
+from stretto.store.totals import Membership
 
 _RUN_ENDED = "the run ended, and was resumed"
 

@@ -30,8 +30,8 @@ class Portion:
         self._generate = generate
         self._requests: dict[str, GenerateRequest | None] = dict.fromkeys(ids)  # in the order of the round
         self._wanted = set(ids)
-        self._answers: dict[str, asyncio.Queue[Completion | Exception]] = {}  # of those who have come
-        self._asked = False  # and the engine was not lost since
+        self._queues: dict[str, asyncio.Queue[Completion | Exception]] = {}  # of the groups that have come
+        self._sent = False  # and the engine was not lost since
         self._generating: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
@@ -42,39 +42,39 @@ class Portion:
             RefusedRequest: the engine will not serve the portion.
         """
         self._requests[request.id] = request
-        answers = self._answers[request.id] = asyncio.Queue()
-        self._ask_if_all_are_here()
+        queue = self._queues[request.id] = asyncio.Queue()
+        self._send_if_all_have_come()
         try:
             for _ in request.seeds:
-                answer = await answers.get()
-                if isinstance(answer, Exception):
-                    raise answer
-                yield answer
+                completion = await queue.get()
+                if isinstance(completion, Exception):
+                    raise completion
+                yield completion
             self._wanted.discard(request.id)
         finally:
-            del self._answers[request.id]
-            if not self._answers and self._generating is not None:
+            del self._queues[request.id]
+            if not self._queues and self._generating is not None:
                 self._generating.cancel()
 
     def leave(self, id: str) -> None:
         """The group does not come back."""
         self._wanted.discard(id)
-        self._ask_if_all_are_here()
+        self._send_if_all_have_come()
 
-    def _ask_if_all_are_here(self) -> None:
-        if not self._asked and self._answers and self._answers.keys() == self._wanted:
-            self._asked = True
-            self._generating = asyncio.create_task(self._ask([r for r in self._requests.values() if r is not None]))
+    def _send_if_all_have_come(self) -> None:
+        if not self._sent and self._queues and self._queues.keys() == self._wanted:
+            self._sent = True
+            self._generating = asyncio.create_task(self._send([r for r in self._requests.values() if r is not None]))
 
-    async def _ask(self, requests: Sequence[GenerateRequest]) -> None:
+    async def _send(self, requests: Sequence[GenerateRequest]) -> None:
         try:
             async for completion in self._generate(*requests):
-                if completion.request in self._answers:  # else it is known from before an engine was lost
-                    self._answers[completion.request].put_nowait(completion)
+                if completion.request in self._queues:  # else it is known from before an engine was lost
+                    self._queues[completion.request].put_nowait(completion)
         except Exception as error:  # any failure of the engine is raised in every group that waits for the portion
-            self._asked = False
-            for answers in self._answers.values():
-                answers.put_nowait(error)
+            self._sent = False
+            for queue in self._queues.values():
+                queue.put_nowait(error)
 
 
 class Rounds:

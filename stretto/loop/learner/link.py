@@ -19,13 +19,13 @@ from stretto.core.errors import CheckpointLost, RoleDied, RoleError, RoleFailed,
 from stretto.core.events import Span
 from stretto.core.records import Batch, Update
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.learner.listener import TrainerReplies
-from stretto.loop.learner.recovery import Recovery
+from stretto.loop.learner.replies import TrainerReplies
 from stretto.measures.goodput import AGAIN
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
 from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.store.folder.checkpoints import Checkpoint
 from stretto.trainer.messages import (
     FROM_TRAINER,
     Copied,
@@ -46,9 +46,9 @@ from stretto.trainer.messages import (
 from stretto.trainer.spec import TrainerSpec
 
 TRAINER_ROLE = "stretto.trainer.roles.trainer"
-_LAST_ANSWER_SECONDS = 1.0
+_LAST_REPLY_SECONDS = 1.0
 
-Answer = TypeVar("Answer", RanksAwaited, Ready, Published, Trained, Copied, PolicySaved)
+Reply = TypeVar("Reply", RanksAwaited, Ready, Published, Trained, Copied, PolicySaved)
 
 
 class RankStarter(Protocol):
@@ -64,6 +64,13 @@ class RankStarter(Protocol):
         ...
 
 
+class RunPast(Protocol):
+    """Satisfied by `loop.learner.recovery.Recovery`."""
+
+    def newest(self, version: int) -> Checkpoint | None: ...
+    def batch(self, step: int) -> Batch: ...
+
+
 class TrainerLink:
     """One order at a time; replies come in the order of the orders."""
 
@@ -71,7 +78,7 @@ class TrainerLink:
         self,
         log: Path,
         deadlines: DeadlinesConfig,
-        recovery: Recovery | None = None,
+        recovery: RunPast | None = None,
         role: str = TRAINER_ROLE,
         spawner: Spawner = FRESH,
         elsewhere: RankStarter | None = None,
@@ -81,10 +88,10 @@ class TrainerLink:
         self._log, self._role, self._spawner = log, role, spawner
         self._deadlines, self._recovery, self._elsewhere = deadlines, recovery, elsewhere
         self._spec: TrainerSpec | None = None
-        self._version = 0  # trained and answered for
+        self._version = 0  # trained, and the conductor knows
         self._restarts = RestartBudget(deadlines.trainer_restarts, deadlines.restart_window)
         self._publishes = True
-        self._answered = 0  # orders
+        self._orders_done = 0
         self._retired = False
         self._spans: list[Span] = []
         self._spanned = 0.0  # seconds
@@ -97,7 +104,7 @@ class TrainerLink:
     def _new_process(self) -> None:
         self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung, self._spawner)
         self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
-        self._listener: TrainerReplies | None = None  # from when it is started
+        self._replies: TrainerReplies | None = None  # from when it is started
         self._abandoned = False  # an order was given up before its reply came
 
     def report_to(self, say: Callable[[str], None]) -> None:
@@ -142,7 +149,7 @@ class TrainerLink:
             raise RoleDied("trainer", "is not started again: the run ends")
         await self.process.start(spec, spec.threads, (descriptor,))
         await self._channel.open()
-        self._listener = TrainerReplies(self._channel)
+        self._replies = TrainerReplies(self._channel)
         if self._elsewhere is not None:
             awaited = await self._receive(RanksAwaited, "to say where its ranks join", self._deadlines.start)
             await self._elsewhere.start(awaited, spec)
@@ -181,11 +188,11 @@ class TrainerLink:
             order, seconds = SaveCheckpoint(folder=str(folder)), self._deadlines.save
             copied = await self._until_done(order, Copied, f"to copy its state for {folder.name}", seconds)
             self._keep([copied.span])
-            listener = self._listener
+            replies = self._replies
         on_copied()
-        assert listener is not None, "it has answered"
+        assert replies is not None, "it has replied"
         try:
-            await listener.saved(order.folder, seconds)
+            await replies.saved(order.folder, seconds)
         except RoleDied as death:
             raise CheckpointLost(folder.name, str(death)) from None
 
@@ -205,7 +212,7 @@ class TrainerLink:
             finally:
                 self._began = None
 
-    async def _until_done(self, order: ToTrainer, kind: type[Answer], awaited: str, seconds: float) -> Answer:
+    async def _until_done(self, order: ToTrainer, kind: type[Reply], awaited: str, seconds: float) -> Reply:
         """The reply to an order, from this trainer or from its replacement."""
         while True:
             try:
@@ -232,7 +239,7 @@ class TrainerLink:
                 death = again
                 await asyncio.sleep(RESTART_DELAY_SECONDS)
 
-    async def _ask(self, order: ToTrainer, kind: type[Answer], awaited: str, seconds: float) -> Answer:
+    async def _ask(self, order: ToTrainer, kind: type[Reply], awaited: str, seconds: float) -> Reply:
         try:
             await self._channel.send(order)
         except RoleDied:
@@ -248,41 +255,41 @@ class TrainerLink:
         while True:
             process = self.process
             how = await process.ended()
-            await asyncio.sleep(_LAST_ANSWER_SECONDS)  # a caller that waits for a reply gets the error first
+            await asyncio.sleep(_LAST_REPLY_SECONDS)  # a caller that waits for a reply gets the error first
             async with self._turn:
                 if process is self.process and not self._retired:
                     await self._replace(await self._death(how))
 
     async def _death(self, how: str) -> RoleDied:
-        """Why it has ended while nobody waited for an answer: which of its ranks it has lost, or `how` it seems.
+        """Why it has ended while nobody waited for a reply: which of its ranks it has lost, or `how` it seems.
 
         Raises:
             RoleFailed: it has said that it cannot go on.
         """
-        answer = None
-        if self._listener is not None:
+        reply = None
+        if self._replies is not None:
             with contextlib.suppress(RoleError):  # it has said nothing
-                answer = await self._listener.answer("to say why it ends", _LAST_ANSWER_SECONDS)
-        if isinstance(answer, Failed):
-            raise RoleFailed("trainer", answer.problem, answer.exit_code)
-        return RoleDied("trainer", answer.how if isinstance(answer, RankLost) else how, str(self.process.log))
+                reply = await self._replies.next("to say why it ends", _LAST_REPLY_SECONDS)
+        if isinstance(reply, Failed):
+            raise RoleFailed("trainer", reply.problem, reply.exit_code)
+        return RoleDied("trainer", reply.how if isinstance(reply, RankLost) else how, str(self.process.log))
 
-    async def _receive(self, kind: type[Answer], awaited: str, seconds: float) -> Answer:
+    async def _receive(self, kind: type[Reply], awaited: str, seconds: float) -> Reply:
         self._abandoned = True
         try:
-            assert self._listener is not None, "it has been started"
-            answer = await self._listener.answer(awaited, seconds)
+            assert self._replies is not None, "it has been started"
+            reply = await self._replies.next(awaited, seconds)
         except RoleDied:
             raise RoleDied("trainer", await self.process.last_words(), str(self.process.log)) from None
         self._abandoned = False
-        self._answered += 1
-        if isinstance(answer, Failed):
-            raise RoleFailed("trainer", answer.problem, answer.exit_code)
-        if isinstance(answer, RankLost):
-            raise RoleDied("trainer", answer.how, str(self.process.log))
-        if not isinstance(answer, kind):
-            raise WireError(f"trainer replied {type(answer).__name__} in place of {kind.__name__}")
-        return answer
+        self._orders_done += 1
+        if isinstance(reply, Failed):
+            raise RoleFailed("trainer", reply.problem, reply.exit_code)
+        if isinstance(reply, RankLost):
+            raise RoleDied("trainer", reply.how, str(self.process.log))
+        if not isinstance(reply, kind):
+            raise WireError(f"trainer replied {type(reply).__name__} in place of {kind.__name__}")
+        return reply
 
     def _keep(self, spans: Iterable[Span]) -> None:
         for span in spans:
@@ -296,9 +303,9 @@ class TrainerLink:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Orders that were answered, and whole seconds for which its process has computed: a step that hangs changes
+        """Orders that were done, and whole seconds for which its process has computed: a step that hangs changes
         neither, a long one does. (Its heartbeat alone takes a second of CPU time in some hours.)"""
-        return self._answered, int(self.process.cpu_seconds()) if self.process.running else 0
+        return self._orders_done, int(self.process.cpu_seconds()) if self.process.running else 0
 
     def drain_spans(self) -> list[Span]:
         """The spans since the last call."""

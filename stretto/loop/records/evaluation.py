@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from stretto.core.records import Outcome, Prompt, Record, Verdict
+from stretto.core.records import Outcome, Prompt, Record, StopReason, Trajectory
 
 _Z = 1.959963984540054  # of a 95% interval
 
@@ -39,24 +39,22 @@ class QuestionResult(Record, frozen=True):
     def of(
         cls,
         prompt: Prompt,
-        completions: Sequence[tuple[str, int, bool]],
-        verdicts: Sequence[Verdict],
-        versions: Sequence[int],
+        trajectories: Sequence[Trajectory],
         finals: Sequence[str | None] | None,
     ) -> QuestionResult:
-        """`completions`: text, length and whether it was cut off; `finals`: final answers, if the reward has such."""
-        texts, lengths, truncated = zip(*completions, strict=True)
+        """`finals`: final answers, if the reward has such."""
+        verdicts = [one.verdict for one in trajectories]
         outcomes = tuple(verdict.outcome for verdict in verdicts)
         return cls(
             id=prompt.id,
             prompt=prompt.text,
             answer=prompt.answer,
-            versions=tuple(sorted(set(versions))),
+            versions=tuple(sorted({version for one in trajectories for version in one.versions})) or (0,),
             outcomes=outcomes,
             rewards=tuple(verdict.reward for verdict in verdicts),
-            lengths=lengths,
-            truncated=truncated,
-            completions=texts,
+            lengths=tuple(len(one.versions) for one in trajectories),
+            truncated=tuple(one.stop_reason is StopReason.LENGTH for one in trajectories),
+            completions=tuple(one.text for one in trajectories),
             majority=majority(outcomes, finals) if finals is not None else None,
             parts=tuple(verdict.rewards for verdict in verdicts if verdict.rewards),
         )
@@ -216,7 +214,8 @@ def interval(shares: Sequence[float]) -> tuple[float, float]:
     for more where completions of one question differ (the design effect of clusters; Miller, arXiv 2411.00640, section
     2.2, has the variance). Nothing is known of an interval without questions: it is (0, 1).
 
-    With one completion for each question it is Wilson's interval.
+    With one completion for each question it is Wilson's interval. If none is right it begins at 0, and ends at
+    z² / (n + z²); if all are right it is the mirror image.
     """
     count = len(shares)
     if not count:
@@ -227,4 +226,6 @@ def interval(shares: Sequence[float]) -> tuple[float, float]:
     spread = _Z * math.sqrt(mean * (1.0 - mean) / effective + (_Z / (2.0 * effective)) ** 2)
     middle = mean + _Z * _Z / (2.0 * effective)
     scale = 1.0 + _Z * _Z / effective
-    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+    low = (middle - spread) / scale if mean > 0.0 else 0.0  # the difference of two equal numbers, but for rounding
+    high = (middle + spread) / scale if mean < 1.0 else 1.0
+    return max(0.0, low), min(1.0, high)

@@ -8,110 +8,53 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol
 
 import msgspec
 
+from stretto.core.admission import loss_tokens
 from stretto.core.events import Span
-from stretto.core.records import Batch, Completion, Outcome, Prompt, Record, Trajectory, Update
+from stretto.core.records import Batch, Completion, Outcome, Prompt, Trajectory, Update
 from stretto.loop.records.alarms import SlowReward, WatchedSamples
 from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
-from stretto.measures.goodput import WORK
+from stretto.loop.records.totals import RunClock, Work, over_the_run, with_activities, with_transfers
+from stretto.measures.goodput import OnRecord
 from stretto.measures.selection import SelectionWatch
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import NEWEST_TRANSFERS, TOTALS, Carried, Totals, budget
-from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics
 from stretto.store.series.spans import SpanLog
-
-Count = TypeVar("Count", int, float)
-
-
-class EarlierTotals(Record, frozen=True):
-    """The totals with which a resumed run begins; zero for a new run."""
-
-    wall_seconds: float = 0.0
-    rl_seconds: float = 0.0
-    generated: int = 0
-    recomputed: int = 0
-    stopped: int = 0
-    busy: Mapping[str, float] = {}
-    initial_accuracy: float | None = None
-    generated_by: Mapping[str, int] = {}
-    carried: Carried | None = None
-    evaluated: int = 0
-    starting_seconds: float = 0.0
-    activities: Mapping[str, Mapping[str, float]] = {}
-
-    @classmethod
-    def of(cls, totals: Totals, kept: int) -> EarlierTotals:
-        """All work counts, also that of steps which are done again. `kept`: the tokens that are on record, or go on."""
-        fields = {name: getattr(totals, name) for name in cls.__struct_fields__}
-        return cls(**fields | {"stopped": max(0, totals.generated - kept)})
+from stretto.store.totals import TOTALS, Carried, Totals, budget
 
 
-@dataclass(frozen=True)
-class Work:
-    """The work of the roles since they were started: tokens sampled, recomputed, sampled for completions that were
-    stopped or have not ended; seconds of work by role."""
-
-    generated: int = 0
-    recomputed: int = 0
-    stopped: int = 0
-    unfinished: int = 0  # of requests that are open
-    busy: Mapping[str, float] = field(default_factory=dict)
-    generated_by: Mapping[str, int] = field(default_factory=dict)  # engine: its part of `generated`
-
-
-class RunClock:
-    """Seconds of the whole run and of its reinforcement learning, those before a resumption included."""
-
-    def __init__(self, earlier: EarlierTotals, since: float) -> None:
-        """`since`: when this process started the run, by `time.monotonic`."""
-        self._earlier = earlier
-        self._since = since
-        self._rl_since: float | None = None
-        self._rl_seconds = earlier.rl_seconds
-        self.starting_seconds = earlier.starting_seconds  #: until the first prompt was admitted
-
-    def rl_begins(self) -> None:
-        self._rl_since = time.monotonic()
-        self.starting_seconds = self._earlier.starting_seconds + self._rl_since - self._since
-
-    def updated(self) -> None:
-        """An update is done."""
-        if self._rl_since is not None:
-            self._rl_seconds = self._earlier.rl_seconds + time.monotonic() - self._rl_since
+class RecordingLedger(Protocol):
+    """Satisfied by `store.ledger.ledger.Ledger`."""
 
     @property
-    def rl_seconds(self) -> float:
-        """Until the last update."""
-        return self._rl_seconds
-
-    @property
-    def wall_seconds(self) -> float:
-        return self._earlier.wall_seconds + time.monotonic() - self._since
+    def on_record(self) -> OnRecord: ...
+    def record_update(self, update: Update) -> None: ...
+    def put(self, name: str, value: object) -> None: ...
+    def flush(self) -> None: ...
 
 
 class Recorder:
-    """Writes what the conductor reports; `work` says how busy the roles were."""
+    """Writes what the conductor reports."""
 
     def __init__(
         self,
         folder: RunFolder,
-        ledger: Ledger,
+        ledger: RecordingLedger,
         reporter: Reporter,
         work: Callable[[], Work],
         max_staleness: float,
-        earlier: EarlierTotals,
+        earlier: Totals,
         clock: RunClock,
         medium: str = "shared_memory",
         slow_reward: SlowReward | None = None,
         sample_seconds: float = 0.0,
         selection: SelectionWatch | None = None,
     ) -> None:
+        """`work` says how busy the roles were; `earlier` are the totals of earlier processes of the run."""
         self.clock = clock
         self._selection = selection
         self._samples = WatchedSamples(folder, reporter.say, sample_seconds)
@@ -123,21 +66,7 @@ class Recorder:
         self._metrics, self._spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
         before = earlier.carried
         self._carried = before if before is not None and before.medium == medium else Carried(medium)
-        self._max_staleness, self._earlier = max_staleness, earlier
-        self.latest = Totals(
-            max_staleness=max_staleness,
-            generated=earlier.generated,
-            recomputed=earlier.recomputed,
-            stopped=earlier.stopped,
-            busy=earlier.busy,
-            rl_seconds=earlier.rl_seconds,
-            initial_accuracy=earlier.initial_accuracy,
-            generated_by=earlier.generated_by,
-            carried=earlier.carried,
-            evaluated=earlier.evaluated,
-            starting_seconds=earlier.starting_seconds,
-            activities=earlier.activities,
-        )
+        self._earlier = self.latest = msgspec.structs.replace(earlier, max_staleness=max_staleness)
         self._before = Work()
         self._stopped: int | None = None  # tokens of aborted completions, before the end of the run aborts the others
         self._left_over = 0  # tokens of whole turns that no trajectory has
@@ -193,7 +122,7 @@ class Recorder:
         again asked for something else."""
         self._left_over += tokens
 
-    def taken(self, batch: Batch, in_flight: int, buffered: int, max_staleness: float | None = None) -> None:
+    def taken(self, in_flight: int, buffered: int, max_staleness: float | None = None) -> None:
         """A batch went to the trainer; `in_flight` and `buffered` groups stay behind, and others are admitted under the
         bound `max_staleness`."""
         self._queues = {"in_flight": float(in_flight), "buffered": float(buffered)}
@@ -219,13 +148,7 @@ class Recorder:
     def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         lengths = [len(trajectory.versions) for trajectory in trajectories]
-        ages = [
-            batch.version - version
-            for group, oldest in ((group, batch.oldest_of(group.id)) for group in batch.groups)
-            for trajectory in group.trajectories
-            for version in trajectory.versions
-            if version >= oldest
-        ]
+        ages = loss_tokens(batch)
         decided = self._sampled[Outcome.RIGHT] + self._sampled[Outcome.WRONG]
         if decided:  # else two batches left the buffer one after the other: the last accuracy stands
             self._accuracy = self._sampled[Outcome.RIGHT] / decided
@@ -239,12 +162,12 @@ class Recorder:
             reward=sum(trajectory.reward for trajectory in trajectories) / len(trajectories),
             length_mean=sum(lengths) / len(lengths),
             length_max=max(lengths),
-            staleness_mean=sum(ages) / max(1, len(ages)),
+            staleness_mean=sum(age * count for age, count in ages.items()) / max(1, ages.total()),
             staleness_max=max(ages, default=0),
             trained_tokens=update.trained_tokens,
             masked_tokens=update.masked_tokens,
             skipped=update.skipped,
-            generated_tokens=totals.generated,
+            generated_tokens=max(totals.generated, self._ledger.on_record.tokens),  # engines are polled now and then
             trainer=update.metrics,
             queues=self._queues,
             max_staleness=self._in_force,
@@ -323,13 +246,13 @@ class Recorder:
     def totals(self) -> Totals:
         """Everything up to now; the clock of reinforcement learning stands at the last update."""
         work, before, earlier = self._work(), self._before, self._earlier
-        sampled = _since(work.generated_by, before.generated_by, earlier.generated_by)
+        sampled = over_the_run(work.generated_by, before.generated_by, earlier.generated_by)
         return Totals(
-            max_staleness=self._max_staleness,
+            max_staleness=earlier.max_staleness,
             generated=work.generated - before.generated + earlier.generated - self._not_trained_for.total(),
             recomputed=work.recomputed - before.recomputed + earlier.recomputed,
             stopped=work.stopped - before.stopped + earlier.stopped + self._left_over,
-            busy=_since(work.busy, before.busy, earlier.busy),
+            busy=over_the_run(work.busy, before.busy, earlier.busy),
             generated_by={name: tokens - self._not_trained_for[name] for name, tokens in sampled.items()},
             carried=self._carried,
             wall_seconds=self.clock.wall_seconds,
@@ -351,34 +274,3 @@ class Recorder:
             final_accuracy=self.final_accuracy,
         )
         self._ledger.put(TOTALS, totals)
-
-
-def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
-    """With what the spans tell of versions on their way: over a network the mirror of a machine pulls them; in shared
-    memory an engine maps and checks what the trainer has written. Generation pauses for the load."""
-    transfer = "map" if carried.medium == "shared_memory" else "pull"
-    pulls = [(span.bytes, round(span.end - span.start, 6)) for span in spans if span.name == transfer]
-    pauses = [round(span.end - span.start, 6) for span in spans if span.name == "load"]
-    return msgspec.structs.replace(
-        carried,
-        pulls=(*carried.pulls, *pulls)[-NEWEST_TRANSFERS:],
-        pauses=(*carried.pauses, *pauses)[-NEWEST_TRANSFERS:],
-    )
-
-
-def with_activities(
-    activities: Mapping[str, Mapping[str, float]], spans: Sequence[Span]
-) -> dict[str, dict[str, float]]:
-    """Seconds of work by role and span name, with those of `spans`."""
-    found = {role: dict(seconds) for role, seconds in activities.items()}
-    for span in spans:
-        if span.name in WORK:
-            of_role = found.setdefault(span.role, {})
-            of_role[span.name] = of_role.get(span.name, 0.0) + span.end - span.start
-    return found
-
-
-def _since(now: Mapping[str, Count], before: Mapping[str, Count], earlier: Mapping[str, Count]) -> dict[str, Count]:
-    """Counters of this process since `before`, and those of earlier processes of the run."""
-    names = dict.fromkeys([*earlier, *now])
-    return {name: now.get(name, 0) - before.get(name, 0) + earlier.get(name, 0) for name in names}

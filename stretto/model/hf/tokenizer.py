@@ -97,6 +97,13 @@ class Tokenizer:
         """The special tokens, which `decode` leaves out."""
         return frozenset(at for at, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
+    def serialized(self) -> str:
+        """The whole tokenizer as the JSON text of the package `tokenizers`, without padding and truncation."""
+        backend = Backend.from_str(self._backend.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        return backend.to_str()
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
         return self._backend.decode(ids, skip_special_tokens=True)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from stretto.audit.alarms import Alarm
 from stretto.outlets.follower import About, Cursor
 from stretto.outlets.points import MetricsPoint, Value
 from stretto.outlets.tools.rows import COLUMNS, row_of
@@ -63,6 +64,10 @@ class MlflowRun:
         columns = zip(*(row_of(sample) for sample in rows), strict=True)
         table = {name: list(cells) for name, cells in zip(COLUMNS, columns, strict=True)}
         self._client.log_table(self.run, table, f"samples/step-{step:06d}.json")
+
+    def alarm(self, alarm: Alarm) -> None:
+        self._begin()
+        self._client.set_tag(self.run, accepted_name(f"alarm/{alarm.title}"), str(alarm))
 
     def close(self) -> None:
         self._begin()

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import getaddrinfo
 from typing import Any
 
+from stretto.audit.alarms import Alarm
 from stretto.outlets.follower import About
 from stretto.outlets.points import MetricsPoint
 from stretto.store.series.samples import SampledCompletion
@@ -61,6 +62,10 @@ class PrometheusPage:
 
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
         """A page of numbers has none."""
+
+    def alarm(self, alarm: Alarm) -> None:
+        with self._lock:
+            self._values["stretto_alarm_first_step", (("alarm", alarm.title),)] = alarm.first_step
 
     def close(self) -> None:
         self._server.shutdown()

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from stretto.audit.alarms import Alarm
 from stretto.outlets.follower import About, Cursor
 from stretto.outlets.points import MetricsPoint
 from stretto.store.series.samples import SampledCompletion
@@ -50,6 +51,10 @@ class TensorboardFiles:
 
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
         self._text("samples", step, (line for sample in rows for line in (*_lines(sample), "")))
+        self._writer.flush()
+
+    def alarm(self, alarm: Alarm) -> None:
+        self._text(f"alarms/{alarm.name}", alarm.first_step, [str(alarm)])
         self._writer.flush()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from stretto.audit.alarms import Alarm
 from stretto.outlets.follower import About, Cursor
 from stretto.outlets.points import MetricsPoint
 from stretto.outlets.tools.rows import COLUMNS, row_of
@@ -30,12 +31,23 @@ class TrackioRun:
         table = self._trackio.Table(columns=list(COLUMNS), data=[row_of(sample) for sample in rows])
         self._log([(step, {"samples": table})])
 
+    def alarm(self, alarm: Alarm) -> None:
+        run = self._opened()
+        self._trackio.alert(title=alarm.title, text=str(alarm), level=self._trackio.AlertLevel.WARN)
+        run.finish()
+
     def close(self) -> None:
         """Each portion has finished."""
 
     def _log(self, lines: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        run = self._opened()
+        for step, values in lines:
+            run.log(values, step=step)
+        run.finish()
+
+    def _opened(self) -> Any:
         config = {**self._about.config, "tags": ", ".join(self._about.tags)}
-        run = self._trackio.init(
+        return self._trackio.init(
             project=self._about.project,
             name=self.run,
             resume="allow",
@@ -44,6 +56,3 @@ class TrackioRun:
             auto_log_cpu=False,
             auto_log_gpu=False,
         )
-        for step, values in lines:
-            run.log(values, step=step)
-        run.finish()

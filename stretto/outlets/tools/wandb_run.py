@@ -6,10 +6,13 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from stretto.audit.alarms import Alarm
 from stretto.outlets.follower import About, Cursor
 from stretto.outlets.points import MetricsPoint
 from stretto.outlets.tools.rows import COLUMNS, row_of
 from stretto.store.series.samples import SampledCompletion
+
+_LONGEST_TITLE = 63  # characters
 
 
 class WandbRun:
@@ -45,6 +48,9 @@ class WandbRun:
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
         table = self._wandb.Table(columns=list(COLUMNS), data=[row_of(sample) for sample in rows])
         self._run.log({"step": step, "samples": table}, step=max(points, self._run.step))
+
+    def alarm(self, alarm: Alarm) -> None:
+        self._run.alert(title=alarm.title[:_LONGEST_TITLE], text=str(alarm), level="WARN")
 
     def close(self) -> None:
         self._run.finish()

@@ -7,14 +7,16 @@ import math
 import re
 from collections.abc import Iterator
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+import msgspec.inspect
 
-from stretto.core.errors import RefusedRequest
+from stretto.core.errors import RefusedRequest, nearest
 
 AnyRecord = TypeVar("AnyRecord", bound=msgspec.Struct)
 _PLACE = re.compile(r" - at `\$\.?(?P<path>.*)`$")
+_STEP = re.compile(r"[^.\[\]]+(?=[.\[]|$)|\[")  # of a place, as messages[0].role
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>[^`]*)`")
 
 
@@ -27,7 +29,7 @@ def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
+        raise refusal_of(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         field, found, allowed = _field_that_is_no_json(raw)
         if field is not None:
@@ -37,15 +39,33 @@ def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
         raise RefusedRequest("body", "JSON that is nested too deeply", "a JSON object") from None
 
 
-def _named(message: str) -> RefusedRequest:
-    """The refusal for a message of msgspec, which contains the name of the field."""
+def refusal_of(message: str, kind: Any, remedy: str = "see /openapi.json") -> RefusedRequest:
+    """The refusal for a message of msgspec, which contains the name of the field, about a body that is no `kind`. The
+    `remedy` stands where no field of the kind has nearly this name."""
     place = _PLACE.search(message)
     path, sentence = (place["path"], message[: place.start()]) if place else ("", message)
     name = _FIELD.match(sentence)
     if name is None:
-        return RefusedRequest(path or "body", sentence, "see /openapi.json")
+        return RefusedRequest(path or "body", sentence, remedy)
     field = f"{path}.{name['name']}".removeprefix(".")
-    return RefusedRequest(field, "missing" if "missing" in sentence else "unknown field", "see /openapi.json")
+    if "missing" in sentence:
+        return RefusedRequest(field, "missing", remedy)
+    near = nearest(name["name"], _fields(msgspec.inspect.type_info(kind), _STEP.findall(path)))
+    return RefusedRequest(field, "unknown field", near if near.startswith("did") else remedy)
+
+
+def _fields(kind: msgspec.inspect.Type, path: list[str]) -> Iterator[str]:
+    """The names of the fields of the objects that may stand at a path of names and of ``[``, one for each list."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        yield from chain.from_iterable(_fields(one, path) for one in kind.types)
+    elif isinstance(kind, msgspec.inspect.ListType | msgspec.inspect.VarTupleType) and path[:1] == ["["]:
+        yield from _fields(kind.item_type, path[1:])
+    elif isinstance(kind, msgspec.inspect.StructType) and not path:
+        yield from (field.encode_name for field in kind.fields)
+    elif isinstance(kind, msgspec.inspect.StructType):
+        yield from chain.from_iterable(
+            _fields(field.type, path[1:]) for field in kind.fields if field.encode_name == path[0]
+        )
 
 
 def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:

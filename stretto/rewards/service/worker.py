@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import random
-import resource
 import select
 import socket
 import sys
@@ -23,7 +22,7 @@ import msgspec
 from stretto.core.errors import RewardFunctionError
 from stretto.core.frames import Unframer, frame
 from stretto.core.records import Verdict
-from stretto.processes.heartbeat import die_with_parent, survive_a_full_disk
+from stretto.processes.heartbeat import bound_memory, die_with_parent, survive_a_full_disk
 from stretto.rewards.service.parts import LoadedPart, facts_of, judge_all, loaded
 from stretto.rewards.service.wire import (
     JudgingCounter,
@@ -109,18 +108,11 @@ def _moved(descriptor: int) -> int:
     return moved
 
 
-def _bound_memory(limit: int) -> None:
-    """Of the data, not of the address space: torch and CUDA reserve far more addresses than they use memory."""
-    _, highest = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = limit if highest == resource.RLIM_INFINITY else min(limit, highest)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
 def main(arguments: list[str]) -> None:
     settings = msgspec.json.decode(arguments[0], type=WorkerSettings)
     survive_a_full_disk()
     die_with_parent(settings.parent)
-    _bound_memory(settings.memory)
+    bound_memory(settings.memory)
     if settings.path is not None:
         sys.path.insert(0, settings.path)
     try:

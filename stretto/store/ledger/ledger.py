@@ -20,6 +20,8 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -297,8 +299,8 @@ class Ledger:
         self._execute("BEGIN IMMEDIATE")
         self._many(_INSERT_GROUP, pending.pop(_INSERT_GROUP, []))
         self._many(UPSERT, rows)
-        for statement, row in self._partials:
-            self._execute(statement, row)
+        for statement, alike in groupby(self._partials, itemgetter(0)):
+            self._many(statement, map(itemgetter(1), alike))
         for statement, parameters in pending.items():
             self._many(statement, parameters)
         self._many(_UPSERT_META, [(name, value, seal(name, value)) for name, value in self._facts.items()])

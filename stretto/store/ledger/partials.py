@@ -70,10 +70,11 @@ def decode_piece(id: str, sealed: bytes) -> tuple[int, Segment]:
 
 def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
     """The segments of which these are the pieces."""
-    found: dict[int, Segment] = {}
+    found: dict[int, list[Segment]] = {}
     for node, piece in pieces:
-        found[node] = found[node] + piece if node in found else piece
-    return tuple(found.get(node, Segment(parent=NOTHING)) for node in range(max(found, default=-1) + 1))
+        found.setdefault(node, []).append(piece)
+    nothing = [Segment(parent=NOTHING)]
+    return tuple(Segment.whole(found.get(node, nothing)) for node in range(max(found, default=-1) + 1))
 
 
 def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterator[tuple[str, tuple[int, int]]]:

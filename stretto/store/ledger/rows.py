@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from stretto.core.admission import loss_tokens
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, Segment, State, Trajectory, Update
 from stretto.core.states import ALLOWED
@@ -208,15 +209,10 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
     Raises:
         BoundViolated: a token is newer than the policy that would be trained on it.
     """
-    by_version, every = Counter[int](), 0  # of the loss tokens; all
-    for group in batch.groups:
-        oldest = batch.oldest_of(group.id)
-        for trajectory in group.trajectories:
-            by_version.update(version for version in trajectory.versions if version >= oldest)
-            every += len(trajectory.versions)
-    staleness = {batch.version - version: count for version, count in sorted(by_version.items())}
+    staleness = dict(sorted(loss_tokens(batch).items(), reverse=True))  # as they were sampled
     if any(age < 0 for age in staleness):
         raise BoundViolated(f"batch {batch.step} holds tokens newer than its version {batch.version}")
+    every = sum(len(trajectory.versions) for group in batch.groups for trajectory in group.trajectories)
     own = batch.oldest_by_group
     membership = [
         (group.id, [t.member for t in group.trajectories], *([own[group.id]] if group.id in own else []))

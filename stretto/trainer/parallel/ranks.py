@@ -56,7 +56,7 @@ class Ranks(Protocol):
         """Those of rank 0, by the second group."""
         ...
 
-    def total(self, number: int) -> int:
+    def all_reduce_number(self, number: int) -> int:
         """The sum over the ranks, by the second group."""
         ...
 
@@ -94,7 +94,7 @@ class SingleRank:
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
 
-    def total(self, number: int) -> int:
+    def all_reduce_number(self, number: int) -> int:
         return number
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class ShardedRanks:
         distributed.broadcast(sent, 0, group=self.second_group)
         return [int(number) for number in sent]
 
-    def total(self, number: int) -> int:
+    def all_reduce_number(self, number: int) -> int:
         numbers = torch.tensor([number], dtype=torch.int64)
         distributed.all_reduce(numbers, group=self.second_group)
         return int(numbers)

@@ -172,9 +172,11 @@ class Trajectories:
 
     def count(self, name: str) -> dict[str, int]:
         """How many rows have each word of a column, the most frequent first; "none" for no word."""
-        codes, counts = np.unique(self.table[name], return_counts=True)
+        values = self.table[name].astype(np.int64)
+        least = values.min(initial=0)
+        counts = np.bincount(values - least)
         order = np.argsort(-counts, kind="stable")
-        return {self.words[name][int(codes[at])] or "none": int(counts[at]) for at in order}
+        return {self.words[name][int(at + least)] or "none": int(counts[at]) for at in order if counts[at]}
 
     @property
     def staleness(self) -> Column:

@@ -15,11 +15,12 @@ from stretto.audit.alarms import Alarm, Evidence, alarms_of, disk_of, number_of
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, State
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import ENGINES, TOTALS, Inspection, Membership, Totals, inspection_of
-from stretto.store.series.follower import decode_line
-from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
+from stretto.store.inspection import Inspection, inspection_of
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto.watch.index.cache import Cache
-from stretto.watch.index.files import LEDGER, read_ledger, read_text, refuse_strange_files
+from stretto.watch.index.files import LEDGER, read_ledger, refuse_strange_files
+from stretto.watch.index.newest import NewestLines
 from stretto.watch.index.steps import Steps
 from stretto.watch.index.timeline import Spans
 from stretto.watch.index.trajectories import Trajectories, count_states
@@ -28,14 +29,12 @@ from stretto.watch.runs.pieces import Pieces
 from stretto.watch.runs.questions import PromptTexts
 from stretto.watch.runs.trajectory import Reader
 
-_TAIL = 1 << 18  #: bytes of the newest lines of metrics
 _RATE_STEPS = 50
 _PAUSE_SECONDS = 2.0  # after a ledger that could not be read: a summary asks it several times
 _COUNT_SHARE = 50  # the pause between two counts of a ledger, in times of what a count takes
 _FACT = "SELECT value FROM meta WHERE name = ?"
 _NEWEST = "SELECT step, published_version FROM steps WHERE published_version IS NOT NULL ORDER BY step DESC LIMIT 1"
 
-_LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 Fact = TypeVar("Fact")
 
 
@@ -116,6 +115,7 @@ class WatchedRun:
     def __init__(self, id: str, folder: Path, name: str, cache: Cache) -> None:
         self.id, self.folder, self.name = id, folder, name
         self._cache, self.pieces = cache, Pieces(folder)
+        self._newest = NewestLines(RunFolder(folder).metrics)
         self._tables: Tables | None = None
         self.faults: dict[str, str] = {}
         self._alarmed: tuple[object, list[Alarm]] = (None, [])
@@ -343,20 +343,13 @@ class WatchedRun:
         return self._alarmed[1]
 
     def _newest_lines(self) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-        """What the end of the metrics holds."""
+        """What the end of the metrics holds; of an open run, at which its pages look all the time, without what the
+        look before has read."""
         try:
-            text = read_text(RunFolder(self.folder).metrics, _TAIL, end=True) or ""
+            return self._newest.read(keep=self.is_open)
         except StoreError as error:
             self.faults["metrics.jsonl"] = self.told(error)
             return [], []
-        found: list[MetricsLine] = []
-        for row in text.split("\n")[:-1]:
-            try:
-                found.append(decode_line(_LINE, row.encode()))
-            except StoreError:  # the first one is cut; damage is named when the run is opened
-                continue
-        steps = [line for line in found if isinstance(line, StepMetrics)]
-        return steps, [line for line in found if type(line) is EvaluationLine]
 
     def _counts(self) -> dict[str, int] | None:
         """Trajectories by state: those of the table if it is whole, or counted, at times if that takes long."""
@@ -368,12 +361,11 @@ class WatchedRun:
 
     def trained_by_step(self) -> Any:
         """[steps] trajectories trained in each step of the metrics, as far as they are indexed."""
-        steps, counts = np.unique(self.tables.trajectories.table["step"], return_counts=True)
-        numbers = self.tables.steps.table["step"]
-        if not len(steps):
-            return np.zeros(len(numbers))
-        places = np.searchsorted(steps, numbers).clip(max=len(steps) - 1)
-        return np.where(steps[places] == numbers, counts[places], 0)
+        steps, numbers = self.tables.trajectories.table["step"], self.tables.steps.table["step"]
+        places = np.searchsorted(numbers, steps)
+        known = places < len(numbers)
+        known[known] = numbers[places[known]] == steps[known]
+        return np.bincount(places[known], minlength=len(numbers))
 
 
 def _balance(counts: dict[str, int]) -> dict[str, int]:

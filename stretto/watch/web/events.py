@@ -14,7 +14,8 @@ from stretto.watch.index.steps import finite
 from stretto.watch.runs.run import RunSummary, WatchedRun
 from stretto.watch.web.pages import evaluation_of
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS, _LONGEST_SECONDS = 0.5, 1.0  # between two looks
+_LOOK_SHARE = 200  # the same, in times of what a look takes
 _READ_SECONDS = 0.1
 _PING_SECONDS = 10.0
 _MOST_STEPS = 500  # of one look; one that is further behind loads the curves again
@@ -108,11 +109,13 @@ async def stream(
     yield b"retry: 1000\n\n"
     pinged = time.monotonic()
     while not await is_gone():
+        since = time.monotonic()
         events = await news()
+        took = time.monotonic() - since
         for name, id, data in events:
             number = "" if id is None else f"id: {id}\n"
             yield f"event: {name}\n{number}".encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
         if events or time.monotonic() - pinged > _PING_SECONDS:
             pinged = time.monotonic()
             yield b": ping\n\n"
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(min(_LONGEST_SECONDS, max(_LOOK_SECONDS, _LOOK_SHARE * took)))

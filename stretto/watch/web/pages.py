@@ -12,8 +12,8 @@ import msgspec
 
 from stretto import __version__
 from stretto.core.errors import RefusedRequest, nearest
-from stretto.store.inspection import Totals
 from stretto.store.series.metrics import EvaluationLine, SetEvaluationLine
+from stretto.store.totals import Totals
 from stretto.watch.index.files import read_ledger
 from stretto.watch.index.steps import curves
 from stretto.watch.index.timeline import CATEGORIES, lanes, marks

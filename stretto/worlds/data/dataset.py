@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from stretto.core.errors import DataError, Problem
+from stretto.core.jsonl import Mistakes
 from stretto.worlds.data import jsonl
 from stretto.worlds.data.rows import Columns, question
 from stretto.worlds.data.task import Question, Questions
@@ -35,9 +36,14 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
 
     def questions(self, seed: int) -> Questions:
         """The rows in file order, for any `seed`; the prompt stream shuffles."""
-        rows = read_rows(Path(self.file), self)
+        mistakes = Mistakes()
+        with mistakes:
+            rows = read_rows(Path(self.file), self)
+        with mistakes:
+            held_out = read_rows(Path(self.held_out_file), self) if self.held_out_file is not None else []
+        mistakes.done()
         if self.held_out_file is not None:
-            training, held_out = rows, read_rows(Path(self.held_out_file), self)
+            training = rows
         else:
             if len(rows) <= self.held_out:
                 found = f"{len(rows)} rows, and held_out = {self.held_out} of them are for evaluation"

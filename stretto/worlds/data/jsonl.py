@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from stretto.core import jsonl
 from stretto.core.errors import nearest
-from stretto.core.jsonl import mistake
+from stretto.core.jsonl import Mistakes, mistake
 
 _LARGEST_TEXT = 1 << 20
 _ROLES = ("system", "user", "assistant")
@@ -27,10 +27,12 @@ def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> l
 
 
 def require(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> None:
-    """Raises a `mistake` unless the row has all of these fields."""
-    for name in names:
-        if name not in row:
-            raise mistake(place, f"no field {name!r}", nearest(name, row) if row else "the object is empty")
+    """Raises a `mistake` unless the row has all of these fields: with each that it lacks."""
+    if names and not row:
+        raise mistake(place, f"no field {names[0]!r}", "the object is empty")
+    if lacking := [name for name in names if name not in row]:
+        found = " and ".join(f"no field {name!r}" for name in lacking)
+        raise mistake(place, found, " ".join(dict.fromkeys(nearest(name, row) for name in lacking)))
 
 
 def unseen(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) -> str:
@@ -65,14 +67,20 @@ def prompt(value: object, place: str) -> tuple[str, tuple[dict[str, str], ...]]:
         return text(value, place), ()
     if not value:
         raise mistake(place, "an empty list of messages", "at least one message is needed")
+    mistakes = Mistakes()
     for position, message in enumerate(value):
-        here = f"{place}[{position}]"
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise mistake(here, shown(message), 'a message is {"role": ..., "content": ...}')
-        if message["role"] not in _ROLES:
-            raise mistake(f"{here}.role", shown(message["role"]), nearest(str(message["role"]), _ROLES))
-        text(message["content"], f"{here}.content")
+        with mistakes:
+            _check_message(message, f"{place}[{position}]")
+    mistakes.done()
     return "\n".join(message["content"] for message in value), tuple(value)
+
+
+def _check_message(message: object, place: str) -> None:
+    if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        raise mistake(place, shown(message), 'a message is {"role": ..., "content": ...}')
+    if message["role"] not in _ROLES:
+        raise mistake(f"{place}.role", shown(message["role"]), nearest(str(message["role"]), _ROLES))
+    text(message["content"], f"{place}.content")
 
 
 def shown(value: object) -> str:

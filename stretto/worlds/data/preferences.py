@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.core.jsonl import mistake
+from stretto.core.jsonl import Mistakes, mistake
 from stretto.worlds.data import jsonl
 from stretto.worlds.data.task import Question
 
@@ -44,9 +44,14 @@ def read_pairs(path: Path, fields: Fields) -> list[Pair]:
 
 def _pair(row: dict[str, Any], number: int, place: str, fields: Fields) -> Pair:
     jsonl.require(row, (fields.prompt, fields.chosen, fields.rejected), place)
-    text, messages = jsonl.prompt(row[fields.prompt], f"{place}: {fields.prompt}")
-    chosen = jsonl.text(row[fields.chosen], f"{place}: {fields.chosen}")
-    rejected = jsonl.text(row[fields.rejected], f"{place}: {fields.rejected}")
+    mistakes = Mistakes()
+    with mistakes:
+        text, messages = jsonl.prompt(row[fields.prompt], f"{place}: {fields.prompt}")
+    with mistakes:
+        chosen = jsonl.text(row[fields.chosen], f"{place}: {fields.chosen}")
+    with mistakes:
+        rejected = jsonl.text(row[fields.rejected], f"{place}: {fields.rejected}")
+    mistakes.done()
     if chosen == rejected:
         remedy = f"{fields.chosen!r} and {fields.rejected!r} must differ"
         raise mistake(place, f"both completions are {jsonl.shown(chosen)}", remedy)

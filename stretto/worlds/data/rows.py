@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.core.jsonl import LARGEST_ROW
+from stretto.core.jsonl import LARGEST_ROW, Mistakes
 from stretto.worlds.data import jsonl
 from stretto.worlds.data.task import Question
 
@@ -36,25 +36,34 @@ def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) 
     """The question of a row.
 
     Raises:
-        DataError: a key is missing, or its value is not what it should be.
+        DataError: with each key that is missing, or whose value is not what it should be.
     """
-    needed = (columns.answer,) if columns.render is not None else (columns.prompt, columns.answer)
-    jsonl.require(row, needed, place)
-    if columns.id is not None:
-        jsonl.unseen(row, columns.id, place, columns.seen)
-    given = row[columns.prompt] if columns.render is None else columns.render(row, place)
-    text, messages = jsonl.prompt(given, f"{place}: {columns.prompt}")
+    mistakes = Mistakes()
+    text, messages, answer = "", tuple[dict[str, str], ...](), ""
+    with mistakes:
+        if columns.id is not None:
+            jsonl.unseen(row, columns.id, place, columns.seen)
+    with mistakes:
+        jsonl.require(row, (columns.answer,) if columns.render is not None else (columns.prompt, columns.answer), place)
+    with mistakes:
+        if columns.render is not None or columns.prompt in row:
+            given = row[columns.prompt] if columns.render is None else columns.render(row, place)
+            text, messages = jsonl.prompt(given, f"{place}: {columns.prompt}")
+    with mistakes:
+        if columns.answer in row:
+            answer = _answer(row[columns.answer], f"{place}: {columns.answer}")
+    with mistakes:
+        if (demonstration := row.get(columns.demonstration)) is not None:
+            demonstration = jsonl.text(demonstration, f"{place}: {columns.demonstration}")
+    mistakes.done()
     further = {name: value for name, value in row.items() if name not in (columns.prompt, columns.answer)}
     chat = messages or ({"role": "user", "content": text},)
     if columns.system_prompt is not None and chat[0]["role"] != "system":
         messages = chat = ({"role": "system", "content": columns.system_prompt}, *chat)
-    demonstration = row.get(columns.demonstration)
-    if demonstration is not None:
-        demonstration = jsonl.text(demonstration, f"{place}: {columns.demonstration}")
     return Question(
         id=f"{columns.source}:{number}" if columns.source else str(number),
         text=text,
-        answer=_answer(row[columns.answer], f"{place}: {columns.answer}"),
+        answer=answer,
         demonstration=demonstration,
         messages=messages,
         place=place,

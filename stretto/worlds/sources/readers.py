@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from stretto.core.errors import DataError, Problem
-from stretto.core.jsonl import lines_of, mistake, read_text
+from stretto.core.jsonl import lines_of, mistake, nearest_file, read_text
 from stretto.worlds.data.jsonl import object_of
+from stretto.worlds.sources.hub import reachable_or_cached
 from stretto.worlds.sources.optional import package
 
 #: A row that is still to be parsed, with its place: a mistake in it is raised when it is called.
 Row = Callable[[], Mapping[str, Any]]
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+_LOCAL = f'a file of this machine: data = "rows.jsonl", allowed: {", ".join(FILES)}'
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -60,7 +62,7 @@ def rows_of(place: Place) -> Iterator[tuple[str, Row]]:
     if path.is_dir():
         return _from_folder(place)
     if kind in FILES and not path.exists():
-        raise mistake(place.data, "no such file")
+        raise mistake(place.data, "no such file", nearest_file(path))
     if path.is_file():
         match kind:
             case ".jsonl" | ".json":
@@ -72,8 +74,7 @@ def rows_of(place: Place) -> Iterator[tuple[str, Row]]:
         raise mistake(place.data, f"a file with the ending {kind or 'none'!r}", f"allowed: {', '.join(FILES)}")
     if not _HUB.fullmatch(place.data):
         raise mistake(place.data, "no such file or folder, and no name of the hub", "e.g. openai/gsm8k")
-    found = {"name": place.subset, "split": place.split, "revision": place.revision, "streaming": place.streaming}
-    return _by_datasets(place, place.data, **found)
+    return _from_hub(place)
 
 
 def _parsed(line: str, place: str) -> Row:
@@ -131,6 +132,19 @@ def _numbered(place: Place, rows: Any) -> Iterator[tuple[str, Row]]:
             return
         number += 1
         yield f"{place.data}: row {number}", partial(dict, row)
+
+
+def _from_hub(place: Place) -> Iterator[tuple[str, Row]]:
+    """A dataset of the hub, or of the library's cache where the hub cannot be reached."""
+    asked = {"name": place.subset, "split": place.split, "revision": place.revision, "streaming": place.streaming}
+    with reachable_or_cached(place.data) as fault:
+        try:
+            return _by_datasets(place, place.data, **asked)
+        except DataError as error:
+            if not fault:
+                raise
+            found = f"{fault}, and its dataset of this name is not in the cache: {error.problems[0].found}"
+            raise DataError([Problem(place.data, found, f"with a network: OWNER/NAME of the hub; {_LOCAL}")]) from None
 
 
 def _asked(place: Place, ask: Callable[[], Any], where: str = "") -> Any:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from stretto.core.errors import DataError, Problem
+from stretto.core.jsonl import Mistakes
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.gym_source import GymSource
 from stretto.worlds.sources.rows_source import RowsSource
@@ -76,17 +76,14 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
         training: list[Question] = []
         held_out: list[list[Question]] = []
         notes: list[str] = []
-        problems: list[Problem] = []
+        mistakes = Mistakes()
         sources = (*self.sources, *self.held_out_sources)
         read: dict[int, tuple[list[Question], list[Question], list[str]]] = {}
         for place, source in enumerate(sources):
             if (first := sources.index(source)) == place:  # one that is also held out is read once
-                try:
+                with mistakes:
                     read[place] = source.questions(seed)
-                except DataError as error:
-                    problems += error.problems
-                    continue
-                notes += read[place][2]
+                    notes += read[place][2]
             if first not in read:
                 continue
             asked, kept, _ = read[first]
@@ -95,8 +92,7 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
             else:
                 kept = [*asked, *kept]
             held_out.append(kept)
-        if problems:
-            raise DataError(problems)
+        mistakes.done()
         weights = {source.title: source.weight for source in self.sources if source.weight is not None}
         return Questions(
             training,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import operator
-import resource
 import sys
 import threading
 import traceback
@@ -20,7 +19,7 @@ import msgspec
 
 from stretto.core.errors import RefusedRequest, WireError, WorkflowError
 from stretto.processes.channel import ConductorGone, RoleEnd
-from stretto.processes.heartbeat import begin_role
+from stretto.processes.heartbeat import begin_role, bound_memory
 from stretto.worlds.workflows.conversation import Conversation, Workflow
 from stretto.worlds.workflows.loading import load_workflow, needs_of
 from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnScore, WorkflowTask
@@ -239,17 +238,11 @@ def serve(workflow: Workflow, end: RoleEnd[ToWorker]) -> None:
             known.deliver(message)
 
 
-def _bound_memory(limit: int) -> None:
-    _, highest = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = limit if highest == resource.RLIM_INFINITY else min(limit, highest)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
 def main(arguments: list[str]) -> int:
     """Run the role."""
     spec = msgspec.json.decode(arguments[0], type=WorkflowSpec)
     begin_role()
-    _bound_memory(spec.memory)
+    bound_memory(spec.memory)
     if spec.path is not None:
         sys.path.insert(0, spec.path)
     end = RoleEnd(spec.descriptor, _TO_WORKER, LARGEST_MESSAGE)

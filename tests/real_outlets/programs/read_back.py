@@ -1,7 +1,8 @@
 """What a tool has of the run in the current folder, read with its own package: ``python read_back.py TOOL``.
 
-Prints a JSON object: `points`, each with the step and one name and number; `tables`, the completions of each table; the
-recipe and the tags, as far as they are there.
+Prints a JSON object: `points`, each with the step and one name and number; `tables`, the completions of each table;
+`alarms`, each with its title and its text; `numbers`, W&B's own of its points, file after file; the recipe and the
+tags, as far as they are there.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _records(path: Path) -> Iterator[bytes]:
 def wandb() -> Found:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found: Found = {"points": [], "tables": [], "config": {}, "tags": [], "runs": []}
+    found: Found = {"points": [], "tables": [], "alarms": [], "config": {}, "tags": [], "runs": [], "numbers": []}
     for path in sorted(Path("run/wandb").glob("offline-run-*/*.wandb")):
         for data in _records(path):
             record = Record.FromString(data)
@@ -46,8 +47,11 @@ def wandb() -> Found:
                 found["runs"].append(record.run.run_id)
                 found["tags"] = list(record.run.tags)
                 found["config"] |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            if record.HasField("alert"):
+                found["alarms"].append([record.alert.title, record.alert.text])
             items = record.history.item
             values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            found["numbers"] += [record.history.step.num] if record.HasField("history") else []
             numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
             found["points"] += [[values["step"], name, value] for name, value in numbers.items()]
         for table in sorted(path.parent.glob("files/media/table/*.json")):
@@ -70,17 +74,21 @@ def mlflow() -> Found:
     for file in sorted(Path(client.download_artifacts(run.info.run_id, "samples")).iterdir()):
         table = json.loads(file.read_text())
         tables.append([row[table["columns"].index("completion")] for row in table["data"]])
-    tags = [tag for tag in run.data.tags if not tag.startswith("mlflow.")]
-    return {"points": points, "tables": tables, "config": run.data.params, "tags": tags, "runs": [run.info.run_id]}
+    tags = {tag: value for tag, value in run.data.tags.items() if not tag.startswith("mlflow.")}
+    alarms = [[tag.removeprefix("alarm/"), tags.pop(tag)] for tag in [*tags] if tag.startswith("alarm/")]
+    config, runs = run.data.params, [run.info.run_id]
+    return {"points": points, "tables": tables, "alarms": alarms, "config": config, "tags": [*tags], "runs": runs}
 
 
 def trackio() -> Found:
     with sqlite3.connect("trackio/project.db") as database:
         lines = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+        alarms = database.execute("SELECT title, text FROM alerts").fetchall()
         ((config,),) = database.execute("SELECT config FROM configs").fetchall()
     found: Found = {
         "points": [],
         "tables": [],
+        "alarms": alarms,
         "config": json.loads(config),
         "runs": sorted({line[0] for line in lines}),
     }

@@ -1,5 +1,5 @@
 import type { JSX } from 'preact'
-import { useEffect, useMemo, useRef, useState } from 'preact/hooks'
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from 'preact/hooks'
 
 import { query as question, runPath, type Timeline } from '../data/api'
 import { useJson, useWidth } from '../data/hooks'
@@ -41,7 +41,7 @@ export function TimelinePage({ live, route }: { live: Live; route: Route }): JSX
     <>
       <h2>Timeline</h2>
       <Fault fault={asked.fault} />
-      <div ref={attach}>{last && width > 0 && <Lanes timeline={last} view={view} setView={setView} width={width} />}</div>
+      <div ref={attach}>{last && width > 0 && <Lanes timeline={last} view={view} settled={settled} setView={setView} width={width} />}</div>
     </>
   )
 }
@@ -49,13 +49,15 @@ export function TimelinePage({ live, route }: { live: Live; route: Route }): JSX
 interface LanesProps {
   timeline: Timeline
   view: Window | null
+  settled: Window | null
   setView: (view: Window | null) => void
   width: number
 }
 
-function Lanes({ timeline, view, setView, width }: LanesProps): JSX.Element {
+function Lanes({ timeline, view, settled, setView, width }: LanesProps): JSX.Element {
   const { end } = timeline
-  const window_ = view ?? { from: 0, to: Math.max(end, 1e-3) }
+  const whole = { from: 0, to: Math.max(end, 1e-3) }
+  const window_ = view ?? whole
   const [stretch, setStretch] = useState<Window | null>(null)
   const show = (next: Window): void => setView(next.to - next.from >= end ? null : next)
   const canvas = useCanvas(timeline, window_, show, setStretch, width)
@@ -111,9 +113,23 @@ function Lanes({ timeline, view, setView, width }: LanesProps): JSX.Element {
         onKeyDown={pressed}
       />
       <p class="quiet">The wheel zooms, dragging moves, a click shows what a stretch holds.</p>
-      <StretchTable timeline={timeline} stretch={stretch ?? window_} chosen={stretch !== null} all={() => setStretch(null)} />
+      <StretchTable timeline={timeline} stretch={stretch ?? settled ?? whole} chosen={stretch !== null} all={() => setStretch(null)} />
     </>
   )
+}
+
+function paint(canvas: HTMLCanvasElement, { timeline, view, width, dark }: { timeline: Timeline; view: Window; width: number; dark: boolean }): void {
+  const ratio = window.devicePixelRatio
+  const [wide, high] = [Math.round(width * ratio), Math.round(heightOf(timeline) * ratio)]
+  if (canvas.width !== wide || canvas.height !== high) {
+    canvas.width = wide
+    canvas.height = high
+    canvas.style.width = `${width}px`
+    canvas.style.height = `${heightOf(timeline)}px`
+  }
+  const context = canvas.getContext('2d')
+  context?.setTransform(ratio, 0, 0, ratio, 0, 0)
+  if (context) draw(context, timeline, view, width, dark)
 }
 
 type Reference = { current: HTMLCanvasElement | null }
@@ -122,23 +138,16 @@ type Reference = { current: HTMLCanvasElement | null }
 function useCanvas(timeline: Timeline, view: Window, show: (next: Window) => void, choose: (stretch: Window) => void, width: number): Reference {
   const canvas = useRef<HTMLCanvasElement | null>(null)
   const dark = useDark()
-  const latest = useRef({ timeline, view, show, choose, width })
-  latest.current = { timeline, view, show, choose, width }
-  useEffect(() => {
-    const frame = requestAnimationFrame(() => {
-      const element = canvas.current
-      const context = element?.getContext('2d')
-      if (!element || !context) return
-      const ratio = window.devicePixelRatio
-      element.width = Math.round(width * ratio)
-      element.height = Math.round(heightOf(timeline) * ratio)
-      element.style.width = `${width}px`
-      element.style.height = `${heightOf(timeline)}px`
-      context.scale(ratio, ratio)
-      draw(context, timeline, view, width, dark)
+  const latest = useRef({ timeline, view, show, choose, width, dark })
+  latest.current = { timeline, view, show, choose, width, dark }
+  const frame = useRef(0)
+  useLayoutEffect(() => {
+    frame.current ||= requestAnimationFrame(() => {
+      frame.current = 0
+      if (canvas.current) paint(canvas.current, latest.current)
     })
-    return () => cancelAnimationFrame(frame)
   }, [timeline, view.from, view.to, width, dark])
+  useEffect(() => () => cancelAnimationFrame(frame.current), [])
   useEffect(() => {
     const element = canvas.current
     if (!element) return
@@ -146,7 +155,7 @@ function useCanvas(timeline: Timeline, view: Window, show: (next: Window) => voi
     const share = (event: MouseEvent): number => Math.max(0, event.offsetX - LABEL) / (latest.current.width - LABEL)
     const wheel = (event: WheelEvent): void => {
       event.preventDefault()
-      latest.current.show(zoomed(latest.current.view, event.deltaY < 0 ? 0.8 : 1.25, share(event), latest.current.timeline.end))
+      latest.current.show(zoomed(latest.current.view, 1.25 ** (event.deltaY / (event.deltaMode ? 3 : 100)), share(event), latest.current.timeline.end))
     }
     const down = (event: PointerEvent): void => {
       grip = { x: event.clientX, view: latest.current.view, moved: false }

@@ -18,12 +18,12 @@ class TrainerReplies:
 
     def __init__(self, channel: ConductorEnd[FromTrainer]) -> None:
         self._channel = channel
-        self._answers: asyncio.Queue[FromTrainer | StrettoError] = asyncio.Queue()
+        self._replies: asyncio.Queue[FromTrainer | StrettoError] = asyncio.Queue()
         self._writing: dict[str, asyncio.Future[None]] = {}
         self._end: StrettoError | None = None
-        self._task = asyncio.create_task(self._listen(), name="hear the trainer")
+        self._task = asyncio.create_task(self._listen(), name="replies of the trainer")
 
-    async def answer(self, awaited: str, seconds: float) -> FromTrainer:
+    async def next(self, awaited: str, seconds: float) -> FromTrainer:
         """The next reply.
 
         Raises:
@@ -31,11 +31,11 @@ class TrainerReplies:
             RoleDied: the trainer closed its end.
         """
         async with deadline("conductor", f"{self._channel.role} {awaited}", seconds):
-            heard = await self._answers.get()
-        if isinstance(heard, StrettoError):
-            self._answers.put_nowait(heard)  # later callers get the same
-            raise heard
-        return heard
+            reply = await self._replies.get()
+        if isinstance(reply, StrettoError):
+            self._replies.put_nowait(reply)  # later callers get the same
+            raise reply
+        return reply
 
     async def saved(self, folder: str, seconds: float) -> None:
         """Returns when the checkpoint is in its folder.
@@ -46,7 +46,7 @@ class TrainerReplies:
             DeadlineExceeded: that took longer than `seconds`.
         """
         async with deadline("conductor", f"{self._channel.role} to write {folder}", seconds):
-            await self._told_of(folder)
+            await self._written(folder)
         del self._writing[folder]
 
     async def _listen(self) -> None:
@@ -58,28 +58,28 @@ class TrainerReplies:
                 unread = f"{self._channel.role}: its message cannot be read: {found}"
                 error = found if isinstance(found, StrettoError) else WireError(unread)
                 self._end = error
-                self._answers.put_nowait(error)
-                for told in self._writing.values():
-                    _fail(told, error)
+                self._replies.put_nowait(error)
+                for written in self._writing.values():
+                    _fail(written, error)
                 return
             match message:
                 case CheckpointSaved(folder):
                     with contextlib.suppress(asyncio.InvalidStateError):  # nobody waits for it any more
-                        self._told_of(folder).set_result(None)
+                        self._written(folder).set_result(None)
                 case CheckpointFailed(folder, problem, exit_code):
-                    _fail(self._told_of(folder), RoleFailed(self._channel.role, problem, exit_code))
+                    _fail(self._written(folder), RoleFailed(self._channel.role, problem, exit_code))
                 case _:
-                    self._answers.put_nowait(message)
+                    self._replies.put_nowait(message)
 
-    def _told_of(self, folder: str) -> asyncio.Future[None]:
+    def _written(self, folder: str) -> asyncio.Future[None]:
         if folder not in self._writing:
-            self._writing[folder] = told = asyncio.get_running_loop().create_future()
-            told.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be that nobody asks
+            self._writing[folder] = written = asyncio.get_running_loop().create_future()
+            written.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may be that nobody asks
             if self._end is not None:
-                _fail(told, self._end)
+                _fail(written, self._end)
         return self._writing[folder]
 
 
-def _fail(told: asyncio.Future[None], error: StrettoError) -> None:
-    if not told.done():
-        told.set_exception(error)
+def _fail(written: asyncio.Future[None], error: StrettoError) -> None:
+    if not written.done():
+        written.set_exception(error)

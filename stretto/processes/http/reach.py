@@ -1,0 +1,31 @@
+"""Whether anything accepts connections at an address."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from urllib.parse import urlsplit
+
+REACH_SECONDS = 5.0
+
+
+def unreachable(address: str, seconds: float = REACH_SECONDS) -> str:
+    """Why nothing accepts a connection at ``host:port`` or ``scheme://host:port``; "" if something does.
+
+    A connection is opened and closed; nothing is sent.
+    """
+    found: list[str] = []
+    trying = threading.Thread(target=lambda: found.append(_tried(address, seconds)), name="reach", daemon=True)
+    trying.start()
+    trying.join(seconds)  # a name that is looked up has no deadline of its own
+    return found[0] if found else f"no reply within {seconds:g} s"
+
+
+def _tried(address: str, seconds: float) -> str:
+    try:
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with socket.create_connection((parts.hostname or "", port), timeout=seconds):
+            return ""
+    except (OSError, ValueError) as error:  # ValueError: no port, or a name that no resolver takes
+        return getattr(error, "strerror", None) or str(error)

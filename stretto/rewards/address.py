@@ -1,0 +1,115 @@
+"""An address that a reward asks over HTTP: again while it is busy or cannot be reached, up to a deadline.
+
+No reply is no verdict: whatever goes wrong leaves the completion undecided, with the reason, and is never a zero.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from http.client import HTTPException
+from typing import Self, TypeVar
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from pydantic import BaseModel, Field, model_validator
+
+from stretto.rewards.functions import Undecided
+
+Read = TypeVar("Read")
+
+_AGAIN = frozenset({408, 409, 425, 429})  # and all from 500 on: the same question may be answered later
+_LARGEST_REPLY = 1 << 22
+_PIECE = 1 << 16
+
+
+class AddressConfig(BaseModel, extra="forbid", frozen=True):
+    """Where a model behind an address is, and how long it may take."""
+
+    address: str = Field("", description="base address, as http://localhost:8000/v1")
+    model: str = Field("", description="the model that is asked for")
+    seconds: float = Field(40.0, gt=0, le=3600, description="for one completion, all tries together")
+    tries: int = Field(3, ge=1, le=100, description="how often it is asked while it is busy or cannot be reached")
+    wait: float = Field(
+        0.5, ge=0, le=60, description="seconds before the second try; twice as many before each further"
+    )
+    key_variable: str = Field("OPENAI_API_KEY", description="environment variable that holds the key, if it needs one")
+
+    @model_validator(mode="after")
+    def _is_an_address(self) -> Self:
+        if self.address and not re.match(r"https?://[^/\s]+", self.address):
+            raise ValueError(f"address {self.address!r} does not begin with http:// or https:// and a host")
+        return self
+
+
+class _Busy(Exception):
+    """There may be a reply later; `seconds` is how long the server asks to be left alone."""
+
+    def __init__(self, reason: str, seconds: float = 0.0) -> None:
+        super().__init__(reason)
+        self.seconds = seconds
+
+
+class Asker:
+    """Posts questions to one path of an address; `who` is there is for the reasons."""
+
+    def __init__(self, config: AddressConfig, path: str, who: str) -> None:
+        self._config, self._url = config, config.address.rstrip("/") + path
+        self._who = f"{who} at {config.address}"
+
+    def ask(self, question: bytes, read: Callable[[bytes], Read]) -> Read:
+        """What `read` finds in the reply.
+
+        Raises:
+            Undecided: there is none in time, or the server refuses the question.
+        """
+        config, until, reason = self._config, time.monotonic() + self._config.seconds, ""
+        for attempt in range(config.tries):
+            try:
+                return read(self._reply(question, until))
+            except _Busy as busy:
+                reason, wait = str(busy), max(busy.seconds, config.wait * 2**attempt)
+            if attempt + 1 == config.tries or time.monotonic() + wait >= until:
+                break
+            time.sleep(wait)
+        raise Undecided(f"{self._who}: {reason}")
+
+    def _reply(self, body: bytes, until: float) -> bytes:
+        """The reply to one question.
+
+        Raises:
+            _Busy: there is none now.
+            Undecided: the server refuses the question.
+        """
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(self._config.key_variable):
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            with urlopen(Request(self._url, body, headers), timeout=_left(until)) as reply:
+                read = b""
+                while len(read) <= _LARGEST_REPLY and (piece := reply.read1(_PIECE)):
+                    read += piece
+                    _left(until)  # each piece may take the whole time
+                return read
+        except HTTPError as refusal:
+            said = f"{refusal.code} {refusal.reason}"
+            if refusal.code in _AGAIN or refusal.code >= 500:
+                asked_for = refusal.headers.get("Retry-After", "")
+                raise _Busy(said, float(asked_for) if asked_for.isdecimal() else 0.0) from None
+            words = refusal.read(300).decode(errors="replace")
+            raise Undecided(f"{self._who} refuses: {said}: {words}") from None
+        except (OSError, HTTPException) as error:
+            raise _Busy(f"{type(error).__name__}: {error}") from error
+
+
+def _left(until: float) -> float:
+    """Seconds until then.
+
+    Raises:
+        TimeoutError: there are none.
+    """
+    if (seconds := until - time.monotonic()) <= 0:
+        raise TimeoutError("no reply in time")
+    return seconds

@@ -1,0 +1,45 @@
+"""The hub of Hugging Face: whether it can be reached now.
+
+Its library asks again and again where there is no network, for half a minute in all. So the address is tried before,
+with a deadline; where nothing answers, the library looks into its cache alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from stretto.processes.http.reach import unreachable
+from stretto.worlds.sources.optional import package
+
+
+@contextmanager
+def reachable_or_cached(place: str) -> Iterator[str]:
+    """The libraries look into their cache alone in the block, if the hub does not reply; then with the reason, else "".
+
+    Raises:
+        DataError: the libraries are not installed.
+    """
+    constants, config = package("huggingface_hub.constants", "data", place), package("datasets.config", "data", place)
+    if constants.HF_HUB_OFFLINE:
+        yield "HF_HUB_OFFLINE is set"
+        return
+    if not (fault := _fault(constants.ENDPOINT)):
+        yield ""
+        return
+    before = config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
+    try:
+        yield f"the hub at {constants.ENDPOINT} cannot be reached ({fault})"
+    finally:
+        constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE = False, before
+
+
+def _fault(address: str) -> str:
+    """Why nothing answers at an address, or at the proxy for it; "" if something does."""
+    parts = urlsplit(address)
+    passed_by = proxy_bypass(parts.hostname or "")
+    proxy = None if passed_by else getproxies().get(parts.scheme)
+    return unreachable(proxy or address)
