@@ -7,6 +7,8 @@
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
 export OMP_NUM_THREADS ?= 1
+# Where it is set, each process that starts compiles stretto anew: almost a second.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?=#                 an interpreter of your choice; otherwise the first suitable one on the PATH
 TORCH ?= 2.13.0#           the version of torch; without an NVIDIA GPU its CPU build

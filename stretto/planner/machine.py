@@ -84,7 +84,7 @@ def machine_of(name: str) -> MachineProfile:
     path = Path(name)
     if not path.is_file():
         found = "no such file, and no machine of this name has a profile"
-        raise RecipeError([Problem(f"--machine {name}", found, f"{nearest(name.lower(), known_machines())} {_REMEDY}")])
+        raise RecipeError([Problem(f"machine {name!r}", found, f"{nearest(name.lower(), known_machines())} {_REMEDY}")])
     try:
         return msgspec.json.decode(path.read_bytes(), type=MachineProfile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
