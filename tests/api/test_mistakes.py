@@ -67,7 +67,7 @@ def test_a_reward_that_no_worker_could_import_is_refused_with_the_remedy(
     with pytest.raises(stretto.RecipeError) as refused:
         CALLS[call](reward)
     (problem,) = refused.value.problems
-    assert problem.place.endswith(": rewards")
+    assert problem.place.removesuffix(" with override rewards.function").endswith(": rewards")
     assert found in str(problem)
     assert str(problem).endswith(REMEDY)
 

@@ -66,6 +66,11 @@ class Link:
     there: tuple[str, ...]
     carrier: subprocess.Popen[bytes]
 
+    @property
+    def theirs(self) -> str:
+        """The address by which we reach the other network."""
+        return self.address.rpartition(".")[0] + ".2"
+
     def become(self, conditions: Conditions) -> Counts:
         """From now on; returns what was carried until now."""
         assert self.carrier.stdin is not None

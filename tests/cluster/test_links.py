@@ -1,25 +1,40 @@
 """A machine behind a link that loses packets, lets them overtake each other and brings some twice, over the TCP of the
 kernel (`tests.cluster.link`): it joins, has every version whole, and its engine's completions come whole and once.
+A connection to one that is out of reach is given up, whether or not the request had come there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from stretto.core.errors import EngineLost
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.http.client import HttpEngine
+from stretto.engine.http.connections import Connections
 from stretto.weights.folder import path_of
 from tests.cluster.hosting import MAILBOX, hosted
-from tests.cluster.link import Conditions, available, link
+from tests.cluster.link import Conditions, Link, available, link
 from tests.cluster.test_agent import lone, now, toy
 from tests.loop.toy_engine import ANSWER
 
 pytestmark = pytest.mark.skipif(not available(), reason="this machine, or this user, has no TUN devices")
 
 CONDITIONS = Conditions(delay=0.01, jitter=0.005, loss=0.05, repeats=0.02)
+
+#: Takes one request, says so, and never answers.
+SILENT = """
+import socket, sys, time
+server = socket.create_server((sys.argv[1], 0))
+print(server.getsockname()[1], flush=True)
+connection, _ = server.accept()
+print(len(connection.recv(1 << 16)), flush=True)
+time.sleep(600)
+"""
 
 
 def test_over_a_link_that_loses_packets_and_is_cut_for_a_moment_all_comes_whole_and_once(home: Path) -> None:
@@ -58,3 +73,27 @@ async def asked(client: HttpEngine, number: int) -> int:
     """How many completions come of one request for one."""
     request = GenerateRequest(f"0.{number}.0", (ANSWER,), (1,), Sampling(max_tokens=4))
     return len([completion async for completion in client.generate(request)])
+
+
+@pytest.mark.parametrize("came", [True, False], ids=["the request came", "the request is lost"])
+def test_a_connection_is_given_up_when_the_other_machine_is_out_of_reach(came: bool) -> None:
+    async def work(ours: Link, server: subprocess.Popen[str]) -> None:
+        assert server.stdout is not None
+        connections = Connections("engine-0", f"{ours.theirs}:{server.stdout.readline().strip()}", silent=2)
+        async with asyncio.timeout(60), connections.one() as connection:
+            if came:
+                connection.send("POST", "/generate", b"")
+                assert await asyncio.to_thread(server.stdout.readline)
+            ours.become(Conditions(cut=True))
+            if not came:
+                connection.send("POST", "/generate", b"")
+            with pytest.raises(EngineLost, match="broke off"):
+                await connection.read()
+
+    with link(seed=1) as ours:
+        words = [*ours.there, sys.executable, "-c", SILENT, ours.theirs]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                asyncio.run(work(ours, server))
+            finally:
+                server.kill()

@@ -21,6 +21,7 @@ from stretto.core.errors import EngineLost, WireError
 from stretto.engine.wire import MSGPACK, split_address
 
 _CONNECT_SECONDS = 10.0
+_SILENT_SECONDS = 60  # of the other end's kernel: it is out of reach, or was started anew
 _IDLE_SECONDS = 2.0  # servers close what is idle for five seconds, say; a request that meets that would be lost
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)  # the road is, or its end
 
@@ -123,8 +124,16 @@ class Connection(asyncio.Protocol):
 class Connections:
     """The connections to one engine: made when needed, kept for the next exchange."""
 
-    def __init__(self, engine: str, address: str, key: str = "", context: ssl.SSLContext | None = None) -> None:
-        self._engine, self._key, self._context = engine, key, context
+    def __init__(
+        self,
+        engine: str,
+        address: str,
+        key: str = "",
+        context: ssl.SSLContext | None = None,
+        silent: int = _SILENT_SECONDS,
+    ) -> None:
+        """`silent`: seconds without a sign of the engine's machine, after which a connection counts as lost."""
+        self._engine, self._key, self._context, self._silent = engine, key, context, silent
         self._path, self._host, self._port = split_address(address)
         self._idle: list[Connection] = []
         self._used: set[Connection] = set()
@@ -168,7 +177,8 @@ class Connections:
                 if self._path is not None:
                     _, made = await loop.create_unix_connection(protocol, self._path)
                 else:
-                    _, made = await loop.create_connection(protocol, self._host, self._port, ssl=self._context)
+                    transport, made = await loop.create_connection(protocol, self._host, self._port, ssl=self._context)
+                    _notice_silence(transport.get_extra_info("socket"), self._silent)
         except (ConnectionError, FileNotFoundError) as error:
             raise EngineLost(self._engine, f"does not listen ({error.strerror or error})") from None
         except ssl.SSLError as error:
@@ -179,3 +189,12 @@ class Connections:
             # Ours, not the engine's: too many open files, for one.
             raise WireError(f"no connection to {self._engine} can be made: {error.strerror or error}") from None
         return made
+
+
+def _notice_silence(connected: socket.socket, seconds: int) -> None:
+    """Have the kernel ask the other one while nothing comes: completions may take longer than a machine may be away."""
+    asks = max(1, seconds // 4)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, asks)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, asks)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)
