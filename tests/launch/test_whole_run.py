@@ -50,6 +50,7 @@ INSPECTION: dict[str, type | list[str]] = {
     "selection_bias": ["length", "difficulty", "latency"],
     "bounds": list,
     "predicted": type(None),  # nothing was predicted of this run
+    "not_predicted": str,
     "alarms": list,
 }
 TRAJECTORY = [

@@ -115,13 +115,10 @@ class Completions:
         """All tokens of a row but the newest: what the cache must hold."""
         return self._history[row, : self.lengths[row] - 1]
 
-    def filtered(self, order_R: Ints) -> Filtered | None:
-        """The filtered rows among these; None if there is none. The matchers have looked."""
-        found = self.sampling.filtered(order_R)
-        if found is None or not self.matchers:
-            return found
+    def constrained(self, order_R: Ints, found: Filtered | None) -> Filtered | None:
+        """The filtered rows among these, with what their grammars allow. The matchers have looked."""
         allowed = {at: self.matchers[row].allowed for at, row in enumerate(order_R.tolist()) if row in self.matchers}
-        if not allowed:
+        if found is None or not allowed:
             return found
         everything = np.full_like(next(iter(allowed.values())), -1)
         return dataclasses.replace(found, allowed=np.stack([allowed.get(at, everything) for at in found.rows.tolist()]))

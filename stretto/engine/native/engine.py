@@ -173,7 +173,9 @@ class NativeEngine:
         places = columns.lengths[order] - columns.prompts[order]
         settings = columns.sampling
         seeds, temperatures = settings.seeds[order], settings.temperatures[order]
-        filtered = columns.filtered(order)
+        filtered = settings.filtered(order)
+        if columns.matchers:
+            filtered = columns.constrained(order, filtered)
         tokens, logprobs = sample(logits_RV, temperatures, seeds, places, filtered)
         if len(broken := order[~np.isfinite(logprobs)]):
             raise BrokenLogits(frozenset(self._scheduler.member(row).request.id for row in broken.tolist()))
