@@ -38,8 +38,8 @@ class _Engines:
 
     async def generate(self, request: GenerateRequest, /, *, least: int = 0) -> AsyncIterator[Completion]:
         self.asked.append(request.id)
-        await asyncio.get_running_loop().create_future()  # until it is cancelled
-        yield Completion(request.id, 0, (), (), (), stop_reason=None)  # type: ignore[arg-type]  # never reached
+        for completion in await asyncio.get_running_loop().create_future():  # until it is cancelled
+            yield completion
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         return self.new

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -22,63 +20,21 @@ from stretto.rewards.functions import Undecided
 from stretto.rewards.judge import Judge, JudgeConfig
 from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
-
-Reply = tuple[int, str | bytes]  # a status and what the judge says; bytes are the whole body
-
-
-class Server(ThreadingHTTPServer):
-    """Answers the n-th question with the n-th reply, and all further ones with the last."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.replies: list[Reply] = [(200, "Score: 10")]
-        self.headers: dict[str, str] = {}
-        self.seen: list[tuple[str, dict[str, Any], str | None]] = []
-        self.drip = 0.0  # seconds between two bytes
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+from tests.rewards.replying import Question, Reply, ReplyServer, serving
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append((self.path, question, self.headers["Authorization"]))
-        status, said = self.server.replies[min(len(self.server.seen), len(self.server.replies)) - 1]
-        choices = [{"index": 0, "message": {"role": "assistant", "content": said if isinstance(said, str) else ""}}]
-        body = said if isinstance(said, bytes) else json.dumps({"choices": choices}).encode()
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **self.server.headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        for at in range(len(body)) if self.server.drip else ():
-            time.sleep(self.server.drip)
-            self.wfile.write(body[at : at + 1])
-        if not self.server.drip:
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Say nothing."""
+def chat(question: Question, said: str) -> bytes:
+    return json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": said}}]}).encode()
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def server() -> Iterator[ReplyServer]:
+    with serving(chat, (200, "Score: 10")) as server:
+        yield server
 
 
-def judge(server: Server, **settings: Any) -> Judge:
-    return Judge(JudgeConfig(address=server.address, model="m", **{"wait": 0.01, **settings}))
+def judge(server: ReplyServer, **settings: Any) -> Judge:
+    return Judge(JudgeConfig(address=f"{server.address}/v1", model="m", **{"wait": 0.01, **settings}))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +48,7 @@ def judge(server: Server, **settings: Any) -> Judge:
         ("score = 3\n", 0.3),
     ],
 )
-def test_the_reward_is_the_score_that_the_reply_ends_with(server: Server, said: str, reward: float) -> None:
+def test_the_reward_is_the_score_that_the_reply_ends_with(server: ReplyServer, said: str, reward: float) -> None:
     server.replies = [(200, said)]
     assert judge(server)("q", "c", "a") == reward
 
@@ -116,7 +72,7 @@ def test_the_reward_is_the_score_that_the_reply_ends_with(server: Server, said: 
         (503, "busy"),
     ],
 )
-def test_a_judge_without_a_score_leaves_the_completion_undecided(server: Server, reply: Reply) -> None:
+def test_a_judge_without_a_score_leaves_the_completion_undecided(server: ReplyServer, reply: Reply) -> None:
     server.replies = [reply]
     with pytest.raises(Undecided, match="judge"):
         judge(server)("q", "c", "a")
@@ -124,24 +80,24 @@ def test_a_judge_without_a_score_leaves_the_completion_undecided(server: Server,
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 529])
-def test_a_busy_judge_is_asked_again(server: Server, status: int) -> None:
+def test_a_busy_judge_is_asked_again(server: ReplyServer, status: int) -> None:
     server.replies = [(status, "later"), (status, "later"), (200, "Score: 4")]
     server.headers = {"Retry-After": "0"}
     assert judge(server)("q", "c", "a") == 0.4
     assert len(server.seen) == 3
 
 
-def test_it_is_asked_about_this_completion_with_its_key(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_asked_about_this_completion_with_its_key(server: ReplyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "k1")
     asked = judge(server, prompt="{prompt}|{completion}|{answer}|{full}", full=5, key_variable="JUDGE_KEY")
     server.replies = [(200, "Score: 5")]
     assert asked("is {answer} it?", "{prompt} {full}", "42") == 1.0
-    [(path, question, key)] = server.seen
+    [(path, question)], [key] = server.seen, server.keys
     assert (path, key, question["model"]) == ("/v1/chat/completions", "Bearer k1", "m")
     assert question["messages"] == [{"role": "user", "content": "is {answer} it?|{prompt} {full}|42|5"}]
 
 
-def test_a_judge_that_drips_is_given_up_in_time(server: Server) -> None:
+def test_a_judge_that_drips_is_given_up_in_time(server: ReplyServer) -> None:
     server.drip = 0.05
     start = time.monotonic()
     with pytest.raises(Undecided, match="no reply in time"):
@@ -150,7 +106,7 @@ def test_a_judge_that_drips_is_given_up_in_time(server: Server) -> None:
     server.drip = 0.0
 
 
-def test_a_judge_that_asks_for_more_time_than_there_is_is_not_waited_for(server: Server) -> None:
+def test_a_judge_that_asks_for_more_time_than_there_is_is_not_waited_for(server: ReplyServer) -> None:
     server.replies, server.headers = [(429, "later")], {"Retry-After": "3600"}
     start = time.monotonic()
     with pytest.raises(Undecided, match="429"):
@@ -158,17 +114,17 @@ def test_a_judge_that_asks_for_more_time_than_there_is_is_not_waited_for(server:
     assert time.monotonic() - start < 5.0
 
 
-def test_nobody_at_the_address_is_undecided(server: Server) -> None:
+def test_nobody_at_the_address_is_undecided(server: ReplyServer) -> None:
     nobody = Judge(JudgeConfig(address="http://127.0.0.1:9/v1", model="m", wait=0.0))
     with pytest.raises(Undecided, match=r"127\.0\.0\.1:9.*refused"):
         nobody("q", "c", "a")
 
 
-def test_the_workers_of_a_run_ask_it(server: Server) -> None:
+def test_the_workers_of_a_run_ask_it(server: ReplyServer) -> None:
     server.replies = [(200, "Score: 8"), (200, "Score: 2"), (200, "no score")]
 
     async def scored() -> list[tuple[Outcome, float | None]]:
-        settings = {"address": server.address, "model": "m", "tries": 1}
+        settings = {"address": f"{server.address}/v1", "model": "m", "tries": 1}
         config = RewardsConfig.model_validate({"function": "judge", "judge": settings})
         async with RewardPool(config) as pool:
             verdicts = await pool.score([ScoreItem(prompt="q", completion=c, answer="a") for c in "xyz"])
@@ -178,10 +134,10 @@ def test_the_workers_of_a_run_ask_it(server: Server) -> None:
     assert found == [(Outcome.RIGHT, 0.8), (Outcome.WRONG, 0.2), (Outcome.UNDECIDED, None)]
 
 
-def test_it_can_be_one_of_several_rewards_and_is_asked_where_those_before_it_decided(server: Server) -> None:
+def test_it_can_be_one_of_several_rewards_and_is_asked_where_those_before_it_decided(server: ReplyServer) -> None:
     server.replies = [(200, "Score: 5"), (200, "no score")]
     functions = [{"function": "last_number"}, {"function": "judge", "name": "tone", "weight": 0.5}]
-    judged = {"address": server.address, "model": "m", "tries": 1}
+    judged = {"address": f"{server.address}/v1", "model": "m", "tries": 1}
     items = [("one 1", "1"), ("one 2", "1"), ("one 3", "no number")]
 
     async def scored() -> list[Verdict]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -23,54 +21,22 @@ from stretto.rewards.functions import Undecided
 from stretto.rewards.reward_model import RewardModel, RewardModelConfig
 from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
+from tests.rewards.replying import Question, ReplyServer, serving
 
 
-class Server(ThreadingHTTPServer):
-    """Gives the n-th question the n-th reply, and all further ones the last; without one, a text's length as number."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.replies: list[tuple[int, str]] = []
-        self.seen: list[tuple[str, dict[str, Any]]] = []
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append((self.path, question))
-        replies = self.server.replies
-        row = {"index": 0, "probs": [len(question.get("input", "")) / 10], "num_classes": 1}
-        whole = json.dumps({"object": "list", "data": [row]})
-        status, said = replies[min(len(self.server.seen), len(replies)) - 1] if replies else (200, whole)
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(said.encode())))
-        self.end_headers()
-        self.wfile.write(said.encode())
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Say nothing."""
+def length(question: Question, said: str) -> bytes:
+    """What is said; if nothing is, the length of the text as its number."""
+    row = {"index": 0, "probs": [len(question.get("input", "")) / 10], "num_classes": 1}
+    return (said or json.dumps({"object": "list", "data": [row]})).encode()
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def server() -> Iterator[ReplyServer]:
+    with serving(length, (200, "")) as server:
+        yield server
 
 
-def model(server: Server, **settings: Any) -> RewardModel:
+def model(server: ReplyServer, **settings: Any) -> RewardModel:
     return RewardModel(RewardModelConfig(address=server.address, model="rm", **{"wait": 0.01, **settings}))
 
 
@@ -89,14 +55,19 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "c"}]
     ],
 )
 def test_the_reward_is_the_number_of_the_form(
-    server: Server, settings: dict[str, Any], data: dict[str, Any], path: str, question: dict[str, Any], reward: float
+    server: ReplyServer,
+    settings: dict[str, Any],
+    data: dict[str, Any],
+    path: str,
+    question: dict[str, Any],
+    reward: float,
 ) -> None:
     server.replies = [(200, json.dumps({"object": "list", "data": [{"index": 0, **data}]}))]
     assert model(server, **settings)("q", "c", "gold") == reward
     assert server.seen == [(path, {"model": "rm", **question})]
 
 
-def test_an_address_may_end_like_one_of_openai_and_texts_name_nothing_inside_of_each_other(server: Server) -> None:
+def test_an_address_may_end_like_one_of_openai_and_texts_name_nothing_inside_of_each_other(server: ReplyServer) -> None:
     asked = RewardModel(RewardModelConfig(address=f"{server.address}/v1/", model="rm"))
     assert asked("{completion}", "{prompt}", "gold") == 2.0
     assert server.seen == [("/classify", {"model": "rm", "input": "{completion}{prompt}"})]
@@ -124,14 +95,16 @@ def test_an_address_may_end_like_one_of_openai_and_texts_name_nothing_inside_of_
         (503, "", "503 Service Unavailable"),
     ],
 )
-def test_any_other_reply_leaves_the_completion_undecided(server: Server, status: int, said: str, reason: str) -> None:
+def test_any_other_reply_leaves_the_completion_undecided(
+    server: ReplyServer, status: int, said: str, reason: str
+) -> None:
     server.replies = [(status, said)]
     with pytest.raises(Undecided, match=reason):
         model(server)("q", "c", "gold")
     assert len(server.seen) == (3 if status >= 500 else 1)
 
 
-def test_a_busy_server_is_asked_again_and_the_workers_of_a_run_ask_it(server: Server) -> None:
+def test_a_busy_server_is_asked_again_and_the_workers_of_a_run_ask_it(server: ReplyServer) -> None:
     server.replies = [(503, ""), (200, '{"data": [{"probs": [0.8]}]}'), (200, '{"data": [{"probs": [0.2]}]}')]
     server.replies += [(200, '{"data": [{"probs": [NaN]}]}')]
 
@@ -146,7 +119,7 @@ def test_a_busy_server_is_asked_again_and_the_workers_of_a_run_ask_it(server: Se
     assert found == [(Outcome.RIGHT, 0.8), (Outcome.WRONG, 0.2), (Outcome.UNDECIDED, None)]
 
 
-def test_an_address_that_nothing_answers_at_is_named_before_a_run(server: Server) -> None:
+def test_an_address_that_nothing_answers_at_is_named_before_a_run(server: ReplyServer) -> None:
     functions = [{"function": "reward_model"}, {"function": "judge"}]
     dead = "http://127.0.0.1:9/v1"
     sections = {"functions": functions, "reward_model": {"address": server.address, "model": "rm"}}
