@@ -60,6 +60,10 @@ EngineOverrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - as above
     typer.Argument(metavar="[engine.KEY=VALUE]...", help="Settings of the engine, as in a recipe."),
 ]
+GatewayOverrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - as above
+    typer.Argument(metavar="[engine.KEY=VALUE]...", help="Settings of [engine] and [deadlines], as in a recipe."),
+]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
 
 
@@ -229,7 +233,7 @@ def serve(
 @app.command()
 def gateway(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder with a chat template.")],
-    overrides: EngineOverrides = None,
+    overrides: GatewayOverrides = None,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback with --api-key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8010,
     folder: Annotated[Path, typer.Option(help="Folder in which the sessions are recorded.")] = Path("sessions"),
@@ -246,10 +250,20 @@ def gateway(
 
     POST /sessions gives an agent its address and its key. Sessions that are recorded in the folder go on.
     """
-    with importing():
-        from stretto.launch.commands.gateway import gateway
+    with forking() as spawner:
+        with importing():
+            from stretto.launch.commands.gateway import gateway
 
-    gateway(model, host=host, port=port, folder=folder, name=name, api_key=api_key, overrides=overrides or [])
+        gateway(
+            model,
+            host=host,
+            port=port,
+            folder=folder,
+            name=name,
+            api_key=api_key,
+            overrides=overrides or [],
+            spawner=spawner,
+        )
 
 
 app.command()(engine)

@@ -136,7 +136,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     rows = (*training.questions, *held_out.questions, *asked)
     if isinstance(recipe.workflow, WorkflowConfig):
         check_workflow_fits(recipe.workflow.function, needs, tokenizer, _plain(rows))
-    check_servers(recipe, base, tokenizer, (*training.prompts, *held_out.prompts))
+    check_servers(recipe, base, tokenizer, [one.token_ids for one in (*training.prompts, *held_out.prompts)])
     return Plan(
         recipe=recipe,
         base=base,

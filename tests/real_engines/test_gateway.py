@@ -1,0 +1,64 @@
+"""Promise: `stretto gateway` in front of a real server of another make: every token of a session has the
+log-probability that the model gives it, behind exactly the tokens that are on record."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from stretto.model.hf.build import build_policy
+from tests.launch.running import service
+from tests.real_engines.scoring import TOLERANCE
+from tests.real_engines.serving import MODEL, Installed
+
+CHAT = "{% for m in messages %}{{ m.content }}={% endfor %}"
+
+
+@pytest.fixture
+def speaker(tmp_path: Path) -> Path:
+    """A policy that takes chats."""
+    build_policy(MODEL, tmp_path / "speaker", seed=5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "speaker")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(tmp_path / "speaker")
+    return tmp_path / "speaker"
+
+
+def test_a_session_of_several_turns_scores_as_it_was_sampled(
+    installed: Installed, speaker: Path, tmp_path: Path
+) -> None:
+    words = (f"engine.kind={installed.kind}", f"engine.python={installed.python}", "engine.device=cpu")
+    words += ("engine.cache_gib=0.25", "engine.slots=8", "deadlines.start=400")
+    command = ("gateway", speaker, "--port", "0", "--folder", tmp_path / "sessions", *words)
+    with service(*command, serving="gateway at ") as (process, said):
+        address = said[-1].removeprefix("gateway at ").strip()
+        session = httpx.post(f"{address}/sessions", json={}).json()
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "1+2"}]
+        for question in ("3+4", "5"):
+            reply = httpx.post(
+                f"{session['base_url']}/chat/completions",
+                json={"model": "speaker", "messages": messages, "max_tokens": 40},
+                timeout=120,
+            )
+            assert reply.status_code == 200, reply.text
+            messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": question}]
+        nodes = httpx.get(f"{address}/sessions/{session['id']}").json()["nodes"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert [node["sampled"] for node in nodes] == [False, True, False, True]
+    tokens = [token for node in nodes for token in node["token_ids"]]
+    with torch.no_grad():
+        plain: Any = AutoModelForCausalLM.from_pretrained(speaker, dtype=torch.float32).eval()
+        scores = plain(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    at = 0
+    for node in nodes:
+        for token, logprob in zip(node["token_ids"], node["logprobs"] or (), strict=node["sampled"]):
+            assert abs(float(scores[at - 1, token]) - logprob) < TOLERANCE
+            at += 1
+        at += 0 if node["sampled"] else len(node["token_ids"])
