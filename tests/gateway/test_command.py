@@ -73,7 +73,7 @@ def test_a_turn_outlives_its_engine(model: Path, tmp_path: Path) -> None:
         [engine] = [pid for pid, words in started.items() if b"stretto.engine.role" in words]
         os.kill(engine, signal.SIGKILL)
         assert ask(session, address, "hello", first, "go on").status_code == 200
-        assert "engine-0 was killed by SIGKILL: a new one is started" in process.said()[0]
+        assert "engine-0 was killed by SIGKILL" in process.said()[0]
 
 
 def test_the_turns_of_a_server_of_another_make_are_on_record_as_it_sampled_them(model: Path, tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def test_a_session_of_several_turns_scores_as_it_was_sampled(
     installed: Installed, speaker: Path, tmp_path: Path
 ) -> None:
     words = (f"engine.kind={installed.kind}", f"engine.python={installed.python}", "engine.device=cpu")
-    words += ("engine.cache_gib=0.25", "engine.slots=8", "deadlines.start=400")
-    command = ("gateway", speaker, "--port", "0", "--folder", tmp_path / "sessions", *words)
+    small = ("engine.cache_gib=0.25", "engine.slots=8", "deadlines.start=400")
+    command = ("gateway", speaker, "--port", "0", "--folder", tmp_path / "sessions", *words, *small)
     with service(*command, serving="gateway at ") as (process, said):
         address = said[-1].removeprefix("gateway at ").strip()
         session = httpx.post(f"{address}/sessions", json={}).json()
