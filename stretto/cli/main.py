@@ -58,11 +58,10 @@ Overrides = Annotated[
 ]
 EngineOverrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - as above
-    typer.Argument(metavar="[engine.KEY=VALUE]...", help="Settings of the engine, as in a recipe."),
-]
-GatewayOverrides = Annotated[
-    Optional[list[str]],  # noqa: UP045 - as above
-    typer.Argument(metavar="[engine.KEY=VALUE]...", help="Settings of [engine] and [deadlines], as in a recipe."),
+    typer.Argument(
+        metavar="[engine.KEY=VALUE]...",
+        help="Settings of the engine, as in a recipe; of the gateway also deadlines.KEY=VALUE.",
+    ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
 
@@ -233,7 +232,7 @@ def serve(
 @app.command()
 def gateway(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder with a chat template.")],
-    overrides: GatewayOverrides = None,
+    overrides: EngineOverrides = None,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback with --api-key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8010,
     folder: Annotated[Path, typer.Option(help="Folder in which the sessions are recorded.")] = Path("sessions"),
@@ -254,15 +253,9 @@ def gateway(
         with importing():
             from stretto.launch.commands.gateway import gateway
 
+        words = overrides or []
         gateway(
-            model,
-            host=host,
-            port=port,
-            folder=folder,
-            name=name,
-            api_key=api_key,
-            overrides=overrides or [],
-            spawner=spawner,
+            model, host=host, port=port, folder=folder, name=name, api_key=api_key, overrides=words, spawner=spawner
         )
 
 

@@ -126,8 +126,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
     _check_agents(recipe, tokenizer)
     read, read_sets = _questions(recipe)
-    sifted = sift(recipe.rewards, read)
-    questions = sifted.questions
+    questions = (sifted := sift(recipe.rewards, read)).questions
     warms_up = recipe.warm_start is not None and not has_policy
     if warms_up and not questions.demonstrations:
         remedy = "add them to the data, or remove the section"
