@@ -74,8 +74,8 @@ def assert_trained(site: Site, folder: Path, steps: int) -> None:
 def test_a_rank_on_another_machine_trains_what_one_process_trains_and_goes_on_from_a_checkpoint(site: Site) -> None:
     """The checkpoint is in a folder that the other machine does not see. The second time inside TLS."""
 
-    async def train(begun: Path | None, versions: range, saved: Path, tls: str = "") -> None:
-        async with running(site, checkpoint=str(begun) if begun else None, tls=tls) as group:
+    async def train(checkpoint: Path | None, versions: range, saved: Path, tls: str = "") -> None:
+        async with running(site, checkpoint=str(checkpoint) if checkpoint else None, tls=tls) as group:
             await group.start_rank()
             assert (await group.reply(Ready)).version == versions.start
             assert (await group.ask(Publish(), Published)).version == versions.start
