@@ -174,7 +174,7 @@ class Controller:
             reason = f"mismatch {now.mismatch:.2f} of its limit ({now.worst})"
             self._journal.change_bound(BoundChange(step, "max_staleness", before.bound, now.bound, reason))
 
-    def press(self, now: Pressure) -> None:
+    def observe_pressure(self, now: Pressure) -> None:
         """What the engines tell at this moment, from which the next numbers of groups in flight follow."""
         if self._number is None:
             return
