@@ -329,7 +329,8 @@ def test_an_engine_waits_for_its_first_weights_as_long_as_the_trainer_may_start_
 ) -> None:
     plan = plan_for(deadlines={"start": 20.0, "save": 30.0})
     for published, seconds in ((True, 50.0), (False, 0.0)):
-        spec = engine_specs(plan, plan.base.path, Endpoints("mailbox", tmp_path, tmp_path), published=published)[0]
+        endpoints = Endpoints("mailbox", tmp_path, tmp_path)
+        (spec,) = engine_specs(plan.recipe, plan.base.path, endpoints, published=published)
         assert spec.publication_seconds == seconds
 
 

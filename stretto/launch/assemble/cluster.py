@@ -258,7 +258,7 @@ class Cluster:
     def _join(self, machine: JoinedMachine, number: int) -> str:
         plan, place = self.plan, machine.places[number]
         spec = msgspec.structs.replace(
-            engine_spec(plan, Path(machine.model), self.endpoints, self._take_number(), published=True),
+            engine_spec(plan.recipe, Path(machine.model), self.endpoints, self._take_number(), published=True),
             address=place.address,
             mailbox_folder=machine.mailbox_folder,
             scratch=place.scratch,
@@ -336,7 +336,7 @@ class Cluster:
 
     def _start_one(self) -> str:
         recipe = self.plan.recipe
-        spec = engine_spec(self.plan, self.folder.policy(0), self.endpoints, self._take_number(), published=True)
+        spec = engine_spec(recipe, self.folder.policy(0), self.endpoints, self._take_number(), published=True)
         role, interval, logs = engine_role(recipe.engine), recipe.engine.load_interval, self.folder.logs
         changed = self.engines.changed
         self.engines.join(
