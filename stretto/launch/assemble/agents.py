@@ -71,7 +71,7 @@ class RunGateway:
 
     @property
     def ended(self) -> int:
-        """Trajectories, for who looks whether anything moves."""
+        """Trajectories that have ended: a sign of progress."""
         return sum(groups.ended for groups in self._groups)
 
     def groups(
