@@ -1,7 +1,10 @@
-"""Pictures of the pages of `stretto watch`, docs/images/watch_*.png, of an asynchronous run that this records first:
-one minute of recipes/arithmetic.toml, with an adaptive bound and more in flight, so that tokens are stale and masked.
+"""Pictures of the pages of `stretto watch`, docs/images/watch_*.png, of the committed run `benchmarks/data/watch_run`.
 
-    python -m benchmarks.screenshots [--run RUN_DIR]        a recorded run in place of a new one
+    python -m benchmarks.screenshots              photographs it
+    python -m benchmarks.screenshots --record     puts another one in its place first
+
+It is an asynchronous run of recipes/arithmetic.toml in small, with an adaptive bound and much in flight, so that tokens
+are stale, clipped and masked. Of its folder what pages show is kept: no weights and no checkpoints.
 """
 
 from __future__ import annotations
@@ -22,12 +25,16 @@ from benchmarks.runs import RECIPE
 from benchmarks.watch import server
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+RUN = Path(__file__).resolve().parent / "data" / "watch_run"
+KEPT = ("*.toml", "*.json", "*.jsonl", "log.txt", "ledger.sqlite", "tokens/*", "policy/v000000/tokenizer*.json")
 SETTINGS: tuple[str, ...] = (
-    "trainer.steps=60",
-    "evaluation.every=30",
-    'rollout.max_staleness="auto"',
-    "rollout.max_in_flight=32",
+    "trainer.steps=40",
+    "evaluation.every=10",
+    "evaluation.samples=1",
+    "rollout.batch_size=4",
+    "rollout.group_size=4",
 )
+SETTINGS += ('rollout.max_staleness="auto"', "rollout.max_in_flight=16")
 SETTINGS += ("trainer.minibatches=2", "algorithm.correction.high=1.5")
 PAGES = {
     "curves": "curves",
@@ -39,10 +46,17 @@ SETTLED_MILLISECONDS = 2500  # curves are drawn in the frames after their data
 COLOURS = 96  # of a picture: the pages have few
 
 
-def record(folder: Path) -> None:
-    """Train the run."""
-    command = [sys.executable, "-m", "stretto.cli.main", "train", str(RECIPE), *SETTINGS, "--run-dir", str(folder)]
-    subprocess.run(command, check=True)
+def record() -> None:
+    """Train another run, and keep of it what pages show."""
+    with tempfile.TemporaryDirectory(prefix="stretto-screenshots-") as scratch:
+        folder = Path(scratch, "run")
+        command = [sys.executable, "-m", "stretto.cli.main", "train", str(RECIPE), *SETTINGS, "--run-dir", str(folder)]
+        subprocess.run(command, check=True)
+        shutil.rmtree(RUN, ignore_errors=True)
+        for path in (path for pattern in KEPT for path in folder.glob(pattern)):
+            place = RUN / path.relative_to(folder)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, place)
 
 
 def richest(client: httpx.Client, run: str) -> str:
@@ -88,13 +102,10 @@ def _shot(picture: bytes, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="a recorded run")
-    if (folder := parser.parse_args().run) is not None:
-        photograph(folder)
-        return
-    with tempfile.TemporaryDirectory(prefix="stretto-screenshots-") as scratch:
-        record(Path(scratch, "asynchronous"))
-        photograph(Path(scratch, "asynchronous"))
+    parser.add_argument("--record", action="store_true", help="train another run, and keep it in place of the last")
+    if parser.parse_args().record:
+        record()
+    photograph(RUN)
 
 
 if __name__ == "__main__":
