@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 _PATIENCE = 300.0
 
 
-def command(folder: Path, *words: str | Path, inherited: tuple[int, ...] = (), **further: str) -> str:
+def command(folder: Path, *words: str | Path, inherited: tuple[int, ...] = (), further: Mapping[str, str] = {}) -> str:
     """The output of a command in `folder`, where all tools keep what they have; `further` variables are its own."""
     offline = {
         "PYTHONPATH": str(ROOT),
@@ -36,7 +37,7 @@ def command(folder: Path, *words: str | Path, inherited: tuple[int, ...] = (), *
     done = subprocess.run(
         words,
         cwd=folder,
-        env=os.environ | offline | further,
+        env={**os.environ, **offline, **further},
         pass_fds=inherited,
         capture_output=True,
         text=True,
@@ -99,7 +100,7 @@ def sync(tools: Path, run: RecordedRun, server: WandbServer) -> str:
     """The command of docs/logging.md."""
     files = sorted((run.folder.path / "wandb").glob("offline-run-*"))
     its_own = {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": "a" * 40, "WANDB_MODE": "online"}
-    return command(run.folder.path.parent, tools.parent / "wandb", "sync", *files, **its_own)
+    return command(run.folder.path.parent, tools.parent / "wandb", "sync", *files, further=its_own)
 
 
 @pytest.mark.timeout(900)
