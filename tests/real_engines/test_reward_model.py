@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(installed: Installed, graded: Path) -> Iterator[str]:
     if installed.kind != "vllm":
         pytest.skip("the forms are those of vLLM")
-    server = RealServer(installed, graded, arguments=["--runner", "pooling"])
+    server = RealServer(installed, graded, arguments=["--runner", "pooling", "--stream-interval", "1"])
     try:
         yield f"http://{server.address}/v1"
     finally:
@@ -54,9 +54,13 @@ def number_of(graded: Path, text: str) -> float:
         return float(model(ids).logits[0, 0].sigmoid())
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_the_reward_is_the_models_own_number(address: str, graded: Path, chat: bool) -> None:
-    asked = RewardModel(RewardModelConfig(address=address, model=str(graded), chat=chat))
+@pytest.mark.parametrize(
+    ("form", "chat"), [("classify", False), ("classify", True), ("pooling", False), ("pooling", True), ("score", False)]
+)
+def test_the_reward_is_the_models_own_number(
+    address: str, graded: Path, form: Literal["classify", "pooling", "score"], chat: bool
+) -> None:
+    asked = RewardModel(RewardModelConfig(address=address, model=str(graded), form=form, chat=chat))
     for completion in COMPLETIONS:
         text = f"{PROMPT}={completion}=" if chat else f"{PROMPT}{completion}"
         assert abs(asked(PROMPT, completion, "") - number_of(graded, text)) < TOLERANCE
