@@ -61,13 +61,17 @@ def _latest(name: str) -> Any:
 
 def _beside(model: str, system: str, few: bool) -> str:
     """Ratios over both types, at one sequence or at 64 and more, where the system was measured last."""
-    everywhere = measured(f"generation-rates-{model}").values()
-    rates = next(rates for rates in everywhere if any(row["system"] == system for row in rates))
-    told = []
+    rates, told = _rates_with(model, system), []
     for dtype in dict.fromkeys(row["dtype"] for row in rates):
         ratios = [one for count, one in ratios_to(rates, dtype, system).items() if (count == 1 if few else count >= 64)]
         told.append(f"{span(ratios, '.1f')} in {dtype}")
     return ", ".join(told)
+
+
+def _rates_with(model: str, system: str) -> list[dict[str, Any]]:
+    """Rates of generation where the system was measured last."""
+    everywhere = measured(f"generation-rates-{model}").values()
+    return next(rates for rates in everywhere if any(row["system"] == system for row in rates))
 
 
 def missed() -> list[str]:
@@ -144,7 +148,7 @@ def readme() -> list[str]:
     """The README's rows: six ratios, each beside its peer."""
     asynchronous = async_sync(_latest("loop-async-sync"))[0]
     synchronous = asynchronous.peer.split(": ")[1].split(";")[0]
-    rates = _latest("generation-rates-3.4M")
+    rates = _rates_with("3.4M", "vllm")
     bfloat16 = {row["system"]: row["rates"]["64"] for row in rates if row["dtype"] == "bfloat16"}
     packed = next(row for row in training(_latest("training")) if "padded, 16 rows:" in row.peer)
     rows = [
