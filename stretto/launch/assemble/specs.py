@@ -66,6 +66,7 @@ def engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, publ
         scratch=str(endpoints.sockets / f"engine-{number}"),
         token_seconds=deadlines.answer / 2,  # then another engine goes on, before the conductor gives the run up
         load_seconds=deadlines.load,
+        broadcast=plan.recipe.weights.medium == "broadcast",
     )
 
 

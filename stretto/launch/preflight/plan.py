@@ -21,6 +21,7 @@ from stretto.launch.preflight.checks import (
     check_in_flight,
     check_kind,
     check_machine,
+    check_ray,
     check_reward_addresses,
     check_reward_function,
     check_reward_sources,
@@ -96,10 +97,8 @@ class Plan(Outline):
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
-    """Find, read and check everything that the recipe names.
-
-    Args:
-        has_policy: version 0 of the policy exists already, so the plan needs no demonstrations.
+    """Find, read and check everything that the recipe names. `has_policy`: version 0 of the policy exists already, so
+    the plan needs no demonstrations.
 
     Raises:
         RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
@@ -137,6 +136,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     if isinstance(recipe.workflow, WorkflowConfig):
         check_workflow_fits(recipe.workflow.function, needs, tokenizer, _plain(rows))
     check_servers(recipe, base, tokenizer, (*training.prompts, *held_out.prompts))
+    check_ray(recipe)
     return Plan(
         recipe=recipe,
         base=base,
