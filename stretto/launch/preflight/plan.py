@@ -119,8 +119,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     tokenizer = load_tokenizer(base.path)
     longest = longest_prompt_allowed(recipe, base)
     check_top_k(recipe, base)
-    reference = recipe.algorithm.reference
-    if reference is not None and reference.path is not None:
+    if (reference := recipe.algorithm.reference) is not None and reference.path is not None:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
     _check_agents(recipe, tokenizer)
     sifted = sift(recipe.rewards, _questions(recipe))
