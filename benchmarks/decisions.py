@@ -37,8 +37,7 @@ from stretto.core.records import (
     trajectory_id,
 )
 from stretto.rollout.config import BeyondBound, RolloutConfig
-from stretto.rollout.controller import Controller, Ticket
-from stretto.rollout.journal import Journal
+from stretto.rollout.controller import Controller, Journal, Ticket
 from stretto.rollout.prompts import PromptStream
 from stretto.simulator.accounts import Accounts
 from stretto.store.ledger.config import StoreConfig

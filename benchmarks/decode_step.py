@@ -64,7 +64,7 @@ def _named(products: float, attention: float, others: float, rest: float) -> lis
 
 
 def _running(model: PreTrainedModel, dtype: str, steps: int) -> NativeEngine:
-    """An engine whose answers are as long as they should be in the middle of the next so many steps."""
+    """An engine whose completions have their wanted length in the middle of the next steps."""
     engine = NativeEngine(model, EngineConfig.model_validate({"slots": ROWS, "dtype": dtype}))
     for number, prompt in enumerate(prompts(ROWS, 1024)):
         sampling = Sampling(max_tokens=1900)

@@ -66,7 +66,7 @@ class Turn:
 
 
 async def turn(tokens: int, server: int, adapter: int, work: Callable[[], Coroutine[Any, Any, None]]) -> Turn:
-    """`work`, which samples so many tokens, and what it costs the trees of the server and the adapter."""
+    """`work`, which samples tokens, and what it costs the trees of the server and the adapter."""
 
     def costs() -> list[float]:
         return [sum(map(cpu_seconds, (server, *descendants(server)))), cpu_seconds(adapter), time.process_time()]

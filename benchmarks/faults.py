@@ -291,7 +291,7 @@ def _spread(records: Iterable[Record]) -> str:
 def campaign(
     records: Path, kills: int, per_run: int, undisturbed: int, most: int, recipe: Path, settings: Sequence[str]
 ) -> tuple[list[Record], list[Record], bool]:
-    """Disturbed and undisturbed runs, at most so many of them new ones, and whether these are all that are wanted."""
+    """Disturbed and undisturbed runs, at most `most` of them new ones, and whether these are all that are wanted."""
     calm, hit = list[Record](), list[Record]()
     while (calm_wanted := len(calm) < undisturbed) or sum(len(record.kills) for record in hit) < kills:
         found, kind = (calm, 0) if calm_wanted else (hit, per_run)

@@ -6,8 +6,8 @@
 Every agent opens a session and asks again as soon as it is answered, with its whole history, a system prompt and three
 tools; answers are of 32 tokens, and every token goes on record in a file. Twice: before a model that answers at once,
 where all that the process does is the gateway's (*CPU* is the processor time of one call, to be read where other work
-shares the machine, *call* what a client waits); and before a Llama of two layers in the same process, as `stretto
-gateway` has it.
+shares the machine, *call* what a client waits); and before a Llama of two layers in an engine of its own, as
+`stretto gateway` has it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from benchmarks.report import Table, save
 from stretto.conversation.session import WholeTurns
-from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
+from stretto.core.records import Completion, GenerateRequest, StopReason
 from stretto.engine.http.connections import Connections
 from stretto.gateway.app import GatewayApp
 from stretto.gateway.beside import serving_beside
 from stretto.gateway.chat import ChatDialect
-from stretto.gateway.config import GatewayConfig
 from stretto.gateway.sessions import RecordedSessions, SessionTable
 from stretto.launch.commands.gateway import speaker_of
 from stretto.model.hf.folder import quiet_transformers
@@ -105,8 +104,7 @@ class InstantModel:
 
 def serve_instantly(model: Path, folder: Path) -> None:
     """A gateway before `InstantModel`, in this process."""
-    tokenizer = load_tokenizer(model)
-    speaker = speaker_of("tiny", tokenizer, Sampling(CONTEXT), CONTEXT, GatewayConfig())
+    speaker = speaker_of("tiny", load_tokenizer(model), CONTEXT)
     folder.mkdir()
     generate = InstantModel()
     host = RecordedSessions(folder, speaker, lambda name, record: WholeTurns(generate, record, name))

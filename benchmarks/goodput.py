@@ -41,7 +41,7 @@ _FIRST_STEPS = 50  # before the first period begins
 
 
 class Going:
-    """A run that goes on, whoever is killed."""
+    """A run that goes on, whichever role is killed."""
 
     def __init__(self, laboratory: Laboratory, run_dir: Path) -> None:
         self._laboratory, self._run_dir = laboratory, run_dir

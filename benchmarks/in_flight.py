@@ -42,7 +42,7 @@ def run(base: Job, machine: MachineProfile, slots: int, number: int | str, seed:
     report = simulated.run()
     return {
         "step_seconds": report.seconds / report.steps,
-        "preempted": report.preempted / report.answers.total(),
+        "preempted": report.preempted / report.completions.total(),
         "recomputed": report.recomputed / report.sampled,
         "staleness": report.mean_staleness,
         "in_force": report.max_in_flight,

@@ -136,7 +136,7 @@ def async_sync(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
 
 
 def _fastest(kinds: dict[str, tuple[str, ...]], seed: int, steps: int) -> tuple[dict[str, float], str]:
-    """Seconds that each way takes for so many steps, the better one of two runs, and which is the fastest."""
+    """Seconds that each way takes for its steps, the better one of two runs, and which is the fastest."""
     trial = [f"seed={seed}", f"trainer.steps={steps}", "evaluation.prompts=32"]
     seconds = dict.fromkeys(kinds, math.inf)
     for _ in range(2):

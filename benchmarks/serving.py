@@ -1,4 +1,4 @@
-"""`stretto serve` under load: streams of answers, so many at a time, and what of the engine's own speed is left.
+"""`stretto serve` under load: streams of completions, a number at a time, and what of the engine's own speed is left.
 
     python -m benchmarks.serving                                   1, 16 and 64 streams at once
     python -m benchmarks.serving --model 48M --concurrency 64 --rounds 2

@@ -99,8 +99,8 @@ def measure(setting: Setting, steps: int, seed: int) -> Outcome:
 
 def outcome(report: SimulationReport, cuts: Sequence[float]) -> Outcome:
     """The numbers of one run."""
-    tokens = Counter({length: length * answers for length, answers in report.answers.items()})
-    ended = report.answers + report.expired
+    tokens = Counter({length: length * count for length, count in report.completions.items()})
+    ended = report.completions + report.expired
     return Outcome(
         step_time=report.seconds / report.steps,
         waiting=report.waiting / report.seconds,
@@ -108,7 +108,7 @@ def outcome(report: SimulationReport, cuts: Sequence[float]) -> Outcome:
         worst_staleness=report.worst_staleness,
         masked=report.masked_share,
         masked_by_quartile=by_quartile(report.masked, tokens, cuts),
-        touched=report.touched / report.answers.total(),
+        touched=report.touched / report.completions.total(),
         expired=report.expired_share,
         expired_by_quartile=by_quartile(report.expired, ended, cuts),
         dropped=report.dropped_share,

@@ -147,14 +147,14 @@ def server(runs: Path, cache: Path) -> Iterator[tuple[httpx.Client, int]]:
 
 def opening(client: httpx.Client) -> tuple[str, float, float]:
     """The address of the run, the seconds of what a browser asks for, and how much of the ledger was read by then."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     (run,) = client.get("/api/runs").json()["runs"]
     address = f"/api/runs/{run['id']}"
     indexed = 0.0
     for part in ("", "/series?names=reward,trainer.entropy", "/trajectories?sort=-id", "/timeline?pixels=1200"):
         found = client.get(f"{address}{part}").raise_for_status().json()
         indexed = found.get("indexed", indexed)
-    return address, time.perf_counter() - begun, indexed
+    return address, time.perf_counter() - start, indexed
 
 
 def until(what: str, is_so: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
@@ -190,9 +190,9 @@ def _tables(client: httpx.Client, address: str) -> dict[str, float]:
     for question in TABLES:
         seconds = []
         for _ in range(3):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             client.get(f"{address}/trajectories?{question}").raise_for_status()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - start)
         found[question] = statistics.median(seconds)
     return found
 
@@ -207,9 +207,9 @@ def main() -> None:
         make_run(runs / "large", **sizes)
         with server(runs, cache) as (client, pid):
             address, first, indexed = opening(client)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             until("the ledger to be read", lambda: client.get(f"{address}/trajectories").json()["indexed"] == 1)
-            reading = first + time.perf_counter() - begun
+            reading = first + time.perf_counter() - start
             until("the spans to be read", lambda: client.get(f"{address}/timeline").json()["spans"] == sizes["spans"])
             until("the metrics to be read", lambda: client.get(f"{address}/series").json()["steps"] == sizes["steps"])
             until("what was read to be kept", lambda: parts_kept(cache) >= {"trajectories", "steps", "spans"})

@@ -58,7 +58,10 @@ Overrides = Annotated[
 ]
 EngineOverrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - as above
-    typer.Argument(metavar="[engine.KEY=VALUE]...", help="Settings of the engine, as in a recipe."),
+    typer.Argument(
+        metavar="[engine.KEY=VALUE]...",
+        help="Settings of the engine, as in a recipe; of the gateway also deadlines.KEY=VALUE.",
+    ),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
 
@@ -246,10 +249,14 @@ def gateway(
 
     POST /sessions gives an agent its address and its key. Sessions that are recorded in the folder go on.
     """
-    with importing():
-        from stretto.launch.commands.gateway import gateway
+    with forking() as spawner:
+        with importing():
+            from stretto.launch.commands.gateway import gateway
 
-    gateway(model, host=host, port=port, folder=folder, name=name, api_key=api_key, overrides=overrides or [])
+        words = overrides or []
+        gateway(
+            model, host=host, port=port, folder=folder, name=name, api_key=api_key, overrides=words, spawner=spawner
+        )
 
 
 app.command()(engine)

@@ -1,7 +1,7 @@
 """One conductor for each run, though its folder was copied.
 
 A run folder has a lock, and a copy has one of its own. But both have the run's name and token, and the address at
-which its last conductor was: who goes on with a copy looks there first, and later tells a conductor that comes back.
+which its last conductor was: a resume of a copy looks there first, and later tells a conductor that comes back.
 The newer one stays. Machines carry the word too: each remembers the newest conductor that it has served
 (`cluster.messages.Join`).
 """
@@ -125,7 +125,7 @@ async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure 
 
     Raises:
         MachineLost: nobody listens there.
-        HandshakeRefused: who listens there has another run, another token or another language.
+        HandshakeRefused: the listener has another run, another token or another language.
     """
     try:
         reader, writer = await connect(address, None if address.startswith(UNIX) else client_context(tls))

@@ -103,7 +103,7 @@ class AgentSession:
     """A session as HTTP shows it.
 
     Attributes:
-        key: the capability; who has it asks for turns.
+        key: the capability: whatever has it may ask for turns.
         created: seconds since 1970.
         given: the rewards that came by HTTP.
         ended: set when it has ended.

@@ -14,7 +14,8 @@ from stretto.core.engine import json_rule
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Sampling
 
-_CHOSEN = ("temperature", "top_p", "top_k", "min_p")
+#: What a client may choose of the distribution.
+DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,14 @@ class SamplingRule:
     Attributes:
         default: where a client wishes nothing; `max_tokens` is the most of one turn.
         context: most tokens of prompt and completion.
-        fixed: clients choose lengths and stop texts only, as the policy that is trained samples by one distribution.
+        chosen: the fields of the distribution that clients choose, beside lengths and stop texts; none in a run, as the
+            policy that is trained samples by one distribution.
         forms: how the model writes calls, where the engine follows grammars; None where it follows none.
     """
 
     default: Sampling
     context: int
-    fixed: bool = False
+    chosen: tuple[str, ...] = DISTRIBUTION
     forms: CallForms | None = None
 
     def check(self, asked: AskedTurn) -> None:
@@ -88,8 +90,9 @@ class SamplingRule:
             "response_format": wanted.json and not followed,
             "seed": wanted.seed is not None,
         }
-        for name in _CHOSEN if self.fixed else ():
-            wishes[name] = getattr(wanted, name) not in (None, getattr(self.default, name))
+        for name in DISTRIBUTION:
+            other = getattr(wanted, name) not in (None, getattr(self.default, name))
+            wishes[name] = other and name not in self.chosen
         return tuple(name for name, unapplied in wishes.items() if unapplied)
 
     def sampling(self, asked: AskedTurn, prompt_tokens: int) -> Sampling:
@@ -106,7 +109,7 @@ class SamplingRule:
         grammar = self.forms.grammar(asked) if self.forms is not None else ""
         stop = self.default.stop + wanted.stop
         sampling = msgspec.structs.replace(self.default, max_tokens=most, stop=stop, grammar=grammar)
-        if self.fixed:
-            return sampling
-        chosen = {field: value for field in _CHOSEN if (value := getattr(wanted, field)) is not None}
-        return msgspec.structs.replace(sampling, **{**chosen, "top_k": max(0, chosen.get("top_k", sampling.top_k))})
+        chosen = {field: value for field in self.chosen if (value := getattr(wanted, field)) is not None}
+        if "top_k" in chosen:
+            chosen["top_k"] = max(0, chosen["top_k"])  # -1 is none
+        return msgspec.structs.replace(sampling, **chosen)

@@ -253,11 +253,11 @@ class Conductor:
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             await self._poll(_POLL_SECONDS)
-            self._press()
+            self._observe_pressure()
             self.evaluation.check()
             watchdog.check()
 
-    def _press(self) -> None:
+    def _observe_pressure(self) -> None:
         """Tell the controller how full the engines are; the completions of an evaluation, and what they have preempted,
         say nothing of the groups."""
         if self.controller.config.max_in_flight != "auto":
@@ -265,7 +265,7 @@ class Conductor:
         now, before = self.engines.pressure(), self._evaluated
         self._evaluated = any(map(is_evaluation, self.engines.open))
         if now is not None and not (before or self._evaluated):
-            self.controller.press(now)
+            self.controller.observe_pressure(now)
             self._admit()
 
     def _progress(self) -> object:

@@ -232,7 +232,7 @@ def _terms(costs: Costs, report: SimulationReport, grain: int) -> dict[str, floa
     trained = report.training / report.steps / sum(parts)
     step = report.seconds / report.steps
     working = trained * (sum(parts) - parts.conduct)
-    completions = report.answers.total()
+    completions = report.completions.total()
     return {
         "step_seconds": step,
         "tokens_per_second": report.trained_tokens * grain / report.seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -12,9 +13,11 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -46,7 +49,7 @@ class Server:
         self._events = selectors.DefaultSelector()
 
     def serve(self) -> int:
-        """The exit code, of the server once the command has ended, and of each child once its role has.
+        """The exit code, once the command has ended; a child does not return.
 
         The wait has no deadline: its owner is the command, whose end closes the wire.
         """
@@ -60,7 +63,7 @@ class Server:
                     if not message:
                         return 0
                     if self._fork(wire=descriptors[0]) == 0:
-                        return run_child(_SPAWN.decode(message), descriptors, server)
+                        run_child(_SPAWN.decode(message), descriptors, server)
                     for descriptor in descriptors[1:]:
                         os.close(descriptor)
                 elif key.fd == child.ended:
@@ -108,8 +111,8 @@ def send(wire: int, message: Spawned | NotSpawned | Exited) -> bool:
     return False
 
 
-def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> int:
-    """Become the process that `spawn` describes; its exit code. The first descriptor is the wire to the command."""
+def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn:
+    """Become the process that `spawn` describes. The first descriptor is the wire to the command."""
     # Above the numbers that inherited descriptors are to have: nothing is in their way then.
     least = max((2, *spawn.inherited)) + 1
     wire, *inherited = (fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least) for descriptor in descriptors)
@@ -134,8 +137,17 @@ def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> int:
     if not send(wire, Spawned(os.getpid())):
         os._exit(0)  # the start was cancelled, and what the role was to read may be gone
     os.close(wire)
-    code: int = importlib.import_module(spawn.module).main([spawn.spec])
-    return code
+    leave(importlib.import_module(spawn.module).main([spawn.spec]))
+
+
+def leave(code: int) -> NoReturn:
+    """End this copy of a process as an interpreter ends, but for its objects, whose memory is the kernel's to free: to
+    take down each that was there before the fork would copy most of it first, for a third of a second."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 @dataclass(frozen=True)
@@ -157,7 +169,7 @@ def fork_here(held: Sequence[int]) -> Spawner:
     """A fork server that is a copy of this process as it is now, so that it need not import anything.
 
     To be called by a role that starts others, before it has threads or begins as a role. In the copy, and in its
-    children, this does not return: they leave by SystemExit. Descriptors in `held` are this process's alone.
+    children, this does not return. Descriptors in `held` are this process's alone.
     """
     if accelerated():
         return FRESH
@@ -181,7 +193,7 @@ def fork_here(held: Sequence[int]) -> Spawner:
     die_with_parent(parent)
     with contextlib.suppress(OSError):
         show_as([sys.executable, "-m", __name__])
-    sys.exit(Server(far).serve())
+    leave(Server(far).serve())
 
 
 def show_as(words: Sequence[str]) -> None:

@@ -6,7 +6,7 @@
       │ Proof: HMAC over all of this ────────────► │   a wrong one, or a caller that is not wanted: Refusal, and the end
       │ ◄────── Welcome: who it is, HMAC over that │
 
-The caller proves first, so a stranger who knocks learns nothing that the key was part of. A proof holds for its side of
+The caller proves first, so a stranger learns nothing that the key was part of. A proof holds for its side of
 one connection only. The handshake encrypts nothing and guards nothing that comes after it: on a network that others can
 read, it goes inside TLS.
 """

@@ -234,7 +234,7 @@ class RestartBudget:
 
 
 class ReplaceableProcess(Protocol):
-    """A role's process for one who replaces it: `RoleProcess`, or one on another machine (`cluster.machine`)."""
+    """A role's process, as its supervisor sees it: `RoleProcess`, or one on another machine (`cluster.machine`)."""
 
     @property
     def log(self) -> Path: ...

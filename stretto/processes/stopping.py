@@ -63,13 +63,16 @@ class StopSignal:
             on_stop()
 
 
-def until_cut_short(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, in an event loop of its own.
+def until_cut_short(
+    work: Coroutine[Any, Any, T], make_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> T:
+    """The result of `work`, in an event loop of its own, by default asyncio's.
 
     Raises:
         SystemExit: with 130; a second signal has cut it short, and everything was put away.
     """
     try:
-        return asyncio.run(work)
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            return runner.run(work)
     except (asyncio.CancelledError, KeyboardInterrupt):
         raise SystemExit(_CUT_SHORT) from None

@@ -24,7 +24,7 @@ def server_context(folder: str) -> ssl.SSLContext | None:
 
 
 def client_context(folder: str) -> ssl.SSLContext | None:
-    """As `server_context`, for one who connects."""
+    """As `server_context`, for the side that connects."""
     return _context(folder, ssl.PROTOCOL_TLS_CLIENT)
 
 

@@ -189,7 +189,7 @@ async def connect(address: str, context: ssl.SSLContext | None) -> Stream:
 
     Raises:
         MachineLost: nobody answers there.
-        HandshakeRefused: who answers does not accept our TLS.
+        HandshakeRefused: the listener does not accept our TLS.
         DeadlineExceeded: nothing comes back.
         RecipeError: it is no address.
     """

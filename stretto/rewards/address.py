@@ -53,7 +53,7 @@ class _Busy(Exception):
 
 
 class Asker:
-    """Posts questions to one path of an address; `who` is there is for the reasons."""
+    """Posts questions to one path of an address; `who` names the listener in reasons."""
 
     def __init__(self, config: AddressConfig, path: str, who: str) -> None:
         self._config, self._url = config, config.address.rstrip("/") + path

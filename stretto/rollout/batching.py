@@ -24,7 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stretto.core.admission import due
-from stretto.core.records import Group
+from stretto.core.errors import BoundViolated
+from stretto.core.records import Batch, Group
 from stretto.rollout.config import BeyondBound
 
 
@@ -118,3 +119,17 @@ def can_all_be_trained_in_time(left: Iterable[float], facts: QueueState) -> bool
         if due_by > (last - facts.version) * facts.batch_size:
             return False
     return True
+
+
+def assert_within_bound(batch: Batch, policy: BeyondBound) -> None:
+    """
+    Raises:
+        BoundViolated: a token would be trained beyond the bound of its group.
+    """
+    for group in batch.groups if policy != "train" else ():
+        oldest = max(group.oldest_version, batch.oldest_of(group.id))
+        if batch.version - oldest > group.max_staleness:
+            raise BoundViolated(
+                f"group {group.id} has a token of version {oldest} and would be trained at {batch.version}, beyond "
+                f"max_staleness = {group.max_staleness:g} (beyond_bound = {policy!r})"
+            )

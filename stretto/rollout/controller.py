@@ -19,24 +19,15 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from stretto.core.admission import BoundChange, Staleness, admits, due
-from stretto.core.errors import BoundViolated, StrettoError
-from stretto.core.records import (
-    Batch,
-    Group,
-    Outcome,
-    Record,
-    State,
-    Trajectory,
-    derive_seed,
-    trajectory_id,
-)
+from stretto.core.errors import StrettoError
+from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory, derive_seed, trajectory_id
 from stretto.rollout.adaptive import AdaptiveBound, adapted
-from stretto.rollout.batching import QueueState, choose
+from stretto.rollout.batching import QueueState, assert_within_bound, choose
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters, refused
-from stretto.rollout.journal import Journal
 from stretto.rollout.pacing import Continuous, Pacing
 from stretto.rollout.pressure import AdaptiveInFlight, Pressure, decided, measured
 from stretto.rollout.prompts import Draw, Position, PromptStream
@@ -44,6 +35,25 @@ from stretto.rollout.prompts import Draw, Position, PromptStream
 
 class TooManyFailures(StrettoError):
     """More groups failed in a row than `rollout.max_failures_in_a_row` allows."""
+
+
+class Journal(Protocol):
+    """Gets each state change before it takes effect: the ledger, or the accounts of a simulation."""
+
+    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
+        """`members` trajectories of the group are in flight."""
+
+    def buffer(self, group: Group) -> None:
+        """The group's trajectories are finished and wait for a batch."""
+
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
+        """A trajectory ends untrained: filtered, expired or failed. `trajectory` is its record, if it has one."""
+
+    def commit_batch(self, batch: Batch) -> None:
+        """The batch is about to be trained on. Durable when this returns."""
+
+    def change_bound(self, change: BoundChange) -> None:
+        """Groups that are issued from now on are under another bound."""
 
 
 class ControllerState(Record, frozen=True):
@@ -164,7 +174,7 @@ class Controller:
             reason = f"mismatch {now.mismatch:.2f} of its limit ({now.worst})"
             self._journal.change_bound(BoundChange(step, "max_staleness", before.bound, now.bound, reason))
 
-    def press(self, now: Pressure) -> None:
+    def observe_pressure(self, now: Pressure) -> None:
         """What the engines tell at this moment, from which the next numbers of groups in flight follow."""
         if self._number is None:
             return
@@ -313,7 +323,7 @@ class Controller:
             oldest_trainable=choice.oldest_trainable,
             oldest_by_group=choice.oldest_by_group,
         )
-        self._assert_bound(batch)
+        assert_within_bound(batch, self.config.beyond_bound)
         next_one = choose(self.config.beyond_bound, self._facts(self.published + 1, without=choice.groups))
         self._starved = not next_one.groups  # before the journal, which may write `state`
         self._journal.commit_batch(batch)
@@ -374,17 +384,6 @@ class Controller:
     def load(self, version: int) -> None:
         """Every engine has loaded `version` or a newer one; new groups are admitted at it."""
         self.live = max(self.live, version)
-
-    def _assert_bound(self, batch: Batch) -> None:
-        if self.config.beyond_bound == "train":
-            return
-        for group in batch.groups:
-            oldest = max(group.oldest_version, batch.oldest_of(group.id))
-            if batch.version - oldest > group.max_staleness:
-                raise BoundViolated(
-                    f"group {group.id} has a token of version {oldest} and would be trained at {batch.version}, beyond "
-                    f"max_staleness = {group.max_staleness:g} (beyond_bound = {self.config.beyond_bound!r})"
-                )
 
 
 def _order_of_training(entry: tuple[Ticket, Group]) -> tuple[float, int]:

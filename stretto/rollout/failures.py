@@ -20,7 +20,7 @@ class RecentFailures:
         """`who` is to be mended: "workflow" or "agent"."""
         self._max_failed, self._who = max_failed, who
         self._failed: deque[bool] = deque(maxlen=_COUNTED)
-        self.ended = 0  # trajectories, for who looks whether anything moves
+        self.ended = 0  # trajectories: a sign of progress
 
     def count(self, trajectory: Trajectory) -> None:
         """

@@ -1,6 +1,6 @@
 """A control group for one sandbox: memory and processes counted over all that runs in it.
 
-Groups are made where the caller may make them, as a rule root; who may not has no level A.
+Groups need the right to make them, which root has as a rule; without it there is no level A.
 """
 
 from __future__ import annotations

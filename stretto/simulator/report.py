@@ -29,7 +29,7 @@ class SimulationReport:
     recomputed: float = 0.0  # tokens of the model whose KV cache was computed again
     preempted: float = 0.0  # completions that left a full cache
     staleness: Counter[int] = field(default_factory=Counter)
-    answers: Counter[int] = field(default_factory=Counter)  # completions trained on, by length
+    completions: Counter[int] = field(default_factory=Counter)  # completions trained on, by length
     masked: Counter[int] = field(default_factory=Counter)  # their tokens that were context only, by length
     touched: int = 0  # completions with a masked token
     expired: Counter[int] = field(default_factory=Counter)  # completions that expired, by length
@@ -41,7 +41,7 @@ class SimulationReport:
     @property
     def trained_tokens(self) -> int:
         """Tokens of all completions that were trained on, masked ones included."""
-        return sum(length * answers for length, answers in self.answers.items())
+        return sum(length * count for length, count in self.completions.items())
 
     @property
     def worst_staleness(self) -> int:
@@ -73,7 +73,7 @@ class SimulationReport:
     @property
     def expired_share(self) -> float:
         """Share of the completions that ended trained or expired."""
-        return self.expired.total() / max(1, self.answers.total() + self.expired.total())
+        return self.expired.total() / max(1, self.completions.total() + self.expired.total())
 
     def train(self, batch: Batch) -> None:
         """Count a batch that was trained on."""
@@ -81,7 +81,7 @@ class SimulationReport:
         for group, trajectory in pairs:
             oldest = batch.oldest_of(group.id)
             versions, length = trajectory.versions, len(trajectory.versions)
-            self.answers[length] += 1
+            self.completions[length] += 1
             for version, tokens in Counter(versions).items():
                 if version >= oldest:
                     self.staleness[batch.version - version] += tokens

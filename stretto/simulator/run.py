@@ -145,16 +145,16 @@ class SimulatedRun:
         engine.start(flight)
         if self.controller.config.max_in_flight == "auto" and not self._watched:
             self._watched = True
-            self.clock.call_after(_POLL_SECONDS, self._press)
+            self.clock.call_after(_POLL_SECONDS, self._observe_pressure)
 
-    def _press(self) -> None:
+    def _observe_pressure(self) -> None:
         """Read the engines; again in a while, unless nothing is in flight."""
         before, self._preempted = self._preempted, sum(engine.preempted for engine in self._engines)
         needed = max(engine.needed() for engine in self._engines)
-        self.controller.press(Pressure(needed, self._preempted - before, len(self._engines)))
+        self.controller.observe_pressure(Pressure(needed, self._preempted - before, len(self._engines)))
         self._watched = bool(self._flights)
         if self._watched:
-            self.clock.call_after(_POLL_SECONDS, self._press)
+            self.clock.call_after(_POLL_SECONDS, self._observe_pressure)
         self._admit()
 
     def _completed(self, flight: Flight) -> None:

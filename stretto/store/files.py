@@ -1,12 +1,20 @@
-"""Files that are whole or absent at any moment, and forced to disk."""
+"""Files that are whole or absent at any moment, and forced to disk; and what a kill has left of unfinished ones:
+
+.NAME.part   .NAME.<pid>.part   .NAME.<pid>.partial      unfinished: `NAME` does not exist, or is older
+.NAME.old    .NAME.<pid>.replaced                        whole: moved aside for its successor
+
+Leftovers are never read, and may be as large as a policy.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +22,8 @@ from stretto.core.errors import Problem, RunFolderError, naming
 
 #: What a file system says of an operation that it does not have, as the mount of a bucket of objects says of renames.
 _LACKING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EPERM, errno.EMFILE})
+_UNFINISHED = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(part|partial)")
+_ASIDE = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(old|replaced)")
 
 
 def is_lacking(error: OSError) -> bool:
@@ -102,3 +112,27 @@ def sync_file(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def sweep(folders: Iterable[Path]) -> None:
+    """Remove leftovers of earlier processes from these folders; what was moved aside for a successor that never came
+    gets its name back. The caller holds the run folder's lock.
+
+    A leftover that cannot be removed stays: it does no harm.
+    """
+    for folder in folders:
+        with suppress(OSError):
+            for path in list(folder.iterdir()):
+                aside = _ASIDE.fullmatch(path.name)
+                with suppress(OSError):
+                    if aside and not (folder / aside["name"]).exists():
+                        path.rename(folder / aside["name"])
+                    elif aside or _UNFINISHED.fullmatch(path.name):
+                        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """What a training step did with each token, for the record (`store.series.tokens`).
 
 The numbers are those that the loss was computed with. They stay where they are until the step's end, and are copied
-once; all else is done by whoever writes them.
+once; all else is done by the one that writes them.
 
 Axes: N loss token of all ranks, S sampled token of a trajectory.
 """

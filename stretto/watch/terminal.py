@@ -36,7 +36,7 @@ def watch_in_terminal(folders: Sequence[Path], leaves: Leaves | None = None) -> 
     """Show one run until it ends, or until the user leaves by ``q``, Ctrl-C or SIGTERM; the run does not notice.
 
     Args:
-        leaves: waits for so many seconds, and says whether to leave before the run ends; None: asks the keyboard.
+        leaves: waits for its seconds, and says whether to leave before the run ends; None: asks the keyboard.
 
     Raises:
         RunFolderError: there is not one folder, or no run in it.

@@ -191,7 +191,7 @@ class _BrokenOff(Exception):
 
 
 def tls_context(tls: Path) -> ssl.SSLContext:
-    """The client's end of TLS: the authority is the run's own, so it and not the host's name says who is there."""
+    """The client's end of TLS: the authority is the run's own, so it proves the server, not the host's name."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(tls / "ca.pem")

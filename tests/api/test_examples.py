@@ -36,11 +36,12 @@ def test_the_loop_on_one_page_learns(capsys: pytest.CaptureFixture[str]) -> None
     assert sum(several) > 0  # weights arrived in mid-completion
 
 
+@pytest.mark.timeout(600)  # a kernel, and two runs, in interpreters of their own
 def test_the_notebook_goes_from_nothing_to_a_learning_curve(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPLBACKEND")  # the kernel chooses its own, which draws into the notebook
     notebook: Any = nbformat.read(EXAMPLES / "first_run.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     place = {"metadata": {"path": str(inside)}}
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=place).execute()
+    nbclient.NotebookClient(notebook, timeout=500, kernel_name="python3", resources=place).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert "held-out accuracy: [" in "".join(output.get("text", "") for output in outputs)

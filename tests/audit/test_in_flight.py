@@ -53,24 +53,24 @@ def run_dir(tmp_path: Path) -> Path:
         tickets = admitted(control)
         assert len(tickets) == 2
         finish(control, tickets)
-        control.press(Pressure(0.1))  # nothing waits for the number: it stays
+        control.observe_pressure(Pressure(0.1))  # nothing waits for the number: it stays
         tickets = admitted(control)
         finish(control, tickets)
         tickets = admitted(control)
-        control.press(Pressure(0.1))
+        control.observe_pressure(Pressure(0.1))
         assert control.max_in_flight == 4
         tickets += admitted(control)
         assert len(tickets) == 4
         train(control, ledger)
         finish(control, tickets)
         tickets = admitted(control)
-        control.press(Pressure(0.9))  # the window after it was doubled does not count
+        control.observe_pressure(Pressure(0.9))  # the window after it was doubled does not count
         train(control, ledger)
         finish(control, tickets)
         assert len(admitted(control)) == 4
-        control.press(Pressure(0.9, preempted=8))
+        control.observe_pressure(Pressure(0.9, preempted=8))
         assert (control.max_in_flight, control.in_flight) == (3, 4)
-        control.press(Pressure(0.8))
+        control.observe_pressure(Pressure(0.8))
     return tmp_path
 
 

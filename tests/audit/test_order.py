@@ -45,7 +45,7 @@ def asked(sources: Sequence[PromptSource]) -> list[Prompt]:
 
 
 def record(folder: Path, sources: Sequence[PromptSource], groups: int, rests: bool = False) -> Path:
-    """The ledger of a run that has issued so many groups, all of them judged."""
+    """The ledger of a run that has issued `groups` groups, all of them judged."""
     folder.mkdir(exist_ok=True)
     (folder / "recipe.toml").write_text(RECIPE)
     prompts, whole = asked(sources), hashlib.blake2b(digest_size=16)

@@ -70,7 +70,7 @@ class Placer:
         return [int(word) for word in done.read_text().split()] if done.exists() else []
 
     async def supervised(self, orders: int) -> None:
-        """Supervise until so many orders have been given."""
+        """Supervise until a number of orders has been given."""
         watch = asyncio.ensure_future(self.agents.supervise())
         try:
             async with asyncio.timeout(60):

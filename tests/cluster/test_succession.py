@@ -44,7 +44,7 @@ def test_each_start_raises_the_epoch_and_takes_a_name() -> None:
     second, sibling = next_tenure(first), next_tenure(first)
     assert (first.epoch, second.epoch, sibling.epoch) == (1, 2, 2)
     assert first < second
-    assert (second < sibling) != (sibling < second)  # one of them gives way, whoever asks
+    assert (second < sibling) != (sibling < second)  # one of them gives way, whichever asks
 
 
 @pytest.mark.parametrize(

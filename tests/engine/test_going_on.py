@@ -45,10 +45,10 @@ def beginning(completion: Completion, tokens: int) -> Segment:
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 def test_an_answer_goes_on_as_it_would_have(folder: Path, tokens: int) -> None:
     whole = finished(engine(folder), REQUEST)
-    begun = tuple(beginning(completion, min(tokens, len(completion.token_ids) - 1)) for completion in whole)
-    again = finished(engine(folder), replace(REQUEST, prefixes=begun))
+    prefixes = tuple(beginning(completion, min(tokens, len(completion.token_ids) - 1)) for completion in whole)
+    again = finished(engine(folder), replace(REQUEST, prefixes=prefixes))
     assert [completion.token_ids for completion in again] == [completion.token_ids for completion in whole]
-    for ours, theirs, some in zip(again, whole, begun, strict=True):
+    for ours, theirs, some in zip(again, whole, prefixes, strict=True):
         assert ours.behavior_logprobs[: len(some.token_ids)] == some.behavior_logprobs
         assert ours.behavior_logprobs == pytest.approx(theirs.behavior_logprobs, abs=EXACT)
         assert ours.interrupted == (2 if some.token_ids else 0)
@@ -72,10 +72,10 @@ def test_what_is_written_of_an_answer_is_enough_to_go_on_elsewhere_with_other_we
     second = engine(folder)
     weights = {name: parameter * 1.5 for name, parameter in load_policy(folder).named_parameters()}
     second.update(4, weights)
-    begun = [Segment(w.token_ids, w.behavior_logprobs, w.versions) for w in written.values()]
+    prefixes = [Segment(w.token_ids, w.behavior_logprobs, w.versions) for w in written.values()]
     seeds = tuple(REQUEST.seeds[member] for member in written)
-    going_on = finished(second, replace(REQUEST, seeds=seeds, prefixes=tuple(begun)))
-    for completion, some in zip(going_on, begun, strict=True):
+    going_on = finished(second, replace(REQUEST, seeds=seeds, prefixes=tuple(prefixes)))
+    for completion, some in zip(going_on, prefixes, strict=True):
         assert completion.token_ids[: len(some.token_ids)] == some.token_ids
         assert set(completion.versions[len(some.token_ids) :]) == {4}
         assert completion.versions[: len(some.token_ids)] == some.versions
@@ -83,14 +83,14 @@ def test_what_is_written_of_an_answer_is_enough_to_go_on_elsewhere_with_other_we
 
 def test_only_new_tokens_count_as_generated(folder: Path) -> None:
     whole = finished(engine(folder), REQUEST)
-    begun = tuple(beginning(completion, len(completion.token_ids) - 1) for completion in whole)
+    prefixes = tuple(beginning(completion, len(completion.token_ids) - 1) for completion in whole)
     other = engine(folder)
-    finished(other, replace(REQUEST, prefixes=begun))
+    finished(other, replace(REQUEST, prefixes=prefixes))
     assert other.health().generated == 3
 
 
 @pytest.mark.parametrize(
-    ("begun", "message"),
+    ("prefixes", "message"),
     [
         ((Segment(),), "prefixes: 1 prefixes for 3 seeds; none, or one for each seed"),
         ((Segment((4,), (), (0,)), Segment(), Segment()), "prefixes: 1 tokens; as many log-probabilities and versions"),
@@ -125,10 +125,10 @@ def test_only_new_tokens_count_as_generated(folder: Path) -> None:
     ],
 )
 def test_a_beginning_that_no_engine_can_have_written_is_refused(
-    folder: Path, begun: tuple[Segment, ...], message: str
+    folder: Path, prefixes: tuple[Segment, ...], message: str
 ) -> None:
     with pytest.raises(RefusedRequest) as refused:
-        engine(folder).add(replace(REQUEST, prefixes=begun))
+        engine(folder).add(replace(REQUEST, prefixes=prefixes))
     assert message in str(refused.value)
 
 
@@ -145,11 +145,11 @@ def test_versions_of_a_beginning_never_decrease(folder: Path) -> None:
 def test_a_beginning_that_fills_the_context_is_refused_and_one_that_leaves_a_place_goes_on(folder: Path) -> None:
     ours, long = engine(folder), replace(REQUEST, seeds=(1,), sampling=Sampling(max_tokens=10_000))
 
-    def begun(tokens: int) -> GenerateRequest:
+    def prefixes(tokens: int) -> GenerateRequest:
         return replace(long, prefixes=(Segment((4,) * tokens, (-0.5,) * tokens, (0,) * tokens),))
 
     for tokens in (189, 190, 5_000):  # of a context of 192 the prompt takes three
         with pytest.raises(RefusedRequest, match=f"prefixes: {tokens} tokens; fewer than 189, .* the context of 192"):
-            ours.add(begun(tokens))
+            ours.add(prefixes(tokens))
     assert ours.idle
-    assert len(finished(ours, begun(188))[0].token_ids) == 189
+    assert len(finished(ours, prefixes(188))[0].token_ids) == 189

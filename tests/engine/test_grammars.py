@@ -1,5 +1,5 @@
-"""Promises of a completion with a grammar: even a random model follows it, whatever interrupts it, and whoever goes on
-with its tokens; its log-probabilities are those of the allowed tokens alone; other rows are as if there were no
+"""Promises of a completion with a grammar: even a random model follows it, whatever interrupts it, and whichever engine
+goes on with its tokens; its log-probabilities are those of the allowed tokens alone; other rows are as if there were no
 grammar; a grammar of a stranger is refused, within bounds, and the engine goes on.
 """
 
@@ -121,8 +121,8 @@ def test_an_object_that_is_interrupted_or_goes_on_elsewhere_stays_whole(
         engine.add(request)
         for _ in range(step):
             assert not engine.step()
-        [begun] = engine.progress({"a": [0]})
-        same = generated(other, replace(request, prefixes=(begun.segment,)))[0]  # of an engine that was killed here
+        [partial] = engine.progress({"a": [0]})
+        same = generated(other, replace(request, prefixes=(partial.segment,)))[0]  # of an engine that was killed here
         assert same.token_ids == whole.token_ids
         assert same.behavior_logprobs == pytest.approx(whole.behavior_logprobs, abs=EXACT)
         engine.update(1, changed)

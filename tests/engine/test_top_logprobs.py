@@ -32,7 +32,7 @@ def ranked(counts: list[int], temperature: float, filtered: Filtered | None = No
 def test_ranks_by_hand() -> None:
     assert ranked([2, 0, 1], 1.0) == [[(0, 0.5), (1, 0.3)], [], [(0, 0.5)]]
     assert ranked([2], 0.5) == [[(0, round(25 / 38, 5)), (1, round(9 / 38, 5))]]  # squares: 25, 9 and 4 of 38
-    assert ranked([2], 0.0) == [[(0, 0.5), (1, 0.3)]]  # what is told of a greedy answer is at temperature 1
+    assert ranked([2], 0.0) == [[(0, 0.5), (1, 0.3)]]  # those of a greedy completion are at temperature 1
     assert ranked([9], 1.0) == [[(0, 0.5), (1, 0.3), (2, 0.2)]]
 
 

@@ -1,4 +1,4 @@
-"""The engines and rewards of a simulated run: slow, reordered, answering twice, dying in mid-answer."""
+"""The engines and rewards of a simulated run: slow, reordered, replying twice, dying in mid-completion."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Engines:
             self.on_load(self.version)
 
     async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
-        begun = request.prefixes or (Segment(),) * len(request.seeds)
-        answers = [(list(some.token_ids), list(some.versions)) for some in begun]
-        self.writing[request.id] = answers
+        prefixes = request.prefixes or (Segment(),) * len(request.seeds)
+        partials = [(list(some.token_ids), list(some.versions)) for some in prefixes]
+        self.writing[request.id] = partials
         try:
-            order = list(range(len(answers)))
+            order = list(range(len(partials)))
             self.chance.shuffle(order)
             for member in order:
                 for _ in range(self.chance.randint(1, 3)):
                     await self.a_moment()
-                    answers[member][0].append(len(answers[member][0]))
-                    answers[member][1].append(self.version)
-                completion = _completion(request, member, *answers[member])
+                    partials[member][0].append(len(partials[member][0]))
+                    partials[member][1].append(self.version)
+                completion = _completion(request, member, *partials[member])
                 yield completion
                 if self.chance.random() < self.schedule.twice_rate:
                     yield completion

@@ -1,8 +1,8 @@
 """Whole runs on a virtual clock, in which everything goes wrong: ``python -m tests.faults.simulation SEED`` plays one.
 
-The conductor, the controller, the buffer, the answers in flight and the ledger (a SQLite file) are the real ones, in an
-event loop whose time jumps. Engines, rewards and the trainer are made up: slow, reordered, answering twice, dying in
-mid-answer; and the conductor is killed, with everything it had not written. One seed is one schedule.
+The conductor, the controller, the buffer, the completions in flight and the ledger (a SQLite file) are the real ones,
+in an event loop whose time jumps. Engines, rewards and the trainer are made up: slow, reordered, replying twice, dying
+in mid-completion; and the conductor is killed, with everything it had not written. One seed is one schedule.
 
 The weights of the made-up trainer are a checksum over every batch that led to them: so it shows whether a run that goes
 on stands exactly where the one before stood.
@@ -112,7 +112,7 @@ class World:
 
 @dataclass
 class Toys:
-    """Trainer, keeper, recorder and examiner of one life of the conductor."""
+    """Trainer, checkpointing, recorder and evaluation of one life of the conductor."""
 
     world: World
     chance: random.Random
@@ -159,10 +159,10 @@ class Toys:
         return []
 
 
-class _Examiner(Toys):
+class _Evaluation(Toys):
     enough = False
 
-    def after(self, update: Update) -> None: ...  # type: ignore[override]  # an examiner's is no coroutine
+    def after(self, update: Update) -> None: ...  # type: ignore[override]  # that of an evaluation is no coroutine
 
     def keeps(self, update: Update) -> bool:
         return False
@@ -227,12 +227,12 @@ async def _conduct(world: World) -> bool:
         weights = world.train(weights, batch)
         if batch.step > ledger.last_update():
             ledger.record_update(Update(batch.step, batch.step, 0, 0, {}))
-    standing = ledger.get("standing", ControllerState) or ControllerState()
+    state = ledger.get("standing", ControllerState) or ControllerState()
     prompts = [Prompt(id=str(i), token_ids=(i,), text="", answer="") for i in range(schedule.prompts)]
-    stream = PromptStream(prompts, schedule.seed, standing.position)
+    stream = PromptStream(prompts, schedule.seed, state.position)
     pacing = InRounds() if schedule.rounds else Continuous()
     controller = Controller(schedule.rollout, stream, ledger, schedule.seed, version, pacing)
-    begun = restore(controller, standing, read_unfinished(path))
+    restored = restore(controller, state, read_unfinished(path))
     ledger.watch("standing", controller.state)
     engines = (CompanyMatters if schedule.rounds else Engines)(schedule, chance, version)
     rounds = (
@@ -240,18 +240,18 @@ async def _conduct(world: World) -> bool:
         if schedule.rounds
         else None
     )
-    answers = InFlight(engines, ledger, begun) if rounds is None else InFlight(rounds, journal=None)
-    workflow = SingleTurn(answers.generate, engines.score, str, Sampling(max_tokens=16))
+    in_flight = InFlight(engines, ledger, restored) if rounds is None else InFlight(rounds, journal=None)
+    workflow = SingleTurn(in_flight.generate, engines.score, str, Sampling(max_tokens=16))
     toys = Toys(world, chance, ledger, weights, version)
     conductor = Conductor(
         controller=controller,
         workflow=workflow if rounds is None else rounds.together(workflow),
         engines=cast(EnginePool, engines),
         trainer=cast(TrainerLink, toys),
-        in_flight=answers,
+        in_flight=in_flight,
         recorder=cast(Recorder, toys),
         checkpointing=cast(Checkpointing, toys),
-        evaluation=cast(Evaluations, _Examiner(world, chance, ledger, weights, version)),
+        evaluation=cast(Evaluations, _Evaluation(world, chance, ledger, weights, version)),
         poll=toys.poll,
         progress=lambda: len(engines.writing),
         steps=schedule.steps,

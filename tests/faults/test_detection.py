@@ -1,7 +1,7 @@
 """How long it takes until a role that is gone is known to be gone: in a whole run, from the signal to its log.
 
 - A role that died: 5 seconds at most.
-- A role that hangs: `deadlines.hung`, and as long again as it takes to be sure (the pulse comes once a second).
+- A role that hangs: `deadlines.hung`, and as long again as it takes to be sure (a heartbeat comes once a second).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 CALLS: tuple[str, ...] = ("write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "ftruncate")
 CALLS += ("unlink", "unlinkat", "mkdir", "mkdirat", "rmdir", "sendfile")
 MOST_CALLS = 100
-#: Of the calls of a commit, which are many, every so many-th is a kill; 1 in the long campaign.
+#: Every which of the many calls of a commit is a kill; 1 in the long campaign.
 STRIDE = int(os.environ.get("STRETTO_FAULT_STRIDE", "5"))
 
 CHECKPOINT = """
@@ -266,7 +266,7 @@ def read_copy(folder: Path, ledger: bytes, log: bytes) -> object:
 def read(path: Path) -> object:
     """Everything that a run goes on from; None for a file so short that SQLite takes it for a new one."""
     with closing(Ledger(path, StoreConfig())) as ledger:
-        standing, last = ledger.get("standing", dict), ledger.last_step()
-    if standing is None:
+        state, last = ledger.get("standing", dict), ledger.last_step()
+    if state is None:
         return None
-    return standing, last, list(read_batches(path, 0, last or 0)), read_unfinished(path)
+    return state, last, list(read_batches(path, 0, last or 0)), read_unfinished(path)

@@ -1,7 +1,9 @@
-"""`stretto gateway` as users run it: a real model, a real process, and sessions that survive its death."""
+"""`stretto gateway` as users run it: a real process, sessions that survive its death, and engines that may die or be of
+another make."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +15,11 @@ import pytest
 
 from stretto.core.errors import UserError
 from stretto.launch.commands.gateway import gateway as serve_sessions
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.tree import descendants
 from tests.gateway.serving import build_chat_model
 from tests.launch.running import service
+from tests.launch.vllm_server import Asked, replies_of, replies_that_say, serving
 from tests.launch.warm import WarmCommand
 
 
@@ -32,9 +37,9 @@ def gateway(model: Path, folder: Path, *words: str) -> Iterator[tuple[WarmComman
         yield process, line.removeprefix(begun).strip()
 
 
-def ask(session: dict[str, str], address: str, *texts: str) -> httpx.Response:
+def ask(session: dict[str, str], address: str, *texts: str, **further: Any) -> httpx.Response:
     messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
-    body = {"model": "chatml", "messages": messages, "max_tokens": 12}
+    body = {"model": "chatml", "messages": messages, "max_tokens": 12, **further}
     headers = {"Authorization": f"Bearer {session['api_key']}"}
     return httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers, timeout=60)
 
@@ -60,12 +65,52 @@ def test_recorded_turns_answer_after_the_process_was_killed(model: Path, tmp_pat
         assert process.wait(60) == 0
 
 
+def test_a_turn_outlives_its_engine(model: Path, tmp_path: Path) -> None:
+    with gateway(model, tmp_path / "sessions") as (process, address):
+        session = httpx.post(f"{address}/sessions", json={}).json()
+        first = ask(session, address, "hello").json()["choices"][0]["message"]["content"]
+        started = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(process.pid)}
+        [engine] = [pid for pid, words in started.items() if b"stretto.engine.role" in words]
+        os.kill(engine, signal.SIGKILL)
+        assert ask(session, address, "hello", first, "go on").status_code == 200
+        assert "engine-0 was killed by SIGKILL" in process.said()[0]
+
+
+def test_the_turns_of_a_server_of_another_make_are_on_record_as_it_sampled_them(model: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(model)
+    tokens = (*tokenizer.encode("ye", special_tokens=False), *tokenizer.encode("s", special_tokens=False))
+    tokens = (*tokens, tokenizer.eos_token_ids[0])
+    logprobs, asked = [-0.5 - at / 7 for at in range(len(tokens))], Asked()
+    replies = replies_of(model, context=512) | replies_that_say(tokens, logprobs)
+    with serving(replies, asked) as server:
+        words = ("engine.kind=vllm", f'engine.addresses=["{server}"]')
+        with gateway(model, tmp_path / "sessions", *words) as (process, address):
+            session = httpx.post(f"{address}/sessions", json={}).json()
+            reply = ask(session, address, "hello", response_format={"type": "json_object"}, top_p=0.5)
+            assert reply.json()["choices"][0]["message"]["content"] == "yes"
+            assert reply.headers["x-stretto-unapplied"] == "response_format"
+            given, sampled = httpx.get(f"{address}/sessions/{session['id']}").json()["nodes"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+    assert (tuple(sampled["token_ids"]), sampled["logprobs"]) == (tokens, logprobs)
+    assert sampled["versions"] == [0] * len(tokens)
+    [wanted] = [body for path, body in asked if path == "/inference/v1/generate"]
+    assert wanted["token_ids"] == given["token_ids"]
+    assert wanted["sampling_params"]["top_p"] == 0.5
+    [loaded] = [body["args"] for path, body in asked if path == "/collective_rpc"]
+    assert loaded == [str(model)]
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
         ({"host": "0.0.0.0"}, "give --api-key"),
         ({"api_key": "two words"}, "cannot be sent"),
         ({"overrides": ["engine.slot=1"]}, "slots"),
+        ({"overrides": ["engine.kind=vllm"]}, "engine.python: missing"),
+        ({"overrides": ["engine.port=1"]}, "engine.port"),
+        ({"overrides": ["engine.base_port=1"]}, "give --port"),
+        ({"overrides": ["trainer.steps=1"]}, "is no setting of the engine"),
     ],
 )
 def test_mistakes_are_told_before_the_model_is_loaded(

@@ -16,12 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.conversation.bridge import Renderer
-from stretto.conversation.forest import Tokens
-from stretto.conversation.session import MemoryRecord, Session, WholeTurns
 from stretto.core.records import Batch, Group, Outcome, Prompt, Sampling, Trajectory, Verdict
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import Generation
 from stretto.gateway.agent_session import Speaker
 from stretto.gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
 from stretto.gateway.app import GatewayApp
@@ -31,12 +28,13 @@ from stretto.gateway.config import AgentConfig, GatewayConfig
 from stretto.gateway.sampling import SamplingRule
 from stretto.gateway.sessions import SessionTable
 from stretto.gateway.telling import Teller
-from stretto.launch.commands.gateway import LocalGeneration
+from stretto.loop.engines.sessions import sessions_of_evaluation
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from tests.engine.answering import shaken, weights
+from tests.engine.serving import served
 from tests.gateway.serving import MODEL, build_chat_model, in_a_loop
 
 TOLERANCE = 1e-4  # nats, in float32
@@ -54,14 +52,10 @@ class Policy:
             plain = AutoModelForCausalLM.from_pretrained(build_chat_model(folder), dtype=torch.float32)
         self.models: dict[int, PreTrainedModel] = {0: plain.eval(), 1: shaken(plain, 1)}
         self.engine = NativeEngine.load(folder, EngineConfig(slots=2))
-        self._generation, self._tokenizer = Generation(self.engine), load_tokenizer(folder)
+        self._socket, self._tokenizer = folder / "engine", load_tokenizer(folder)
 
     def update(self, version: int) -> None:
         self.engine.update(version, weights(self.models[version]))
-
-    def _opened(self, id: str, prompt: Tokens, seed: int) -> Session:
-        record = MemoryRecord()
-        return Session(id, prompt, seed, WholeTurns(LocalGeneration(self._generation), record, id), record)
 
     async def _unscored(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
         pytest.fail("the client gives the rewards")
@@ -70,26 +64,23 @@ class Policy:
     async def groups(self) -> AsyncIterator[AgentGroups]:
         table, host, tokenizer = SessionTable(), WaitingSessions(), self._tokenizer
         sampling = Sampling(max_tokens=LONGEST, stop_token_ids=tokenizer.eos_token_ids)
-        rule = SamplingRule(sampling, self.engine.longest_row, fixed=True)
+        rule = SamplingRule(sampling, self.engine.longest_row, chosen=())
         speaker = Speaker(Renderer(tokenizer), Teller(MODEL, tokenizer), rule, GatewayConfig())
-        steps = asyncio.create_task(self._generation.run())
         app = GatewayApp(table, host, speaker, [ChatDialect()])
-        try:
-            async with serving_beside(app, socket.create_server(("127.0.0.1", 0))) as address:
-                services = AgentServices(
-                    table=table,
-                    speaker=speaker,
-                    address=address,
-                    room=asyncio.Semaphore(2),
-                    score=self._unscored,
-                    verdict=lambda reward: Verdict(Outcome.RIGHT, reward),
-                    decode=tokenizer.decode,
-                    task=lambda prompt, member, seed: {"prompt": prompt.text},
-                )
-                yield AgentGroups(AgentConfig(kind="agent"), services, self._opened, host)
-        finally:
-            steps.cancel()
-            await asyncio.wait([steps])
+        bound = socket.create_server(("127.0.0.1", 0))
+        async with served(self.engine, self._socket) as engine, serving_beside(app, bound) as address:
+            services = AgentServices(
+                table=table,
+                speaker=speaker,
+                address=address,
+                room=asyncio.Semaphore(2),
+                score=self._unscored,
+                verdict=lambda reward: Verdict(Outcome.RIGHT, reward),
+                decode=tokenizer.decode,
+                task=lambda prompt, member, seed: {"prompt": prompt.text},
+            )
+            opened = sessions_of_evaluation(engine.generate, lambda completion: None)
+            yield AgentGroups(AgentConfig(kind="agent"), services, opened, host)
 
 
 class Client:

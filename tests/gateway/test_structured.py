@@ -4,7 +4,6 @@ be followed is a 4xx in the dialect's form."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Sequence
@@ -24,12 +23,12 @@ from stretto.conversation.messages import AskedTurn, Tool, Wanted
 from stretto.conversation.session import Sampler, SessionRecord, WholeTurns
 from stretto.conversation.tool_calls import form_of
 from stretto.engine.config import EngineConfig
+from stretto.engine.http.client import HttpEngine
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import SharedGeneration
 from stretto.gateway.sampling import CallForms
-from stretto.launch.commands.gateway import LocalGeneration
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from tests.engine.serving import served
 from tests.gateway.serving import ENDS, MODEL, ServedGateway, build_chat_model, in_a_loop, served_gateway, tokenizer_of
 
 ASK = [{"role": "user", "content": "1+2?"}]
@@ -85,12 +84,12 @@ class Sum(BaseModel):
 class RandomModel:
     """A real engine in the test's own event loop (a `serving.SpeakingModel`)."""
 
-    generation: SharedGeneration
+    engine: HttpEngine
     tokenizer: Tokenizer
 
     def sampler(self, name: str, record: SessionRecord) -> Sampler:
         """See `gateway.sessions.MakeSampler`."""
-        return WholeTurns(LocalGeneration(self.generation), record, name)
+        return WholeTurns(self.engine.generate, record, name)
 
 
 @pytest.fixture(scope="module")
@@ -101,17 +100,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def following(folder: Path, sessions: Path) -> AsyncIterator[ServedGateway]:
     tokenizer = load_tokenizer(folder)
-    generation = SharedGeneration(NativeEngine.load(folder, EngineConfig(slots=4)))
+    engine = NativeEngine.load(folder, EngineConfig(slots=4))
     forms = CallForms(form_of(tokenizer.chat_template), tokenizer.vocabulary)
-    steps = asyncio.create_task(generation.run())
-    try:
-        model = RandomModel(generation, tokenizer)
+    async with served(engine, sessions / "engine") as client:
+        model = RandomModel(client, tokenizer)
         async with served_gateway(model, sessions, context=2048, forms=forms) as gateway:
             yield gateway
-        assert generation.engine.idle
-    finally:
-        steps.cancel()
-        await asyncio.wait([steps])
+        assert engine.idle
 
 
 def is_sum(said: Any) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 from stretto.conversation.messages import AskedTurn, Tool, Wanted
 from stretto.core.records import Sampling
-from stretto.gateway.sampling import SamplingRule
+from stretto.gateway.sampling import DISTRIBUTION, SamplingRule
 from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway
 
 CHAT_TOOL = {"type": "function", "function": {"name": "add"}}
@@ -67,10 +67,17 @@ async def test_a_call_of_a_tool_that_is_not_offered_is_refused(tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
-    ("fixed", "names"), [(False, ("parallel_tool_calls", "seed")), (True, ("parallel_tool_calls", "seed", "top_p"))]
+    ("chosen", "names"),
+    [
+        (DISTRIBUTION, ("parallel_tool_calls", "seed")),
+        (("temperature",), ("parallel_tool_calls", "seed", "top_p")),  # of an engine whose numbers do not follow top_p
+        ((), ("parallel_tool_calls", "seed", "top_p")),
+    ],
 )
-def test_in_a_run_another_distribution_than_the_recipes_is_not_applied(fixed: bool, names: tuple[str, ...]) -> None:
-    rule = SamplingRule(Sampling(max_tokens=8, temperature=0.7), context=32, fixed=fixed)
+def test_what_a_client_may_not_choose_of_the_distribution_is_not_applied(
+    chosen: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    rule = SamplingRule(Sampling(max_tokens=8, temperature=0.7), context=32, chosen=chosen)
     wanted = Wanted(temperature=0.7, top_p=0.5, seed=3, parallel_calls=False)
     assert rule.unapplied(AskedTurn(MODEL, (), (Tool("add"),), wanted)) == names
     assert rule.unapplied(AskedTurn(MODEL, (), wanted=Wanted(tool_choice="none", parallel_calls=False))) == ()

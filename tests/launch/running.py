@@ -310,7 +310,7 @@ def service(*arguments: str | Path, serving: str) -> Iterator[tuple[WarmCommand,
         AssertionError: it has ended before, with what it said.
     """
     with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as folder:
-        marked = os.environ | {"PYTHONPATH": str(ROOT), MARK: uuid.uuid4().hex}
+        marked = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": folder, MARK: uuid.uuid4().hex}
         with default_dispositions():
             process = WarmCommand([str(word) for word in arguments], Path(folder), marked)
         try:

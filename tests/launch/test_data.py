@@ -129,6 +129,14 @@ def test_a_mistake_of_a_source_is_named_with_its_place(recipe: Path, old: str, n
     assert expected in line
 
 
+def test_the_mistakes_of_the_task_and_of_further_evaluations_come_together(recipe: Path) -> None:
+    (recipe.parent / "long.csv").write_text("question,answer\n,4\n")
+    (recipe.parent / "far.jsonl").write_text('{"prompt": 4}\n')
+    lines = told(recipe, RECIPE + SET.replace("short.jsonl", "far.jsonl"))
+    places = [f"{recipe.parent}/long.csv:2", *[f"{recipe.parent}/far.jsonl:1"] * 2]  # no answer, and a number as prompt
+    assert [line.split(": ")[0] for line in lines] == places
+
+
 def test_prompts_beyond_the_limit_are_refused_with_their_places(recipe: Path) -> None:
     lines = told(recipe, RECIPE.replace('kind = "dataset"', 'kind = "dataset"\nmax_prompt_tokens = 5'))
     assert len(lines) == 8

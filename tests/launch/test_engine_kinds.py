@@ -3,12 +3,7 @@ all at once; an interpreter without it and a server that is silent or another mo
 
 from __future__ import annotations
 
-import json
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +17,7 @@ from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import Recipe, validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
-from stretto.model.hf.tokenizer import load_tokenizer
+from tests.launch.vllm_server import replies_of, serving
 
 Tree = dict[str, Any]
 BUILD: Tree = {"hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 32, "intermediate_size": 16}
@@ -170,53 +165,8 @@ def test_heads_that_the_attention_on_a_processor_lacks_are_named_with_those_it_h
 def test_the_deadlines_of_a_server_are_those_of_the_recipe(policy: Path, tmp_path: Path) -> None:
     engine, seconds = {"kind": "vllm", "python": interpreter(tmp_path, "0.32.0")}, {"answer": 901.0, "load": 301.0}
     plan = make_plan(recipe_of(policy, engine, deadlines=seconds))
-    (spec,) = engine_specs(plan, policy, Endpoints("mailbox", tmp_path, tmp_path))
+    (spec,) = engine_specs(plan.recipe, policy, Endpoints("mailbox", tmp_path, tmp_path))
     assert (spec.token_seconds, spec.load_seconds) == (450.5, 301.0)  # tokens: before the conductor, which waits 901 s
-
-
-@contextmanager
-def serving(replies: dict[str, Any]) -> Iterator[str]:
-    """A server of vLLM as far as a run asks it before it starts; `/tokenize` is a function of the text."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self._reply(replies.get(self.path))
-
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            known = asked.get("model", "m") == "m"  # the name that it gives its model
-            self._reply({"tokens": replies["/tokenize"](asked["prompt"])} if known else None)
-
-        def _reply(self, message: object) -> None:
-            body = json.dumps(message).encode()
-            self.send_response(404 if message is None else 200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def replies_of(policy: Path, context: int = 32) -> dict[str, Any]:
-    tokenizer = load_tokenizer(policy)
-    return {
-        "/version": {"version": "0.32.0"},
-        "/v1/models": {"data": [{"id": "m", "root": str(policy), "max_model_len": context}]},
-        "/is_paused": {"is_paused": False},
-        "/weight_info": {"weight_version": "default"},
-        "/tokenize": lambda text: list(tokenizer.encode(text)),
-    }
 
 
 def test_a_server_of_the_policys_tokenizer_is_taken_and_is_no_memory_of_ours(policy: Path) -> None:
@@ -227,8 +177,9 @@ def test_a_server_of_the_policys_tokenizer_is_taken_and_is_no_memory_of_ours(pol
 
 def test_a_server_with_another_tokenizer_is_named_with_both_digests(policy: Path) -> None:
     replies = replies_of(policy)
-    encode = replies["/tokenize"]
-    with serving(replies | {"/tokenize": lambda text: [token + 1 for token in encode(text)]}) as address:
+    tokens = replies["/tokenize"]
+    other = {"/tokenize": lambda asked: {"tokens": [token + 1 for token in tokens(asked)["tokens"]]}}
+    with serving(replies | other) as address:
         (told,) = refused(policy, {"kind": "vllm", "addresses": [address]})
     assert told.startswith(f"engine.addresses: {address} serves {policy}, whose tokenizer (digest ")
     assert told.count("digest ") == 2

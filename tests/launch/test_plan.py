@@ -263,20 +263,20 @@ def test_a_reward_that_is_none_is_refused(plan_for: Planner, function: str, expe
 
 
 @pytest.mark.parametrize(
-    ("module", "expected"),
+    ("module", "seconds", "expected"),
     [
-        ("import os; os._exit(7)", "ended while starting: exit status 7"),
-        ("import time; time.sleep(600)", "waited 1 s for"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
-        ("def reward(", "SyntaxError"),
+        ("import os; os._exit(7)", 60.0, "ended while starting: exit status 7"),
+        ("import time; time.sleep(600)", 1.0, "waited 1 s for"),
+        ("raise SystemExit(3)", 60.0, "SystemExit: 3"),
+        ("def reward(", 60.0, "SyntaxError"),
     ],
 )
 def test_a_reward_whose_module_hangs_or_exits_is_refused(
-    plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, expected: str
+    plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, seconds: float, expected: str
 ) -> None:
     (tmp_path / "unruly.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert expected in message(plan_for, rewards={"function": "unruly:reward", "start_timeout": 1.0})
+    assert expected in message(plan_for, rewards={"function": "unruly:reward", "start_timeout": seconds})
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(plan_for: Planner) -> None:
@@ -329,7 +329,8 @@ def test_an_engine_waits_for_its_first_weights_as_long_as_the_trainer_may_start_
 ) -> None:
     plan = plan_for(deadlines={"start": 20.0, "save": 30.0})
     for published, seconds in ((True, 50.0), (False, 0.0)):
-        spec = engine_specs(plan, plan.base.path, Endpoints("mailbox", tmp_path, tmp_path), published=published)[0]
+        endpoints = Endpoints("mailbox", tmp_path, tmp_path)
+        (spec,) = engine_specs(plan.recipe, plan.base.path, endpoints, published=published)
         assert spec.publication_seconds == seconds
 
 

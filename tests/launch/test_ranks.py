@@ -1,6 +1,6 @@
 """A trainer of several processes in a real run.
 
-- Two ranks train, publish, save and are resumed by one, without a difference to whoever looks at the run.
+- Two ranks train, publish, save and are resumed by one, and the run folder shows no difference.
 - Four ranks are resumed by one, and that by two. With adapters the engines sample by the policy that they come to,
   however many ranks publish them, and that is what is saved, beside the adapters.
 - A rank that dies or hangs ends the trainer with its name; the conductor replaces the whole set.

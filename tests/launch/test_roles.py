@@ -115,7 +115,7 @@ def test_a_run_that_was_moved_away_and_its_successor_share_no_name_and_no_file(t
 
 def test_who_comes_second_is_not_begun_when_the_first_fails() -> None:
     """Nor is it made: a coroutine that nobody awaits is a warning on the screen."""
-    begun = list[str]()
+    started = list[str]()
 
     async def fails() -> None:
         raise DeadlineExceeded("conductor", "trainer to be ready", 5)
@@ -124,12 +124,12 @@ def test_who_comes_second_is_not_begun_when_the_first_fails() -> None:
         raise AssertionError("not begun")
 
     def make_second() -> Coroutine[Any, Any, None]:
-        begun.append("second")
+        started.append("second")
         return second()
 
     with pytest.raises(DeadlineExceeded):
         asyncio.run(in_turn(fails, make_second))
-    assert begun == []
+    assert started == []
 
 
 class WithoutWeights:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import os
 import select
@@ -194,7 +195,18 @@ def main(arguments: list[str]) -> int:
     product.__dict__["ForkServer"] = opened
     sys.argv = ["stretto", *told.arguments]
     draw_nothing()
-    importlib.import_module(told.module).main()
+    code = _code_of(told.module)
+    gc.collect()  # what would complain at the end of an interpreter does so here
+    return code
+
+
+def _code_of(module: str) -> int:
+    try:
+        importlib.import_module(module).main()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        return end.code or 0
     return 0
 
 

@@ -1,4 +1,6 @@
-"""A whole run with toys for players, and the real controller, answers, ledger, recorder and keeper."""
+"""A whole run: the real conductor, controller, completions in flight, ledger, recorder and checkpointing; engines and
+trainer are toys.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +180,7 @@ class Stage(SilentReporter):
         return Evaluation(version=self.fleet.version, prompts=4, right=2, undecided=0, tokens=8)
 
     def play(self, stop_after: float | None = None, steps: int = 6, **settings: Any) -> Controller:
-        """Conduct to the end; a stop is requested after so many seconds."""
+        """Conduct to the end; a stop is requested after `stop_after` seconds."""
         return asyncio.run(asyncio.wait_for(self._play(stop_after, steps, settings), 30))
 
     async def _play(self, stop_after: float | None, steps: int, settings: dict[str, Any]) -> Controller:
@@ -186,10 +188,10 @@ class Stage(SilentReporter):
         every, best = settings.pop("evaluate_every", 0), settings.pop("best", None)
         defaults = {"batch_size": 2, "group_size": 2, "max_in_flight": 6, "max_staleness": 1}
         config = RolloutConfig.model_validate(defaults | settings)
-        standing = self.ledger.get("standing", ControllerState) or ControllerState()
-        stream = PromptStream(PROMPTS, seed=1, position=standing.position)
+        state = self.ledger.get("standing", ControllerState) or ControllerState()
+        stream = PromptStream(PROMPTS, seed=1, position=state.position)
         begins = self.ledger.last_step() or 0
-        controller = Controller(config, stream, self.ledger, seed=1, version=begins, state=standing)
+        controller = Controller(config, stream, self.ledger, seed=1, version=begins, state=state)
         past = Totals(max_staleness=None)
         recorder = Recorder(
             self.folder, self.ledger, self, Work, config.staleness_bounds[1], past, RunClock(past, time.monotonic())
@@ -198,17 +200,17 @@ class Stage(SilentReporter):
         checkpoints = Checkpoints(self.folder.checkpoints)
         training = TrainerConfig(checkpoint_every=3, keep_versions=1)
         deadlines = DeadlinesConfig.model_validate(patience)
-        keeper = Checkpointing(self.folder, checkpoints, training, link, controller, self.ledger, deadlines)
-        answers = InFlight(self.fleet, self.ledger, restore(controller, standing, read_unfinished(self.folder.ledger)))
+        checkpointing = Checkpointing(self.folder, checkpoints, training, link, controller, self.ledger, deadlines)
+        in_flight = InFlight(self.fleet, self.ledger, restore(controller, state, read_unfinished(self.folder.ledger)))
         self.ledger.watch("standing", controller.state)
         conductor = Conductor(
             controller=controller,
-            workflow=SingleTurn(answers.generate, score, str, Sampling(max_tokens=4)),
+            workflow=SingleTurn(in_flight.generate, score, str, Sampling(max_tokens=4)),
             engines=cast(EnginePool, self.fleet),
             trainer=link,
-            in_flight=answers,
+            in_flight=in_flight,
             recorder=recorder,
-            checkpointing=keeper,
+            checkpointing=checkpointing,
             evaluation=Evaluations([PeriodicEvaluation(self.evaluate, recorder, every, best=best)], best),
             poll=self.fleet.poll,
             progress=self.progress,
@@ -221,7 +223,7 @@ class Stage(SilentReporter):
             asyncio.get_running_loop().call_later(stop_after, conductor.request_stop)
         recorder.rl_begins()
         await conductor.run()
-        await keeper.end()
+        await checkpointing.end()
         left = {task.get_name() for task in asyncio.all_tasks()} & set(self.fleet.asked)
-        assert not left, "every answer is put away"
+        assert not left, "every request has ended"
         return controller

@@ -111,22 +111,22 @@ class SimulatedClient:
         (request,) = requests
         self.began(self.name, request, self.version)
         broken = self._breaks.setdefault(request.id, asyncio.Event())
-        begun = list(request.prefixes or (Segment(),) * len(request.seeds))
-        self.sampled[request.id], self.fresh[request.id] = begun, 0
+        parts = list(request.prefixes or (Segment(),) * len(request.seeds))
+        self.sampled[request.id], self.fresh[request.id] = parts, 0
         try:
             for member, seed in enumerate(request.seeds):
-                while len(begun[member].token_ids) < length(seed):
+                while len(parts[member].token_ids) < length(seed):
                     await self._a_token(broken)
-                    number = len(begun[member].token_ids)
-                    begun[member] = begun[member] + Segment((number,), (-0.5,), (self.version,))
+                    number = len(parts[member].token_ids)
+                    parts[member] = parts[member] + Segment((number,), (-0.5,), (self.version,))
                     self.generated += 1
                     self.fresh[request.id] += 1
                 yield Completion(
                     request=request.id,
                     member=member,
-                    token_ids=begun[member].token_ids,
-                    behavior_logprobs=begun[member].behavior_logprobs,
-                    versions=begun[member].versions,
+                    token_ids=parts[member].token_ids,
+                    behavior_logprobs=parts[member].behavior_logprobs,
+                    versions=parts[member].versions,
                     stop_reason=StopReason.STOP,
                 )
             self.fresh[request.id] = 0

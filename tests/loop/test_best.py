@@ -1,8 +1,8 @@
 """The best policy of a run, and the end of a run whose accuracy no longer grows.
 
 - policy/best is the policy of the step whose evaluation was best, even if its own folder is removed meanwhile.
-- A run ends after so many evaluations in a row that were not better; a resumed run remembers those before it.
-- Evaluations start after so many steps or minutes, and one set never twice at once.
+- A run ends after a number of evaluations in a row that were not better; a resumed run remembers those before it.
+- Evaluations start every few steps or minutes, and one set never twice at once.
 """
 
 from __future__ import annotations

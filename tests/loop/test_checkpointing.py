@@ -184,7 +184,7 @@ class ToyTrainer:
 
 @dataclass
 class Published:
-    """All that a keeper of policies asks of a controller."""
+    """All that checkpointing asks of a controller."""
 
     published: int = 4
 
@@ -206,7 +206,7 @@ class SlowDisk(Checkpoints):
         return super().save(step, slowly)
 
 
-def keeper_of(
+def checkpointing_of(
     desk: Desk, trainer: ToyTrainer, controller: Published, checkpoints: Checkpoints | None = None
 ) -> Checkpointing:
     return Checkpointing(
@@ -227,20 +227,20 @@ def updated(step: int) -> Update:
 def test_the_update_goes_on_while_a_checkpoint_is_on_its_way_to_disk(desk: Desk) -> None:
     desk.folder.policy(0).mkdir()
     trainer, controller, disk = ToyTrainer(), Published(2), SlowDisk(desk.folder.checkpoints)
-    keeper = keeper_of(desk, trainer, controller, disk)
+    checkpointing = checkpointing_of(desk, trainer, controller, disk)
 
     async def keep() -> None:
-        await keeper.after(updated(2))  # the disk does not let anything through yet
+        await checkpointing.after(updated(2))  # the disk does not let anything through yet
         assert trainer.saved == [".step-000002.part", "v000002"]
-        assert (keeper.saved_step, disk.steps()) == (0, [])
+        assert (checkpointing.saved_step, disk.steps()) == (0, [])
         controller.published = 4
-        following = asyncio.create_task(keeper.after(updated(4)))
+        following = asyncio.create_task(checkpointing.after(updated(4)))
         await asyncio.sleep(0.05)
         assert len(trainer.saved) == 2, "one checkpoint at a time"
         disk.let.set()
         await following
-        await keeper.save_checkpoint()
-        assert (keeper.saved_step, disk.steps()) == (4, [2, 4])
+        await checkpointing.save_checkpoint()
+        assert (checkpointing.saved_step, disk.steps()) == (4, [2, 4])
 
     asyncio.run(keep())
 
@@ -248,15 +248,15 @@ def test_the_update_goes_on_while_a_checkpoint_is_on_its_way_to_disk(desk: Desk)
 def test_a_checkpoint_that_does_not_come_to_disk_ends_the_run_at_the_next_step(desk: Desk) -> None:
     desk.folder.policy(0).mkdir()
     trainer, controller, disk = ToyTrainer(), Published(2), SlowDisk(desk.folder.checkpoints)
-    keeper, disk.full = keeper_of(desk, trainer, controller, disk), True
+    checkpointing, disk.full = checkpointing_of(desk, trainer, controller, disk), True
 
     async def keep() -> None:
-        await keeper.after(updated(2))
+        await checkpointing.after(updated(2))
         disk.let.set()
         await asyncio.sleep(0.2)
         with pytest.raises(StoreError, match=r"step-000002: the checkpoint cannot be written: No space left on device"):
-            await keeper.after(updated(3))
-        assert keeper.saved_step == 0
+            await checkpointing.after(updated(3))
+        assert checkpointing.saved_step == 0
 
     asyncio.run(keep())
 
@@ -264,16 +264,16 @@ def test_a_checkpoint_that_does_not_come_to_disk_ends_the_run_at_the_next_step(d
 def test_a_step_whose_checkpoint_is_lost_with_the_trainer_has_none_and_the_next_one_has(desk: Desk) -> None:
     desk.folder.policy(0).mkdir()
     trainer, controller, disk = ToyTrainer(dies=1), Published(2), Checkpoints(desk.folder.checkpoints)
-    keeper = keeper_of(desk, trainer, controller, disk)
+    checkpointing = checkpointing_of(desk, trainer, controller, disk)
 
     async def keep() -> None:
-        await keeper.after(updated(2))
-        await keeper.end()
-        assert (keeper.saved_step, disk.steps()) == (0, [])
+        await checkpointing.after(updated(2))
+        await checkpointing.end()
+        assert (checkpointing.saved_step, disk.steps()) == (0, [])
         controller.published = 3
-        await keeper.after(updated(3))  # which would have none of its own
-        await keeper.end()
-        assert (keeper.saved_step, disk.steps()) == (3, [3])
+        await checkpointing.after(updated(3))  # which would have none of its own
+        await checkpointing.end()
+        assert (checkpointing.saved_step, disk.steps()) == (3, [3])
 
     asyncio.run(keep())
 
@@ -281,15 +281,15 @@ def test_a_step_whose_checkpoint_is_lost_with_the_trainer_has_none_and_the_next_
 def test_a_trainer_that_dies_of_every_checkpoint_ends_the_run(desk: Desk) -> None:
     desk.folder.policy(0).mkdir()
     often = DeadlinesConfig().trainer_restarts
-    keeper = keeper_of(desk, ToyTrainer(dies=99), Published(2))
+    checkpointing = checkpointing_of(desk, ToyTrainer(dies=99), Published(2))
 
     async def keep() -> None:
         for step in range(2, 2 + often):
-            await keeper.after(updated(step))
-            await keeper.end()
-        await keeper.after(updated(2 + often))
+            await checkpointing.after(updated(step))
+            await checkpointing.end()
+        await checkpointing.after(updated(2 + often))
         with pytest.raises(CheckpointLost, match=r"was not written: trainer was killed"):
-            await keeper.end()
+            await checkpointing.end()
 
     asyncio.run(keep())
 
@@ -297,20 +297,20 @@ def test_a_trainer_that_dies_of_every_checkpoint_ends_the_run(desk: Desk) -> Non
 def test_the_last_checkpoint_is_written_by_the_trainer_that_takes_the_place_of_a_dead_one(desk: Desk) -> None:
     desk.folder.policy(0).mkdir()
     trainer, disk = ToyTrainer(dies=2), Checkpoints(desk.folder.checkpoints)
-    keeper = keeper_of(desk, trainer, Published(3), disk)
-    asyncio.run(keeper.save_checkpoint())
-    assert (keeper.saved_step, disk.steps()) == (3, [3])
+    checkpointing = checkpointing_of(desk, trainer, Published(3), disk)
+    asyncio.run(checkpointing.save_checkpoint())
+    assert (checkpointing.saved_step, disk.steps()) == (3, [3])
 
 
 def test_a_checkpoint_on_its_way_is_put_away_when_the_run_ends(desk: Desk) -> None:
     desk.folder.policy(0).mkdir()
     disk = SlowDisk(desk.folder.checkpoints)
-    keeper = keeper_of(desk, ToyTrainer(), Published(2), disk)
+    checkpointing = checkpointing_of(desk, ToyTrainer(), Published(2), disk)
 
     async def keep() -> None:
-        await keeper.after(updated(2))
-        await keeper.close()
-        assert keeper.saved_step == 0
+        await checkpointing.after(updated(2))
+        await checkpointing.close()
+        assert checkpointing.saved_step == 0
         disk.let.set()  # its thread ends by itself
 
     asyncio.run(keep())
@@ -319,11 +319,11 @@ def test_a_checkpoint_on_its_way_is_put_away_when_the_run_ends(desk: Desk) -> No
 def test_a_policy_that_is_missing_is_written_when_the_run_goes_on(desk: Desk) -> None:
     desk.folder.policy(0).mkdir()
     trainer = ToyTrainer()
-    keeper = keeper_of(desk, trainer, Published(4))
+    checkpointing = checkpointing_of(desk, trainer, Published(4))
 
     async def twice() -> None:
-        await keeper.save_policy(4)
-        await keeper.save_policy(4)
+        await checkpointing.save_policy(4)
+        await checkpointing.save_policy(4)
 
     asyncio.run(twice())
     assert trainer.saved == ["v000004"]
@@ -346,11 +346,11 @@ def test_an_evaluation_under_way_is_put_away(desk: Desk) -> None:
         complaints: list[str] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
         for evaluate in (lasting, broken):
-            examiner = PeriodicEvaluation(evaluate, desk.recorder, every=1)
-            examiner.after(UPDATE)
+            evaluating = PeriodicEvaluation(evaluate, desk.recorder, every=1)
+            evaluating.after(UPDATE)
             await asyncio.sleep(0.01)
-            await examiner.close()
-            del examiner
+            await evaluating.close()
+            del evaluating
         return complaints
 
     assert asyncio.run(main()) == []
@@ -358,7 +358,7 @@ def test_an_evaluation_under_way_is_put_away(desk: Desk) -> None:
 
 
 def test_an_order_under_way_counts_as_work(tmp_path: Path) -> None:
-    begun = time.monotonic()
+    start = time.monotonic()
 
     async def main() -> AsyncIterator[float]:
         link = TrainerLink(tmp_path / "log.txt", DeadlinesConfig())
@@ -374,4 +374,4 @@ def test_an_order_under_way_counts_as_work(tmp_path: Path) -> None:
 
     before, under_way, after = asyncio.run(collected())
     assert (before, after) == (0.0, 0.0)
-    assert 0.02 <= under_way <= time.monotonic() - begun
+    assert 0.02 <= under_way <= time.monotonic() - start

@@ -2,7 +2,7 @@
 
 - Every completion of every group comes once and whole, continued token by token wherever it went.
 - No group goes to an engine that leaves or has left, or that serves an older version than was live at its admission.
-- The live version is never older than what was published `lag` seconds ago, whoever has not loaded it.
+- The live version is never older than what was published `lag` seconds ago, whichever engine has not loaded it.
 - Departures do not count against a group: none fails of them.
 - What engines have generated stays counted when they have left, and is never less than before.
 

@@ -1,8 +1,8 @@
-"""The conductor's loops, with the real controller, ledger, recorder and keeper, and players that are toys.
+"""The conductor's loops, with the real controller, ledger, recorder and checkpointing; engines and trainer are toys.
 
 - Every step trains a batch, publishes a version, loads it; the run ends after the last step.
 - A stop ends after the step in progress, or without it when that takes too long.
-- What anybody fails of ends the run with that error; a lost engine does not.
+- The failure of any of them ends the run with that error; a lost engine does not.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def test_a_group_that_many_engines_are_lost_with_is_asked_anew_and_is_no_failure
     assert 0 < stage.ledger.balance().failed <= 60 // 4 * 2
     first = {name.rpartition(".")[0] for name in stage.fleet.asked[:4]}
     trained = {group.id.rpartition(".")[0] for batch in stage.trainer.batches for group in batch.groups}
-    assert first <= trained, "whoever lost an engine is asked again before anyone new"
+    assert first <= trained, "a group that lost its engine is generated again before a new one"
 
 
 def test_refused_requests_are_given_up_and_too_many_of_them_end_the_run(stage: Stage) -> None:

@@ -26,7 +26,7 @@ VERDICTS = {
 
 @dataclass
 class Engine:
-    """Is lost so many times, then answers with three tokens."""
+    """Is lost some times, then answers with three tokens."""
 
     losses: int = 0
     seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -177,7 +177,10 @@ def test_several_completions_of_each_question_give_avg_pass_at_and_majority() ->
     shown = json.loads(found.as_json())
     assert (shown["avg"], shown["questions"], shown["samples"], shown["pass_at"]["2"]) == (1 / 8, 2, 8, 1 / 4)
     assert shown["ci95"] == list(interval([1 / 4, 0]))
-    assert "pass@4  0.5000" in found.table()
+    assert shown["intervals"]["pass@2"] == list(interval([1 / 2, 0]))
+    assert shown["intervals"]["maj@4"] == list(interval([1 / 4, 0]))
+    low, high = interval([1, 0])
+    assert f"pass@4  0.5000 (95% interval {low:.4f} to {high:.4f})" in found.table()
 
 
 def test_the_first_completion_of_a_prompt_is_the_one_of_an_evaluation_with_a_single_one() -> None:

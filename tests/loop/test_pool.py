@@ -101,8 +101,8 @@ def test_groups_are_spread_over_the_engines(folder: Path) -> None:
 
 def test_begun_answers_wait_for_an_engine_that_serves_the_version_of_their_last_token(folder: Path) -> None:
     async def work(fleet: EnginePool) -> tuple[bool, int]:
-        begun = (Segment(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,)),)
-        asked = msgspec.structs.replace(request("0", answers=1), prefixes=begun)
+        prefixes = (Segment(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,)),)
+        asked = msgspec.structs.replace(request("0", answers=1), prefixes=prefixes)
         answering = asyncio.ensure_future(answers(fleet, asked))
         await asyncio.sleep(0.3)
         early = answering.done()
@@ -215,7 +215,7 @@ def test_an_engine_that_comes_back_serves_what_was_published_while_it_started(fo
 
 
 async def joined(fleet: EnginePool, count: int) -> None:
-    """Return when so many engines can be looked at."""
+    """Return when a number of engines can be looked at."""
     while True:
         await fleet.poll()
         if fleet.counted(lambda health: 1) == count:

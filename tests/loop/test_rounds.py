@@ -1,6 +1,6 @@
 """Rounds of groups.
 
-- What an engine gets together follows from the order of the groups, however they come and whoever is lost.
+- What an engine gets together follows from the order of the groups, however they come and whichever engine is lost.
 - The answers of a group are delivered once; an error reaches everybody who waits for the portion.
 - Groups leave in their order when the last one is judged; who is stopped holds nobody up.
 """
@@ -33,7 +33,7 @@ TICKETS = [ticket(name, order) for order, name in enumerate(NAMES)]
 
 @dataclass
 class Engines:
-    """Answers each portion group after group; is lost, or refuses, when so many answers are out."""
+    """Answers each portion group after group; is lost, or refuses, after as many completions as `ills` says."""
 
     ills: list[tuple[int, Exception]] = field(default_factory=list)
     asked: list[tuple[str, ...]] = field(default_factory=list)

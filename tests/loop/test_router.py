@@ -1,4 +1,4 @@
-"""Least-loaded routing: the fewest answers in flight get the next group; whoever is down gets none."""
+"""Least-loaded routing: the engine with the fewest completions in flight gets the next group, one that is down none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The trainer as the conductor sees it, with toy trainers in real processes.
 
 - One that dies or hangs is replaced, whatever it was doing, while it takes up the batches of its predecessor too.
-- Once it is told to stop, no other one is started, whatever dies and whoever waits for an answer.
+- Once it is told to stop, no other one is started, whatever dies and whatever waits for a reply.
 - It makes progress while it answers or computes; a step that hangs is no progress.
 """
 

@@ -1,4 +1,4 @@
-"""Stillness: the seconds in which nothing moved, of those in which whoever looks was awake."""
+"""Stalls: the seconds in which nothing moved, without those in which the watching process was suspended."""
 
 from __future__ import annotations
 

@@ -38,33 +38,33 @@ SCORES = 10.0  # products of normal numbers and their means are no larger
 
 
 def caches(
-    chance: torch.Generator, shelves: list[list[int]], kv_heads: int, width: int, kind: torch.dtype
+    chance: torch.Generator, buckets: list[list[int]], kv_heads: int, width: int, kind: torch.dtype
 ) -> list[Tensor]:
     """A cache [2, Z, S, K, L, D] for each bucket of rows with these lengths, with slots and tokens to spare."""
-    shapes = [(2, LAYERS, len(ends) + 1, kv_heads, max(ends) + 3, width) for ends in shelves]
+    shapes = [(2, LAYERS, len(ends) + 1, kv_heads, max(ends) + 3, width) for ends in buckets]
     return [torch.randn(shape, generator=chance).to(DEVICE, kind) for shape in shapes]
 
 
-def table(held: list[Tensor], shelves: list[list[int]]) -> Tensor:
-    slots = [slots_of(cache, len(ends)) for cache, ends in zip(held, shelves, strict=True)]
+def table(held: list[Tensor], buckets: list[list[int]]) -> Tensor:
+    slots = [slots_of(cache, len(ends)) for cache, ends in zip(held, buckets, strict=True)]
     return torch.from_numpy(np.concatenate(slots)).to(DEVICE)
 
 
-def read(query: Tensor, held: list[Tensor], shelves: list[list[int]], chunks: Chunks, rule: Rule) -> Tensor:
+def read(query: Tensor, held: list[Tensor], buckets: list[list[int]], chunks: Chunks, rule: Rule) -> Tensor:
     items, bounds = (torch.from_numpy(x).to(DEVICE) for x in (chunks.items, chunks.bounds))
-    return read_rows(query, table(held, shelves), items, bounds, rule, held[0].shape[3], LAYER)
+    return read_rows(query, table(held, buckets), items, bounds, rule, held[0].shape[3], LAYER)
 
 
-def chunks_of(shelves: list[list[int]], rule: Rule, spare: int, grain: int) -> Chunks:
-    ends = np.array([end for bucket in shelves for end in bucket])
+def chunks_of(buckets: list[list[int]], rule: Rule, spare: int, grain: int) -> Chunks:
+    ends = np.array([end for bucket in buckets for end in bucket])
     firsts = np.zeros_like(ends) if rule.window is None else np.maximum(ends - rule.window, 0)
     return cut(firsts, ends, len(ends) + spare, grain)
 
 
-def dense(query: Tensor, held: list[Tensor], shelves: list[list[int]], rule: Rule) -> Tensor:
+def dense(query: Tensor, held: list[Tensor], buckets: list[list[int]], rule: Rule) -> Tensor:
     """In float32, bucket by bucket."""
     parts, first = [], 0
-    for cache, ends in zip(held, shelves, strict=True):
+    for cache, ends in zip(held, buckets, strict=True):
         newest = np.array(ends) - 1
         looking = Dense(
             {rule.window: attention_window(newest, torch.from_numpy(newest).to(DEVICE), rule.window, torch.float32)}
@@ -78,7 +78,7 @@ def dense(query: Tensor, held: list[Tensor], shelves: list[list[int]], rule: Rul
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 1000),
-    shelves=st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=2), min_size=1, max_size=2),
+    buckets=st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=2), min_size=1, max_size=2),
     heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)]),
     width=st.sampled_from([8, 16, 24, 64]),
     rule=st.builds(
@@ -93,7 +93,7 @@ def dense(query: Tensor, held: list[Tensor], shelves: list[list[int]], rule: Rul
 )
 def test_rows_take_what_dense_reading_takes(
     seed: int,
-    shelves: list[list[int]],
+    buckets: list[list[int]],
     heads: tuple[int, int],
     width: int,
     rule: Rule,
@@ -102,33 +102,33 @@ def test_rows_take_what_dense_reading_takes(
     grain: int,
 ) -> None:
     chance = torch.Generator().manual_seed(seed)
-    held = caches(chance, shelves, heads[1], width, kind)
-    query = torch.randn(sum(map(len, shelves)), heads[0], width, generator=chance).to(DEVICE, kind)
-    taken = read(query, held, shelves, chunks_of(shelves, rule, spare, grain), rule)
+    held = caches(chance, buckets, heads[1], width, kind)
+    query = torch.randn(sum(map(len, buckets)), heads[0], width, generator=chance).to(DEVICE, kind)
+    taken = read(query, held, buckets, chunks_of(buckets, rule, spare, grain), rule)
     assert taken.dtype == kind
-    expected = dense(query, held, shelves, rule)
+    expected = dense(query, held, buckets, rule)
     size = SCORES if kind is torch.float32 else None  # of halves the weights and the result are rounded, not the scores
     assert_close(taken.float(), expected, width + 70 if size else FEW, dtype=kind, size=size)
 
 
 def test_a_query_may_lie_head_by_head_in_memory() -> None:
-    chance, shelves = torch.Generator().manual_seed(1), [[5, 9], [20]]
-    held = caches(chance, shelves, 2, 16, torch.float32)
+    chance, buckets = torch.Generator().manual_seed(1), [[5, 9], [20]]
+    held = caches(chance, buckets, 2, 16, torch.float32)
     query = torch.randn(4, 3, 16, generator=chance).to(DEVICE).transpose(0, 1)
-    taken = read(query, held, shelves, chunks_of(shelves, Rule(), 2, 8), Rule())
-    assert_close(taken, dense(query, held, shelves, Rule()), 16 + 20, size=SCORES)
+    taken = read(query, held, buckets, chunks_of(buckets, Rule(), 2, 8), Rule())
+    assert_close(taken, dense(query, held, buckets, Rule()), 16 + 20, size=SCORES)
 
 
 def test_what_lies_outside_a_row_has_no_effect() -> None:
-    chance, shelves, rule = torch.Generator().manual_seed(2), [[10, 25]], Rule(window=8)
-    held = caches(chance, shelves, 2, 16, torch.float32)
+    chance, buckets, rule = torch.Generator().manual_seed(2), [[10, 25]], Rule(window=8)
+    held = caches(chance, buckets, 2, 16, torch.float32)
     query = torch.randn(2, 4, 16, generator=chance).to(DEVICE)
-    chunks = chunks_of(shelves, rule, 3, 4)
-    before = read(query, held, shelves, chunks, rule)
-    for row, end in enumerate(shelves[0]):
+    chunks = chunks_of(buckets, rule, 3, 4)
+    before = read(query, held, buckets, chunks, rule)
+    for row, end in enumerate(buckets[0]):
         held[0][:, :, row, :, end:], held[0][:, :, row, :, : end - 8] = torch.nan, torch.nan
     held[0][:, 1 - LAYER], held[0][:, :, 2] = torch.nan, torch.nan
-    assert torch.equal(read(query, held, shelves, chunks, rule), before)
+    assert torch.equal(read(query, held, buckets, chunks, rule), before)
 
 
 def test_scores_far_apart_do_not_overflow() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -14,14 +16,15 @@ from stretto.processes.heartbeat import send_heartbeats
 
 
 class StubbornSpec(Record, frozen=True):
-    """Ignore SIGTERM or not, give signs of life or not, start a child that sleeps or not and log its number; then end
-    with `code` after `seconds`."""
+    """Ignore SIGTERM or not, give signs of life or not, start a child that sleeps or not and log its number, leave a
+    thread and a handler behind that print or not; then end with `code` after `seconds`."""
 
     ignores: bool = False
     seconds: float = 60.0
     code: int = 0
     beats: bool = False
     child: bool = False
+    late: bool = False
 
 
 def main(arguments: list[str]) -> int:
@@ -32,6 +35,10 @@ def main(arguments: list[str]) -> int:
         send_heartbeats()
     child = subprocess.Popen(["sleep", "60"]) if spec.child else None
     print("up" if child is None else child.pid, flush=True)
+    if spec.late:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - it keeps what is printed until it is full
+        atexit.register(print, "handler")
+        threading.Timer(0.2, print, ["thread"]).start()
     time.sleep(spec.seconds)
     return spec.code
 

@@ -84,6 +84,16 @@ def test_a_role_is_a_child_of_the_fork_server_with_a_session_and_a_log_of_its_ow
     assert (tmp_path / "log.txt").read_text() == "up\n"
 
 
+def test_the_end_of_a_role_waits_for_its_threads_then_for_its_handlers_and_writes_what_they_printed(
+    tmp_path: Path,
+) -> None:
+    async def work(server: ForkServer) -> int:
+        return await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0, code=7, late=True)))).wait()
+
+    assert served(work) == 7
+    assert (tmp_path / "log.txt").read_text() == "up\nthread\nhandler\n"
+
+
 def test_a_role_whose_start_was_cancelled_does_nothing(tmp_path: Path) -> None:
     """What it was to read may be gone by the time at which the server has imported its modules."""
     cancelled, wanted = tmp_path / "cancelled", tmp_path / "wanted"

@@ -1,4 +1,4 @@
-"""How often a role may die: so many times within a window, however long the run, and so many times in a row."""
+"""How often a role may die: a number of times within a window, however long the run, and as often in a row."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The connection between two processes that may be on two machines, over real sockets.
 
 - Messages arrive whole and in order; a healthy connection lasts, however long nobody has anything to say.
-- Silence, an end and what is no message are noticed by whoever listens, and end the waits of whoever sends.
+- Silence, an end and what is no message are noticed by the side that listens, and end the waits of the side that sends.
 """
 
 from __future__ import annotations

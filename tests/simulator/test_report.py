@@ -51,7 +51,7 @@ def test_tokens_are_counted_by_their_age() -> None:
     report = SimulationReport()
     report.train(batch((3, 3, 5), (5,), version=5))
     assert report.staleness == {2: 2, 0: 2}
-    assert report.answers == {3: 1, 1: 1}
+    assert report.completions == {3: 1, 1: 1}
     assert (report.worst_staleness, report.mean_staleness) == (2, 1.0)
     assert (report.masked.total(), report.touched) == (0, 0)
 
@@ -78,7 +78,7 @@ def test_the_counts_of_a_run_agree_with_its_accounts(beyond_bound: BeyondBound) 
     config = RolloutConfig(batch_size=4, group_size=2, max_staleness=1, beyond_bound=beyond_bound)
     run = SimulatedRun(config, Workload(sigma=1.2, failure_rate=0.1), steps=50, seed=4)
     report = run.run()
-    assert report.answers.total() == 50 * 4 * 2
+    assert report.completions.total() == 50 * 4 * 2
     assert report.trained_tokens == report.staleness.total() + report.masked.total()
     assert report.expired.total() == run.accounts.balance[State.EXPIRED]
     assert (report.expired.total() > 0) == (beyond_bound == "expire")

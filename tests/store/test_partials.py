@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ledger.sqlite"
 
 
-def begun(path: Path) -> Ledger:
+def ledger_in(path: Path) -> Ledger:
     ledger = Ledger(path, HOLD_BACK)
     ledger.issue("0.1.0", Make.prompt, 1, 0)
     return ledger
@@ -57,7 +57,7 @@ def sampled(*tokens: int, parent: int | None = None, end: StopReason | None = No
 
 
 def test_what_is_taken_back_of_a_segment_is_gone_and_what_other_segments_have_stays(path: Path) -> None:
-    with closing(begun(path)) as ledger:
+    with closing(ledger_in(path)) as ledger:
         for node, piece in (
             (0, sampled(2, 3)),
             (1, sampled(parent=0)),
@@ -78,7 +78,7 @@ def test_what_is_taken_back_of_a_segment_is_gone_and_what_other_segments_have_st
 
 
 def test_two_turns_at_a_time_are_read_as_two_segments(path: Path) -> None:
-    with closing(begun(path)) as ledger:
+    with closing(ledger_in(path)) as ledger:
         ledger.journal(ID, sampled(4, 5))
         ledger.journal(ID, sampled(6, end=StopReason.STOP))
         ledger.journal(ID, Segment((9, 9), parent=0), node=1)
@@ -94,7 +94,7 @@ def test_two_turns_at_a_time_are_read_as_two_segments(path: Path) -> None:
 
 
 def test_a_turn_that_has_begun_and_has_no_tokens_keeps_its_place(path: Path) -> None:
-    with closing(begun(path)) as ledger:
+    with closing(ledger_in(path)) as ledger:
         ledger.journal(ID, sampled(4, end=StopReason.STOP))
         ledger.journal(ID, Segment(parent=PROMPT, cause="subagent"), node=1)
         ledger.journal(ID, Segment((9,), parent=0), node=3)
@@ -105,7 +105,7 @@ def test_a_turn_that_has_begun_and_has_no_tokens_keeps_its_place(path: Path) -> 
 
 
 def test_a_single_turn_is_written_in_the_bytes_of_format_4(path: Path) -> None:
-    with closing(begun(path)) as ledger:
+    with closing(ledger_in(path)) as ledger:
         ledger.journal(ID, sampled(4, 5))
     with closing(sqlite3.connect(path)) as connection:
         [(begin, piece)] = connection.execute("SELECT begin, payload FROM partials").fetchall()
@@ -113,7 +113,7 @@ def test_a_single_turn_is_written_in_the_bytes_of_format_4(path: Path) -> None:
 
 
 def test_a_durable_call_is_in_the_file_when_it_begins_and_when_it_ends(path: Path) -> None:
-    ledger = begun(path)
+    ledger = ledger_in(path)
     ledger.begin_call(ID, 0, b"send the letter", durable=True)
     assert member(path).calls == (JournaledCall(0, b"send the letter"),)
     ledger.begin_call(ID, 1, b"2 + 2", durable=False)
@@ -132,7 +132,7 @@ def test_a_durable_call_is_in_the_file_when_it_begins_and_when_it_ends(path: Pat
 
 
 def test_a_call_begins_once_and_ends_once(path: Path) -> None:
-    with closing(begun(path)) as ledger:
+    with closing(ledger_in(path)) as ledger:
         ledger.begin_call(ID, 1, b"a", durable=False)
         for number in (0, 1):
             with pytest.raises(StoreError, match=rf"call {number} of trajectory 0\.1\.0/0 has begun before"):
@@ -147,7 +147,7 @@ def test_a_call_begins_once_and_ends_once(path: Path) -> None:
 
 
 def test_pieces_and_calls_are_gone_when_the_trajectory_is_judged(path: Path) -> None:
-    with closing(begun(path)) as ledger:
+    with closing(ledger_in(path)) as ledger:
         ledger.journal(ID, sampled(4))
         ledger.begin_call(ID, 0, b"a", durable=True)
         ledger.journal(ID, Segment((9,)), node=1)
@@ -158,7 +158,7 @@ def test_pieces_and_calls_are_gone_when_the_trajectory_is_judged(path: Path) -> 
 
 
 def test_a_call_that_has_changed_is_named(path: Path) -> None:
-    with closing(begun(path)) as ledger:
+    with closing(ledger_in(path)) as ledger:
         ledger.begin_call(ID, 0, b"a", durable=True)
         ledger.end_call(ID, 0, b"b")
     with closing(sqlite3.connect(path)) as connection:
@@ -171,7 +171,7 @@ def test_a_call_that_has_changed_is_named(path: Path) -> None:
 
 
 def test_a_run_of_format_4_goes_on_with_branches_and_calls(path: Path) -> None:
-    with closing(begun(path)) as ledger:
+    with closing(ledger_in(path)) as ledger:
         ledger.journal(ID, sampled(4, 5))
     as_format_4(path)
     assert member(path) == UnfinishedMember((sampled(4, 5),))
@@ -225,7 +225,7 @@ def test_any_interleaving_over_any_crashes_is_read_as_the_segments_that_were_jou
     segments, order = journal
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"
-        ledger = begun(path)
+        ledger = ledger_in(path)
         for entry in order:
             if entry is None:
                 ledger.flush()
@@ -275,7 +275,7 @@ def test_a_crash_loses_what_came_after_the_last_flush_and_nothing_before_it(
     kept = before[: max((at + 1 for at, event in enumerate(before) if event[3]), default=0)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.sqlite"
-        ledger = begun(path)
+        ledger = ledger_in(path)
         ledger.flush()
         for event in before:
             told(ledger, event)

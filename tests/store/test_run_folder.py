@@ -30,7 +30,7 @@ sys.stdin.read()
 """
 
 
-def begun(path: Path) -> None:
+def make_run(path: Path) -> None:
     with RunFolder.create(path) as folder:
         Ledger(folder.ledger, StoreConfig()).close()
 
@@ -91,7 +91,7 @@ def test_the_lock_of_a_killed_writer_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_another_run_is_never_written_over(tmp_path: Path) -> None:
-    begun(tmp_path / "run")
+    make_run(tmp_path / "run")
     with pytest.raises(RunFolderError, match="holds another run; resume it with --resume"):
         RunFolder.create(tmp_path / "run")
     with RunFolder.resume(tmp_path / "run"), pytest.raises(RunFolderError, match="in use"):
@@ -100,7 +100,7 @@ def test_another_run_is_never_written_over(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_its_mark_again_and_no_other_run_has_it(tmp_path: Path) -> None:
-    begun(tmp_path / "run")
+    make_run(tmp_path / "run")
     with RunFolder.resume(tmp_path / "run") as folder, RunFolder.create(tmp_path / "other") as other:
         mark = folder.mark
         assert mark not in ("", other.mark)
@@ -110,7 +110,7 @@ def test_a_resumed_run_has_its_mark_again_and_no_other_run_has_it(tmp_path: Path
 
 
 def test_what_a_kill_left_half_written_is_gone_when_the_run_goes_on(tmp_path: Path) -> None:
-    begun(tmp_path)
+    make_run(tmp_path)
     for name in (".step-000040.part", ".step-000020.old", "step-000020", "broken-step-000030"):
         (tmp_path / "checkpoints" / name / "shard").mkdir(parents=True)
     for name in (".v000012.4711.partial", ".v000000.part", ".v000010.4711.replaced", "v000010", "v000011"):
@@ -118,7 +118,7 @@ def test_what_a_kill_left_half_written_is_gone_when_the_run_goes_on(tmp_path: Pa
     for name in (".recipe.toml.4711.part", ".metrics.jsonl.4711.part", "metrics.jsonl", "plots/.reward.png.part"):
         (tmp_path / name).touch()
     RunFolder.open(tmp_path)
-    assert (tmp_path / "checkpoints" / ".step-000040.part").exists(), "whoever only looks removes nothing"
+    assert (tmp_path / "checkpoints" / ".step-000040.part").exists(), "a reader removes nothing"
     with RunFolder.resume(tmp_path):
         assert sorted(path.name for path in tmp_path.glob("*/*")) == [
             "broken-step-000030",
@@ -132,7 +132,7 @@ def test_what_a_kill_left_half_written_is_gone_when_the_run_goes_on(tmp_path: Pa
 
 @pytest.mark.parametrize("aside", ["checkpoints/.step-000020.old", "policy/.v000010.4711.replaced"])
 def test_what_had_stepped_aside_for_what_never_came_is_there_again(tmp_path: Path, aside: str) -> None:
-    begun(tmp_path)
+    make_run(tmp_path)
     (tmp_path / aside).mkdir()
     (tmp_path / aside / "whole").touch()
     with RunFolder.resume(tmp_path):

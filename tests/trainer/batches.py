@@ -69,7 +69,7 @@ def adamw(model: PreTrainedModel) -> torch.optim.AdamW:
 
 
 def assert_same(left: PreTrainedModel, right: PreTrainedModel, steps: int = 0) -> None:
-    """After so many steps of RATE and EPS that took different ways; to the last bit where there were none."""
+    """After some steps of RATE and EPS that took different ways; to the last bit where there were none."""
     tolerance = after_adam(steps, BACKWARD)
     for (name, ours), theirs in zip(left.named_parameters(), right.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance, msg=name)

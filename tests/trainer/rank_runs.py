@@ -91,11 +91,11 @@ PLAYED = {4: ("paper", "few"), 2: tuple(SCENARIOS)}
 
 @dataclass(frozen=True)
 class Resumed:
-    """Ranks that go on from the checkpoint `begun`, or begin, and write the checkpoint `name` two steps later. `apart`:
+    """Ranks that go on from the checkpoint `start`, or begin, and write the checkpoint `name` two steps later. `apart`:
     only rank 0 sees the folder, as on machines of their own."""
 
     ranks: int
-    begun: str | None
+    start: str | None
     name: str
     apart: bool = False
 
@@ -184,8 +184,8 @@ def play_on(scenario: Scenario, ranks: Ranks, folder: Path, resumed: Resumed) ->
     trainer, name = trainer_of(scenario, ranks), resumed.name
     if resumed.apart and ranks.rank > 0:
         folder /= "not-there"
-    if resumed.begun is not None:
-        trainer.load_checkpoint(folder / resumed.begun)
+    if resumed.start is not None:
+        trainer.load_checkpoint(folder / resumed.start)
     for _ in range(2):
         trainer.train(scenario.batch(trainer.version))
     weights = {name: weight.clone() for name, weight in trainer.full_parameters()}

@@ -234,10 +234,10 @@ def test_a_disk_that_hangs_is_waited_for_once(build: Build, tmp_path: Path, caps
     os.mkfifo(hanging)  # to open it hangs until somebody reads
     patience, later = 0.5, 40
     sink = TokenWriter(spec(tmp_path), rank=0, patience=patience)
-    begun = time.monotonic()
+    start = time.monotonic()
     for _ in range(1 + later):
         sink.take(kept.steps[0])
-    assert time.monotonic() - begun < patience * later
+    assert time.monotonic() - start < patience * later
     assert capsys.readouterr().err.count("not written after 0.5 s") == later
     hanging.read_bytes()
 

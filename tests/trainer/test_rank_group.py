@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ from stretto.trainer.trainer import Trainer
 from tests.tiny_policy import TINY
 from tests.tolerances import after_adam, operations_of
 from tests.trainer.batches import batch
-from tests.trainer.two_machines import HUNG, SAMPLING, SETTINGS, Running, Site, lost, run, running
+from tests.trainer.two_machines import HUNG, SAMPLING, SETTINGS, Site, lost, refused, run, running
 
 
 def weights_of_one_process(site: Site, steps: int) -> dict[str, Any]:
@@ -74,8 +73,8 @@ def assert_trained(site: Site, folder: Path, steps: int) -> None:
 def test_a_rank_on_another_machine_trains_what_one_process_trains_and_goes_on_from_a_checkpoint(site: Site) -> None:
     """The checkpoint is in a folder that the other machine does not see. The second time inside TLS."""
 
-    async def train(begun: Path | None, versions: range, saved: Path, tls: str = "") -> None:
-        async with running(site, checkpoint=str(begun) if begun else None, tls=tls) as group:
+    async def train(checkpoint: Path | None, versions: range, saved: Path, tls: str = "") -> None:
+        async with running(site, checkpoint=str(checkpoint) if checkpoint else None, tls=tls) as group:
             await group.start_rank()
             assert (await group.reply(Ready)).version == versions.start
             assert (await group.ask(Publish(), Published)).version == versions.start
@@ -191,26 +190,15 @@ def test_a_machine_that_is_cut_off_is_given_up_and_its_rank_ends_by_itself(site:
 
 
 def test_a_rank_that_does_not_come_is_named_and_so_is_a_wrong_one(site: Site) -> None:
-    async def scenario(start: Callable[[Running], Coroutine[Any, Any, None]]) -> str:
+    async def nowhere() -> str:
         async with running(site, assembly=1.0) as group:
-            await start(group)
             return await lost(group)
 
-    async def with_a_wrong_key(group: Running) -> None:
-        await group.start_rank(key="another")
-        assert await group.rank.ended() == "ended with exit code 1"
-
-    async def with_a_wrong_number(group: Running) -> None:
-        await group.start_rank(rank=7)
-        assert await group.rank.ended() == "ended with exit code 1"
-
-    async def nowhere(group: Running) -> None:
-        pass
-
-    assert run(scenario(nowhere)) == "lost rank 1: did not join within 1 s"
-    assert run(scenario(with_a_wrong_key)).endswith("does not have the key")
+    assert run(nowhere()) == "lost rank 1: did not join within 1 s"
+    assert run(refused(site, lambda group: group.start_rank(key="another"))).endswith("does not have the key")
     assert "rank 0 refused: the key is wrong" in site.log_of_rank()
-    assert run(scenario(with_a_wrong_number)).endswith("is not wanted: there is no rank 7")
+    with_a_wrong_number = refused(site, lambda group: group.start_rank(rank=7))
+    assert run(with_a_wrong_number).endswith("is not wanted: there is no rank 7")
 
 
 def test_the_interface_of_an_address_is_found(site: Site) -> None:

@@ -19,17 +19,14 @@ from stretto.trainer.messages import (
 from stretto.trainer.parallel.rendezvous import LOOPBACK, open_store
 from stretto.trainer.roles.rank_group import RankIntroduction
 from tests.certificates import authority
-from tests.trainer.two_machines import Site, lost, run, running
+from tests.trainer.two_machines import Site, refused, run, running
 
 
 def test_with_certificates_a_rank_without_one_or_with_another_authoritys_is_not_let_in(site: Site) -> None:
     authority(site.there / "theirs")
 
     async def scenario(tls: str) -> str:
-        async with running(site, assembly=10.0, tls=str(site.here / "tls")) as group:
-            await group.start_rank(tls=tls)
-            assert await group.rank.ended() == "ended with exit code 1"
-            return await lost(group)
+        return await refused(site, lambda group: group.start_rank(tls=tls), tls=str(site.here / "tls"))
 
     async def both() -> tuple[str, str]:
         return await asyncio.gather(scenario(""), scenario(str(site.there / "theirs")))

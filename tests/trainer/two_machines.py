@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +133,20 @@ async def lost(group: Running) -> str:
     loss = await group.reply(RankLost)
     assert await asyncio.wait_for(group.trainer.ended(), 20) == "ended with exit code 1"
     return loss.how
+
+
+async def refused(site: Site, start: Callable[[Running], Coroutine[Any, Any, None]], **changes: Any) -> str:
+    """How a trainer says that it has lost a rank which it did not let in, and why; it waits longer where the rank came
+    too late to be refused."""
+    how = ""
+    for seconds in (1.0, 5.0, 25.0):
+        async with running(site, assembly=seconds, **changes) as group:
+            await start(group)
+            assert await group.rank.ended() == "ended with exit code 1"
+            how = await lost(group)
+        if not how.endswith(f"within {seconds:g} s"):
+            break
+    return how
 
 
 @contextmanager

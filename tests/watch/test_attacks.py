@@ -320,14 +320,14 @@ def ids(strange: httpx.Client) -> dict[str, str]:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_strange_folder_is_shown_with_its_fault(strange: httpx.Client, ids: dict[str, str], name: str) -> None:
     address = f"/api/runs/{ids[name]}"
-    begun = time.monotonic()
+    start = time.monotonic()
     found = strange.get(address).json()
     assert FOLDERS[name][1] in f"{found['fault']} {found['reason']}"
     for part in ("series", "trajectories", "timeline", "health", "trajectories/0.a.0/0", "groups/0.a.0"):
         reply = strange.get(f"{address}/{part}")
         assert reply.status_code in (200, 404, 422), (part, reply.text)
         assert SECRET not in reply.text
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - start < 20
     assert strange.get(f"/api/runs/{ids['good']}").json()["fault"] is None
 
 

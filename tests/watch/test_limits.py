@@ -63,11 +63,11 @@ def test_wrong_secrets_wait_for_each_other_wherever_they_are(client: httpx.Clien
         ("/?token=guess", {}),
         ("/api/runs", {"cookie": cookie}),
     ]
-    begun = time.monotonic()
+    start = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
         replies = list(pool.map(lambda one: httpx.get(client.base_url.join(one[0]), headers=one[1], timeout=30), asked))
     assert [reply.status_code for reply in replies] == [401] * 3
-    assert time.monotonic() - begun >= 1.5  # half a second each
+    assert time.monotonic() - start >= 1.5  # half a second each
 
 
 def test_the_names_of_the_machine_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,22 +109,24 @@ def on_a_terminal(run: Path, columns: int, language: dict[str, str], leave: str)
     environment = inherited | {"TERM": "xterm"} | language
     reader = threading.Thread(target=read)
     reader.start()
-    with default_dispositions():
-        process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
-    with process:
-        try:
-            assert seen.wait(100), bytes(shown)
-            if leave == "q":
-                os.write(controller, b"q")
-            else:
-                process.send_signal(signal.SIGINT)
-            code = process.wait(100)
-        finally:
-            process.kill()
-    same = termios.tcgetattr(terminal) == before
-    os.close(terminal)
-    reader.join(10)
-    os.close(controller)
+    try:
+        with default_dispositions():
+            process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
+        with process:
+            try:
+                assert seen.wait(100), bytes(shown)
+                if leave == "q":
+                    os.write(controller, b"q")
+                else:
+                    process.send_signal(signal.SIGINT)
+                code = process.wait(100)
+            finally:
+                process.kill()
+        same = termios.tcgetattr(terminal) == before
+    finally:  # else the reader waits for ever
+        os.close(terminal)
+        reader.join(10)
+        os.close(controller)
     return code, shown.decode(), same
 
 

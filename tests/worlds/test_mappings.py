@@ -117,6 +117,33 @@ def test_a_row_of_another_shape_is_named(name: str, row: dict[str, Any], expecte
     assert expected in str(caught.value)
 
 
+TWICE_BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "gsm8k": ({"question": 5, "answer": "72"}, ["question: 5; a text", 'answer: "72"; a solution']),
+    "math": ({"problem": " ", "solution": "It is 7."}, ['problem: " "; a text', 'solution: "It is 7."; a solution']),
+    "deepscaler": ({"problem": None, "answer": [1]}, ["problem: null; a text", "answer: [1]; a text"]),
+    "dapo": (
+        {"prompt": [{}], "reward_model": {"ground_truth": None}},
+        ["prompt[0]: {}", "reward_model.ground_truth: n"],
+    ),
+    "aime": ({"Problem": 5, "Answer": 5.5}, ["Problem: 5; a text", "answer: 5.5; a whole number"]),
+    "deepcoder": ({"problem": 5, "tests": ""}, ["problem: 5; a text", 'tests: ""; a text']),
+    "humaneval": ({"prompt": 5, "test": "", "entry_point": "f", "canonical_solution": 5}, ["prompt: 5", "canonical_s"]),
+}
+
+
+@pytest.mark.parametrize("name", TWICE_BAD)
+def test_all_mistakes_of_a_row_come_together_by_the_datasets_own_columns(name: str, tmp_path: Path) -> None:
+    row, expected = TWICE_BAD[name]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(row)}\n{json.dumps({})}\n")
+    with pytest.raises(DataError) as caught:
+        questions(name, path)
+    first, second, *empty = str(caught.value).splitlines()
+    assert first.startswith(f"{path}:1: {expected[0]}"), first
+    assert second.startswith(f"{path}:1: {expected[1]}"), second
+    assert all(line.startswith(f"{path}:2: no") for line in empty)
+
+
 def test_every_mapping_has_rows_here_or_in_a_package() -> None:
     assert {path.stem for path in FOLDER.glob("*.jsonl")} == MAPPINGS.keys() - {"humaneval"}
 

@@ -3,7 +3,7 @@
     request ─► one stream of the server per completion ─► tokens, log-probabilities, versions ─► Stream
 
     update, recompute   pause: running requests end   load   resume: each is sent again, with its tokens as prompt
-    update, keep        pause: they stay as they are  load   resume: they go on; the server tells who sampled what
+    update, keep        pause: they stay as they are  load   resume: they go on; the server names tokens' versions
 
 With "recompute" all tokens of one request to the server have one version, the one that this adapter had loaded: a
 version is never a matter of trust. What the server says of versions is compared with it.

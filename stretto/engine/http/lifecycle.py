@@ -13,7 +13,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from stretto.core.errors import Problem, RecipeError
-from stretto.engine.native.generation import Generation
 from stretto.processes.http.server import STRANGERS, HttpServer, settings_of
 from stretto.processes.tls import server_context
 
@@ -32,13 +31,26 @@ def server_of(
     return HttpServer(config, strangers=STRANGERS if has_key else _BACKLOG)
 
 
+class OpenWork(Protocol):
+    """What a server that ends waits for."""
+
+    stopping: bool  # open requests are finished, new ones refused
+
+    @property
+    def open_requests(self) -> int: ...
+
+    def break_off(self) -> None:
+        """End every open request as it is."""
+        ...
+
+
 class GracefulServer(HttpServer):
     """A server that finishes open requests when a signal asks it to end, and begins no other meanwhile.
 
     A second signal ends it at once. Ending is what it was asked to do, so the signal is not raised again.
     """
 
-    def __init__(self, app: ASGIApp, generation: Generation, *, keep_alive_seconds: int, patience: float) -> None:
+    def __init__(self, app: ASGIApp, work: OpenWork, *, keep_alive_seconds: int, patience: float) -> None:
         """
         Args:
             patience: seconds that open requests have to end.
@@ -46,7 +58,7 @@ class GracefulServer(HttpServer):
         config = _config(app, keep_alive_seconds, None)
         # Any client may be served: many may wait, and be idle for as long as between two requests.
         super().__init__(config, strangers=_BACKLOG, patience=keep_alive_seconds)
-        self._generation, self._patience = generation, patience
+        self._work, self._patience = work, patience
         self._until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -54,18 +66,18 @@ class GracefulServer(HttpServer):
         if self.should_exit:
             self._until = 0.0
         self.should_exit = True
-        self._generation.stopping = True
+        self._work.stopping = True
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; True ends the server."""
         if not await super().on_tick(counter):
             return False
-        self._generation.stopping = True
+        self._work.stopping = True
         now = time.monotonic()
         self._until = now + self._patience if self._until is None else self._until
-        if self._generation.open_requests and now < self._until:
+        if self._work.open_requests and now < self._until:
             return False
-        self._generation.break_off()
+        self._work.break_off()
         return True
 
 

@@ -133,7 +133,7 @@ class AgentGroups:
 
     @property
     def ended(self) -> int:
-        """Trajectories, for who looks whether anything moves."""
+        """Trajectories that have ended: a sign of progress."""
         return self._failures.ended
 
     async def __call__(self, ticket: Ticket) -> Sequence[Trajectory]:
@@ -163,7 +163,7 @@ class AgentGroups:
         services = self.services
         session = self.open_session(id, prompt.token_ids, seed)
         created = int(await session.call(_CREATED, _now, repeatable=True))
-        # New ones at each opening: evaluations have the same trajectories again, and who had one of them is no heir.
+        # New ones at each opening: an evaluation has the same trajectories again, and old keys must not open them.
         name, key = new_key(), new_key()
         found = AgentSession(name, key, created, services.task(prompt, member, seed), session, services.speaker)
         for call in session.calls:

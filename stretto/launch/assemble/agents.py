@@ -43,7 +43,7 @@ class RunGateway:
         self._host, self._groups = WaitingSessions(), list[AgentGroups]()
         self._room, self._table = asyncio.Semaphore(config.parallel), SessionTable()
         context = longest_prompt_allowed(plan.recipe, plan.base) + plan.sampling.max_tokens
-        rule = SamplingRule(plan.sampling, context, fixed=True)
+        rule = SamplingRule(plan.sampling, context, chosen=())
         teller = Teller(config.model, plan.tokenizer)
         self._speaker = Speaker(Renderer(plan.tokenizer), teller, rule, plan.recipe.gateway)
         self._open, self._address = contextlib.AsyncExitStack(), ""
@@ -71,7 +71,7 @@ class RunGateway:
 
     @property
     def ended(self) -> int:
-        """Trajectories, for who looks whether anything moves."""
+        """Trajectories that have ended: a sign of progress."""
         return sum(groups.ended for groups in self._groups)
 
     def groups(

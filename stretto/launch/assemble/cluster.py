@@ -153,7 +153,7 @@ class Cluster:
         except RunSuperseded as newer:
             self._remember(newer.epoch, newer.address)
             raise
-        except DeadlineExceeded as late:  # who goes on with the run looks for it again
+        except DeadlineExceeded as late:  # a resume looks for it again
             self.report(str(late))
             return
         others = tuple(address for address in self.identity.before if address != before)
@@ -165,7 +165,7 @@ class Cluster:
             self._tasks.add("superseded", self._give_way(epoch, address))
 
     def _remember(self, epoch: int, address: str) -> None:
-        """Put it into the run folder that a newer conductor has the run: who resumes this one is refused."""
+        """Put it into the run folder that a newer conductor has the run: a resume of this folder is refused."""
         before = _with(self.identity.before, address)
         self.identity = msgspec.structs.replace(self.identity, before=before, superseded=epoch)
         if self.folder.is_ours():
@@ -258,7 +258,7 @@ class Cluster:
     def _join(self, machine: JoinedMachine, number: int) -> str:
         plan, place = self.plan, machine.places[number]
         spec = msgspec.structs.replace(
-            engine_spec(plan, Path(machine.model), self.endpoints, self._take_number(), published=True),
+            engine_spec(plan.recipe, Path(machine.model), self.endpoints, self._take_number(), published=True),
             address=place.address,
             mailbox_folder=machine.mailbox_folder,
             scratch=place.scratch,
@@ -336,7 +336,7 @@ class Cluster:
 
     def _start_one(self) -> str:
         recipe = self.plan.recipe
-        spec = engine_spec(self.plan, self.folder.policy(0), self.endpoints, self._take_number(), published=True)
+        spec = engine_spec(recipe, self.folder.policy(0), self.endpoints, self._take_number(), published=True)
         role, interval, logs = engine_role(recipe.engine), recipe.engine.load_interval, self.folder.logs
         changed = self.engines.changed
         self.engines.join(

@@ -126,7 +126,7 @@ async def running_roles(
         model, deadlines = folder.policy(0), recipe.deadlines
         recovery = Recovery(folder, recipe.store.keep_checkpoints)
         engines = EnginePool(
-            engine_specs(plan, model, endpoints),
+            engine_specs(recipe, model, endpoints),
             folder.logs,
             deadlines,
             role=engine_role(recipe.engine),

@@ -367,7 +367,7 @@ async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> N
         say(f"{_phase(recipe, 2)}: measuring the held-out accuracy of version 0")
         await stop.unless(evaluation.evaluate(controller.published))
     if not stop.requested:
-        # A run that was killed may have come as far as its checkpoint.
+        # A run that was killed behind its last checkpoint may lack the policy of that step.
         await checkpointing.save_policy(controller.published)
         recorder.spans(await roles.poll_unless(stop))
         say(f"{_phase(recipe, 3)}: reinforcement learning, steps {controller.published + 1} to {recipe.trainer.steps}")

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from stretto.engine.config import EngineConfig
 from stretto.engine.spec import EngineSpec
+from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
-from stretto.loop.engines.pool import ENGINE_ROLE
+from stretto.loop.engines.pool import ENGINE_ROLE, EnginePool
+from stretto.processes.spawn import Spawner
 from stretto.store.series.tokens import TokensConfig
 from stretto.trainer.spec import TokensSpec, TrainerSpec
 
@@ -40,17 +42,15 @@ def engine_role(config: EngineConfig) -> str:
     return ENGINE_ROLE if config.kind == "native" else EXTERNAL_ENGINE_ROLE
 
 
-def engine_specs(plan: Plan, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
+def engine_specs(recipe: Recipe, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
     """The engines that a run starts itself; `published` False: they serve the folder as it is."""
-    count = plan.recipe.local_engines
-    return [engine_spec(plan, model, endpoints, number, published) for number in range(count)]
+    return [engine_spec(recipe, model, endpoints, number, published) for number in range(recipe.local_engines)]
 
 
-def engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
+def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
     """One engine of a run, on the run's own machine."""
-    config = plan.recipe.engine
+    config, deadlines = recipe.engine, recipe.deadlines
     unix = config.transport == "unix"
-    deadlines = plan.recipe.deadlines
     return EngineSpec(
         name=f"engine-{number}",
         address=f"unix:{endpoints.sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
@@ -66,8 +66,15 @@ def engine_spec(plan: Plan, model: Path, endpoints: Endpoints, number: int, publ
         scratch=str(endpoints.sockets / f"engine-{number}"),
         token_seconds=deadlines.answer / 2,  # then another engine goes on, before the conductor gives the run up
         load_seconds=deadlines.load,
-        broadcast=plan.recipe.weights.medium == "broadcast",
+        broadcast=recipe.weights.medium == "broadcast",
     )
+
+
+def engines_of_folder(recipe: Recipe, model: Path, folder: Path, logs: Path, spawner: Spawner) -> EnginePool:
+    """Engines that serve a model as it is, without a trainer, not started yet; `folder` is that of `socket_folder`."""
+    endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # no weights are published
+    specs = engine_specs(recipe, model, endpoints, published=False)
+    return EnginePool(specs, logs, recipe.deadlines, engine_role(recipe.engine), spawner=spawner)
 
 
 def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) -> TrainerSpec:

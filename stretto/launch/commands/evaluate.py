@@ -15,14 +15,12 @@ import msgspec
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.launch.assemble.evaluations import with_samples
-from stretto.launch.assemble.specs import Endpoints, engine_role, engine_specs, socket_folder
+from stretto.launch.assemble.specs import engines_of_folder, socket_folder
 from stretto.launch.assemble.workflows import conversing, workflow_pool
-from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.checks import check_data_files
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.overrides import Overrides
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate
-from stretto.loop.engines.pool import EnginePool
 from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.evaluation import Evaluation, QuestionResult
 from stretto.processes.spawn import FRESH, Spawner
@@ -167,9 +165,7 @@ def _several(rewards: object) -> bool:
 
 async def _evaluate(plan: Plan, spawner: Spawner, keep: Callable[[Sequence[QuestionResult]], None]) -> Evaluation:
     recipe, stopped, folder = plan.recipe, StopSignal(), socket_folder()
-    endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # no weights are published
-    specs = engine_specs(plan, plan.base.path, endpoints, published=False)
-    engines = EnginePool(specs, folder, recipe.deadlines, engine_role(recipe.engine), spawner=spawner)
+    engines = engines_of_folder(recipe, plan.base.path, folder, folder, spawner)
     rewards = RewardPool(recipe.rewards, rows=plan.rows)
     workflows = workflow_pool(plan, folder / "workflow.txt")
     asked = (rewards.start(),) if workflows is None else (rewards.start(), workflows.start())

@@ -1,102 +1,122 @@
-"""`stretto gateway`: one model folder behind sessions that agents use over HTTP, in this process."""
+"""`stretto gateway`: one model folder, by engines of any make, behind sessions that agents use over HTTP."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import contextlib
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-import torch
 import uvloop
 
 from stretto.conversation.bridge import Renderer
-from stretto.conversation.session import SessionRecord, WholeTurns
+from stretto.conversation.session import Sampler, SessionRecord, WholeTurns
 from stretto.conversation.tool_calls import form_of
-from stretto.core.errors import EngineLost, RefusedRequest
+from stretto.core.errors import EngineLost
 from stretto.core.records import Completion, GenerateRequest, Sampling
-from stretto.engine.backend import ENDED
+from stretto.engine.capabilities import CAPABILITIES
+from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
-from stretto.engine.native.completions import Progress
-from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import Generation, SharedGeneration
+from stretto.engine.native.capacity import longest_row_of
 from stretto.gateway.agent_session import Speaker
 from stretto.gateway.app import GatewayApp
 from stretto.gateway.checks import check_chat, check_reach
 from stretto.gateway.config import GatewayConfig
-from stretto.gateway.sampling import CallForms, SamplingRule
+from stretto.gateway.sampling import DISTRIBUTION, CallForms, SamplingRule
 from stretto.gateway.sessions import RecordedSessions
 from stretto.gateway.telling import Teller
 from stretto.launch.assemble.agents import DIALECTS
+from stretto.launch.assemble.specs import engines_of_folder, socket_folder
 from stretto.launch.commands.serve import (
     KEEP_ALIVE_SECONDS,
     PATIENCE_SECONDS,
     allow_many_connections,
     check_key,
     context_of,
-    engine_config,
+    recipe_of_engines,
     say_aloud,
 )
-from stretto.model.hf.folder import inspect_model_folder
+from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, check_servers
+from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.sessions import PersistentTurns
+from stretto.model.hf.grammar import Grammars
+from stretto.model.hf.inspection import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.store import lock
 
-
-class LocalGeneration:
-    """The engine of this process as a client sees one (a `core.engine.Generate`)."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-
-    async def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
-        """See `Generate`; of requests of one completion."""
-        for request in requests:
-            await self._generation.prepare([request])
-            listener = _OneCompletion(self._generation.engine.name)
-            self._generation.submit(request, listener, every_token=False)
-            try:
-                yield await listener.ending  # the turn has the deadline
-            finally:
-                self._generation.close(request.id)
+_STOP_SECONDS = 1.0
+_PROBE = [{"role": "user", "content": "1+1="}]  # whose tokens servers of other makes have to know
 
 
-class _OneCompletion:
-    """The completion of one request (a `generation.CompletionListener`)."""
+class Turns:
+    """The turns of all sessions, by a pool of engines: a `core.engine.Generate`, and the work of a `GracefulServer`."""
 
-    def __init__(self, engine: str) -> None:
-        self.missing, self._engine = 1, engine
-        self.ending: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+    def __init__(self, engines: EnginePool) -> None:
+        self.stopping, self._engines = False, engines
 
-    def progressed(self, progress: Progress) -> None:
-        """See `CompletionListener`; the whole completion comes at its end."""
+    def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        """See `Generate`.
 
-    def ended(self, completion: Completion) -> None:
-        """See `CompletionListener`."""
-        self.missing = 0
-        if not self.ending.done():
-            self.ending.set_result(completion)
+        Raises:
+            EngineLost: the gateway is stopping.
+        """
+        if self.stopping:
+            raise EngineLost("the gateway", "is stopping")
+        return self._engines.generate(*requests)
 
-    def refuse(self, error: RefusedRequest) -> None:
-        """See `CompletionListener`."""
-        if not self.ending.done():
-            self.ending.set_exception(error)
+    @property
+    def open_requests(self) -> int:
+        return len(self._engines.open)
 
-    def break_off(self, why: str = ENDED) -> None:
-        """See `CompletionListener`."""
-        if not self.ending.done():
-            self.ending.set_exception(EngineLost(self._engine, why))
+    def break_off(self) -> None:
+        """End every turn as it is."""
+        self.stopping = True
+        self._engines.break_off()
+
+    async def run(self) -> None:
+        """Replace engines that die, until cancelled; then open turns break off.
+
+        Raises:
+            RoleDied: one has died too often.
+        """
+        try:
+            await self._engines.supervise()
+        finally:
+            self.break_off()
+
+    def sampler(self, session: str, record: SessionRecord) -> Sampler:
+        """See `gateway.sessions.MakeSampler`; a turn whose engine is lost is sampled again."""
+        return PersistentTurns(WholeTurns(self, record, session))
 
 
 def speaker_of(
-    name: str, tokenizer: Tokenizer, sampling: Sampling, context: int, config: GatewayConfig, *, grammars: bool = False
+    name: str,
+    tokenizer: Tokenizer,
+    context: int,
+    *,
+    grammars: bool = False,
+    chosen: tuple[str, ...] = DISTRIBUTION,
 ) -> Speaker:
-    """The words of a model; `grammars` says whether its engine follows them.
+    """The words of a model.
+
+    Args:
+        grammars: whether its engines follow them.
+        chosen: the fields of the distribution that clients may choose.
 
     Raises:
         ModelFolderError: the tokenizer has no chat template.
     """
     check_chat(tokenizer, tokenizer.place)
+    sampling = Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids)
     forms = CallForms(form_of(tokenizer.chat_template), tokenizer.vocabulary) if grammars else None
-    return Speaker(Renderer(tokenizer), Teller(name, tokenizer), SamplingRule(sampling, context, forms=forms), config)
+    rule = SamplingRule(sampling, context, chosen, forms)
+    return Speaker(Renderer(tokenizer), Teller(name, tokenizer), rule, GatewayConfig())
 
 
 def gateway(
@@ -108,6 +128,7 @@ def gateway(
     name: str | None = None,
     api_key: str | None = None,
     overrides: Sequence[str] = (),
+    spawner: Spawner = FRESH,
     say: Callable[[str], None] = say_aloud,
 ) -> None:
     """Serve sessions with a Hugging Face folder until SIGINT or SIGTERM; open turns are finished first.
@@ -118,37 +139,77 @@ def gateway(
         api_key: what opens sessions; without it, all that reach this machine's loopback address may.
 
     Raises:
-        UserError: the folder, an override or the address is wrong.
+        UserError: the folder, an override, a server or the address is wrong.
+        RoleError: an engine does not start, or has died too often.
+        SystemExit: a signal has ended it before it served, or a second one.
     """
-    config = engine_config(overrides)
+    recipe = recipe_of_engines(model, overrides, sections=("engine", "deadlines"))
     check_key(api_key)
-    inspect_model_folder(model)
-    tokenizer = load_tokenizer(model)
+    check_engine_keys(recipe)
+    base, tokenizer = inspect_model_folder(model.resolve()), load_tokenizer(model)
+    check_head_dim(recipe, base)
+    context = context_of(longest_row_of(base, recipe.engine), recipe.engine)
+    unserved = _without_grammars(recipe.engine, base, tokenizer)
+    chosen = _choices(recipe.engine)
+    speaker = speaker_of(name or base.path.name, tokenizer, context, grammars=not unserved, chosen=chosen)
+    check_servers(recipe, base, tokenizer, [tokenizer.encode_chat(_PROBE)] if recipe.engine.addresses else [])
     bound = bind(host, port, "--port")
     check_reach(bound, api_key, "--host")
     folder.mkdir(parents=True, exist_ok=True)
     lock.acquire(folder)  # for as long as the process lives
-    torch.set_num_threads(config.threads)
-    engine = NativeEngine.load(model, config)
-    generation, context = SharedGeneration(engine), context_of(engine, config)
-    sampling = Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids)
-    name = model.resolve().name if name is None else name
-    unserved = "the engine has none" if engine.grammars is None else engine.grammars.problem
-    speaker = speaker_of(name, tokenizer, sampling, context, GatewayConfig(), grammars=not unserved)
-    generate = LocalGeneration(generation)
-
-    def sampler(session: str, record: SessionRecord) -> WholeTurns:
-        return WholeTurns(generate, record, session)
-
-    recorded = RecordedSessions(folder, speaker, sampler)
-    sessions = recorded.load()
-    app = GatewayApp(sessions, recorded, speaker, [kind() for kind in DIALECTS], operator_key=api_key or "")
-    server = GracefulServer(app, generation, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS)
     allow_many_connections()
-    bound.listen()  # from here on connections wait instead of being refused
-    shown = f"[{host}]" if ":" in host else host
-    say(f"{name}: context {context:,}, sessions recorded in {folder}")
+    say(f"{speaker.model}: context {context:,}, sessions recorded in {folder}")
     if unserved:
         say(f"response_format and tool_choice do not constrain what is sampled: {unserved}")
-    say(f"gateway at http://{shown}:{bound.getsockname()[1]}")
-    uvloop.run(run_app(server, [bound], generation))
+    engines = partial(engines_of_folder, recipe, base.path, logs=folder, spawner=spawner)
+    until_cut_short(_serve(engines, folder, speaker, bound, api_key or "", say), uvloop.new_event_loop)
+
+
+def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokenizer) -> str:
+    """Why the engines follow no grammars; "" if they do."""
+    if config.kind != "native":
+        return f"servers of {CAPABILITIES[config.kind].name} are given no grammars"
+    return Grammars(lambda: tokenizer, base.vocab_size).problem
+
+
+def _choices(config: EngineConfig) -> tuple[str, ...]:
+    """The fields of the distribution that the log-probabilities of the engines follow."""
+    filtered = config.kind == "native" or CAPABILITIES[config.kind].filtered_logprobs
+    return DISTRIBUTION if filtered else ("temperature",)
+
+
+class _Server(GracefulServer):
+    """Signals come by a `StopSignal`, which hears them while the engines start too."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(
+    engines_in: Callable[[Path], EnginePool],
+    folder: Path,
+    speaker: Speaker,
+    bound: socket.socket,
+    key: str,
+    say: Callable[[str], None],
+) -> None:
+    stopped, sockets = StopSignal(), socket_folder()
+    engines = engines_in(sockets)
+    engines.report_to(say)
+    turns = Turns(engines)
+    try:
+        recorded = RecordedSessions(folder, speaker, turns.sampler)
+        app = GatewayApp(recorded.load(), recorded, speaker, [kind() for kind in DIALECTS], operator_key=key)
+        await stopped.unless(engines.start(0))
+        if stopped.requested:
+            sys.exit(stopped.exit_code)
+        server = _Server(app, turns, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS)
+        stopped.call(partial(server.handle_exit, signal.SIGTERM, None))
+        bound.listen()  # from here on connections wait instead of being refused
+        host, port = bound.getsockname()[:2]
+        say(f"gateway at http://{f'[{host}]' if ':' in host else host}:{port}")
+        await run_app(server, [bound], turns)
+    finally:
+        await engines.stop(_STOP_SECONDS)
+        shutil.rmtree(sockets, ignore_errors=True)

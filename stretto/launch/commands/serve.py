@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from stretto.engine.native.generation import SharedGeneration
 from stretto.engine.openai.app import OpenAIApp
 from stretto.engine.openai.translate import ServedModel
 from stretto.launch.preflight.servers import check_embedded
-from stretto.launch.recipe.recipe import override, validate
+from stretto.launch.recipe.recipe import Recipe, override, validate
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 
@@ -29,33 +30,45 @@ _KEY = re.compile(r"[!-~]+")
 KEEP_ALIVE_SECONDS = 120
 PATIENCE_SECONDS = 30.0
 _SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the completion
-_OF_A_RUN = {"count": "one engine is served", "transport": "give --host and --port", "base_port": "give --port"}
+_OF_A_RUN = {"transport": "give --host and --port", "base_port": "give --port"}
 
 
 def engine_config(overrides: Sequence[str]) -> EngineConfig:
-    """The `[engine]` section from ``engine.key=value`` words.
+    """The `[engine]` section from ``engine.key=value`` words, for the engine of this process.
 
     Raises:
         RecipeError: words of another form, values that are not allowed (all of them), or another engine.
     """
+    config = recipe_of_engines(Path(), overrides, {"count": "one engine is served"}).engine
+    check_embedded(config)
+    return config
+
+
+def recipe_of_engines(
+    model: Path,
+    overrides: Sequence[str],
+    refused: Mapping[str, str] = MappingProxyType({}),
+    sections: tuple[str, ...] = ("engine",),
+) -> Recipe:
+    """A recipe of which the model is given, and words ``engine.key=value`` or of other `sections`; `refused` are
+    further keys of the engine without a meaning, with what there is instead.
+
+    Raises:
+        RecipeError: words of another form, or values that are not allowed; all of them.
+    """
+    refused = {f"engine.{name}": instead for name, instead in (_OF_A_RUN | {**refused}).items()}
     keys = [word.partition("=")[0].strip() for word in overrides]
     problems = [
         Problem(f"{key}", "is no setting of the engine", "give engine.key=value")
         for key in keys
-        if not key.startswith("engine.")
+        if key.partition(".")[0] not in sections
     ]
-    problems += [
-        Problem(key, "has no meaning for a server", _OF_A_RUN[name])
-        for key in keys
-        if (name := key.removeprefix("engine.")) in _OF_A_RUN and key.startswith("engine.")
-    ]
+    problems += [Problem(key, "has no meaning for a server", refused[key]) for key in keys if key in refused]
     if problems:
         raise RecipeError(problems)
-    tree: dict[str, Any] = {"model": {"path": "."}, "task": {"kind": "arithmetic"}, "trainer": {}}
+    tree: dict[str, Any] = {"model": {"path": str(model)}, "task": {"kind": "arithmetic"}, "trainer": {}}
     override(tree, overrides)
-    config = validate(tree, "command line", overrides).engine
-    check_embedded(config)
-    return config
+    return validate(tree, "command line", overrides)
 
 
 def say_aloud(text: str) -> None:
@@ -100,7 +113,7 @@ def serve(
     torch.set_num_threads(config.threads)
     engine = NativeEngine.load(model, config)
     generation = SharedGeneration(engine)
-    context = context_of(engine, config)
+    context = context_of(engine.longest_row, config)
     served = ServedModel(model.resolve().name if name is None else name, context, folder.vocab_size)
     app = OpenAIApp(generation, served, tokenizer, EngineApp(generation), api_key or "")
     server = GracefulServer(app, generation, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS)
@@ -116,16 +129,16 @@ def serve(
     uvloop.run(run_app(server, [bound], generation))
 
 
-def context_of(engine: NativeEngine, config: EngineConfig) -> int:
-    """Tokens that a prompt and its completion may have together.
+def context_of(longest_row: int, config: EngineConfig) -> int:
+    """Tokens that a prompt and its completion may have together: those of the longest row of the KV cache.
 
     Raises:
         RecipeError: the KV cache is too small for any.
     """
-    if (context := engine.longest_row) < _SHORTEST_CONTEXT:
+    if longest_row < _SHORTEST_CONTEXT:
         found = f"{config.cache_gib:g} is too small a KV cache for any prompt with a completion"
         raise RecipeError([Problem("engine.cache_gib", found, "give more")])
-    return context
+    return longest_row
 
 
 def allow_many_connections() -> None:

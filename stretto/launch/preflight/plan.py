@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from stretto.core.errors import DataError, Problem
+from stretto.core.jsonl import Mistakes
 from stretto.core.records import Prompt, Sampling
 from stretto.engine.http.lifecycle import bind
 from stretto.gateway.checks import KEY, check_agent, check_reach
@@ -122,19 +123,19 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     if (reference := recipe.algorithm.reference) is not None and reference.path is not None:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
     _check_agents(recipe, tokenizer)
-    sifted = sift(recipe.rewards, _questions(recipe))
-    questions = sifted.questions
+    read, read_sets = _questions(recipe)
+    questions = (sifted := sift(recipe.rewards, read)).questions
     warms_up = recipe.warm_start is not None and not has_policy
     if warms_up and not questions.demonstrations:
         remedy = "add them to the data, or remove the section"
         raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
     shown = questions.demonstrations if warms_up else ()
     training, held_out = _encoded(recipe, questions, tokenizer, longest)
-    sets, asked = _sets(recipe, tokenizer, longest)
+    sets, asked = _sets(recipe, read_sets, tokenizer, longest)
     rows = (*training.questions, *held_out.questions, *asked)
     if isinstance(recipe.workflow, WorkflowConfig):
         check_workflow_fits(recipe.workflow.function, needs, tokenizer, _plain(rows))
-    check_servers(recipe, base, tokenizer, (*training.prompts, *held_out.prompts))
+    check_servers(recipe, base, tokenizer, [one.token_ids for one in (*training.prompts, *held_out.prompts)])
     check_ray(recipe)
     return Plan(
         recipe=recipe,
@@ -188,13 +189,24 @@ def _check_descriptors(recipe: Recipe) -> None:
     )
 
 
-def _questions(recipe: Recipe) -> Questions:
-    """All questions of the task, each with a reward that judges it."""
+def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]]]:
+    """All questions of the task, each with a reward that judges it, and those of each further evaluation.
+
+    Raises:
+        DataError: with the mistakes of all their files.
+    """
     check_data_files(data_files(recipe))
-    found = recipe.task.questions(recipe.seed)
+    mistakes, sets = Mistakes(), list[list[Question]]()
+    with mistakes:
+        found = recipe.task.questions(recipe.seed)
+    for one in recipe.evaluation.sets:
+        with mistakes:
+            first, last, _ = one.source.questions(recipe.seed)
+            sets.append([*first, *last][: one.prompts])
+    mistakes.done()
     names = {question.source for question in (*found.training, *found.held_out)}
     check_reward_sources(recipe.rewards, names | {one.source.title for one in recipe.evaluation.sets})
-    return found
+    return found, sets
 
 
 def _encoded(recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest: int) -> tuple[Within, Within]:
@@ -214,14 +226,13 @@ def _encoded(recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest
 
 
 def _sets(
-    recipe: Recipe, tokenizer: Tokenizer, longest: int
+    recipe: Recipe, read: Sequence[list[Question]], tokenizer: Tokenizer, longest: int
 ) -> tuple[tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...], list[Question]]:
     """The prompts of the further evaluations, and all their questions, whose gold answers can be read."""
     found: list[tuple[EvaluationSet, tuple[Prompt, ...]]] = []
     asked: list[Question] = []
-    for one in recipe.evaluation.sets:
-        first, last, _ = one.source.questions(recipe.seed)
-        kept = sift(recipe.rewards, Questions([*first, *last][: one.prompts], [])).questions.training
+    for one, questions in zip(recipe.evaluation.sets, read, strict=True):
+        kept = sift(recipe.rewards, Questions(questions, [])).questions.training
         found.append((one, encode_prompts(kept, tokenizer, longest)))
         asked += kept
     return tuple(found), asked

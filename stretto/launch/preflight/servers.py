@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from stretto.core.errors import Problem, RecipeError, StrettoError
-from stretto.core.records import Prompt
 from stretto.engine.capabilities import CAPABILITIES, Capabilities
 from stretto.engine.config import EngineConfig
 from stretto.engine.external.http import JsonServer
@@ -175,15 +174,15 @@ def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
         raise RecipeError([Problem(place, found, f"allowed: {allowed}")])
 
 
-def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Ask every server of `engine.addresses` what it serves.
+def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
+    """Ask every server of `engine.addresses` what it serves, and the tokens of some of the prompts.
 
     Raises:
         RecipeError: nobody answers, or it is another model's; with every server.
     """
     if recipe.engine.addresses:
-        needed = min(base.context_length, max(len(row.token_ids) for row in prompts) + recipe.sampling.max_tokens)
-        texts = [tokenizer.decode(prompt.token_ids) for prompt in prompts[:_PROBES]]
+        needed = min(base.context_length, max(map(len, prompts)) + recipe.sampling.max_tokens)
+        texts = [tokenizer.decode(prompt) for prompt in prompts[:_PROBES]]
         probe = {text: list(tokenizer.encode(text)) for text in texts}
         if problems := asyncio.run(_asked(recipe.engine, _make_of(recipe), base, needed, probe)):
             raise RecipeError(problems)

@@ -310,6 +310,11 @@ class EnginePool:
         within a second is left alone."""
         await gather_or_cancel(*(engine.give_up(spared) for engine in self._engines.values()))
 
+    def break_off(self) -> None:
+        """Every request that engines have ends with EngineLost, at once."""
+        for engine in self._engines.values():
+            engine.client.break_off()
+
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
         """What the completions in flight have beyond their known tokens; without an engine that does not reply within
         `patience` seconds (None: `deadlines.answer`)."""

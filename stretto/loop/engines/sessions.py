@@ -63,6 +63,20 @@ class TrajectorySessions:
         return Session(id, prompt, seed, partial(self._in_flight.turn, id), record, known.segments, known.calls)
 
 
+@dataclass(frozen=True)
+class PersistentTurns:
+    """A sampler that samples a turn again whose engine is lost (satisfies `conversation.session.Sampler`)."""
+
+    whole: WholeTurns
+
+    async def __call__(self, request: TurnRequest) -> Segment:
+        """See `Sampler`."""
+        for attempt in attempts():
+            with attempt:
+                return await self.whole(request)
+        raise AssertionError("the last attempt raises")
+
+
 def sessions_of_evaluation(
     generate: Generate, count: Callable[[Completion], None]
 ) -> Callable[[str, tuple[int, ...], int], Session]:
@@ -70,15 +84,12 @@ def sessions_of_evaluation(
 
     def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
         record = MemoryRecord()
-        whole = WholeTurns(generate, record, id)
+        turns = PersistentTurns(WholeTurns(generate, record, id))
 
         async def sample(request: TurnRequest) -> Segment:
-            for attempt in attempts():
-                with attempt:
-                    segment = await whole(request)
-                    count(Completion.of(id, 0, segment))
-                    return segment
-            raise AssertionError("the last attempt raises")
+            segment = await turns(request)
+            count(Completion.of(id, 0, segment))
+            return segment
 
         return Session(id, prompt, seed, sample, record)
 

@@ -1,4 +1,4 @@
-"""What a person who watches a run should see: samples of completions, and alarms about the reward."""
+"""For a person who watches a run: samples of completions, and alarms about the reward."""
 
 from __future__ import annotations
 

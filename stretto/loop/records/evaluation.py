@@ -83,6 +83,7 @@ class Evaluation(Record, frozen=True):
     pass_at: Mapping[int, float] = {}  # k: the chance that one of k completions is right
     maj: float | None = None  # of questions whose most frequent answer is right; None: the reward knows no answers
     ci95: tuple[float, float] = (0.0, 1.0)  # of the accuracy
+    intervals: Mapping[str, tuple[float, float]] = {}  # as `ci95`, of pass@k and maj@n by these names
     rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value before the weight
 
     @classmethod
@@ -91,6 +92,8 @@ class Evaluation(Record, frozen=True):
         samples = len(results[0].outcomes)
         shares = [result.right / samples for result in results]
         majorities = [result.majority for result in results if result.majority is not None]
+        passes = {k: [pass_at(k, result.right, samples) for result in results] for k in sizes(samples)}
+        by_name = {f"pass@{k}": values for k, values in passes.items()} | {f"maj@{samples}": majorities}
         return cls(
             version=max(version for result in results for version in result.versions),
             prompts=len(results),
@@ -100,11 +103,10 @@ class Evaluation(Record, frozen=True):
             per_prompt=samples,
             truncated=sum(sum(result.truncated) for result in results),
             length_max=max(max(result.lengths) for result in results),
-            pass_at={
-                k: sum(pass_at(k, result.right, samples) for result in results) / len(results) for k in sizes(samples)
-            },
+            pass_at={k: sum(values) / len(results) for k, values in passes.items()},
             maj=sum(majorities) / len(majorities) if majorities else None,
             ci95=interval(shares),
+            intervals={name: interval(values) for name, values in by_name.items() if values and samples > 1},
             rewards=mean_rewards(part for result in results for part in result.parts),
         )
 
@@ -132,14 +134,17 @@ class Evaluation(Record, frozen=True):
         low, high = self.ci95
         rows = [("95% interval", f"{low:.4f} to {high:.4f}")]
         if self.per_prompt > 1:
-            rows += [(f"pass@{k}", f"{value:.4f}") for k, value in self.pass_at.items()]
-        if self.per_prompt > 1 and self.maj is not None:
-            rows.append((f"maj@{self.per_prompt}", f"{self.maj:.4f}"))
+            values = {f"pass@{k}": value for k, value in self.pass_at.items()}
+            values |= {f"maj@{self.per_prompt}": self.maj} if self.maj is not None else {}
+            rows += [(name, f"{value:.4f}{self._within(name)}") for name, value in values.items()]
         rows += [(name, f"{value:.4f} on average") for name, value in self.rewards.items()]
         rows.append(("questions", f"{self.prompts:,}, {self.per_prompt} completions each"))
         rows.append(("length", f"{self.length_mean:.1f} tokens on average, {self.length_max} at most"))
         rows.append(("truncated", f"{self.truncated:,} of {self.samples:,}"))
         return "\n".join([str(self), *(f"{name:>14}  {value}" for name, value in rows)])
+
+    def _within(self, name: str) -> str:
+        return " (95% interval {:.4f} to {:.4f})".format(*self.intervals[name]) if name in self.intervals else ""
 
     def as_json(self) -> str:
         """One object with every field, the accuracy (also as `avg`), `questions` and `samples` (of all of them)."""

@@ -1,4 +1,4 @@
-"""Where a run shows itself. The launcher speaks to this; what a person sees is the caller's affair."""
+"""What a run reports to the person who started it; how that is shown is the caller's affair."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reporter(Protocol):
 
 
 class SilentReporter:
-    """A stage on which nothing is seen."""
+    """Shows nothing."""
 
     def say(self, text: str) -> None: ...
 

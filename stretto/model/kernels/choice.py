@@ -9,7 +9,7 @@
 A measurement takes milliseconds for a shape, once for a processor, its cores and threads, a torch and a type: results
 are kept in the user's cache. Rounding differs between kernels, so processes that have to agree to the last bit must
 choose alike. They name one record, the file of their run: the first of them measures while the others wait for its
-lock, and what stands there is never measured again, by those who resume or replay the run either.
+lock, and what stands there is never measured again, by a resume or a replay of the run either.
 
 Axes: T token, K input width, N output width.
 """

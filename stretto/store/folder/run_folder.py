@@ -29,8 +29,7 @@ from typing import Self
 
 from stretto.core.errors import Problem, RunFolderError
 from stretto.store import lock
-from stretto.store.files import identity, write_atomically
-from stretto.store.folder.leftovers import sweep
+from stretto.store.files import identity, sweep, write_atomically
 
 _INNER = ("logs", "policy", "checkpoints", "plots")
 _RECIPE, _PREDICTION = "recipe.toml", "prediction.json"

@@ -2,7 +2,7 @@
 
 step-000007.safetensors     columns over the sampled tokens of the step's trajectories, one trajectory after the other
 
-Derived from what the trainer computes anyway: nothing needs these files but who looks at tokens. A step that is trained
+Derived from what the trainer computes anyway: only views of tokens need these files. A step that is trained
 again writes its file again.
 
 Axes: T trajectory, S sampled token of all of them.

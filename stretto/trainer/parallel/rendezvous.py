@@ -27,7 +27,7 @@ _IFREQ = "16s2xH4s232x"  # as much of struct ifreq as is used: name, then a sock
 
 
 def open_store(count: int) -> TCPStore:
-    """The store of rank 0, on a free port of the loopback interface: it does what anyone says who reaches it."""
+    """The store of rank 0, on a free port of the loopback interface: it obeys every process that reaches it."""
     server = socket.create_server((LOOPBACK, 0))
     port = server.getsockname()[1]
     return TCPStore(LOOPBACK, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())

@@ -116,7 +116,7 @@ class PromptTexts:
 
     def search(self, text: str, seconds: float) -> Searched:
         """The prompts that contain a text (capitals do not count), as far as they were searched; asked again, the
-        search goes on, for about so many seconds each time."""
+        search goes on, for about `seconds` each time."""
         until = time.monotonic() + seconds
         try:
             descriptor = open_plain(self._path)

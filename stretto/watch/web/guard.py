@@ -178,7 +178,7 @@ class Guard:
         return hmac.new(self._token, self._cookie.encode(), "sha256").hexdigest()
 
     async def _page(self, scope: Scope, receive: Receive, send: Send, *, wrong: bool) -> None:
-        """The page for one who has no cookie yet: with the token in its address, which the page removes, it is served
+        """The page for a browser without a cookie: with the token in its address, which the page removes, it is served
         as it is. A redirection would lose the cookie when a link of another site led here."""
         given = _token_of(scope["query_string"])
         if not self._fits(given):

@@ -51,7 +51,7 @@ def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) 
             text, messages = jsonl.prompt(given, f"{place}: {columns.prompt}")
     with mistakes:
         if columns.answer in row:
-            answer = _answer(row[columns.answer], f"{place}: {columns.answer}")
+            answer = gold(row[columns.answer], f"{place}: {columns.answer}")
     with mistakes:
         if (demonstration := row.get(columns.demonstration)) is not None:
             demonstration = jsonl.text(demonstration, f"{place}: {columns.demonstration}")
@@ -74,7 +74,8 @@ def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) 
     )
 
 
-def _answer(answer: object, place: str) -> str:
+def gold(answer: object, place: str) -> str:
+    """A gold answer, a text or a number, as text; raises a `mistake` for anything else."""
     if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
         answer = str(answer)
     return jsonl.text(answer, place, LARGEST_ROW)  # it may be the tests of a program

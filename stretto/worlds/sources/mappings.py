@@ -19,13 +19,16 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from stretto.core.errors import nearest
-from stretto.core.jsonl import mistake
-from stretto.worlds.data.jsonl import require, shown, text
+from stretto.core.jsonl import Mistakes, mistake
+from stretto.worlds.data.jsonl import prompt, require, shown, text
+from stretto.worlds.data.rows import gold
 
 Values = Mapping[str, Any]
+Parts = Mapping[str, Callable[[], Any]]
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>-?[0-9.]+|[a-zA-Z]))")
 _STARTER = "\n\nComplete this code:\n```python\n{}\n```"
@@ -33,13 +36,13 @@ _STARTER = "\n\nComplete this code:\n```python\n{}\n```"
 
 @dataclass(frozen=True)
 class Mapped:
-    """A mapping: of a row, what `prompt`, `answer` and, where the dataset has one, `demonstration` are.
+    """A mapping: of a row, what gives `prompt`, `answer` and, where the dataset has one, `demonstration`.
 
     `reward` reads the gold answers. `distinct`: the dataset repeats its rows, and each is taken once. `continued`: a
     completion goes on where the prompt ends, so the prompt is no message of a chat.
     """
 
-    of: Callable[[Values, str], Values]
+    of: Callable[[Values, str], Parts]
     reward: str = "math"
     distinct: bool = False
     continued: bool = False
@@ -49,81 +52,111 @@ def mapped(name: str, row: Values, place: str) -> Values:
     """The row with its prompt, answer and demonstration.
 
     Raises:
-        DataError: it has not the shape of the dataset.
+        DataError: it has not the shape of the dataset; with each column that is not what it should be.
     """
-    return {**row, **MAPPINGS[name].of(row, place)}
+    values, mistakes = {**row}, Mistakes()
+    for key, part in MAPPINGS[name].of(row, place).items():
+        with mistakes:
+            values[key] = part()
+    mistakes.done()
+    return values
 
 
-def _gsm8k(row: Values, place: str) -> Values:
+def _gsm8k(row: Values, place: str) -> Parts:
     """``answer`` is a worked solution whose last line is ``#### 72``."""
     require(row, ("question", "answer"), place)
-    worked = text(row["answer"], f"{place}: answer")
-    _, mark, final = worked.rpartition("####")
-    if not mark or not final.strip():
-        raise mistake(f"{place}: answer", shown(worked[-40:]), "a solution that ends with '#### NUMBER' is needed")
-    return {"prompt": row["question"], "answer": final.strip(), "demonstration": worked}
+    worked = _text(row, "answer", place)
+
+    def final() -> str:
+        _, mark, number = worked().rpartition("####")
+        if not mark or not number.strip():
+            raise mistake(
+                f"{place}: answer", shown(worked()[-40:]), "a solution that ends with '#### NUMBER' is needed"
+            )
+        return number.strip()
+
+    return {"prompt": _text(row, "question", place), "answer": final, "demonstration": worked}
 
 
-def _math(row: Values, place: str) -> Values:
+def _math(row: Values, place: str) -> Parts:
     r"""The final answer is in the last ``\boxed{}`` of the solution, or in a column of its own."""
     require(row, ("problem", "solution"), place)
-    solution = text(row["solution"], f"{place}: solution")
-    answer = row.get("answer") or _boxed(solution)
-    if answer is None:
-        raise mistake(f"{place}: solution", shown(solution[-40:]), r"a solution with a \boxed{} is needed")
-    return {"prompt": row["problem"], "answer": answer, "demonstration": solution}
+    solution = _text(row, "solution", place)
+
+    def final() -> str:
+        answer = row.get("answer") or _boxed(solution())
+        if answer is None:
+            raise mistake(f"{place}: solution", shown(solution()[-40:]), r"a solution with a \boxed{} is needed")
+        return gold(answer, f"{place}: answer")
+
+    return {"prompt": _text(row, "problem", place), "answer": final, "demonstration": solution}
 
 
-def _deepscaler(row: Values, place: str) -> Values:
+def _deepscaler(row: Values, place: str) -> Parts:
     require(row, ("problem", "answer"), place)
-    solution = {"demonstration": row["solution"]} if row.get("solution") else {}  # many rows have an empty one
-    return {"prompt": row["problem"], "answer": row["answer"], **solution}
+    solution = {"demonstration": _text(row, "solution", place)} if row.get("solution") else {}  # many have an empty one
+    return {"prompt": _text(row, "problem", place), "answer": _gold(row, "answer", place), **solution}
 
 
-def _dapo(row: Values, place: str) -> Values:
+def _dapo(row: Values, place: str) -> Parts:
     """verl's form: the prompt is a chat, the gold answer is in ``reward_model.ground_truth``."""
     require(row, ("prompt", "reward_model"), place)
     model = row["reward_model"]
-    if not isinstance(model, Mapping) or "ground_truth" not in model:
-        raise mistake(f"{place}: reward_model", shown(model), "an object with 'ground_truth' is needed")
-    prompt = [dict(message) if isinstance(message, Mapping) else message for message in _listed(row["prompt"])]
-    return {"prompt": prompt or row["prompt"], "answer": model["ground_truth"]}
+
+    def final() -> str:
+        if not isinstance(model, Mapping) or "ground_truth" not in model:
+            raise mistake(f"{place}: reward_model", shown(model), "an object with 'ground_truth' is needed")
+        return gold(model["ground_truth"], f"{place}: reward_model.ground_truth")
+
+    def chat() -> Any:
+        messages = [dict(message) if isinstance(message, Mapping) else message for message in _listed(row["prompt"])]
+        prompt(messages or row["prompt"], f"{place}: prompt")
+        return messages or row["prompt"]
+
+    return {"prompt": chat, "answer": final}
 
 
-def _aime(row: Values, place: str) -> Values:
+def _aime(row: Values, place: str) -> Parts:
     """The copies of AIME spell their columns in capitals or not; answers are whole numbers from 0 to 999."""
-    answer = _either(row, ("answer", "Answer"), place)
-    number = str(answer).strip()
-    if isinstance(answer, bool) or not re.fullmatch(r"[0-9]{1,3}", number):
-        raise mistake(f"{place}: answer", shown(answer), "a whole number from 0 to 999 is needed")
-    return {"prompt": _either(row, ("problem", "Problem", "question"), place), "answer": str(int(number))}
+
+    def final() -> str:
+        answer = row[_either(row, ("answer", "Answer"), place)]
+        number = str(answer).strip()
+        if isinstance(answer, bool) or not re.fullmatch(r"[0-9]{1,3}", number):
+            raise mistake(f"{place}: answer", shown(answer), "a whole number from 0 to 999 is needed")
+        return str(int(number))
+
+    def asked() -> str:
+        return _text(row, _either(row, ("problem", "Problem", "question"), place), place)()
+
+    return {"prompt": asked, "answer": final}
 
 
-def _deepcoder(row: Values, place: str) -> Values:
+def _deepcoder(row: Values, place: str) -> Parts:
     require(row, ("problem", "tests"), place)
-    starter = row.get("starter_code") or ""
-    tests = row["tests"] if isinstance(row["tests"], str) else json.dumps(row["tests"])
-    if isinstance(row.get("metadata"), Mapping) and starter:  # the function's name, in rows from LiveCodeBench
-        tests = json.dumps({"public_test_cases": tests, "metadata": row["metadata"]})
-    problem = text(row["problem"], f"{place}: problem")
-    return {"prompt": problem + (_STARTER.format(starter) if starter else ""), "answer": tests}
+
+    def tests() -> str:
+        whole = row["tests"] if isinstance(row["tests"], str) else json.dumps(row["tests"])
+        if isinstance(row.get("metadata"), Mapping) and row.get("starter_code"):  # the function's name: LiveCodeBench's
+            whole = json.dumps({"public_test_cases": whole, "metadata": row["metadata"]})
+        return gold(whole, f"{place}: tests")
+
+    return {"prompt": _with_starter(row, "problem", place), "answer": tests}
 
 
-def _livecodebench(row: Values, place: str) -> Values:
+def _livecodebench(row: Values, place: str) -> Parts:
     """The tests stay packed; the reward `code` unpacks them, and calls nothing that is in the pickle."""
     require(row, ("question_content", "public_test_cases"), place)
     tests = {name: row[name] for name in ("public_test_cases", "private_test_cases", "metadata") if row.get(name)}
-    starter = row.get("starter_code") or ""
-    asked = text(row["question_content"], f"{place}: question_content")
-    return {"prompt": asked + (_STARTER.format(starter) if starter else ""), "answer": json.dumps(tests)}
+    return {"prompt": _with_starter(row, "question_content", place), "answer": partial(json.dumps, tests)}
 
 
-def _humaneval(row: Values, place: str) -> Values:
+def _humaneval(row: Values, place: str) -> Parts:
     """The prompt is the head of a function, which the completion continues."""
     require(row, ("prompt", "test", "entry_point"), place)
     tests = {name: row[name] for name in ("prompt", "test", "entry_point")}
-    solution = {"demonstration": row["canonical_solution"]} if row.get("canonical_solution") else {}
-    return {"prompt": row["prompt"], "answer": json.dumps(tests), **solution}
+    solution = {"demonstration": _text(row, "canonical_solution", place)} if row.get("canonical_solution") else {}
+    return {"prompt": _text(row, "prompt", place), "answer": partial(json.dumps, tests), **solution}
 
 
 MAPPINGS: Mapping[str, Mapped] = {
@@ -138,11 +171,24 @@ MAPPINGS: Mapping[str, Mapped] = {
 }
 
 
-def _either(row: Values, names: tuple[str, ...], place: str) -> Any:
+def _text(row: Values, name: str, place: str) -> Callable[[], str]:
+    return lambda: text(row[name], f"{place}: {name}")
+
+
+def _gold(row: Values, name: str, place: str) -> Callable[[], str]:
+    return lambda: gold(row[name], f"{place}: {name}")
+
+
+def _with_starter(row: Values, name: str, place: str) -> Callable[[], str]:
+    starter = row.get("starter_code") or ""
+    return lambda: text(row[name], f"{place}: {name}") + (_STARTER.format(starter) if starter else "")
+
+
+def _either(row: Values, names: tuple[str, ...], place: str) -> str:
     found = next((name for name in names if name in row), None)
     if found is None:
         raise mistake(place, f"none of the fields {', '.join(names)}", nearest(names[0], row) if row else "it is empty")
-    return row[found]
+    return found
 
 
 def _listed(value: object) -> list[Any]:

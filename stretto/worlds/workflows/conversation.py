@@ -202,7 +202,7 @@ class Conversation:
                 found = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
                 found = await found if inspect.isawaitable(found) else found
                 text = found if isinstance(found, str) else json.dumps(found, default=str)
-            except Exception as error:  # the failure of a tool is what the model is told of it
+            except Exception as error:  # the model gets the failure of a tool as its result
                 text = f"{type(error).__name__}: {error}"
             return text.encode(errors="replace")
 

@@ -65,7 +65,7 @@ class WorkflowPool:
 
     @property
     def ended(self) -> int:
-        """Trajectories, for who looks whether anything moves."""
+        """Trajectories that have ended: a sign of progress."""
         return self._failures.ended
 
     async def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Completions that are written to stop whoever reads them.
+"""Completions that are written to stop the worker that judges them.
 
 Promises: none of them is right, and every good completion among them is; no worker is lost for good.
 """

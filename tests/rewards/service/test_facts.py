@@ -1,4 +1,4 @@
-"""What workers say of their reward: the first speaks for all, and whoever says something else is heard once."""
+"""What workers say of their reward: the first speaks for all, and one that says something else is reported once."""
 
 from __future__ import annotations
 

@@ -1,0 +1,81 @@
+"""A small real server with vLLM's interface: what it is asked before a start, and completions that a test writes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from stretto.model.hf.tokenizer import load_tokenizer
+
+Asked = list[tuple[str, Any]]
+
+
+@contextmanager
+def serving(replies: dict[str, Any], asked: Asked | None = None) -> Iterator[str]:
+    """Its address. A reply is JSON, or the text of a function of what was asked; `asked` gets path and body of each
+    POST."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._reply(replies.get(self.path))
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            said = json.loads(body) if body else {}
+            if asked is not None:
+                asked.append((self.path, said))
+            known = said.get("model", "m") == "m"  # the name that it gives its model
+            reply = replies.get(self.path)
+            self._reply((reply(said) if callable(reply) else reply) if known else None)
+
+        def _reply(self, message: object) -> None:
+            body = message.encode() if isinstance(message, str) else json.dumps(message).encode()
+            self.send_response(404 if message is None else 200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def replies_of(policy: Path, context: int = 32) -> dict[str, Any]:
+    """What it says of itself, and the tokens of a text."""
+    tokenizer = load_tokenizer(policy)
+    return {
+        "/version": {"version": "0.32.0"},
+        "/v1/models": {"data": [{"id": "m", "root": str(policy), "max_model_len": context}]},
+        "/is_paused": {"is_paused": False},
+        "/weight_info": {"weight_version": "default"},
+        "/tokenize": lambda asked: {"tokens": list(tokenizer.encode(asked["prompt"]))},
+    }
+
+
+def replies_that_say(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    """Every completion is these tokens; and it loads what it is given."""
+    content = [{"token_id": token, "logprob": logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
+    spans = [{"version": "0", "start": 0, "end": len(tokens)}]
+    choice = {
+        "token_ids": list(tokens),
+        "finish_reason": "stop",
+        "logprobs": {"content": content},
+        "weight_versions": spans,
+    }
+    event = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    paths = ("/health", "/pause?mode=abort&clear_cache=true", "/collective_rpc", "/update_weight_version", "/resume")
+    return {path: {"success": True} for path in paths} | {"/inference/v1/generate": lambda asked: event}
