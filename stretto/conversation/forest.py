@@ -59,17 +59,21 @@ def paths(segments: Sequence[Segment]) -> list[Path]:
 
     A linear trajectory has one, of all segments.
     """
-    parents = {parent_of(segments, place) for place in range(len(segments))}
     done, found = set[int](), list[Path]()
-    for leaf in range(len(segments)):
-        if leaf in parents:
-            continue
-        behind_prompt, places = way_to(segments, leaf)
-        new = tuple(place for place in places if segments[place].sampled and place not in done)
+    for behind_prompt, places in _ways(segments):
+        new = tuple([place for place in places if segments[place].sampled and place not in done])
         if new:
             found.append(Path(behind_prompt, places[: places.index(new[-1]) + 1], new))
             done.update(new)
     return found
+
+
+def _ways(segments: Sequence[Segment]) -> list[tuple[bool, tuple[int, ...]]]:
+    """The way to each leaf, as `way_to` has it."""
+    if all(segment.parent is None for segment in segments):  # most are linear, and nothing is to be looked up
+        return [(True, tuple(range(len(segments))))]
+    parents = {parent_of(segments, place) for place in range(len(segments))}
+    return [way_to(segments, leaf) for leaf in range(len(segments)) if leaf not in parents]
 
 
 class Forest:

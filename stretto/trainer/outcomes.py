@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from stretto.conversation.forest import paths
-from stretto.core.records import Batch, Trajectory
+from stretto.core.records import Batch, Segment, Trajectory
 from stretto.store.series.tokens import SampledTokens, TokenOutcome
 from stretto.trainer.batch.minibatch import Minibatch
 from stretto.trainer.batch.paths import path_id
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.objective.losses import Loss
 from stretto.trainer.parallel.ranks import Ranks
+
+_NUMBERS = 4  # of a loss token
 
 
 class TokenSink(Protocol):
@@ -44,29 +46,25 @@ class TokenMeter:
     def __init__(self) -> None:
         self._columns: list[Tensor] = []
 
-    def computed(self, loss: Loss, before: Tensor | None) -> None:
+    def computed(self, loss: Loss, advantages: Tensor, before: Tensor | None) -> None:
         """Add a micro-batch; `before` [N] are its log-probabilities by the policy before the step, where known."""
         trainer = torch.full_like(loss.ratio, math.nan) if before is None else before
-        self._columns.append(torch.stack([trainer, loss.ratio, outcomes(loss)], dim=1))
+        self._columns.append(torch.stack([trainer, loss.ratio, advantages, outcomes(loss)], dim=1))
 
     def gathered(self, ranks: Ranks, parts: Sequence[Minibatch], batch: Batch) -> TrainedTokens:
         """The step on record, the same on every rank; all ranks call it."""
         order = [sample for rank in range(ranks.count) for part in parts for sample in part.divided[rank]]
         if not self._columns:  # on any rank: all have as many micro-batches
-            return TrainedTokens(batch, order, torch.empty(0, 3))
+            return TrainedTokens(batch, order, torch.empty(0, _NUMBERS))
         numbers, _ = ranks.all_gather(torch.cat(self._columns).flatten())
-        return TrainedTokens(batch, order, numbers.view(-1, 3).cpu())
+        return TrainedTokens(batch, order, numbers.view(-1, _NUMBERS).cpu())
 
 
 def outcomes(loss: Loss) -> Tensor:
     """[N], each token's `TokenOutcome` as a float."""
-    weightless = loss.weights.weight == 0
-    return (
-        TokenOutcome.IN_LOSS
-        + TokenOutcome.BOUNDED * loss.bounded.float()
-        + TokenOutcome.CORRECTED * loss.weights.corrected.float()
-        + TokenOutcome.WEIGHTLESS * weightless.float()
-    )
+    bounded, corrected = TokenOutcome.BOUNDED * loss.bounded, TokenOutcome.CORRECTED * loss.weights.corrected
+    weightless = TokenOutcome.WEIGHTLESS * (loss.weights.weight == 0)
+    return (bounded + corrected + weightless + TokenOutcome.IN_LOSS).float()
 
 
 @dataclass(frozen=True)
@@ -75,35 +73,44 @@ class TrainedTokens:
 
     batch: Batch
     samples: Sequence[Sample]
-    numbers: Tensor  # [N, 3] on the CPU, in the samples' order: log proximal, ratio, outcome
+    numbers: Tensor  # [N, 4] on the CPU, in the samples' order: log proximal, ratio, advantage, outcome
 
     def sampled(self) -> tuple[dict[str, int], SampledTokens]:
         """All sampled tokens of the batch: how many each trajectory has, by its id, and their numbers."""
-        lengths, places = dict[str, int](), dict[str, list[int]]()
+        lengths, places = dict[str, int](), dict[str, Sequence[int]]()
         first = 0
-        for of, trajectory in ((group.id, one) for group in self.batch.groups for one in group.trajectories):
-            places |= _loss_tokens(trajectory, first, self.batch.oldest_of(of))
-            lengths[trajectory.id] = sum(len(segment.versions) for segment in trajectory.segments)
-            first += lengths[trajectory.id]
-        columns = np.full((first, 4), (math.nan, math.nan, math.nan, 0), dtype=np.float32)
-        order = list(chain.from_iterable(places[sample.id] for sample in self.samples))
-        advantages = list(chain.from_iterable(sample.advantages for sample in self.samples))
-        columns[order] = np.insert(self.numbers.numpy(), 2, advantages, axis=1)
-        trainer, ratio, advantage, outcome = columns.T
+        for group in self.batch.groups:
+            oldest = self.batch.oldest_of(group.id)
+            for trajectory in group.trajectories:
+                places |= _loss_tokens(trajectory, first, oldest)
+                lengths[trajectory.id] = count = sum([len(segment.versions) for segment in trajectory.segments])
+                first += count
+        columns = np.full((_NUMBERS, first), math.nan, dtype=np.float32)
+        columns[-1] = 0
+        order = chain.from_iterable(places[sample.id] for sample in self.samples)
+        columns[:, np.fromiter(order, np.intp)] = self.numbers.numpy().T
+        trainer, ratio, advantage, outcome = columns
         return lengths, SampledTokens(trainer, ratio, advantage, outcome.astype(np.uint8))
 
 
-def _loss_tokens(trajectory: Trajectory, first: int, oldest: int) -> dict[str, list[int]]:
+def _loss_tokens(trajectory: Trajectory, first: int, oldest: int) -> dict[str, Sequence[int]]:
     """The places of each path's loss tokens, by the path's id; `first` is that of the trajectory's first sampled token.
     Given tokens have no version."""
     segments = trajectory.segments
+    if len(segments) == 1:  # nearly all are single turns
+        return {trajectory.id: _young(segments[0], first, oldest)}
     begins = list(accumulate((len(segment.versions) for segment in segments), initial=first))
     return {
-        path_id(trajectory.id, number): [
-            at
-            for place in path.trained
-            for at, version in enumerate(segments[place].versions, begins[place])
-            if version >= oldest
-        ]
+        path_id(trajectory.id, number): list(
+            chain.from_iterable(_young(segments[place], begins[place], oldest) for place in path.trained)
+        )
         for number, path in enumerate(paths(segments))
     }
+
+
+def _young(segment: Segment, begin: int, oldest: int) -> Sequence[int]:
+    """The places of the tokens that are young enough; most often all of them, which are not gone through one by one."""
+    whole = range(begin, begin + len(segment.versions))
+    if min(segment.versions, default=oldest) >= oldest:
+        return whole
+    return [at for at, version in zip(whole, segment.versions, strict=True) if version >= oldest]

@@ -245,7 +245,7 @@ class Trainer:
             loss.value.backward()
             meter.computed(loss, len(policy), entropy)
             if kept is not None:
-                kept.computed(loss, before)
+                kept.computed(loss, micro.advantages, before)
             if before is not None:
                 meter.compared(micro.behavior_logprobs, before, micro.staleness == 0)
 

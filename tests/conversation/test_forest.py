@@ -24,6 +24,13 @@ def test_a_linear_trajectory_is_one_path_of_all_segments() -> None:
     assert paths([sampled(1, 2), told(3), sampled(4)]) == [Path(True, (0, 1, 2), (0, 2))]
 
 
+@given(st.lists(st.booleans(), max_size=5))
+def test_a_chain_that_names_its_parents_has_the_paths_of_one_that_does_not(kinds: list[bool]) -> None:
+    bare = [sampled(at) if kind else told(at) for at, kind in enumerate(kinds)]
+    named = [sampled(at, parent=at - 1) if kind else told(at, parent=at - 1) for at, kind in enumerate(kinds)]
+    assert paths(named) == paths(bare)
+
+
 def test_what_two_paths_share_is_in_both_and_trained_in_the_first() -> None:
     turns = [told(1), sampled(2), told(3), sampled(4), told(5, parent=1), sampled(6)]
     assert paths(turns) == [Path(True, (0, 1, 2, 3), (1, 3)), Path(True, (0, 1, 4, 5), (5,))]

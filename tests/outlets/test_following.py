@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stretto.outlets.follower import PORTION, ROW_STEPS, ROWS
 from stretto.outlets.points import flat_recipe, point_of
 from stretto.store.series.metrics import SetEvaluationLine, rewind_metrics
-from tests.outlets.recorded import Followed, RecordedRun, evaluation, sample, step
+from tests.outlets.recorded import Followed, collapsing, evaluation, sample, step
 
 NAMES = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
 
@@ -205,13 +205,6 @@ def test_a_table_has_the_newest_completions_and_the_next_one_comes_steps_later(f
     run.metrics.append(step(1 + ROW_STEPS))
     followed.follower.advance()
     assert followed.got("table")[1:] == [(1 + ROW_STEPS, ["3+8=20"])]
-
-
-def collapsing(run: RecordedRun, first: int, last: int) -> None:
-    """Steps whose entropy is 1 nat until step 10, and a tenth of it from then on: the mean of ten is below a fifth at
-    step 19 (0.19 nats)."""
-    for number in range(first, last + 1):
-        run.metrics.append(step(number, entropy=1.0 if number <= 10 else 0.1))
 
 
 def test_an_alarm_is_handed_on_once_at_its_first_step_whatever_is_done_again(followed: Followed) -> None:

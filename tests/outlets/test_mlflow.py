@@ -6,7 +6,6 @@ The server is a small one with MLflow's rule of names; the real package is that 
 
 from __future__ import annotations
 
-import os
 import posixpath
 import re
 import sys
@@ -18,8 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from stretto.outlets.follower import read_cursor
-from stretto.outlets.role import FollowerSpec, follow
-from tests.outlets.recorded import RecordedRun, step
+from tests.outlets.recorded import RecordedRun, follow_to_the_end, step
 
 
 class Param(NamedTuple):
@@ -93,21 +91,11 @@ def run(tmp_path: Path) -> RecordedRun:
     return made
 
 
-def follow_to_the_end(run: RecordedRun, project: str = "first", tags: tuple[str, ...] = ()) -> None:
-    """As a process that is started when the run has ended."""
-    until, ours = os.pipe()
-    os.close(ours)
-    try:
-        follow(FollowerSpec("mlflow", str(run.folder.path), project, "", tags, until), lambda: None)
-    finally:
-        os.close(until)
-
-
 def test_names_that_mlflow_refuses_are_sent_with_characters_that_it_takes(
     run: RecordedRun, server: SmallServer
 ) -> None:
     run.folder.recipe.write_text('[rewards]\n"a,b" = 1\n"max tokens?" = 2\n')
-    follow_to_the_end(run, tags=("lr=1e-4", "v1/", ".."))
+    follow_to_the_end(run, "mlflow", tags=("lr=1e-4", "v1/", ".."))
     assert server.runs == {"0": ("first", {"lr_1e-4", "v1_", "__"})}
     assert server.params["0"] == {"rewards.a_b": "1", "rewards.max tokens_": "2"}
 
@@ -116,18 +104,18 @@ def test_a_server_that_takes_nothing_has_one_run_of_all_processes(run: RecordedR
     server.answers = False
     for _ in range(2):
         with pytest.raises(ConnectionError):
-            follow_to_the_end(run)
+            follow_to_the_end(run, "mlflow")
     server.answers = True
-    follow_to_the_end(run)
+    follow_to_the_end(run, "mlflow")
     assert server.steps == {"0": [1]}
     assert server.params["0"] == {"seed": "1", "trainer.steps": "6"}
 
 
 def test_another_project_gets_the_run_from_its_beginning(run: RecordedRun, server: SmallServer) -> None:
-    follow_to_the_end(run)
+    follow_to_the_end(run, "mlflow")
     run.metrics.append(step(2))
-    follow_to_the_end(run)
-    follow_to_the_end(run, project="second")
+    follow_to_the_end(run, "mlflow")
+    follow_to_the_end(run, "mlflow", project="second")
     assert server.steps == {"0": [1, 2], "1": [1, 2]}
     assert [experiment for experiment, _ in server.runs.values()] == ["first", "second"]
     assert read_cursor(run.folder.outlets / "mlflow.json").project == "second"

@@ -1,5 +1,5 @@
-"""Promises about watching a run that is being written: its steps appear, its death is seen, a page goes on by
-itself after the server was started again, and one that was left at any moment holds no place of a stream."""
+"""Promises about watching a run that is being written: its steps appear on every page, its death is seen, a page goes
+on by itself after the server was started again, and one that was left at any moment holds no place of a stream."""
 
 from __future__ import annotations
 
@@ -63,6 +63,37 @@ def test_steps_appear_while_they_are_written_and_a_death_is_seen(
     expect(page.get_by_test_id("trajectory-row")).to_have_count(4, timeout=PATIENCE_MILLISECONDS)
     writer.kill()
     expect(page.locator(".state")).to_contain_text("dead", timeout=PATIENCE_MILLISECONDS)
+
+
+#: The pages of a run, and what each has of one that is being written.
+PAGES = {
+    "curves": "reward",
+    "timeline": "1 of 1 spans",
+    "trajectories": "0.p1.0/0",
+    "trajectory/0.p1.0%2F0?colour=fate": "trained",
+    "trajectory/9.x.0%2F0?colour=fate": "not trained yet",
+    "group/0.p1.0": "mean reward",
+    "health": "Where the work went",
+    "alarms": "Nothing looks wrong",
+    "recipe": "learning_rate",
+    "replay": "There are none",
+}
+
+
+def test_every_page_of_a_run_goes_on_with_it(page: Page, writer: Writer, request: pytest.FixtureRequest) -> None:
+    open_run(page, str(request.node.name))
+    run = page.url.partition("#/runs/")[2].partition("/")[0]
+    for done, (place, told) in enumerate(PAGES.items(), 1):
+        page.goto(f"{page.url.partition('#')[0]}#/runs/{run}/{place}")
+        expect(page.locator("main")).to_contain_text(told.replace("1 of 1", f"{done} of {done}"))
+        expect(page.locator(".state")).to_contain_text("running")
+        writer.step()
+        expect(page.locator(".facts").first).to_contain_text(f"{done + 1} / 3", timeout=PATIENCE_MILLISECONDS)
+        if place == "timeline":
+            told = f"{done + 1} of {done + 1} spans"
+            expect(page.locator("main")).to_contain_text(told, timeout=PATIENCE_MILLISECONDS)
+    page.goto(f"{page.url.partition('#')[0]}#/diff?a={run}&b={run}")
+    expect(page.get_by_test_id("diff")).to_have_attribute("data-equal", "true", timeout=PATIENCE_MILLISECONDS)
 
 
 def test_more_tabs_than_a_browser_has_connections_share_them(

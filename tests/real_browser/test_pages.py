@@ -2,7 +2,7 @@
 
 - Runs: one row for each, damaged ones with their fault; picked ones over each other, with what their recipes differ in.
 - Curves have their sentences; smoothing and zoom are in the address, the token is not.
-- The timeline zooms by key and wheel and says what a stretch holds.
+- The timeline zooms by key and wheel and says what a stretch holds, and on which machine.
 - The table is filtered, sorted and paged by the server; a trajectory shows the numbers of the token under the pointer,
   a group its members; what a model said is text, with hidden characters shown.
 - Data health, alarms, the recipe and the first difference of two runs have their pages.
@@ -111,6 +111,16 @@ def test_the_timeline_zooms_by_key_and_wheel_and_names_what_a_stretch_holds(page
     canvas.click(position={"x": 200, "y": 100})
     expect(page.locator('[data-table="stretch"]')).to_contain_text("generate")
     expect(page.locator("#stretch")).to_contain_text("In the stretch")
+
+
+def test_the_lanes_of_several_machines_say_which(page: Page) -> None:
+    ids = names_of(page)
+    page.goto(f"{page.url.partition('#')[0]}#/runs/{ids['hostile']}/timeline")
+    expect(page.get_by_test_id("timeline")).to_have_attribute(
+        "aria-label", re.compile("trainer, node-3/engine-0, here/engine-1,")
+    )
+    expect(page.locator('[data-table="stretch"] th[scope=row]').first).to_have_text("trainer")
+    expect(page.locator('[data-table="stretch"]')).to_contain_text("node-3/engine-0")
 
 
 def test_the_table_is_filtered_sorted_and_paged_by_the_server(page: Page, faults: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Promises, with the real packages, offline: what W&B, MLflow and trackio have of a run, as they read it back, is every
 number once, at its step, the recipe, the tags, the tables and an alarm; a run that is resumed goes on in the same
-curves.
+curves. `wandb sync` of docs/logging.md uploads the files of all processes as one run, at the end or in between.
 """
 
 from __future__ import annotations
@@ -8,23 +8,26 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from stretto.outlets.follower import read_cursor
 from stretto.outlets.role import MODULE, FollowerSpec
 from stretto.store.series.metrics import rewind_metrics
 from tests.outlets.recorded import RecordedRun, evaluation, sample, step
+from tests.real_outlets.wandb_server import WandbServer, wandb_server
 
 READ_BACK = Path(__file__).parent / "programs" / "read_back.py"
 ROOT = Path(__file__).parents[2]
 _PATIENCE = 300.0
 
 
-def command(folder: Path, *words: str | Path, inherited: tuple[int, ...] = ()) -> str:
-    """The output of a command in `folder`, where all tools keep what they have."""
+def command(folder: Path, *words: str | Path, inherited: tuple[int, ...] = (), further: Mapping[str, str] = {}) -> str:
+    """The output of a command in `folder`, where all tools keep what they have; `further` variables are its own."""
     offline = {
         "PYTHONPATH": str(ROOT),
         "WANDB_MODE": "offline",
@@ -34,7 +37,7 @@ def command(folder: Path, *words: str | Path, inherited: tuple[int, ...] = ()) -
     done = subprocess.run(
         words,
         cwd=folder,
-        env=os.environ | offline,
+        env={**os.environ, **offline, **further},
         pass_fds=inherited,
         capture_output=True,
         text=True,
@@ -91,3 +94,44 @@ def test_a_tool_has_every_number_once_and_a_resumed_run_goes_on_in_the_same_curv
     assert int(found["config"]["trainer.steps"]) == 6
     assert found["tags"] == ["baseline"]
     assert len(found["runs"]) == 1
+
+
+def sync(tools: Path, run: RecordedRun, server: WandbServer) -> str:
+    """The command of docs/logging.md."""
+    files = sorted((run.folder.path / "wandb").glob("offline-run-*"))
+    its_own = {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": "a" * 40, "WANDB_MODE": "online"}
+    return command(run.folder.path.parent, tools.parent / "wandb", "sync", *files, further=its_own)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("between", [False, True], ids=["at the end", "in between too"])
+def test_wandb_sync_uploads_a_resumed_run_as_one_curve(tools: Path, between: bool, tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    with wandb_server() as server:
+        for line in (evaluation(0, accuracy=0.5), step(1), step(2), step(3)):
+            run.metrics.append(line)
+        follow(tools, "wandb", run)
+        if between:
+            sync(tools, run, server)
+        rewind_metrics(run.folder.metrics, 2)
+        for line in (step(3, reward=0.75), step(4, reward=0.75), evaluation(4)):
+            run.metrics.append(line)
+        run.samples.append([sample(4)])
+        for _ in range(2):
+            follow(tools, "wandb", run)
+        sync(tools, run, server)
+    (stored,) = server.runs.values()
+    assert (stored.name, stored.project, stored.display_name) == (tool_run(run), "project", "run")
+    points = [(line["step"], line["reward"]) for line in stored.history if "reward" in line]
+    assert points == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.75)]
+    held_out = [(line["step"], line["evaluation/accuracy"]) for line in stored.history if "evaluation/accuracy" in line]
+    assert held_out == [(0, 0.5), (4, 0.125)]
+    numbers = [line["_step"] for line in stored.history]
+    assert numbers == sorted(set(numbers))
+    assert len([name for name in stored.uploads if name.startswith("media/table/samples")]) == 1
+    assert (stored.tags, stored.alerts) == (["baseline"], ["reward without accuracy"])
+
+
+def tool_run(run: RecordedRun) -> str:
+    """W&B's own name for the run, as the folder keeps it."""
+    return read_cursor(run.folder.outlets / "wandb.json").run

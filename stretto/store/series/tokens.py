@@ -87,6 +87,7 @@ class TokenFiles:
     def __init__(self, folder: Path, most_gib: float) -> None:
         self._folder, self._most = folder, most_gib * _GIB
         self._bytes: dict[int, int] | None = None  # by step, ascending
+        self._total = 0
 
     def write(self, step: int, lengths: Mapping[str, int], tokens: SampledTokens) -> None:
         """Write the file of a step, whole or not at all: `lengths` has the tokens of each trajectory, by its id. It is
@@ -98,6 +99,7 @@ class TokenFiles:
         if self._bytes is None:
             self._folder.mkdir(exist_ok=True)
             self._bytes = dict(sorted(_found(self._folder)))
+            self._total = sum(self._bytes.values())
         columns: dict[str, NDArray[Any]] = {
             name: np.ascontiguousarray(getattr(tokens, name), dtype=kind) for name, kind in _COLUMNS.items()
         }
@@ -108,13 +110,15 @@ class TokenFiles:
         try:
             temporary.write_bytes(data)
             temporary.replace(path)
-        finally:
+        except OSError:
             temporary.unlink(missing_ok=True)
+            raise
+        self._total += len(data) - self._bytes.get(step, 0)
         self._bytes[step] = len(data)
-        while sum(self._bytes.values()) > self._most:
+        while self._total > self._most:
             oldest = next(iter(self._bytes))
             tokens_file(self._folder, oldest).unlink(missing_ok=True)
-            del self._bytes[oldest]
+            self._total -= self._bytes.pop(oldest)
 
 
 def tokens_file(folder: Path, step: int) -> Path:

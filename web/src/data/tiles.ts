@@ -14,6 +14,12 @@ export interface Window {
 
 export const heightOf = (timeline: Timeline): number => TOP + timeline.lanes.length * (LANE + GAP) + GAP
 
+/** The lanes by name: of a run on several machines, each with its own before it. */
+export function namesOf({ lanes }: Timeline): string[] {
+  const several = new Set(lanes.map((lane) => lane.machine).filter(Boolean)).size > 1
+  return lanes.map(({ role, machine }) => (several && machine ? `${machine}/${role}` : role))
+}
+
 /** A window of another width around the place `share` (0 to 1) of it, kept inside of the run. */
 export function zoomed(window: Window, factor: number, share: number, end: number): Window {
   const width = Math.min(end, Math.max(1e-3, (window.to - window.from) * factor))
@@ -38,7 +44,8 @@ export function draw(context: CanvasRenderingContext2D, timeline: Timeline, wind
   context.clearRect(0, 0, width, heightOf(timeline))
   context.font = '12px system-ui, sans-serif'
   context.textBaseline = 'middle'
-  timeline.lanes.forEach(({ role, tiles }, lane) => {
+  const names = namesOf(timeline)
+  timeline.lanes.forEach(({ tiles }, lane) => {
     const top = TOP + lane * (LANE + GAP)
     context.fillStyle = dark ? '#20272e' : '#eef1f4'
     context.fillRect(LABEL, top, width - LABEL, LANE)
@@ -58,7 +65,7 @@ export function draw(context: CanvasRenderingContext2D, timeline: Timeline, wind
       context.globalAlpha = 1
     }
     context.fillStyle = ink
-    context.fillText(role, 4, top + LANE / 2, LABEL - 8)
+    context.fillText(names[lane] ?? '', 4, top + LANE / 2, LABEL - 8)
   })
   drawMarks(context, timeline, at, width, ink)
 }
@@ -70,8 +77,6 @@ function filled(timeline: Timeline, lane: number, index: number): number {
   return width > 0 ? Math.min(1, (tiles?.busy[index] ?? 0) / width) : 1
 }
 
-const MARKS: Record<string, string> = { step: '', event: '◆', interruption: '⏸', death: '✕' }
-
 function drawMarks(context: CanvasRenderingContext2D, timeline: Timeline, at: (seconds: number) => number, width: number, ink: string): void {
   let free = 0
   context.fillStyle = ink
@@ -82,7 +87,7 @@ function drawMarks(context: CanvasRenderingContext2D, timeline: Timeline, at: (s
     context.globalAlpha = mark.kind === 'step' ? 0.25 : 0.8
     context.fillRect(place, mark.kind === 'step' ? TOP - 4 : 0, 1, heightOf(timeline))
     context.globalAlpha = 1
-    const text = mark.kind === 'step' ? String(mark.step ?? '') : (MARKS[mark.kind] ?? '◆')
+    const text = mark.kind === 'step' ? String(mark.step ?? '') : mark.kind === 'death' ? '✕' : '◆'
     if (place < free) continue
     context.fillText(text, place, TOP / 2)
     free = place + context.measureText(text).width + 8
@@ -101,7 +106,9 @@ export interface Stretch {
 /** What a stretch holds, by role and name, out of the tiles that touch it. */
 export function inStretch(timeline: Timeline, window: Window): Stretch[] {
   const found = new Map<string, { role: string; name: string; count: number; busy: number; low: number; high: number }>()
-  for (const { role, tiles } of timeline.lanes)
+  const names = namesOf(timeline)
+  timeline.lanes.forEach(({ tiles }, lane) => {
+    const role = names[lane] ?? ''
     for (let index = 0; index < tiles.start.length; index++) {
       const [start = 0, end = 0, version = -1] = [tiles.start[index], tiles.end[index], tiles.version[index]]
       if (end < window.from || start > window.to) continue
@@ -114,5 +121,6 @@ export function inStretch(timeline: Timeline, window: Window): Stretch[] {
       row.high = Math.max(row.high, version)
       found.set(`${role} ${name}`, row)
     }
+  })
   return [...found.values()].map(({ low, high, ...row }) => ({ ...row, versions: high < 0 ? '–' : low === high ? `${high}` : `${low} to ${high}` }))
 }

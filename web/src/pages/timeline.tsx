@@ -6,7 +6,7 @@ import { useJson, useWidth } from '../data/hooks'
 import { swatch } from '../data/palette'
 import { adjust, type Route } from '../data/route'
 import { useDark } from '../data/theme'
-import { draw, heightOf, inStretch, LABEL, moved, type Window, zoomed } from '../data/tiles'
+import { draw, heightOf, inStretch, LABEL, moved, namesOf, type Window, zoomed } from '../data/tiles'
 import { duration, number } from '../data/words'
 import { Fault } from '../parts/frame'
 import { Untrusted } from '../parts/text'
@@ -106,7 +106,7 @@ function Lanes({ timeline, view, settled, setView, width }: LanesProps): JSX.Ele
         ref={canvas}
         tabIndex={0}
         role="img"
-        aria-label={`Timeline of ${timeline.lanes.map((lane) => lane.role).join(', ')}, from ${duration(window_.from)} to ${duration(window_.to)}. The table below says what is in it.`}
+        aria-label={`Timeline of ${namesOf(timeline).join(', ')}, from ${duration(window_.from)} to ${duration(window_.to)}. The table below says what is in it.`}
         data-testid="timeline"
         data-from={window_.from}
         data-to={window_.to}
