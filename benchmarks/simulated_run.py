@@ -30,6 +30,7 @@ from stretto.launch.assemble.cluster import Cluster, identity_of
 from stretto.launch.assemble.roles import Roles
 from stretto.launch.assemble.run import CONTROLLER
 from stretto.launch.assemble.specs import Endpoints
+from stretto.launch.commands.train import collected_seldom
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe, load_recipe, to_toml
 from stretto.loop.checkpointing import Checkpointing
@@ -269,15 +270,14 @@ async def simulated_run(setting: Setting, path: Path) -> AsyncIterator[Simulated
         spec = FleetSpec(address, token, setting.engines, setting.tokens, setting.seconds, setting.core)
         fleet = await Fleet.started(spec)
         gc.collect()
-        gc.freeze()  # as `stretto train` does
         run = SimulatedRun(setting, folder, ledger, pool, cluster, roles, fleet, said)
         supervising = asyncio.ensure_future(roles.supervise())
         try:
-            yield run
+            with collected_seldom():
+                yield run
         finally:
             await cancel_and_wait([supervising])
             await pool.stop(1.0)
             await cluster.close("the run has ended", False)
             await fleet.end()
             ledger.close()
-            gc.unfreeze()

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.dashboard_rows import SECTION as OF_DASHBOARD
+from benchmarks.planner_rows import SECTION as OF_PLANNER
 from benchmarks.rows import PEERS, Row, async_sync, ratios_to, span, training, trl, verifier
 from benchmarks.rows import SECTIONS as OF_STRETTO
 from benchmarks.server_rows import SECTION as OF_SERVERS
@@ -25,6 +26,7 @@ SECTIONS = {
     "Workflows and agents": OF_SESSIONS,
     "vLLM and SGLang": OF_SERVERS,
     "stretto watch": OF_DASHBOARD,
+    "stretto plan": OF_PLANNER,
 }
 
 _HEAD = """# Results
@@ -61,13 +63,17 @@ def _latest(name: str) -> Any:
 
 def _beside(model: str, system: str, few: bool) -> str:
     """Ratios over both types, at one sequence or at 64 and more, where the system was measured last."""
-    everywhere = measured(f"generation-rates-{model}").values()
-    rates = next(rates for rates in everywhere if any(row["system"] == system for row in rates))
-    told = []
+    rates, told = _rates_with(model, system), []
     for dtype in dict.fromkeys(row["dtype"] for row in rates):
         ratios = [one for count, one in ratios_to(rates, dtype, system).items() if (count == 1 if few else count >= 64)]
         told.append(f"{span(ratios, '.1f')} in {dtype}")
     return ", ".join(told)
+
+
+def _rates_with(model: str, system: str) -> list[dict[str, Any]]:
+    """Rates of generation where the system was measured last."""
+    everywhere = measured(f"generation-rates-{model}").values()
+    return next(rates for rates in everywhere if any(row["system"] == system for row in rates))
 
 
 def missed() -> list[str]:
@@ -75,7 +81,8 @@ def missed() -> list[str]:
     asynchronous = _latest("loop-async-sync")["summary"]["ratio_median"]
     by_length = [row["ratio"] for row in _latest("training")["ways"] if row["way"].endswith("by length")]
     cold = next(row for row in _latest("sandbox")["rows"] if (row["level"], row["how"]) == ("A", "cold"))
-    sglang = _latest("servers-learn-sglang")
+    sglang, live = _latest("servers-learn-sglang"), _latest("watch-live")
+    planned = _latest("predictions")["summary"]
     goals = {
         "asynchronous 2.0 times as fast as synchronous, caches recomputed": f"{asynchronous:.2f}",
         "4 times transformers' `generate`, 3.4M, 64 sequences and more": _beside(
@@ -88,6 +95,12 @@ def missed() -> list[str]:
         f"a cold sandbox within {cold['goal_ms']:.0f} ms at the 95th percentile": f"{cold['p95_ms']:.1f} ms",
         f"a held-out accuracy of 0.95 with SGLang, killed {len(sglang['kills'])} times": (
             f"{sglang['final_accuracy']:.3f}"
+        ),
+        "the server of a watched run takes under 1% of the run's processor seconds": (
+            f"{live['server_processor'] / live['run_processor']:.1%}"
+        ),
+        "predictions on this machine: steps within 20% at worst, shares of work within 0.1": (
+            f"{planned['step_worst']:.0%}; {planned['busy_median']:.2f} in the median"
         ),
         "a campaign of 1,000 random kills": ("308 kills and stops on one commit: [faults.md](faults.md#random-kills)"),
         "100,000 simulated schedules": "33,000: [the log](log.md)",
@@ -144,7 +157,7 @@ def readme() -> list[str]:
     """The README's rows: six ratios, each beside its peer."""
     asynchronous = async_sync(_latest("loop-async-sync"))[0]
     synchronous = asynchronous.peer.split(": ")[1].split(";")[0]
-    rates = _latest("generation-rates-3.4M")
+    rates = _rates_with("3.4M", "vllm")
     bfloat16 = {row["system"]: row["rates"]["64"] for row in rates if row["dtype"] == "bfloat16"}
     packed = next(row for row in training(_latest("training")) if "padded, 16 rows:" in row.peer)
     rows = [

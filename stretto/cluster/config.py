@@ -29,8 +29,9 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
     )
     trusted_network: bool = Field(
         False,
-        description="whether machines of the run alone are on the network between its ranks; torch's collectives know "
-        "neither key nor encryption, so ranks on other machines are refused without it",
+        description="whether machines of the run alone are on the network between its ranks, and to servers that get "
+        "weights by broadcast; torch's collectives know neither key nor encryption, so both are refused elsewhere "
+        "without it",
     )
     gpus: int = Field(0, ge=0, le=64, description="GPUs that Ray sets aside for each engine, and each rank")
     lease: float = Field(15.0, ge=1.0, description="seconds of silence after which a machine counts as lost")

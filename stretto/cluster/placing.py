@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 
 import msgspec
 
-from stretto.core.errors import Problem
+from stretto.core.errors import Problem, RecipeError
 from stretto.core.records import Record
 from stretto.processes.run_role import Failed
 
@@ -16,6 +18,8 @@ NO_RAY = Problem(
     "Ray is not installed",
     "pip install 'stretto[ray]' in this environment, and in that of every node of the cluster",
 )
+
+START_RAY = "ray start --head on one machine, ray start --address=HOST:PORT on the others; or --ray local"
 
 
 def has_ray() -> bool:
@@ -71,3 +75,23 @@ class NotPlaced(Record, frozen=True, tag=True):
 FromPlacer = AgentsPlaced | NotPlaced | Failed
 FROM_PLACER: msgspec.msgpack.Decoder[FromPlacer] = msgspec.msgpack.Decoder(FromPlacer)
 TO_PLACER: msgspec.msgpack.Decoder[PlaceAgents] = msgspec.msgpack.Decoder(PlaceAgents)
+
+
+def look(spec: RayPlacerSpec, wanted: PlaceAgents, seconds: float) -> None:
+    """Ask in a process of its own whether the cluster is there, and could ever have these agents; none is placed.
+
+    Raises:
+        RecipeError: it is not, or could not, or has not said it within `seconds`.
+    """
+    words = [sys.executable, "-m", RAY_PLACER, *(msgspec.json.encode(told).decode() for told in (spec, wanted))]
+    try:
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        found = f"no Ray cluster has answered within {seconds:g} s"
+    else:
+        if asked.returncode == RecipeError.exit_code:
+            raise RecipeError(msgspec.json.decode(asked.stdout.splitlines()[-1], type=list[Problem]))
+        if not asked.returncode:
+            return
+        found = (asked.stderr.strip().splitlines() or [f"Ray ended with exit code {asked.returncode}"])[-1]
+    raise RecipeError([Problem(f"cluster.ray: {spec.address!r}", found, START_RAY)])

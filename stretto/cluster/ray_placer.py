@@ -1,4 +1,5 @@
-"""The process that places agents on a Ray cluster: ``python -m stretto.cluster.ray_placer SPEC``.
+"""The process that places agents on a Ray cluster: ``python -m stretto.cluster.ray_placer SPEC``. With the JSON of a
+`PlaceAgents` behind SPEC it only looks whether the cluster could have these, before a run (`cluster.placing.look`).
 
 Ray finds a node for each agent, and starts one anew when its node or its process dies. All else, requests, weights,
 heartbeats, goes between the agents and the conductor. The agents end with this process, which owns them.
@@ -18,7 +19,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from stretto.cluster.placing import NO_RAY, TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
+from stretto.cluster.placing import (
+    NO_RAY,
+    START_RAY,
+    TO_PLACER,
+    AgentsPlaced,
+    NotPlaced,
+    PlaceAgents,
+    RayPlacerSpec,
+)
 from stretto.core.errors import Problem, RecipeError, RoleFailed
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import PARENT, begin_role
@@ -160,7 +169,7 @@ class RayPlacer:
 
     def __init__(self, spec: RayPlacerSpec) -> None:
         self._spec = spec
-        self._token = os.environ.pop(TOKEN)  # before a cluster on this machine is started, which would inherit it
+        self._token = os.environ.pop(TOKEN, "")  # before a cluster on this machine is started, which would inherit it
         self._engines, self._ranks = Fleet("engine", self), Fleet("rank", self)
         if not _HAS_RAY:
             raise RecipeError([NO_RAY])
@@ -170,10 +179,8 @@ class RayPlacer:
                 _knock(spec.address)
             ray.init(address, namespace=spec.run, log_to_driver=False, configure_logging=False)
         except (OSError, RuntimeError, ValueError) as error:
-            remedy = "ray start --head on one machine, ray start --address=HOST:PORT on the others; or --ray local"
-            raise RecipeError(
-                [Problem(f"cluster.ray = {spec.address!r}", str(error).splitlines()[0], remedy)]
-            ) from None
+            found = str(error).splitlines()[0]
+            raise RecipeError([Problem(f"cluster.ray: {spec.address!r}", found, START_RAY)]) from None
 
     def place(self, order: PlaceAgents) -> AgentsPlaced:
         """Have as many agents as ordered: dismissed ones are let go, missing ones started.
@@ -189,8 +196,8 @@ class RayPlacer:
 
     def start(self, kind: str, count: int) -> list[Placed]:
         """See `Ground`."""
-        bundle = {"CPU": self._spec.cpus} | ({"GPU": self._spec.gpus} if self._spec.gpus else {})
-        self._check(bundle, kind, count)
+        self.check({kind: count})
+        bundle = self._bundle
         # Ranks come together. Each engine has a group of its own, whose room is free again when it goes; Ray puts a
         # group of one on the node with the most room, so engines spread (LeastResourceScorer in Ray's scorer.cc).
         sizes = [count] if kind == "rank" else [1] * count
@@ -229,13 +236,23 @@ class RayPlacer:
         """See `Ground`."""
         remove_placement_group(group)
 
-    def _check(self, bundle: Mapping[str, float], kind: str, more: int) -> None:
-        """Refuse at once what the cluster could never give."""
+    @property
+    def _bundle(self) -> Mapping[str, float]:
+        """What each agent takes of the cluster."""
+        return {"CPU": self._spec.cpus} | ({"GPU": self._spec.gpus} if self._spec.gpus else {})
+
+    def check(self, wanted: Mapping[str, int]) -> None:
+        """Refuse at once what the cluster could never give: agents, by their kind.
+
+        Raises:
+            RecipeError: with each thing that is missing.
+        """
         has: Mapping[str, float] = _untyped(ray).cluster_resources()
+        count, whom = sum(wanted.values()), " and ".join(f"{more} {kind}(s)" for kind, more in wanted.items() if more)
         missing = [
-            f"{amount * more:g} {name} for {more} {kind}(s), and has {has.get(name, 0):g} in all"
-            for name, amount in bundle.items()
-            if has.get(name, 0) < amount * more
+            f"{amount * count:g} {name} for {whom}, and has {has.get(name, 0):g} in all"
+            for name, amount in self._bundle.items()
+            if has.get(name, 0) < amount * count
         ]
         if missing:
             raise RecipeError([Problem("the Ray cluster", f"needs {what}", "add nodes") for what in missing])
@@ -293,9 +310,21 @@ def _serve(spec: RayPlacerSpec, orders: RoleEnd[PlaceAgents]) -> None:
         orders.send(msgspec.structs.replace(reply(placer.place, order), number=order.number))
 
 
+def _look(spec: RayPlacerSpec, wanted: PlaceAgents) -> int:
+    """The exit code; the mistakes go to the standard output."""
+    try:
+        RayPlacer(spec).check({"engine": wanted.engines, "rank": wanted.ranks})
+    except RecipeError as error:
+        print(msgspec.json.encode(error.problems).decode(), flush=True)
+        return error.exit_code
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     """Play the role until the conductor closes the connection; see `processes.run_role`."""
     spec = msgspec.json.decode(arguments[0], type=RayPlacerSpec)
+    if arguments[1:]:
+        return _look(spec, msgspec.json.decode(arguments[1], type=PlaceAgents))
     begin_role()
     orders: RoleEnd[PlaceAgents] = RoleEnd(spec.descriptor, TO_PLACER)
     return run_role(lambda: _serve(spec, orders), orders.send)

@@ -16,6 +16,7 @@ class Capabilities:
     filtered_logprobs: bool  # its log-probabilities follow top_p, top_k and min_p
     cpu_head_dims: tuple[int, ...]  # of its attention on a processor; empty: any
     process_bytes: int  # of all its processes, before a model
+    broadcast: tuple[int, ...] = ()  # release that takes weights by a collective of torch's; empty: none
 
     @property
     def needed(self) -> str:
@@ -39,5 +40,6 @@ CAPABILITIES: Mapping[str, Capabilities] = {
         filtered_logprobs=False,
         cpu_head_dims=(),
         process_bytes=2320 << 20,
+        broadcast=(0, 5, 23),
     ),
 }

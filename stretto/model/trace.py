@@ -61,7 +61,7 @@ class AttentionPlan(Protocol):
 
 
 #: (token ids [1, T], positions [1, T], plan, T, -R) -> logits [1, R, V] of the last R tokens.
-Forward = Callable[[Tensor, Tensor, Any, int, int], Tensor]
+Forward = Callable[[Tensor, Tensor, AttentionPlan, int, int], Tensor]
 
 
 def trace(model: PreTrainedModel) -> Forward:
@@ -85,7 +85,7 @@ def trace(model: PreTrainedModel) -> Forward:
 def module_forward(model: PreTrainedModel) -> Forward:
     """The module itself, whose attention function is given the plan."""
 
-    def forward(token_ids: Tensor, positions: Tensor, plan: Any, tokens: int, last: int) -> Tensor:
+    def forward(token_ids: Tensor, positions: Tensor, plan: AttentionPlan, tokens: int, last: int) -> Tensor:
         inputs = {"input_ids": token_ids, "position_ids": positions, "stretto_step": plan}
         logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=-last).logits
         return logits

@@ -224,6 +224,11 @@ def _conducting_and_training(costs: Costs, report: SimulationReport) -> tuple[fl
     return conductor / report.seconds, costs.slower_training * (both - conductor) / report.seconds
 
 
+def _serving(costs: Costs, report: SimulationReport) -> float:
+    """Seconds of all engines between their steps, which a run counts as idle."""
+    return costs.slower_generation * costs.machine.serve_seconds * report.completions.total()
+
+
 def _terms(costs: Costs, report: SimulationReport, grain: int) -> dict[str, float]:
     """Seconds of a step by role and work, those of engines in the mean of them, under the names of
     `store.prediction`; and what they depend on."""
@@ -233,15 +238,16 @@ def _terms(costs: Costs, report: SimulationReport, grain: int) -> dict[str, floa
     step = report.seconds / report.steps
     working = trained * (sum(parts) - parts.conduct)
     completions = report.completions.total()
+    generating = report.generating - _serving(costs, report)
     return {
         "step_seconds": step,
         "tokens_per_second": report.trained_tokens * grain / report.seconds,
         "completion_tokens": report.trained_tokens * grain / completions,
         "staleness": report.mean_staleness,
-        "engines.generate": (report.generating - report.loading - report.recomputing) / engines,
+        "engines.generate": (generating - report.loading - report.recomputing) / engines,
         "engines.recompute": report.recomputing / engines,
         "engines.load": report.loading / engines,
-        "engines.idle": max(0.0, step - report.generating / engines),
+        "engines.idle": max(0.0, step - generating / engines),
         "trainer.proximal": trained * parts.proximal,
         "trainer.update": trained * parts.update,
         "trainer.publish": trained * parts.publish,
@@ -254,7 +260,7 @@ def _prediction(costs: Costs, report: SimulationReport, grain: int) -> LayoutPre
     job, layout, memory = costs.job, costs.layout, costs.memory()
     step_seconds = report.seconds / report.steps
     hours = (costs.machine.start_seconds + step_seconds * job.trainer.steps) / 3600
-    generation = min(1.0, report.generating / report.seconds / layout.engines)
+    generation = min(1.0, (report.generating - _serving(costs, report)) / report.seconds / layout.engines)
     conductor, training = _conducting_and_training(costs, report)
     judging = report.judging / report.seconds / job.reward_workers
     others = {"trainer": training, "rewards": judging}

@@ -105,13 +105,20 @@ def predicted_beside_measured(path: str | Path, file: Path | None = None) -> Pre
         return None
     saved = _read(place)
     check_digest(place, saved.recipe, run_digest(path))
+    if (measured := terms_of_run(folder)) is None:
+        return None
+    found = compared(saved.machine, saved.recipe or "", saved.layouts[0].terms, measured)
+    return msgspec.structs.replace(found, other_machine=_other_machine(folder, saved.machine))
+
+
+def terms_of_run(folder: RunFolder) -> dict[str, float] | None:
+    """The terms that a run has come to so far; None before the first step that took time."""
     with reading(folder.ledger) as connection:
         totals = fact(connection, TOTALS, Totals)
         inspection = inspection_of(connection)
     if totals is None or not inspection.steps or inspection.rl_seconds <= 0:  # a resume has recorded its first step
         return None
-    found = compared(saved.machine, saved.recipe or "", saved.layouts[0].terms, measured_terms(inspection, totals))
-    return msgspec.structs.replace(found, other_machine=_other_machine(folder, saved.machine))
+    return measured_terms(inspection, totals)
 
 
 def _other_machine(folder: RunFolder, predicted: str) -> str:

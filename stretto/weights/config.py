@@ -18,7 +18,8 @@ class WeightsConfig(BaseModel, extra="forbid", frozen=True):
     medium: Literal["auto", "shared_memory", "http", "broadcast"] = Field(
         "auto",
         description="shared_memory: engines map the trainer's file; http: each machine pulls it once into its own "
-        "shared memory; broadcast: vLLM and SGLang get it in a collective group; auto: by where the engines are",
+        "shared memory; broadcast: servers of SGLang get it in a collective group, and need to see no file of the run; "
+        "auto: by where the engines are",
     )
     delta: Literal["auto", "always", "never"] = Field(
         "auto",
@@ -71,17 +72,8 @@ def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
                 )
             ]
         )
-    if config.medium == "broadcast":
-        raise RecipeError(
-            [
-                Problem(
-                    "weights.medium",
-                    '"broadcast" is not carried by a run: nobody could verify what arrived in a server (docs/decisions/'
-                    "0028-no-run-by-broadcast.md; `stretto.weights.broadcast` does it for servers of your own)",
-                    'use "http", or "auto"',
-                )
-            ]
-        )
+    if config.medium == "broadcast" and (why := _no_broadcast(route)):
+        raise RecipeError([Problem("weights.medium", f'"broadcast", and {why}', 'use "auto"')])
     if config.medium != "auto":
         return ChosenMedium(config.medium, "the recipe asks for it")
     if not route.elsewhere:
@@ -92,3 +84,14 @@ def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
         "http",
         "engines on other machines may come and go: each machine pulls a version once, and verifies every byte",
     )
+
+
+def _no_broadcast(route: Route) -> str:
+    """Why weights cannot reach the engines by a collective; "" if they can."""
+    if route.elsewhere:
+        return "machines may join, which pull each version and verify every byte of it"
+    return {
+        "native": "the embedded engine maps the file of the trainer",
+        "vllm": "vLLM's own transfer engines meet their sender by a communicator that only vLLM has",
+        "sglang": "",
+    }[route.engines]

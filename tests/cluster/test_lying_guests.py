@@ -74,7 +74,8 @@ def test_honest_completions_pass(tmp_path: Path) -> None:
         (ended(versions=(5, 5)), "without a log-probability and a version for each"),
         (ended(behavior_logprobs=(-0.1,)), "without a log-probability and a version for each"),
         (ended(versions=(5, 5, NEWEST + 1)), "versions that are not published"),
-        (ended(versions=(5, 5, -1)), "versions that are not published"),
+        (ended(versions=(5, 5, -1)), "whose versions fall"),
+        (ended(versions=(-1, 5, 5)), "versions that are not published"),
     ],
 )
 def test_a_completion_that_cannot_be_is_the_loss_of_the_engine(tmp_path: Path, lie: Completion, what: str) -> None:

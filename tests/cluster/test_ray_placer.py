@@ -9,6 +9,7 @@
 - An agent that ends by a mistake of the user is started again after a pause, by its actor.
 - The token of a run is in the environment of none of the roles.
 - Where Ray is not installed, that is said with the command that installs it, before a role starts.
+- A cluster that is not there, or could never have all engines and ranks, is named before there is a run folder.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cluster.placing import AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
+from stretto.cluster.placing import AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec, look
 from stretto.cluster.ray_placer import AgentHost, Fleet, Placed, Room, reply
 from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed
 from stretto.launch.assemble.cluster import identity_of
@@ -277,6 +278,56 @@ def test_a_run_without_ray_is_refused_with_what_installs_it_before_a_role_starts
     monkeypatch.setitem(sys.modules, "ray", None)  # `import ray` is an ImportError
     refused = laboratory.run("train", TINY, "--ray", "auto", "--run-dir", tmp_path / "run", *more)
     refused.refused("cluster.placer = 'ray': Ray is not installed; pip install 'stretto[ray]'", "every node")
+    assert not (tmp_path / "run").exists()
+
+
+#: A cluster with two CPUs at ray://here, and none elsewhere.
+_RAY = """
+from ray import exceptions
+
+def init(address, **more):
+    if address != "ray://here":
+        raise ConnectionError("Could not find any running Ray instance.\\nMore words.")
+
+def cluster_resources():
+    return {"CPU": 2.0}
+"""
+
+
+@pytest.fixture
+def small_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module `ray` for the processes that a command starts."""
+    place = tmp_path / "modules" / "ray"
+    (place / "util").mkdir(parents=True)
+    (place / "__init__.py").write_text(_RAY)
+    (place / "exceptions.py").write_text("class RayError(Exception): ...")
+    (place / "util" / "__init__.py").touch()
+    (place / "util" / "placement_group.py").write_text("placement_group = remove_placement_group = None")
+    (place / "util" / "scheduling_strategies.py").write_text("PlacementGroupSchedulingStrategy = None")
+    monkeypatch.setenv("PYTHONPATH", f"{place.parent}:{os.getcwd()}")
+
+
+def looked(address: str, engines: int, ranks: int = 0, cpus: int = 1) -> None:
+    look(RayPlacerSpec("run", address, (), cpus=cpus, gpus=0, seconds=1.0), PlaceAgents(engines, ranks), 60.0)
+
+
+@pytest.mark.usefixtures("small_cluster")
+def test_a_cluster_that_is_there_is_asked_for_all_that_will_be_placed() -> None:
+    looked("ray://here", engines=1, ranks=1)
+    with pytest.raises(RecipeError) as refused:
+        looked("ray://here", engines=1, ranks=2, cpus=4)
+    assert str(refused.value) == (
+        "the Ray cluster: needs 12 CPU for 1 engine(s) and 2 rank(s), and has 2 in all; add nodes"
+    )
+
+
+@pytest.mark.usefixtures("small_cluster")
+@pytest.mark.parametrize("more", [("--dry-run",), ()])
+def test_without_a_cluster_there_is_no_run_folder(
+    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    refused = laboratory.run("train", TINY, "--ray", "auto", "--run-dir", tmp_path / "run", *more)
+    refused.refused("cluster.ray: 'auto': Could not find any running Ray instance.; ray start --head", "--ray local")
     assert not (tmp_path / "run").exists()
 
 

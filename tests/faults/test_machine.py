@@ -34,7 +34,7 @@ def fill(file: Path, leave: int) -> None:
 def test_a_slow_disk_loses_nothing_and_no_role(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir, calls = tmp_path / "run", tmp_path / "calls"
     before = (*SLOW_DISK, "-o", str(calls))
-    with laboratory.train(run_dir, "trainer.steps=6", "deadlines.hung=3", before=before) as command:
+    with laboratory.train(run_dir, "trainer.steps=4", "deadlines.hung=3", before=before) as command:
         ended = command.end()
         assert ended.code == 0, ended.err
         command.assert_nothing_is_left()

@@ -5,6 +5,7 @@
 - a measured shape gives samples of every kind, and they make a machine;
 - a publication is counted once;
 - a file that is there stays until it is replaced by a whole measurement; a run that does not end is an error;
+- runs on a machine on which roles take longer than alone correct its record until they come out as they were;
 - what of a synchronous run is neither generation, training nor the conductor's work is the engine's server's.
 """
 
@@ -27,6 +28,8 @@ from stretto.planner.job import Job, ModelShape
 from stretto.planner.lengths import LogNormalLengths
 from stretto.planner.machine import MachineProfile, machine_of
 from stretto.planner.measure import ON_A_PROCESSOR, Measurements, measure_shape, profile_of
+from stretto.planner.predict import predict
+from stretto.planner.whole_runs import RunSample, fit_runs
 from stretto.rollout.config import RolloutConfig
 from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
 from stretto.trainer.config import TrainerConfig
@@ -146,7 +149,49 @@ def test_a_calibration_that_cannot_begin_leaves_the_machine_that_was_there(
 
 def test_a_short_run_that_does_not_end_is_a_role_that_died(tmp_path: Path) -> None:
     with pytest.raises(RoleDied, match=r"the run of the calibration did not end within 0\.01 s"):
-        calibrating.short_run(tmp_path, patience=0.01)
+        calibrating.short_run(tmp_path / "recipe.toml", tmp_path / "run", (), patience=0.01)
+
+
+def test_whole_runs_correct_what_roles_took_alone() -> None:
+    """In the runs decoding takes 1.5 times as long as alone, training 1.3 times and contexts twice; each role makes the
+    other slower by up to a fifth."""
+    alone = msgspec.structs.replace(KNOWN, cores=2.0, prefill_seconds=1e-3, conduct_seconds=1e-5)
+    truly = msgspec.structs.replace(
+        alone,
+        step_seconds=1.5e-4,
+        layer_seconds=4.5e-4,
+        row_seconds=7.5e-6,
+        row_width_seconds=1.5e-8,
+        decode_flops=5e10 / 1.5,
+        cache_bandwidth=4e9 / 1.5,
+        prefill_seconds=2e-3,
+        prefill_flops=2.5e10,
+        train_seconds=2.6e-3,
+        micro_batch_seconds=1.3e-3,
+        token_width_seconds=1.3e-7,
+        sequence_seconds=2.6e-5,
+        parameter_seconds=2.6e-9,
+        train_flops=2e11 / 1.3,
+        beside=0.2,
+    )
+
+    def run(staleness: int, groups: int) -> RunSample:
+        job = Job(
+            shape=SHAPES[0],
+            lengths=LogNormalLengths(20, 0.5, 64),
+            rollout=RolloutConfig(batch_size=4, group_size=4, max_in_flight=groups, max_staleness=staleness),
+            engine=EngineConfig(),
+            trainer=TrainerConfig(minibatches=1, steps=15),
+            longest=64,
+        )
+        return RunSample(job, predict(job, truly, Layout(1, 1)).terms)
+
+    in_turn, beside = run(0, 4), run(2, 8)
+    found = fit_runs(alone, in_turn, beside)
+    for sample in (in_turn, beside):
+        terms = predict(sample.job, found, Layout(1, 1)).terms
+        for name in ("step_seconds", "engines.generate", "engines.recompute", "trainer.update"):
+            assert terms[name] == pytest.approx(sample.measured[name], rel=0.05), name
 
 
 def test_what_is_neither_generation_nor_training_is_the_conductors_and_the_servers() -> None:

@@ -80,12 +80,13 @@ def test_a_cluster_that_is_not_there_or_too_small_is_refused(
 ) -> None:
     """By its address, and as the one that runs: that is where Ray's own variable says, on a machine with several."""
     absent = laboratory.run("train", TINY, "--ray", "127.0.0.1:1", "--run-dir", tmp_path / "absent")
-    absent.refused("cluster.ray = '127.0.0.1:1'", "ray start --head")
+    absent.refused("cluster.ray: '127.0.0.1:1'", "ray start --head")
     with cluster(head=1) as nodes:
         monkeypatch.setenv("RAY_ADDRESS", nodes.address)
         for where in (nodes.address, "auto"):
-            words = ("train", TINY, "engine.count=5", "--ray", where, "--run-dir", tmp_path / f"small-{where[0]}")
+            words = ("train", TINY, "engine.count=5", "--ray", where, "--run-dir", tmp_path / "small")
             laboratory.run(*words).refused("needs 5 CPU for 5 engine(s), and has 1 in all", "add nodes")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_cluster_of_this_machine_is_started_for_the_run_and_ends_with_it(

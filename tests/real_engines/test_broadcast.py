@@ -5,16 +5,18 @@ on its tokens, and gives these the log-probabilities of the version's weights, t
 from __future__ import annotations
 
 import secrets
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
+from stretto.engine.external.collective import SglangByBroadcast
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Continuation
-from stretto.weights.broadcast import Broadcast, SglangOrders
 from tests.engine.answering import shaken
 from tests.real_engines import scoring
 from tests.real_engines.scoring import TOLERANCE
@@ -26,36 +28,32 @@ REQUEST = GenerateRequest("r", PROMPT, (0,), Sampling(max_tokens=LENGTH))
 
 
 @pytest.mark.parametrize("installed", ["sglang"], indirect=True)
-def test_versions_that_were_broadcast_are_those_that_the_server_samples_with(server: RealServer) -> None:
+def test_versions_that_were_broadcast_are_those_that_the_server_samples_with(
+    server: RealServer, tmp_path: Path
+) -> None:
     plain: Any = AutoModelForCausalLM.from_pretrained(server.policy, dtype=torch.float32).eval()
     models = {version: shaken(plain, version) for version in (41, 42)}
-    for version, completion in server.run(sampled_after_each(server, models)).items():
+    for version, completion in server.run(sampled_after_each(server, models, tmp_path)).items():
         assert completion.versions == (version,) * LENGTH
         assert float(scoring.recomputed(models, REQUEST, completion).max()) < TOLERANCE
 
 
-async def sampled_after_each(server: RealServer, models: dict[int, PreTrainedModel]) -> dict[int, Completion]:
+async def sampled_after_each(
+    server: RealServer, models: dict[int, PreTrainedModel], folder: Path
+) -> dict[int, Completion]:
     """A completion by each of the versions, which are sent one after the other."""
     http = JsonServer(server.kind, server.address, seconds=60.0, token_seconds=60.0)
-    wire = server.wire()
-
-    async def post(path: str, order: Any) -> Any:
-        return await http.exchange("POST", path, order)
-
-    name = f"stretto-{secrets.token_hex(4)}"
-    broadcast = Broadcast(server.kind, post, SglangOrders(name, "gloo"), host="127.0.0.1", ranks=1, seconds=60.0)
+    wire = SglangByBroadcast(http, 60.0, server.address, "gloo")
     found = {}
     try:
-        await broadcast.open()
         for version, model in models.items():
+            save_file(dict(model.named_parameters()), folder / "model.safetensors")
             await wire.pause(keep=False)
-            await broadcast.send(version, dict(model.named_parameters()))
+            await wire.load(folder, version, keep=False)
             await wire.resume()
-            found[version] = await sample(wire, f"{name}-{version}")
-        await broadcast.close()
+            found[version] = await sample(wire, f"broadcast-{secrets.token_hex(4)}")
     finally:
         await wire.close()
-        await http.close()
     return found
 
 

@@ -1,6 +1,6 @@
 """A server that receives weights, as small as it can be: the orders that SGLang and vLLM document, over HTTP, and its
-own end of the group on gloo, made as SGLang makes it. ``python receiver.py FILE`` prints its port; each update that
-ends writes its tensors to FILE.
+own end of the group on gloo, made as SGLang makes it. ``python receiver.py FILE [RANKS]`` prints its port; each update
+that ends writes its tensors to FILE. RANKS is the JSON of what it says of its ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # stores are wher
 class Receiver:
     """What the orders do."""
 
-    def __init__(self, file: str) -> None:
-        self._file = file
+    def __init__(self, file: str, ranks: dict[str, int]) -> None:
+        self._file, self.ranks = file, ranks
         self._group: ProcessGroup | None = None
         self._tensors: dict[str, Tensor] | None = None
         self._version = ""
@@ -87,22 +87,28 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         order = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"null")
         status, reply = self.receiver.answer(self.path, order or {})
+        self._send(status, reply)
+
+    def _send(self, status: int, reply: dict[str, Any]) -> None:
         body = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
+    def do_GET(self) -> None:
+        self._send(200, {"version": "0.5.23", **self.receiver.ranks})
+
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
 
 
-def main(file: str) -> None:
-    Handler.receiver = Receiver(file)
+def main(file: str, ranks: str = "{}") -> None:
+    Handler.receiver = Receiver(file, json.loads(ranks))
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

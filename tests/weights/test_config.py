@@ -39,6 +39,20 @@ def test_shared_memory_does_not_reach_another_machine() -> None:
         choose(WeightsConfig(medium="shared_memory"), Route("vllm", elsewhere=True))
 
 
-def test_a_run_broadcasts_nothing() -> None:
-    with pytest.raises(RecipeError, match=r'weights\.medium: "broadcast" is not carried by a run.* use "http"'):
-        choose(WeightsConfig(medium="broadcast"), Route("sglang", elsewhere=True))
+def test_servers_of_sglang_get_weights_by_a_collective() -> None:
+    assert choose(WeightsConfig(medium="broadcast"), Route("sglang", elsewhere=False)).medium == "broadcast"
+
+
+@pytest.mark.parametrize(
+    ("engines", "elsewhere", "why"),
+    [
+        ("native", False, "the embedded engine maps the file"),
+        ("vllm", False, "a communicator that only vLLM has"),
+        ("sglang", True, "machines may join, which pull"),
+    ],
+)
+def test_what_no_collective_reaches_is_refused(
+    engines: Literal["native", "vllm", "sglang"], elsewhere: bool, why: str
+) -> None:
+    with pytest.raises(RecipeError, match=rf'weights\.medium: "broadcast", and .*{why}.* use "auto"'):
+        choose(WeightsConfig(medium="broadcast"), Route(engines, elsewhere))

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.core.errors import RunFolderError
+from stretto.measures.goodput import EXPIRED, MASKED, RECOMPUTED
 from stretto.measures.selection import SIGNIFICANT
 from stretto.store.inspection import EngineRecord, Inspection, WeightsSummary, inspect_run
 from stretto.store.prediction import PredictedRun, predicted_beside_measured
@@ -20,6 +21,12 @@ _BAR_WIDTH = 24
 _CHANGES = 3  # newest changes of bounds that are shown
 _SHOWN = 0.05  # seconds
 _EIGHTHS = " ▏▎▍▌▋▊▉"
+_LARGE = 0.1  # share of all tokens from which a loss is shown with the keys of a recipe that bound it
+_KEYS = {
+    MASKED: "rollout.max_staleness, rollout.max_in_flight",
+    EXPIRED: "rollout.max_staleness, rollout.max_in_flight",
+    RECOMPUTED: "engine.load_interval, engine.on_update",
+}
 
 
 def print_inspection(
@@ -176,8 +183,11 @@ def _goodput(inspection: Inspection) -> Rows:
     tokens, seconds = (max(1e-9, sum(getattr(one, unit) for one in budget.values())) for unit in ("tokens", "seconds"))
     for name, one in budget.items():
         if one.tokens or one.seconds:
-            of_tokens = f"{one.tokens:,} tokens ({one.tokens / tokens:.1%})"
-            yield name.replace("_", " "), f"{of_tokens}, {one.seconds:,.1f} s ({one.seconds / seconds:.1%})"
+            share = one.tokens / tokens
+            shown = f"{one.tokens:,} tokens ({share:.1%}), {one.seconds:,.1f} s ({one.seconds / seconds:.1%})"
+            yield name.replace("_", " "), shown
+            if share >= _LARGE and name in _KEYS:
+                yield "", f"bounded by {_KEYS[name]}"
     for name, bias in inspection.selection_bias.items():
         if bias.p < 1:
             found = f"{name} {bias.statistic:+.2f}, p = {bias.p:.1g}"

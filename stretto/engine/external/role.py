@@ -18,9 +18,10 @@ import uvloop
 
 from stretto.core.frames import LARGEST_FRAME
 from stretto.engine.config import EngineConfig
+from stretto.engine.external.collective import SglangByBroadcast
 from stretto.engine.external.engine import ExternalEngine, Limits
 from stretto.engine.external.http import JsonServer
-from stretto.engine.external.make import Make
+from stretto.engine.external.make import Make, on_cpu
 from stretto.engine.external.makes import MAKES
 from stretto.engine.external.server import GivenServer, Server, ServerProcess, free_port, lost, until_ready
 from stretto.engine.external.staging import FolderAsItIs, StagedWeights
@@ -49,6 +50,8 @@ def main(arguments: list[str]) -> int:
 def wire_to(address: str, spec: EngineSpec, config: EngineConfig) -> Make:
     """The wire to the server at ``host:port``, with the deadlines of the run."""
     http = JsonServer(spec.name, address, seconds=_REPLY_SECONDS, token_seconds=spec.token_seconds)
+    if spec.broadcast:
+        return SglangByBroadcast(http, spec.load_seconds, address, "gloo" if on_cpu(config) else "nccl")
     return MAKES[config.kind].server(http, spec.load_seconds)
 
 

@@ -7,71 +7,72 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from stretto.core.errors import RoleDied
+from stretto.launch.commands.plan import job_of
 from stretto.planner.machine import MachineProfile
 from stretto.planner.measure import calibrate
+from stretto.planner.whole_runs import RunSample, fit_runs
 from stretto.store.files import write_atomically
+from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
+from stretto.store.prediction import terms_of_run
 
-_STEPS, _COMPLETIONS = 40, 64
 _PATIENCE = 300.0
-_RECIPE = f"""
+_IN_TURN = ("rollout.max_staleness=0", "rollout.max_in_flight=8")
+_BESIDE = ("rollout.max_staleness=4", "rollout.max_in_flight=12", "trainer.steps=80")
+_RECIPE = """
+task.kind = "arithmetic"
+rewards.function = "final_answer"
+sampling.max_tokens = 96
+rollout = { batch_size = 8, group_size = 8 }
+trainer = { steps = 40, minibatches = 1 }
+evaluation.prompts = 8
+
 [model.build]
 family = "qwen3"
-hidden_size = 64
+hidden_size = 128
 layers = 2
 heads = 4
-kv_heads = 4
-head_dim = 16
-intermediate_size = 128
+kv_heads = 2
+head_dim = 32
+intermediate_size = 256
 context_length = 128
-alphabet = "0123456789+-="
-
-[task]
-kind = "arithmetic"
-
-[sampling]
-max_tokens = 32
-
-[rollout]
-batch_size = 8
-group_size = 8
-max_in_flight = 8
-max_staleness = 0
-
-[rewards]
-function = "final_answer"
-
-[evaluation]
-prompts = 8
-
-[trainer]
-steps = {_STEPS}
-minibatches = 1
+alphabet = "0123456789+-=abcdefghijklmnopqrstuvwxyz"
 """
 
 
 def calibrate_machine(out: Path, say: Callable[[str], None]) -> MachineProfile:
-    """Measure the roles alone, and then a short synchronous run, whose seconds beside generation and training are those
-    of the conductor and of the engine's server. Writes the record to `out`.
+    """Measure the roles alone, and then two short runs, which correct what the roles took alone. Writes the record to
+    `out`.
 
     Raises:
         OSError: it cannot be written.
-        RoleDied: the run failed, or did not end in time.
+        RoleDied: a run failed, or did not end in time.
     """
     _check_writable(out)  # before two minutes are spent
     machine = calibrate(say)
     with tempfile.TemporaryDirectory(prefix="stretto-calibrate-") as folder:
-        run = short_run(Path(folder))
-    say("measured: a short run")
-    whole = msgspec.structs.replace(machine, **between_roles(run))
+        recipe = Path(folder) / "calibration.toml"
+        recipe.write_text(_RECIPE, encoding="utf-8")
+        in_turn = short_run(recipe, Path(folder) / "in-turn", _IN_TURN)
+        say("measured: a run whose roles work in turn")
+        beside = short_run(recipe, Path(folder) / "beside", _BESIDE)
+        say("measured: a run whose roles work beside each other")
+        known = msgspec.structs.replace(machine, **between_roles(inspect_run(in_turn)))
+        whole = fit_runs(known, _sample(recipe, in_turn, _IN_TURN), _sample(recipe, beside, _BESIDE))
     write_atomically(out, msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
     return whole
+
+
+def _sample(recipe: Path, run: Path, overrides: Sequence[str]) -> RunSample:
+    measured = terms_of_run(RunFolder.open(run))
+    assert measured is not None, "the run has trained"
+    return RunSample(job_of(recipe, overrides, str(run), lambda text: None), measured)
 
 
 def between_roles(run: Inspection) -> dict[str, float]:
@@ -97,20 +98,18 @@ def _check_writable(out: Path) -> None:
         raise OSError(error.errno, error.strerror, str(out)) from None
 
 
-def short_run(folder: Path, patience: float = _PATIENCE) -> Inspection:
-    """A run of the calibration, in `folder`.
+def short_run(recipe: Path, run: Path, overrides: Sequence[str], patience: float = _PATIENCE) -> Path:
+    """A run of the calibration, in the folder `run`.
 
     Raises:
         RoleDied: it failed, or did not end in `patience` seconds.
     """
     name = "the run of the calibration"
-    recipe, run = folder / "calibration.toml", folder / "run"
-    recipe.write_text(_RECIPE, encoding="utf-8")
-    command = (sys.executable, "-m", "stretto.cli.main", "train", str(recipe), "--run-dir", str(run))
+    command = (sys.executable, "-m", "stretto.cli.main", "train", str(recipe), *overrides, "--run-dir", str(run))
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience)
     except subprocess.TimeoutExpired:
         raise RoleDied(name, f"did not end within {patience:g} s") from None
     if done.returncode:
         raise RoleDied(name, f"ended with {done.returncode}: {done.stderr[-400:]}")
-    return inspect_run(run)
+    return run

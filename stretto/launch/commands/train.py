@@ -6,8 +6,8 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,22 @@ _MAY_CHANGE = (
 
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
 _HOPELESS = 2.0  # times the available memory
+_CONTAINERS = 1_000_000
+
+
+@contextmanager
+def collected_seldom() -> Iterator[None]:
+    """In the block the garbage collector goes through nothing that was there before it, and begins only when a million
+    containers more have come than gone. Records hold no cycles, so there is hardly any garbage, and to go through the
+    tokens of each is a third of what a conductor of hundreds of engines does (docs/scaling.md)."""
+    first, *others = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(_CONTAINERS, *others)
+    try:
+        yield
+    finally:
+        gc.set_threshold(first, *others)
+        gc.unfreeze()
 
 
 def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run_dir: Path | None = None) -> None:
@@ -190,16 +206,14 @@ class Prepared:
                 logbook.say(sentence)
             for warning in warnings(self.plan):
                 logbook.say(f"warning: {warning}")
-            gc.freeze()  # each collection would go through the modules of torch, for tenths of a second
             try:
-                code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, spawner))
+                with collected_seldom():
+                    code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, spawner))
             except SystemExit as end:
                 code = int(end.code or 0)  # the last checkpoint stands
             except (StrettoError, OSError) as error:
                 logbook.note(f"failed: {described(error) if isinstance(error, OSError) else error}")
                 raise
-            finally:
-                gc.unfreeze()
             logbook.note(f"ends with exit code {code}")
             return code
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from stretto.cluster.address import bound
-from stretto.cluster.placing import NO_RAY, has_ray
+from stretto.cluster.placing import NO_RAY, PlaceAgents, RayPlacerSpec, has_ray, look
 from stretto.core.errors import (
     DataError,
     ModelFolderError,
@@ -272,6 +272,14 @@ def check_cluster(recipe: Recipe) -> None:
             problems.append(Problem("cluster.trusted_network", found, remedy))
     if problems:
         raise RecipeError(problems)
+
+
+def check_ray(recipe: Recipe) -> None:
+    """Raises RecipeError: the Ray cluster that is to start the engines is not there, or could never have them all."""
+    config, engine = recipe.cluster, recipe.engine
+    if config.placer == "ray":
+        spec = RayPlacerSpec("preflight", config.ray, (), cpus=engine.threads, gpus=config.gpus, seconds=config.wait)
+        look(spec, PlaceAgents(engine.count, recipe.trainer.remote_ranks), recipe.deadlines.start)
 
 
 def _is_loopback(listen: str) -> bool:

@@ -22,6 +22,7 @@ from stretto.launch.preflight.checks import (
     check_in_flight,
     check_kind,
     check_machine,
+    check_ray,
     check_reward_addresses,
     check_reward_function,
     check_reward_sources,
@@ -97,10 +98,8 @@ class Plan(Outline):
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
-    """Find, read and check everything that the recipe names.
-
-    Args:
-        has_policy: version 0 of the policy exists already, so the plan needs no demonstrations.
+    """Find, read and check everything that the recipe names. `has_policy`: version 0 of the policy exists already, so
+    the plan needs no demonstrations.
 
     Raises:
         RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
@@ -121,8 +120,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     tokenizer = load_tokenizer(base.path)
     longest = longest_prompt_allowed(recipe, base)
     check_top_k(recipe, base)
-    reference = recipe.algorithm.reference
-    if reference is not None and reference.path is not None:
+    if (reference := recipe.algorithm.reference) is not None and reference.path is not None:
         check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
     _check_agents(recipe, tokenizer)
     read, read_sets = _questions(recipe)
@@ -138,6 +136,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     if isinstance(recipe.workflow, WorkflowConfig):
         check_workflow_fits(recipe.workflow.function, needs, tokenizer, _plain(rows))
     check_servers(recipe, base, tokenizer, [one.token_ids for one in (*training.prompts, *held_out.prompts)])
+    check_ray(recipe)
     return Plan(
         recipe=recipe,
         base=base,

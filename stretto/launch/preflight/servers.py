@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from stretto.core.errors import Problem, RecipeError, StrettoError
@@ -63,10 +65,16 @@ def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
         remedy = 'only engine.kind = "vllm" or "sglang" has it'
         problems = [Problem(f"engine.{key}", 'is given, and engine.kind is "native"', remedy) for key in _given(config)]
     else:
-        make = CAPABILITIES[config.kind]
+        make = _make_of(recipe)
         problems = [*_keys(recipe, make), *(_interpreter(config, make) if here else ())]
     if problems:
         raise RecipeError(problems)
+
+
+def _make_of(recipe: Recipe) -> Capabilities:
+    """What the recipe's make can do, from the release on that the recipe needs."""
+    make = CAPABILITIES[recipe.engine.kind]
+    return replace(make, oldest=max(make.oldest, make.broadcast)) if recipe.weights.medium == "broadcast" else make
 
 
 def _keys(recipe: Recipe, make: Capabilities) -> Iterator[Problem]:
@@ -84,6 +92,11 @@ def _keys(recipe: Recipe, make: Capabilities) -> Iterator[Problem]:
             found = "is given, and machines would join with engines of their own ([cluster])"
             yield Problem("engine.addresses", found, "leave out [cluster], or engine.addresses and give engine.python")
     yield from _addresses(config)
+    if recipe.weights.medium == "broadcast" and not recipe.cluster.trusted_network:
+        for address in (one for one in config.addresses if not _is_here(one)):
+            found = f"false, and weights go to {address} by a collective, which knows neither key nor encryption"
+            remedy = "true says that nobody else is on their network (docs/weights.md)"
+            yield Problem("cluster.trusted_network", found, remedy)
     if config.batching == "rounds":
         found = f'"rounds", and {make.name} does not compute the same completion twice bit for bit'
         yield Problem("engine.batching", found, '"auto", or engine.kind = "native" for a run that can be repeated')
@@ -106,6 +119,15 @@ def _addresses(config: EngineConfig) -> Iterator[Problem]:
     if config.addresses and config.count != len(config.addresses):
         found = f"{config.count}, and engine.addresses has {len(config.addresses)}"
         yield Problem("engine.count", found, "leave it out: each address is one engine")
+
+
+def _is_here(address: str) -> bool:
+    """Whether a server is reached by the loopback interface."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _interpreter(config: EngineConfig, make: Capabilities) -> Iterator[Problem]:
@@ -162,27 +184,32 @@ def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, promp
         needed = min(base.context_length, max(map(len, prompts)) + recipe.sampling.max_tokens)
         texts = [tokenizer.decode(prompt) for prompt in prompts[:_PROBES]]
         probe = {text: list(tokenizer.encode(text)) for text in texts}
-        if problems := asyncio.run(_asked(recipe.engine, base, needed, probe)):
+        if problems := asyncio.run(_asked(recipe.engine, _make_of(recipe), base, needed, probe)):
             raise RecipeError(problems)
 
 
-async def _asked(config: EngineConfig, base: ModelFolder, needed: int, probe: dict[str, list[int]]) -> list[Problem]:
-    found = await asyncio.gather(*(_ask(config, address, base, needed, probe) for address in config.addresses))
+async def _asked(
+    config: EngineConfig, make: Capabilities, base: ModelFolder, needed: int, probe: dict[str, list[int]]
+) -> list[Problem]:
+    asked = (_ask(config.kind, make, address, base, needed, probe) for address in config.addresses)
+    found = await asyncio.gather(*asked)
     return [problem for problem in found if problem is not None]
 
 
 async def _ask(
-    config: EngineConfig, address: str, base: ModelFolder, needed: int, probe: dict[str, list[int]]
+    kind: str, make: Capabilities, address: str, base: ModelFolder, needed: int, probe: dict[str, list[int]]
 ) -> Problem | None:
     http = JsonServer(f"the server {address}", address, seconds=_ANSWER_SECONDS, token_seconds=_ANSWER_SECONDS)
-    wire = MAKES[config.kind].server(http, _ANSWER_SECONDS)
+    wire = MAKES[kind].server(http, _ANSWER_SECONDS)
     try:
         served = await wire.describe()
         theirs = {text: await _tokens(http, text) for text in probe}
     except StrettoError as error:
-        return Problem("engine.addresses", str(error), f"a server that runs: {CAPABILITIES[config.kind].needed}")
+        return Problem("engine.addresses", str(error), f"a server that runs: {make.needed}")
     finally:
         await wire.close()
+    if _release(served.release.rpartition(" ")[2]) < make.oldest:
+        return Problem("engine.addresses", f"{address} is {served.release}", f"{make.needed} is needed")
     if (different := _difference(served, base)) is not None:
         return Problem("engine.addresses", f"{address} serves {different}", _ITS_OWN)
     if served.context_length is not None and served.context_length < needed:

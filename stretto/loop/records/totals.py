@@ -69,7 +69,7 @@ class RunClock:
 def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
     """With what the spans tell of versions on their way: over a network the mirror of a machine pulls them; in shared
     memory an engine maps and checks what the trainer has written. Generation pauses for the load."""
-    transfer = "map" if carried.medium == "shared_memory" else "pull"
+    transfer = "pull" if carried.medium == "http" else "map"
     pulls = [(span.bytes, round(span.end - span.start, 6)) for span in spans if span.name == transfer]
     pauses = [round(span.end - span.start, 6) for span in spans if span.name == "load"]
     return msgspec.structs.replace(

@@ -1,0 +1,27 @@
+"""Promise: while a run goes on garbage is collected seldom, and still is; afterwards as before."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from stretto.launch.commands.train import collected_seldom
+
+
+class Cycle:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_a_cycle_is_collected_when_a_million_containers_have_come() -> None:
+    before = gc.get_threshold()
+    with collected_seldom():
+        gone = weakref.ref(Cycle())
+        few = [[0] for _ in range(10_000)]
+        assert gone() is not None
+        many = [[0] for _ in range(1_000_000)]
+        assert gone() is None
+    assert gc.get_threshold() == before
+    assert len(few) + len(many) == 1_010_000
