@@ -48,7 +48,7 @@ def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> Non
     problems = []
     if config.command and config.function is not None:
         problems.append(Problem("workflow", "has a command and a function", "give one of them"))
-    elif config.command and shutil.which(config.command[0], path=_searched(config)) is None:
+    elif config.command and _program(config) is None:
         problems.append(Problem("workflow.command", f"{config.command[0]!r} is no program that can be started"))
     elif config.function is not None and not all(config.function.partition(":")):
         problems.append(Problem("workflow.function", repr(config.function), "'package.module:function' is needed"))
@@ -72,5 +72,7 @@ def _missing(function: str, folder: str | None) -> str:
     return said[-1] if found.returncode else ""
 
 
-def _searched(config: AgentConfig) -> str:
-    return os.pathsep.join(filter(None, (os.environ.get("PATH"), config.path)))
+def _program(config: AgentConfig) -> str | None:
+    """Where it is: by `PATH`, or in the folder in which it runs if it is named with one, as ``./agent.sh``."""
+    name = config.command[0]
+    return shutil.which(os.path.join(config.path or "", name) if os.path.dirname(name) else name)

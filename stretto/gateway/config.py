@@ -38,7 +38,9 @@ class AgentConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         description="'package.module:function', called with the task in a process of its own, in place of a command",
     )
     path: str | None = Field(
-        None, description="folder in which it runs; left out: the recipe's folder if a function's module is there"
+        None,
+        description="folder in which it runs; left out: the recipe's folder if a function's module, or a file that the "
+        "command names, is there",
     )
     model: str = Field("policy", min_length=1, description="the name under which agents ask for the policy")
     parallel: int = Field(16, ge=1, le=4096, description="agents that run at once")

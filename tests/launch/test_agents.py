@@ -9,6 +9,13 @@ import urllib.request
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
+from stretto.core.errors import WorkflowError
+from stretto.gateway.checks import check_agent
+from stretto.gateway.config import AgentConfig
+from stretto.launch.recipe.recipe import load_recipe
+from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.reading import read_batches
 from tests.gateway.serving import build_chat_model
@@ -87,6 +94,21 @@ def test_the_file_descriptors_of_agents_are_counted_before_the_run(laboratory: L
         # Of the conductor, an engine, the trainer, a reward worker, 8 groups in flight, and 100 agents with 3 each.
         needed = 32 + 6 + 4 + 2 + 8 + 300
         command.end().refused(f"351 may be open at once, and the run needs {needed}", f"ulimit -n {needed}")
+
+
+def test_a_program_beside_the_recipe_runs_there_and_any_other_where_stretto_was_started(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").touch()
+    recipe = recipe_of(tmp_path)
+    beside = load_recipe(recipe, ["workflow.command=['python', 'agent.py']"]).workflow
+    other = load_recipe(recipe, [f"workflow.command=['sh', '-c', '{'long words ' * 99}', '{_PROGRAM}']"]).workflow
+    assert beside is not None
+    assert other is not None
+    assert (beside.path, other.path) == (str(tmp_path), None)
+    (tmp_path / "agent.py").chmod(0o755)
+    tokenizer = load_tokenizer(tmp_path / "model")
+    check_agent(AgentConfig(kind="agent", command=("./agent.py",), path=str(tmp_path)), tokenizer, "model")
+    with pytest.raises(WorkflowError, match="is no program that can be started"):  # a shell would not find it either
+        check_agent(AgentConfig(kind="agent", command=("agent.py",), path=str(tmp_path)), tokenizer, "model")
 
 
 def test_an_agent_that_cannot_be_started_is_refused_before_the_run(laboratory: Laboratory, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -219,9 +220,13 @@ def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
 
 
 def _find_module(section: Any, folder: Path) -> None:
-    """The module of a reward, or of a workflow, is first looked for beside the recipe."""
+    """The module of a reward, or of a workflow, and files of a command, are first looked for beside the recipe."""
     if not isinstance(section, dict) or "path" in section:
         return
+    command = section.get("command")
+    words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
+    if any(os.path.isfile(folder / word) and not os.path.isabs(word) for word in words):
+        section["path"] = str(folder.resolve())
     listed = section.get("functions")
     parts = [section, *(listed if isinstance(listed, list) else [])]
     for name in [part.get("function") for part in parts if isinstance(part, dict)]:

@@ -49,6 +49,11 @@ class WordCodes:
         self.all = list(known)
         self._codes = {word: code for code, word in enumerate(self.all)}
 
+    def codes(self, words: Sequence[str | None]) -> list[int]:
+        """The numbers of words; `code` is asked once for each that is there."""
+        known = {word: self.code(word) for word in dict.fromkeys(words)}
+        return [known[word] for word in words]
+
     def code(self, word: str | None) -> int:
         """The number of a word, a new one if it is new."""
         if word is None:
@@ -165,8 +170,7 @@ class Trajectories:
     def _columns(self, rows: Sequence[tuple[Any, ...]]) -> Mapping[str, Column]:
         columns: dict[str, Sequence[Any]] = dict(zip(_ORDER, zip(*rows, strict=True), strict=True))
         for name in _WORDS:
-            code = self.words[name].code
-            columns[name] = [code(word) for word in columns[name]]
+            columns[name] = self.words[name].codes(columns[name])
         kinds = _NUMBERS | _WORDS | {"reward": "f8"}
         return {name: np.array(values, kinds[name]) for name, values in columns.items()}
 

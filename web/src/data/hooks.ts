@@ -1,7 +1,7 @@
 import { useCallback, useEffect, useRef, useState } from 'preact/hooks'
 
 import { ask, Refused } from './api'
-import { listen } from './stream'
+import { listen, type News } from './stream'
 
 export interface Asked<T> {
   value: T | null
@@ -10,6 +10,7 @@ export interface Asked<T> {
 }
 
 const RETRY_MILLISECONDS = 2000
+const GATHERED_MILLISECONDS = 100
 
 /** The JSON at `path`, asked again when `path` changes, on `again`, every `period` milliseconds, and while no server answers. */
 export function useJson<T>(path: string | null, period = 0): Asked<T> {
@@ -44,18 +45,28 @@ export function useJson<T>(path: string | null, period = 0): Asked<T> {
   return state.path === path ? { ...state, again } : { value: null, fault: null, again }
 }
 
-/** Messages of a run as they come. `lost` while the connection is being made again. */
+/** Messages of a run as they come; those that come together are told together, so that the page is drawn once for all of them. `lost` while the connection is being made again. */
 export function useEvents(path: string, listeners: Record<string, (data: unknown) => void>): boolean {
   const latest = useRef(listeners)
   latest.current = listeners
   const [lost, setLost] = useState(false)
   useEffect(() => {
     const abort = new AbortController()
-    listen(path, abort.signal, ({ name, data }) => {
-      if (name === 'lost' || name === 'back') setLost(name === 'lost')
-      else latest.current[name]?.(data)
+    const waiting: News[] = []
+    let timer = 0
+    const tell = (): void => {
+      timer = 0
+      for (const { name, data } of waiting.splice(0)) latest.current[name]?.(data)
+    }
+    listen(path, abort.signal, (news) => {
+      if (news.name === 'lost' || news.name === 'back') return setLost(news.name === 'lost')
+      waiting.push(news)
+      timer ||= window.setTimeout(tell, GATHERED_MILLISECONDS)
     })
-    return () => abort.abort()
+    return () => {
+      abort.abort()
+      window.clearTimeout(timer)
+    }
   }, [path])
   return lost
 }

@@ -129,8 +129,8 @@ function Overlaid({ runs, names, view }: { runs: RunLine[]; names: string[]; vie
     all.forEach(({ run, asked }, index) => {
       if (!asked) return
       const line = { label: run.name, colour: kind(index) }
-      const { x, y } = heldOut(asked, view.axis)
-      if (y.length) held['evaluation']?.push({ ...line, x, y, points: true })
+      const evaluated = heldOut(asked, view.axis)
+      if (evaluated.y.length) held['evaluation']?.push({ ...line, ...evaluated, points: true })
       for (const name of names) {
         const found = asked.series[name]
         if (found) held[name] = [...(held[name] ?? []), { ...line, x: asked.x[view.axis], y: found.mean }]

@@ -62,7 +62,7 @@ export function Curve({ name, title, unit, axis, lines, smoothing = 0, zoom = nu
   return (
     <figure class="curve" data-testid="curve" data-name={name}>
       <h3>
-        {title} {unit && <span class="quiet">{unit}</span>}
+        {title} {unit !== title && <span class="quiet">{unit}</span>}
       </h3>
       <p class="latest">
         {lines.filter((line) => !line.faint).map((line) => (
