@@ -179,7 +179,7 @@ class RayPlacer:
                 _knock(spec.address)
             ray.init(address, namespace=spec.run, log_to_driver=False, configure_logging=False)
         except (OSError, RuntimeError, ValueError) as error:
-            found = str(error).splitlines()[0]
+            found = str(error).splitlines()[0].partition(". ")[0].rstrip(".")  # the rest is of Ray's own options
             raise RecipeError([Problem(f"cluster.ray: {spec.address!r}", found, START_RAY)]) from None
 
     def place(self, order: PlaceAgents) -> AgentsPlaced:

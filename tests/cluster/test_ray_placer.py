@@ -287,7 +287,7 @@ from ray import exceptions
 
 def init(address, **more):
     if address != "ray://here":
-        raise ConnectionError("Could not find any running Ray instance.\\nMore words.")
+        raise ConnectionError("Could not find any running Ray instance. Give --address.\\nMore words.")
 
 def cluster_resources():
     return {"CPU": 2.0}
@@ -327,7 +327,7 @@ def test_without_a_cluster_there_is_no_run_folder(
     laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
     refused = laboratory.run("train", TINY, "--ray", "auto", "--run-dir", tmp_path / "run", *more)
-    refused.refused("cluster.ray: 'auto': Could not find any running Ray instance.; ray start --head", "--ray local")
+    refused.refused("cluster.ray: 'auto': Could not find any running Ray instance; ray start --head", "--ray local")
     assert not (tmp_path / "run").exists()
 
 

@@ -119,6 +119,9 @@ def test_a_run_that_was_killed_and_goes_on_at_its_address_gets_its_machines_back
     with laboratory.train(run_dir, *GIVEN) as command, machine(laboratory, run_dir, sees_the_folder=False) as agent:
         wait_for_step(command, 3)
         address = joining(run_dir)
+        laboratory.run("scale", run_dir, "engines=9").refused(
+            f"start them on machines: stretto engine --join {address}"
+        )
         command.kill_all()
         command.process.wait(30)
         again = laboratory.start("train", "--resume", run_dir, f"cluster.listen={address}", run_dir=run_dir)

@@ -67,6 +67,7 @@ class Cluster:
     weights_port: int = 0
     weights_key: str = field(default_factory=lambda: secrets.token_hex(32))
     _next: int = 0
+    _address: str = ""  # where machines join
     _scaling: asyncio.Lock = field(default_factory=asyncio.Lock)
     _tasks: NamedTasks = field(default_factory=NamedTasks)
     _ray: RayAgents | None = None
@@ -103,6 +104,7 @@ class Cluster:
             address = await self.gate.open(listen, config.tls or "")
             host, _, port = address.rpartition(":")
             address = f"{own_address() if host in ('0.0.0.0', '[::]') else host}:{port}"
+            self._address = address
             self.report(
                 f"machines can join: stretto engine --join {address} (the token is in {self.folder.path / JOIN})"
             )
@@ -329,7 +331,7 @@ class Cluster:
             await self._ray.place(wanted, self.plan.recipe.trainer.remote_ranks)
             return f"{wanted} engines; Ray is starting them"
         if config.placer != "local":
-            remedy = f"start them on machines: stretto engine --join {config.listen}"
+            remedy = f"start them on machines: stretto engine --join {self._address}"
             raise RecipeError([Problem("engines", f"cluster.placer is {config.placer!r}", remedy)])
         started = [self._start_one() for _ in range(wanted - len(self.engines.names))]
         return f"{len(self.engines.names)} engines; {', '.join(started)} are starting"
