@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -178,8 +178,8 @@ def dealt(rows: Sequence[T], count: int) -> list[Sequence[T]]:
 
 def records(model: Path, steps: int, warm: int) -> dict[str, Any]:
     """Steps with and without what became of each token on record: the processor time of all threads, since a hundredth
-    of a step is less than what else runs on a machine takes of its wall time."""
-    lengths = load()[: warm + steps]
+    of a step is less than what else runs on a machine takes of its wall time. The run's batches come again."""
+    lengths = list(islice(cycle(load()), warm + steps))
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     batches = [batch(groups, vocabulary, version) for version, groups in enumerate(lengths)]
     with TemporaryDirectory() as folder:
