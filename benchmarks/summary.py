@@ -93,8 +93,9 @@ def missed() -> list[str]:
         "no slower than vLLM at one sequence, 48M": _beside("48M", "vllm", few=True),
         "packed training 3 times rows that are padded and sorted by length": span(by_length, ".1f"),
         f"a cold sandbox within {cold['goal_ms']:.0f} ms at the 95th percentile": f"{cold['p95_ms']:.1f} ms",
-        f"a held-out accuracy of 0.95 with SGLang, killed {len(sglang['kills'])} times": (
-            f"{sglang['final_accuracy']:.3f}"
+        f"every token of a run with SGLang within {sglang['rescored']['tolerance']:g} of its version's weights": (
+            f"{sglang['rescored']['beyond_tolerance']} of {sglang['rescored']['tokens']:,} beyond it, "
+            f"{sglang['rescored']['largest_error']:.2g} at most"
         ),
         "the server of a watched run takes under 1% of the run's processor seconds": (
             f"{live['server_processor'] / live['run_processor']:.1%}"
