@@ -1,6 +1,6 @@
 """A server that receives weights, as small as it can be: the orders that SGLang and vLLM document, over HTTP, and its
-own end of the group on gloo, made as SGLang makes it. ``python receiver.py FILE [RANKS]`` prints its port; each update
-that ends writes its tensors to FILE. RANKS is the JSON of what it says of its ranks.
+own end of the group on gloo, made as SGLang makes it. ``python receiver.py FILE`` prints its port; each update that
+ends writes its tensors to FILE.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def main(file: str, ranks: str = "{}") -> None:
-    Handler.receiver = Receiver(file, json.loads(ranks))
+def main(file: str) -> None:
+    Handler.receiver = Receiver(file, {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

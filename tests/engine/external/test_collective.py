@@ -5,10 +5,12 @@ after an adapter that was killed in the middle; one whose ranks a group cannot h
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -30,31 +32,41 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
-class Receiver:
-    """A server on gloo; `said` is what it says of its ranks."""
-
-    def __init__(self, folder: Path, **said: int) -> None:
-        self.file = folder / "received"
-        words = [sys.executable, receiver.__file__, str(self.file), json.dumps(said)]
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.address = f"127.0.0.1:{int(self.process.stdout.readline())}"
-
-    def adapter(self) -> SglangByBroadcast:
-        http = JsonServer("engine-0", self.address, seconds=30.0, token_seconds=30.0)
-        return SglangByBroadcast(http, 30.0, self.address, "gloo")
-
-    def received(self) -> tuple[str, dict[str, torch.Tensor]]:
-        with safe_open(self.file, "pt") as file:
-            return file.metadata()["version"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+def adapter(port: int) -> SglangByBroadcast:
+    address = f"127.0.0.1:{port}"
+    http = JsonServer("engine-0", address, seconds=30.0, token_seconds=30.0)
+    return SglangByBroadcast(http, 30.0, address, "gloo")
 
 
-@pytest.fixture(params=[{}])
-def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Receiver]:
-    made = Receiver(tmp_path, **request.param)
-    yield made
-    made.process.kill()
-    made.process.communicate()
+@contextmanager
+def receiving(file: Path) -> Iterator[int]:
+    """A server in a process of its own; its port."""
+    words = [sys.executable, receiver.__file__, str(file)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+@contextmanager
+def answering(file: Path, **ranks: int) -> Iterator[int]:
+    """A server of this process, which is in no group; its port."""
+    handler = type("Handler", (receiver.Handler,), {"receiver": receiver.Receiver(str(file), ranks)})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def received(at: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    with safe_open(at, "pt") as file:
+        return file.metadata()["version"], {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
@@ -66,15 +78,15 @@ def publish(folder: Path, version: int) -> Path:
     return folder
 
 
-def test_every_version_arrives_to_the_bit_and_after_a_killed_adapter_too(server: Receiver, folder: Path) -> None:
-    async def load(adapter: SglangByBroadcast, version: int) -> None:
-        await adapter.load(publish(folder, version), version, keep=False)
-        told, got = server.received()
+def test_every_version_arrives_to_the_bit_and_after_a_killed_adapter_too(tmp_path: Path, folder: Path) -> None:
+    async def load(sender: SglangByBroadcast, version: int) -> None:
+        await sender.load(publish(folder, version), version, keep=False)
+        told, got = received(tmp_path / "received")
         assert (told, got.keys()) == (str(version), tensors(version).keys())
         assert all(torch.equal(got[name], tensor) for name, tensor in tensors(version).items())
 
-    async def run() -> None:
-        killed, second, third = (server.adapter() for _ in range(3))
+    async def run(port: int) -> None:
+        killed, second, third = (adapter(port) for _ in range(3))
         for version in (7, 8):
             await load(killed, version)
         await killed._post("/begin_weight_update", {})
@@ -83,16 +95,19 @@ def test_every_version_arrives_to_the_bit_and_after_a_killed_adapter_too(server:
         await load(third, 10)
         await third.close()
 
-    asyncio.run(run())
+    with receiving(tmp_path / "received") as port:
+        asyncio.run(run(port))
 
 
-@pytest.mark.parametrize("server", [{"tp_size": 1, "dp_size": 2}], indirect=True)
-def test_a_server_whose_ranks_are_not_those_of_a_group_is_refused(server: Receiver, folder: Path) -> None:
-    with pytest.raises(WireError, match="engine-0 has dp_size 2: a broadcast reaches tensor parallel ranks alone"):
-        asyncio.run(server.adapter().load(publish(folder, 7), 7, keep=False))
-    assert not server.file.exists()
+def test_a_server_whose_ranks_are_not_those_of_a_group_is_refused(tmp_path: Path, folder: Path) -> None:
+    with (
+        answering(tmp_path / "received", tp_size=1, dp_size=2) as port,
+        pytest.raises(WireError, match="engine-0 has dp_size 2: a broadcast reaches tensor parallel ranks alone"),
+    ):
+        asyncio.run(adapter(port).load(publish(folder, 7), 7, keep=False))
+    assert not (tmp_path / "received").exists()
 
 
-def test_what_the_server_refuses_is_an_error_with_its_words(server: Receiver) -> None:
-    with pytest.raises(RefusedRequest, match="no update is open"):
-        asyncio.run(server.adapter()._post("/end_weight_update", {}))
+def test_what_the_server_refuses_is_an_error_with_its_words(tmp_path: Path) -> None:
+    with answering(tmp_path / "received") as port, pytest.raises(RefusedRequest, match="no update is open"):
+        asyncio.run(adapter(port)._post("/end_weight_update", {}))
