@@ -251,9 +251,8 @@ class _Session:
         model, memory = str(self.folder / "model"), str(self.memory)
         places = tuple(RolePlace(address=self._address(seat), scratch=str(seat.scratch)) for seat in self.seats)
         self.wire.send(MachineReady(places=places, model=model, mailbox_folder=memory))
-        self.say(
-            f"joined {terms.run} with {len(places)} {self.offer.kind}(s), which work as soon as they have its weights"
-        )
+        joined = f"joined {terms.run} with {len(places)} {self.offer.kind}(s)"
+        self.say(joined if self.offer.kind == "rank" else f"{joined}, which work as soon as they have its weights")
         if self.offer.kind == "rank":  # the trainer's own weights: a rank loads no version
             await asyncio.get_running_loop().create_future()  # until the session ends
         here, problem = -1, ""

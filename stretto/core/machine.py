@@ -1,10 +1,18 @@
-"""The processor of this machine, and the folder of its user in which runs keep what they share."""
+"""The processor and the network interfaces of this machine, and the folder in which runs of its user share files."""
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
 import platform
+import socket
+import struct
 from pathlib import Path
+
+_LO = "lo"
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the first IPv4 address of an interface
+_IFREQ = "16s2xH4s232x"  # as much of struct ifreq as is used: name, then a sockaddr_in
 
 
 def processor() -> str:
@@ -29,3 +37,37 @@ def cache_folder() -> Path:
     if root:
         return Path(root)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stretto"
+
+
+def use_interface_of(address: str) -> None:
+    """Let the collectives of this process use the interface that has the address, unless its environment names one:
+    gloo would take the address that the host's name has, which may be the loopback's."""
+    if (interface := interface_of(address)) is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if interface != _LO:  # NCCL on one machine needs no socket but for its start, and finds its way
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has the address; None if it is not known, as for a second address.
+
+    Example: ``interface_of("127.0.0.2")  # "lo"``
+    """
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.is_loopback:
+        return _LO
+    names = [name for _, name in socket.if_nameindex()]
+    if wanted.version == 6:
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        return next((name for number, *_, name in lines if int(number, 16) == int(wanted)), None)
+    return next((name for name in names if _first_address(name) == wanted), None)
+
+
+def _first_address(interface: str) -> ipaddress.IPv4Address | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack(_IFREQ, interface.encode(), 0, bytes(4)))
+        except OSError:  # it has none
+            return None
+    return ipaddress.IPv4Address(struct.unpack(_IFREQ, found)[2])

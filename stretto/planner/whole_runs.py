@@ -50,7 +50,7 @@ class RunSample:
 
 
 def fit_runs(machine: MachineProfile, in_turn: RunSample, beside: RunSample) -> MachineProfile:
-    """The record with which both runs come out as they were measured.
+    """The record with which both runs come out about as they were measured.
 
     Args:
         in_turn: a synchronous run.
@@ -60,7 +60,8 @@ def fit_runs(machine: MachineProfile, in_turn: RunSample, beside: RunSample) -> 
         slower = in_turn.slower(machine)
         machine = _times(machine, _DECODE, slower("engines.generate"))
         machine = _times(machine, _TRAINING, slower(*_TRAINER))
-    for _ in range(_ROUNDS if machine.cores else 0):
+        if not machine.cores:
+            continue
         slower = beside.slower(machine)
         both = (slower("engines.generate") + slower(*_TRAINER)) / 2
         machine = _times(machine, _PREFILL, slower("engines.recompute"))

@@ -146,7 +146,8 @@ def leave(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or closed: the code says how the role ended
+            stream.flush()
     os._exit(code)
 
 

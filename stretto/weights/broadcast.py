@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -31,6 +34,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # stores are wher
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import EngineLost
+from stretto.core.machine import use_interface_of
 
 #: Bytes of the tensors of one order: the server has them beside its model.
 _BUCKET = 256 << 20
@@ -159,7 +163,8 @@ class Broadcast:
             EngineLost: it did not join, in time or at all; and what `post` raises.
         """
         patience = timedelta(seconds=self._seconds)
-        store = TCPStore(self._host, 0, self._world_size, is_master=True, wait_for_workers=False, timeout=patience)
+        use_interface_of(self._host)
+        store = self._store(patience)
 
         def join() -> ProcessGroup:
             # As SGLang makes its own end; torch has no public way to a second group without a first.
@@ -177,6 +182,21 @@ class Broadcast:
             return made
 
         self._group = await self._with(self._orders.join(self._host, store.port, self._world_size), "join", join)
+
+    def _store(self, patience: timedelta) -> TCPStore:
+        """At our address alone: it obeys every process that reaches it."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        server = socket.create_server((self._host, 0), family=family)
+        port, descriptor = server.getsockname()[1], server.detach()
+        return TCPStore(
+            self._host,
+            port,
+            self._world_size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=patience,
+            master_listen_fd=descriptor,
+        )
 
     async def send(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Give the server, which is paused, the tensors as `version`.
@@ -222,9 +242,9 @@ class Broadcast:
 
     async def _with(self, order: Order, what: str, work: Callable[[], Any]) -> Any:
         """Post an order and do our half of it. A half that waits for a server that has said no ends by its own bound,
-        in its thread; nobody waits for it."""
+        in its thread; nobody waits for it, the end of this process neither."""
         posted = asyncio.ensure_future(self._order(order, what))
-        done = asyncio.ensure_future(asyncio.to_thread(work))
+        done = _in_a_thread(work)
         try:
             # Both are bounded: the order by its deadline, the collective by the group's.
             await asyncio.wait({posted, done}, return_when=asyncio.FIRST_EXCEPTION)
@@ -238,6 +258,21 @@ class Broadcast:
         finally:
             posted.cancel()
             done.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+def _in_a_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
+    """As `asyncio.to_thread`, in a thread for which no loop waits when it is closed."""
+    loop, done = asyncio.get_running_loop(), Future[Any]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:  # to whom waits for the future
+            done.set_exception(error)
+
+    awaited = asyncio.wrap_future(done, loop=loop)
+    threading.Thread(target=run, name="broadcast", daemon=True).start()
+    return awaited
 
 
 def _described(tensors: Named) -> tuple[list[str], list[str], list[list[int]]]:

@@ -75,7 +75,8 @@ def accuracy(ended: Ended) -> float:
 
 def test_sft_writes_a_folder_and_eval_measures_it_twice_alike(door: Door, tmp_path: Path) -> None:
     out = tmp_path / "policy"
-    ended = door("sft", TINY, out, "warm_start.steps=30", "warm_start.batch_size=16", "engine.kind=vllm")  # not needed
+    elsewhere = ("engine.kind=sglang", "weights.medium=broadcast", "cluster.placer=ray")  # nothing of it is needed
+    ended = door("sft", TINY, out, "warm_start.steps=30", "warm_start.batch_size=16", *elsewhere)
     assert ended.code == 0, ended.err
     assert f"policy written to {out}" in ended.out
     assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == len(AutoTokenizer.from_pretrained(out))

@@ -175,8 +175,8 @@ def test_sft_wants_a_warm_start_and_a_new_folder(door: Door, tmp_path: Path) -> 
     [
         (["engine.slot=3"], "engine.slot: unknown key; did you mean 'slots'?"),
         (["engine.slots=0"], "engine.slots: 0"),
-        (["trainer.steps=3"], "trainer.steps: is no setting of the engine; give engine.key=value"),
-        (["slots"], "slots: is no setting of the engine"),
+        (["trainer.steps=3"], "trainer.steps: is no setting here; give engine.key=value"),
+        (["slots"], "slots: is no setting here"),
         (["engine.count=2"], "engine.count: has no meaning for a server; one engine is served"),
         (["engine.base_port=9"], "engine.base_port: has no meaning for a server; give --port"),
         (["engine.kind=vllm"], 'engine.kind: "vllm", and only the runs and evaluations of a recipe have another'),

@@ -75,6 +75,7 @@ def test_honest_completions_pass(tmp_path: Path) -> None:
         (ended(behavior_logprobs=(-0.1,)), "without a log-probability and a version for each"),
         (ended(versions=(5, 5, NEWEST + 1)), "versions that are not published"),
         (ended(versions=(5, 5, -1)), "whose versions fall"),
+        (ended(versions=(5, 6, 5)), "whose versions fall"),
         (ended(versions=(-1, 5, 5)), "versions that are not published"),
     ],
 )

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 CALLS: tuple[str, ...] = ("write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "ftruncate")
 CALLS += ("unlink", "unlinkat", "mkdir", "mkdirat", "rmdir", "sendfile")
 MOST_CALLS = 100
-#: Every which of the many calls of a commit is a kill; 1 in the long campaign.
+#: One in this number of calls of a commit is a kill; each of them in the long campaign.
 STRIDE = int(os.environ.get("STRETTO_FAULT_STRIDE", "5"))
 
 CHECKPOINT = """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from stretto.launch.commands.gateway import gateway as serve_sessions
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.tree import descendants
 from tests.gateway.serving import build_chat_model
-from tests.launch.running import service
+from tests.launch.running import service, wait_until
 from tests.launch.vllm_server import Asked, replies_of, replies_that_say, serving
 from tests.launch.warm import WarmCommand
 
@@ -71,8 +72,16 @@ def test_a_turn_outlives_its_engine(model: Path, tmp_path: Path) -> None:
         first = ask(session, address, "hello").json()["choices"][0]["message"]["content"]
         started = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(process.pid)}
         [engine] = [pid for pid, words in started.items() if b"stretto.engine.role" in words]
-        os.kill(engine, signal.SIGKILL)
-        assert ask(session, address, "hello", first, "go on").status_code == 200
+        os.kill(engine, signal.SIGSTOP)  # the turn is open when it dies, and when the gateway is asked to stop
+        recorded = tmp_path / "sessions" / f"{session['id']}.jsonl"
+        before = recorded.stat().st_size
+        with ThreadPoolExecutor() as beside:
+            turn = beside.submit(ask, session, address, "hello", first, "go on")
+            wait_until(lambda: recorded.stat().st_size > before, "the turn begins")
+            os.kill(engine, signal.SIGKILL)
+            process.send_signal(signal.SIGTERM)
+            assert turn.result(120).status_code == 200
+        assert process.wait(60) == 0
         assert "engine-0 was killed by SIGKILL" in process.said()[0]
 
 
@@ -110,7 +119,7 @@ def test_the_turns_of_a_server_of_another_make_are_on_record_as_it_sampled_them(
         ({"overrides": ["engine.kind=vllm"]}, "engine.python: missing"),
         ({"overrides": ["engine.port=1"]}, "engine.port"),
         ({"overrides": ["engine.base_port=1"]}, "give --port"),
-        ({"overrides": ["trainer.steps=1"]}, "is no setting of the engine"),
+        ({"overrides": ["trainer.steps=1"]}, "is no setting here"),
     ],
 )
 def test_mistakes_are_told_before_the_model_is_loaded(

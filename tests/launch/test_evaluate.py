@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from stretto.cluster.config import ClusterConfig
 from stretto.core.errors import UserError
 from stretto.core.records import Outcome
 from stretto.launch.assemble.final_answers import FINAL_ANSWERS
-from stretto.launch.commands.evaluate import Asked, DataChoice, evaluate
+from stretto.launch.commands.evaluate import Asked, DataChoice, _recipe, evaluate
 from stretto.loop.records.evaluation import interval, majority, pass_at
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
@@ -73,6 +74,7 @@ def test_a_recipe_whose_engines_run_elsewhere_is_evaluated_here_while_its_run_ha
         ended = laboratory.run("eval", model, "--task", recipe, "--json")
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["questions"] == 8
+    assert _recipe(model, recipe, (), None).cluster == ClusterConfig(trusted_network=True)  # of servers elsewhere
 
 
 @pytest.mark.parametrize(

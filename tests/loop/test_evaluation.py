@@ -26,7 +26,7 @@ VERDICTS = {
 
 @dataclass
 class Engine:
-    """Is lost some times, then answers with three tokens."""
+    """Is lost `losses` times, then answers with three tokens."""
 
     losses: int = 0
     seeds: dict[str, tuple[int, ...]] = field(default_factory=dict)

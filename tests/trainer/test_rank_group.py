@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from stretto.core.machine import interface_of
 from stretto.core.records import Batch
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.link import TrainerLink
@@ -45,7 +46,6 @@ from stretto.trainer.messages import (
     Trained,
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.parallel.rendezvous import interface_of
 from stretto.trainer.roles.rank import _as_here
 from stretto.trainer.spec import RANK_ROLE, RankSpec, TrainerSpec
 from stretto.trainer.trainer import Trainer

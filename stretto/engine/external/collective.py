@@ -58,7 +58,7 @@ class SglangByBroadcast(SglangServer):
             self._http.name,
             self._post,
             orders,
-            host=_own_address(self._address),
+            host=await asyncio.to_thread(_own_address, self._address),
             ranks=told.get(_RANKS, 1),
             seconds=self._load_seconds,
             backend=self._backend,
@@ -79,10 +79,8 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def _own_address(server: str) -> str:
-    """The address of this machine by which a server reaches it."""
+    """The address of this machine by which a server is reached, and reaches us."""
     _, host, port = split_address(server)
-    family, kind, _, _, peer = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(peer)  # no packet is sent
+    with socket.create_connection((host.strip("[]"), port), LOOK_SECONDS) as probe:
         address: str = probe.getsockname()[0]
     return address

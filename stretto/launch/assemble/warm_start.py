@@ -10,6 +10,7 @@ import msgspec
 import xxhash
 
 from stretto import __version__
+from stretto.cluster.config import ClusterConfig
 from stretto.core.errors import Problem, RecipeError
 from stretto.core.machine import cache_folder
 from stretto.engine.config import EngineConfig
@@ -19,6 +20,7 @@ from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.messages import Demonstrations
+from stretto.weights.config import WeightsConfig
 
 
 async def warm_start(
@@ -99,7 +101,8 @@ def sft(
     if recipe.warm_start is None:
         raise RecipeError([Problem(f"{recipe_path}: warm_start", "missing", "`stretto sft` runs this section")])
     refuse_old(out)
-    plan = make_plan(recipe.model_copy(update={"engine": EngineConfig()}))  # nothing is generated
+    alone = {"engine": EngineConfig(), "weights": WeightsConfig(), "cluster": ClusterConfig()}  # nothing is generated
+    plan = make_plan(recipe.model_copy(update=alone))
     train_into(out, lambda log: fine_tune_to(plan, out, log, on_learning, spawner))
 
 

@@ -138,8 +138,9 @@ def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples:
     else:
         tree, place = parse_recipe(task, overrides), str(task)
     tree["model"] = {"path": str(model.expanduser())}
-    for section in ("warm_start", "cluster"):  # engines of this machine answer
-        tree.pop(section, None)
+    tree.pop("warm_start", None)
+    if isinstance(cluster := tree.pop("cluster", None), dict) and "trusted_network" in cluster:
+        tree["cluster"] = {"trusted_network": cluster["trusted_network"]}  # engines of this machine answer
     if isinstance(tree.get("trainer"), dict):
         for key in ("device", "ranks", "remote_ranks"):  # nothing is trained
             tree["trainer"].pop(key, None)

@@ -14,10 +14,10 @@ from pathlib import Path
 import uvloop
 
 from stretto.conversation.bridge import Renderer
-from stretto.conversation.session import Sampler, SessionRecord, WholeTurns
+from stretto.conversation.session import Sampler, SessionRecord, TurnRequest, WholeTurns
 from stretto.conversation.tool_calls import form_of
 from stretto.core.errors import EngineLost
-from stretto.core.records import Completion, GenerateRequest, Sampling
+from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
@@ -58,25 +58,22 @@ class Turns:
     """The turns of all sessions, by a pool of engines: a `core.engine.Generate`, and the work of a `GracefulServer`."""
 
     def __init__(self, engines: EnginePool) -> None:
-        self.stopping, self._engines = False, engines
+        self.stopping, self.open_requests = False, 0  # a turn is open too while it waits for an engine
+        self._engines, self._over = engines, False
 
     def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """See `Generate`.
 
         Raises:
-            EngineLost: the gateway is stopping.
+            EngineLost: the gateway has broken off.
         """
-        if self.stopping:
+        if self._over:
             raise EngineLost("the gateway", "is stopping")
         return self._engines.generate(*requests)
 
-    @property
-    def open_requests(self) -> int:
-        return len(self._engines.open)
-
     def break_off(self) -> None:
         """End every turn as it is."""
-        self.stopping = True
+        self.stopping = self._over = True
         self._engines.break_off()
 
     async def run(self) -> None:
@@ -91,8 +88,19 @@ class Turns:
             self.break_off()
 
     def sampler(self, session: str, record: SessionRecord) -> Sampler:
-        """See `gateway.sessions.MakeSampler`; a turn whose engine is lost is sampled again."""
-        return PersistentTurns(WholeTurns(self, record, session))
+        """See `gateway.sessions.MakeSampler`; what a lost engine had is sampled again, while the gateway stops too."""
+        turns = PersistentTurns(WholeTurns(self, record, session))
+
+        async def sample(request: TurnRequest) -> Segment:
+            if self.stopping:
+                raise EngineLost("the gateway", "is stopping")
+            self.open_requests += 1
+            try:
+                return await turns(request)
+            finally:
+                self.open_requests -= 1
+
+        return sample
 
 
 def speaker_of(

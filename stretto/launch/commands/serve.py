@@ -59,7 +59,7 @@ def recipe_of_engines(
     refused = {f"engine.{name}": instead for name, instead in (_OF_A_RUN | {**refused}).items()}
     keys = [word.partition("=")[0].strip() for word in overrides]
     problems = [
-        Problem(f"{key}", "is no setting of the engine", "give engine.key=value")
+        Problem(key, "is no setting here", f"give {' or '.join(f'{section}.key=value' for section in sections)}")
         for key in keys
         if key.partition(".")[0] not in sections
     ]

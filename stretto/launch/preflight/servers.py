@@ -208,7 +208,8 @@ async def _ask(
         return Problem("engine.addresses", str(error), f"a server that runs: {make.needed}")
     finally:
         await wire.close()
-    if _release(served.release.rpartition(" ")[2]) < make.oldest:
+    version = served.release.rpartition(" ")[2]
+    if "dev" not in version and _release(version) < make.oldest:  # a build of its sources need not know its number
         return Problem("engine.addresses", f"{address} is {served.release}", f"{make.needed} is needed")
     if (different := _difference(served, base)) is not None:
         return Problem("engine.addresses", f"{address} serves {different}", _ITS_OWN)

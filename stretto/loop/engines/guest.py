@@ -8,7 +8,6 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from stretto.cluster.machine import SILENT_SECONDS, JoinedMachine
-from stretto.core.admission import runs
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import (
     DeadlineExceeded,
@@ -88,8 +87,8 @@ class GuestEngine(HttpEngine):
     def _check_segment(self, segment: Segment, request: str) -> None:
         if not len(segment.token_ids) == len(segment.behavior_logprobs) == len(segment.versions):
             raise WireError(f"sent tokens of {request!r} without a log-probability and a version for each")
-        stamps = [version for version, _ in runs(segment.versions)]
-        if stamps != sorted(set(stamps)):
+        stamps = segment.versions
+        if list(stamps) != sorted(stamps):
             raise WireError(f"sent tokens of {request!r} whose versions fall")
         if stamps and not 0 <= stamps[0] <= stamps[-1] <= self._newest():
             raise WireError(f"sent tokens of {request!r} with versions that are not published")
