@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test test-numerics agent-environments engine-environments test-engines test-clusters test-agents test-outlets test-browser web format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
+.PHONY: help setup demo smollm2 test test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser web format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -74,7 +74,10 @@ agent-environments: .venv/ready-test  ## the environments of agents and of verif
 	-$(RUN) benchmarks.peers.environment worlds
 
 test-engines: engine-environments  ## the tests with real servers of vLLM and SGLang
-	$(RUN) pytest tests/real_engines || $(RUN) tests.alone $$?
+	$(RUN) pytest tests/real_engines --ignore tests/real_engines/clients || $(RUN) tests.alone $$?
+
+test-engine-clients: engine-environments  ## the gateway and reward models in front of real servers of vLLM and SGLang
+	$(RUN) pytest tests/real_engines/clients
 
 test-agents: agent-environments  ## the tests with real agents and environments of other makes
 	$(RUN) pytest tests/real_agents
