@@ -79,7 +79,8 @@ def evaluate(
 
     Args:
         task: a recipe (a TOML file or a `stretto.Recipe`), or a JSONL file all of whose rows are asked.
-        reward, overrides: as for `stretto.train`.
+        reward: as for `stretto.train`.
+        **overrides: as for `stretto.train`.
 
     Example::
 
