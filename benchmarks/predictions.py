@@ -8,9 +8,10 @@
 A run that stands in the results beside the prediction that is on file is not made again. A machine that works for
 others is refused (`--loaded` takes it all the same): it would be another machine than the one that is predicted.
 
-The recipe is `recipes/arithmetic.toml` with a short warm start; its demonstrations are as long as its questions ask,
-and the learning rate is so small that lengths stay as they are. The load is the machine's average of the last minute
-before each run: what else works there slows a run down, and no prediction knows of it.
+The recipe is `recipes/arithmetic.toml` with a short warm start, and the learning rate is so small that lengths stay
+as they are. How long the completions of a policy are is known from a short synchronous run of it (`PROBES`), made
+before the predictions; no other number of a run is. The load is the machine's average of the last minute before each
+run: what else works there slows a run down, and no prediction knows of it.
 """
 
 from __future__ import annotations
@@ -72,6 +73,14 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "wider, synchronous": (*WIDER, "rollout.max_staleness=0", "rollout.max_in_flight=8"),
     "wider, max_staleness 4": (*WIDER, "rollout.max_staleness=4", "rollout.max_in_flight=24"),
 }
+IN_TURN = ("rollout.max_staleness=0", "rollout.max_in_flight=8", "trainer.steps=50")
+#: The policies whose lengths are measured, each by the settings that have it.
+PROBES: Mapping[str, tuple[str, ...]] = {
+    "short completions": ("short completions",),
+    "long chains": ("long chains",),
+    "wider": ("wider", "wider, synchronous", "wider, max_staleness 4"),
+    "as the recipe": (),  # all others
+}
 
 
 def words(name: str) -> list[str]:
@@ -79,14 +88,23 @@ def words(name: str) -> list[str]:
     return [*BASE, *SETTINGS[name]]
 
 
+def probe_of(name: str) -> str:
+    """The policy whose lengths a setting has."""
+    return next((probe for probe, settings in PROBES.items() if name in settings), "as the recipe")
+
+
 def predict() -> None:
     """Write the predictions of all settings."""
-    choice = PlanChoice(str(MACHINE))
     found = {}
-    for name in SETTINGS:
-        layout = plan_recipe(RECIPE, words(name), choice, lambda text: None).layouts[0]
-        found[name] = {key: value for key, value in msgspec.to_builtins(layout).items() if key != "timeline"}
-        print(f"{name}: {layout.step_seconds:.4f} s")
+    with tempfile.TemporaryDirectory(prefix="stretto-lengths-") as folder:
+        for name in PROBES:
+            train([*words(name), *IN_TURN], keep=Path(folder) / name)
+            print(f"measured the lengths of {name!r}")
+        for name in SETTINGS:
+            choice = PlanChoice(str(MACHINE), lengths=str(Path(folder) / probe_of(name)))
+            layout = plan_recipe(RECIPE, words(name), choice, lambda text: None).layouts[0]
+            found[name] = {key: value for key, value in msgspec.to_builtins(layout).items() if key != "timeline"}
+            print(f"{name}: {layout.step_seconds:.4f} s")
     PREDICTED.write_text(json.dumps(found, indent=1) + "\n")
 
 

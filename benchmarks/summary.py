@@ -100,8 +100,8 @@ def missed() -> list[str]:
         "the server of a watched run takes under 1% of the run's processor seconds": (
             f"{live['server_processor'] / live['run_processor']:.1%}"
         ),
-        "predictions on this machine: steps within 20% at worst, shares of work within 0.1": (
-            f"{planned['step_worst']:.0%}; {planned['busy_median']:.2f} in the median"
+        "predictions on this machine: mean staleness within 0.3 versions": (
+            f"{planned['staleness_worst']:.1f} at worst; {planned['staleness_median']:.2f} in the median"
         ),
         "a campaign of 1,000 random kills": ("308 kills and stops on one commit: [faults.md](faults.md#random-kills)"),
         "100,000 simulated schedules": "33,000: [the log](log.md)",

@@ -145,11 +145,12 @@ class Costs:
         whole = max(products, gathered)
         beside = passes * shape.layers * machine.micro_batch_seconds
         beside += tokens / ranks * shape.layers * shape.hidden_size * machine.token_width_seconds
+        beside += squares / ranks * shape.layers * shape.width * machine.pair_width_seconds
         proximal = job.proximal * (whole / forwards + beside / 3)
         adam = shape.parameters / ranks * machine.parameter_seconds / 2  # a publication reads as much
         own = machine.train_seconds + len(sequences) * machine.sequence_seconds / ranks
         update = own + minibatches * adam + (1 - job.proximal / forwards) * whole + beside
-        conduct = len(sequences) * machine.conduct_seconds
+        conduct = len(sequences) * machine.batch_seconds
         return TrainingSeconds(*(self.slower_training * part for part in (conduct, proximal, update, adam)))
 
     def _forward(self, tokens: float, sampled: float, squares: float) -> float:

@@ -109,6 +109,7 @@ def fit_training(samples: Sequence[TrainSample]) -> Mapping[str, float]:
                 1.0,
                 one.passes * one.shape.layers,
                 sum(one.sequences) * one.shape.layers * one.shape.hidden_size,
+                sum(length * length for length in one.sequences) * one.shape.layers * one.shape.width,
                 len(one.sequences),
                 one.shape.parameters,
                 3.0 * _forward(one.shape, one.sequences, sum(one.sequences)),
@@ -117,8 +118,15 @@ def fit_training(samples: Sequence[TrainSample]) -> Mapping[str, float]:
         ],
         [one.seconds for one in samples],
     )
-    names = ("train_seconds", "micro_batch_seconds", "token_width_seconds", "sequence_seconds", "parameter_seconds")
-    return dict(zip(names, map(float, found[:5]), strict=True)) | {"train_flops": _rate(found[5])}
+    names = (
+        "train_seconds",
+        "micro_batch_seconds",
+        "token_width_seconds",
+        "pair_width_seconds",
+        "sequence_seconds",
+        "parameter_seconds",
+    )
+    return dict(zip(names, map(float, found[:6]), strict=True)) | {"train_flops": _rate(found[6])}
 
 
 def fit_loads(samples: Sequence[LoadSample]) -> Mapping[str, float]:

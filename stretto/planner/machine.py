@@ -28,7 +28,8 @@ class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
     and `row_width_seconds` for each completion, layer and unit of width; then the roofline of `decode_flops` against
     `weight_bandwidth`, and the KV cache against `cache_bandwidth`. Training: `train_seconds` for each step,
     `micro_batch_seconds` for each forward and backward pass and layer, `token_width_seconds` for each token, layer and
-    unit of width, and the products at `train_flops`.
+    unit of width, `pair_width_seconds` for each pair of tokens of a sequence, layer and unit of width of its heads, and
+    the products at `train_flops`.
     """
 
     name: str
@@ -47,6 +48,7 @@ class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
     train_seconds: float = 0.0
     micro_batch_seconds: float = 0.0
     token_width_seconds: float = 0.0
+    pair_width_seconds: float = 0.0  # of attention, beside its products
     sequence_seconds: float = 0.0  # of training, for each completion
     parameter_seconds: float = 0.0  # of an optimizer step and of a publication, for each parameter
     transfer_seconds: float = 0.0  # from a publication until it can be loaded
@@ -56,7 +58,8 @@ class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
     start_seconds: float = 0.0  # from the command to the first prompt
     judge_seconds: float = 0.0  # of one completion
     serve_seconds: float = 0.0  # of an engine, for each completion, between its steps
-    conduct_seconds: float = 0.0  # of the conductor, for each completion
+    conduct_seconds: float = 0.0  # of the conductor, for each completion, beside the other roles
+    batch_seconds: float = 0.0  # of the conductor between two training steps, for each completion of the batch
     link_bandwidth: float = 0.0  # between the devices of a node; 0: one process has all of them
     link_seconds: float = 0.0  # of one collective
     network_bandwidth: float = 0.0  # of one device, between nodes; 0: as inside of a node

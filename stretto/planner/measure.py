@@ -48,6 +48,7 @@ from stretto.planner.fit import (
     fit_training,
 )
 from stretto.planner.job import ModelShape
+from stretto.planner.lengths import LogNormalLengths
 from stretto.planner.machine import MachineProfile
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
@@ -60,6 +61,8 @@ _PROMPT = 10
 _ROWS = (1, 8, 32, 96)
 _WINDOW, _WINDOWS = 12, 6  # steps whose median is a sample, and samples
 _COPIED = 1 << 26  # bytes whose sum measures the bandwidth of memory
+_BATCHES = 4  # of each size, the first of which warms up
+_SPREAD = 0.6  # standard deviation of the logarithm of a completion's length
 _RUN = "calibration"
 
 
@@ -199,7 +202,7 @@ def _measure_trainer(shape: ModelShape, folder: Path, found: Measurements) -> No
     publisher, subscriber = SharedMemoryPublisher(run, place), SharedMemorySubscriber(run, place)
     try:
         for completions, length in ((16, 20), (64, 10), (64, 40), (64, 40), (128, 30), (128, 60)):
-            for repeat in range(3):
+            for repeat in range(_BATCHES):
                 batch = _batch(completions, length, shape.vocab_size, version)
                 began = _now()
                 trainer.train(batch)
@@ -209,7 +212,7 @@ def _measure_trainer(shape: ModelShape, folder: Path, found: Measurements) -> No
                 subscriber.load(version)
                 loadable = _now()
                 if repeat:
-                    sequences = (length + _PROMPT,) * completions
+                    sequences = _sequences(batch)
                     passes = -(-sum(sequences) // config.micro_batch_tokens)
                     found.trainings.append(TrainSample(shape, sequences, passes, published - began))
                     found.transfers.append(loadable - published)
@@ -218,17 +221,27 @@ def _measure_trainer(shape: ModelShape, folder: Path, found: Measurements) -> No
 
 
 def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batch:
-    """Groups of eight, of random tokens that the newest version is said to have sampled."""
-    chance = random.Random(version)
+    """Groups of eight, of random tokens that the newest version is said to have sampled. `length` is the mean of their
+    numbers, which vary as a policy's do: a batch of one length would be quicker."""
+    chance, lengths = random.Random(version), LogNormalLengths(length, _SPREAD, 4 * length)
     groups = []
     for number in range(completions // 8):
         prompt = Prompt(str(number), tuple(chance.randrange(2, vocabulary) for _ in range(_PROMPT)), "", "")
         trajectories = [
-            Trajectory(f"{number}/{member}", (_segment(chance, length, vocabulary, version),), _verdict(member), "")
-            for member in range(8)
+            Trajectory(f"{number}/{member}", (_segment(chance, drawn, vocabulary, version),), _verdict(member), "")
+            for member, drawn in enumerate(lengths.group(chance, 8))
         ]
         groups.append(Group(str(number), prompt, version, tuple(trajectories)))
     return Batch(version + 1, version, tuple(groups))
+
+
+def _sequences(batch: Batch) -> tuple[int, ...]:
+    """The tokens of each sequence, its prompt included."""
+    return tuple(
+        len(group.prompt.token_ids) + len(one.segments[0].token_ids)
+        for group in batch.groups
+        for one in group.trajectories
+    )
 
 
 def _segment(chance: random.Random, length: int, vocabulary: int, version: int) -> Segment:

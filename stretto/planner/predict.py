@@ -200,28 +200,52 @@ def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: 
 
 def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
     """With how much the roles slow each other down: more threads than cores share them, and two roles that work at the
-    same time share caches and memory."""
+    same time share caches and memory. In a synchronous run they work in turn."""
     machine, job, layout = costs.machine, costs.job, costs.layout
-    generation = report.generating / report.seconds / layout.engines
-    conductor, training = _conducting_and_training(costs, report)
-    threads = (
-        generation * layout.engines * job.engine.threads + training * layout.ranks * job.trainer.threads + conductor
-    )
-    crowded = max(1.0, threads / machine.cores) if job.rollout.staleness_bounds[1] else 1.0
-    together = generation * training if job.rollout.staleness_bounds[1] else 0.0
-    others = machine.beside * together / max(generation, 1e-9)
+    if not job.rollout.staleness_bounds[1]:
+        return costs
+    generation = min(1.0, report.generating / report.seconds / layout.engines)
+    conductor, training = (min(1.0, share) for share in _conducting_and_training(costs, report))
+    engine, rank = (job.engine.threads, generation), (job.trainer.threads, training)
+    ranks, engines, others = [rank] * layout.ranks, [engine] * layout.engines, [engine] * (layout.engines - 1)
     return replace(
         costs,
-        slower_generation=crowded * (1 + others),
-        slower_training=crowded * (1 + machine.beside * together / max(training, 1e-9)),
+        slower_generation=crowded(engine[0], [*others, *ranks, (1, conductor)], machine.cores)
+        * (1 + machine.beside * _others(others, ranks)),
+        slower_training=crowded(rank[0], [*engines, *ranks[1:], (1, conductor)], machine.cores)
+        * (1 + machine.beside * _others(engines, ranks[1:])),
     )
+
+
+def _others(*roles: Sequence[tuple[int, float]]) -> float:
+    """How many others work at a moment, in the mean."""
+    return sum(share for some in roles for _, share in some)
+
+
+def crowded(threads: int, others: Sequence[tuple[int, float]], cores: float) -> float:
+    """How much longer a role with that many threads takes among others, each with its threads and the share of the time
+    for which it works: whether one works at a moment does not depend on the rest.
+
+    Two cores, the role, a neighbour that always works and one that works a fifth of the time:
+
+    >>> round(crowded(1, [(1, 1.0), (1, 0.2)], 2), 4)   # 1 / (0.8 + 0.2 * 2 / 3)
+    1.0714
+    """
+    running = {threads: 1.0}  # the chance of each number of threads
+    for own, share in others:
+        grown: dict[int, float] = {}
+        for count, chance in running.items():
+            grown[count] = grown.get(count, 0.0) + chance * (1 - share)
+            grown[count + own] = grown.get(count + own, 0.0) + chance * share
+        running = grown
+    return 1.0 / sum(chance * min(1.0, cores / count) for count, chance in running.items())
 
 
 def _conducting_and_training(costs: Costs, report: SimulationReport) -> tuple[float, float]:
-    """The busy shares of the conductor and of the trainer; a simulated step has the seconds of both."""
-    conductor = costs.machine.conduct_seconds * costs.job.completions * report.steps
-    both = report.training / costs.slower_training
-    return conductor / report.seconds, costs.slower_training * (both - conductor) / report.seconds
+    """The busy shares of the conductor and of the trainer; a simulated step has the conductor's part before it too."""
+    completions = costs.job.completions * report.steps
+    before = costs.slower_training * costs.machine.batch_seconds * completions
+    return costs.machine.conduct_seconds * completions / report.seconds, (report.training - before) / report.seconds
 
 
 def _serving(costs: Costs, report: SimulationReport) -> float:

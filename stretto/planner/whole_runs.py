@@ -1,14 +1,17 @@
-"""A machine's record corrected by whole runs: what roles take inside a run, over what they took alone.
+"""A machine's record corrected by whole runs, in which roles meet messages, records and neighbours.
 
-A role in a run meets cold caches, messages, records and neighbours that no measurement of a function alone has. So two
-runs are predicted and measured: one in which the roles work in turn corrects generation and training, one in which they
-work beside each other says how much they slow each other down, and corrects the contexts that are computed again.
+Pairs of runs are predicted and measured. In the first run of a pair the roles work in turn: what they take in it and
+what they took alone are two measurements of the same, and the record is in the middle of them. In the second one they
+work beside each other: what is then left of its step is by how much they slow each other down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
+from statistics import geometric_mean
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,11 +25,18 @@ _DECODE = (
     ("step_seconds", "layer_seconds", "row_seconds", "row_width_seconds"),
     ("decode_flops", "weight_bandwidth", "cache_bandwidth"),
 )
-_PREFILL = (("prefill_seconds", "prefill_token_seconds"), ("prefill_flops",))
 _TRAINING = (
-    ("train_seconds", "micro_batch_seconds", "token_width_seconds", "sequence_seconds", "parameter_seconds"),
+    (
+        "train_seconds",
+        "micro_batch_seconds",
+        "token_width_seconds",
+        "pair_width_seconds",
+        "sequence_seconds",
+        "parameter_seconds",
+    ),
     ("train_flops",),
 )
+_STEP, _GENERATION = "step_seconds", "engines.generate"
 _TRAINER = ("trainer.proximal", "trainer.update", "trainer.publish")
 
 
@@ -49,22 +59,24 @@ class RunSample:
         return ratio
 
 
-def fit_runs(machine: MachineProfile, in_turn: RunSample, beside: RunSample) -> MachineProfile:
-    """The record with which both runs come out about as they were measured.
+class RunPair(NamedTuple):
+    """A synchronous run and an asynchronous one of the same model."""
 
-    Args:
-        in_turn: a synchronous run.
-        beside: an asynchronous one, in which contexts are computed again; not looked at where each role has a device.
-    """
-    for _ in range(_ROUNDS):
-        slower = in_turn.slower(machine)
-        machine = _times(machine, _DECODE, slower("engines.generate"))
-        machine = _times(machine, _TRAINING, slower(*_TRAINER))
-        if not machine.cores:
-            continue
-        slower = beside.slower(machine)
-        both = (slower("engines.generate") + slower(*_TRAINER)) / 2
-        machine = _times(machine, _PREFILL, slower("engines.recompute"))
+    in_turn: RunSample
+    beside: RunSample
+
+
+def fit_runs(machine: MachineProfile, pairs: Sequence[RunPair]) -> MachineProfile:
+    """The record in the middle of what it says and what the runs say."""
+    decoding, training = [], []
+    for pair in pairs:
+        slower = pair.in_turn.slower(machine)
+        decoding.append(slower(_GENERATION))
+        training.append(slower(*_TRAINER))
+    machine = _times(machine, _DECODE, sqrt(geometric_mean(decoding)))
+    machine = _times(machine, _TRAINING, sqrt(geometric_mean(training)))
+    for _ in range(_ROUNDS if machine.cores else 0):
+        both = geometric_mean([pair.beside.slower(machine)(_STEP) for pair in pairs])
         machine = msgspec.structs.replace(machine, beside=max(0.0, (1 + machine.beside) * both - 1))
     return machine
 

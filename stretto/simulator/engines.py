@@ -164,7 +164,7 @@ class SimulatedEngine:
         self._pause(seconds, "load")
         ready = self._at
         if self._limits.recompute and self._running:
-            contexts = [self._context(row) for row in self._rows()]
+            contexts = list(self._own_contexts())
             self.recomputed += sum(contexts)
             seconds = self._durations.prefill(contexts)
             self.recomputing += seconds
@@ -188,6 +188,14 @@ class SimulatedEngine:
     def _context(self, row: CompletionRow) -> float:
         """Tokens of the model that a running completion has in the cache."""
         return row.flight.prompt + (len(row.before) + self._tick - row.entered) * self._limits.grain
+
+    def _own_contexts(self) -> Iterator[float]:
+        """What is computed again of each running completion: the prompt once for those of a group."""
+        seen = set[int]()
+        for row in self._rows():
+            shared = row.flight.prompt if id(row.flight) in seen else 0
+            seen.add(id(row.flight))
+            yield max(1.0, self._context(row) - shared)
 
     def _advance(self, tick: float | None = None) -> None:
         """Bring the tick to the present; `tick` is what it then is, if that is known exactly."""

@@ -74,7 +74,7 @@ def test_an_asynchronous_step_is_the_longer_of_the_two() -> None:
 def test_the_terms_of_a_step_are_its_seconds_by_role_and_work() -> None:
     """The synchronous step again, judged in 2 s; the conductor takes 3.2 s before the training, of which the trainer
     knows nothing, and a load 4 s, beside which the engine generates for 50."""
-    machine = msgspec.structs.replace(CLOCK, judge_seconds=0.0625, conduct_seconds=0.1, load_seconds=4.0)
+    machine = msgspec.structs.replace(CLOCK, judge_seconds=0.0625, batch_seconds=0.1, load_seconds=4.0)
     found = predict(job(0), machine, Layout(1, 1))
     step = 50 + 4 * 0.0625 * 8 + 3.2 + 19.2 + 4
     terms = found.terms

@@ -163,6 +163,15 @@ def test_a_load_pauses_recomputes_and_divides_the_versions() -> None:
     assert bench.loads == [pytest.approx(5.4)]
 
 
+def test_a_load_computes_the_prompt_of_a_group_once() -> None:
+    """Two completions with 3 of 6 tokens each when the weights come: the prompt's 2 tokens, and 3 and 3."""
+    bench = Bench(Seconds(row=0.5, pause=2.0), EngineLimits())
+    bench.start(6, 6)
+    bench.clock.call_at(3.0, lambda: bench.engine.arrives(1))
+    bench.run()
+    assert bench.engine.recomputed == 2 + 3 + 3
+
+
 def test_a_cache_that_is_kept_is_not_recomputed() -> None:
     bench = Bench(Seconds(context=0.2, pause=2.0), EngineLimits(recompute=False))
     bench.start(6)

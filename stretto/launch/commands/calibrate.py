@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -16,15 +18,18 @@ from stretto.core.errors import RoleDied
 from stretto.launch.commands.plan import job_of
 from stretto.planner.machine import MachineProfile
 from stretto.planner.measure import calibrate
-from stretto.planner.whole_runs import RunSample, fit_runs
+from stretto.planner.whole_runs import RunPair, RunSample, fit_runs
 from stretto.store.files import write_atomically
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
 from stretto.store.prediction import terms_of_run
+from stretto.store.series.spans import iterate_spans
 
 _PATIENCE = 300.0
+_WIDTHS = (64, 128)  # of the models of the runs
 _IN_TURN = ("rollout.max_staleness=0", "rollout.max_in_flight=8")
 _BESIDE = ("rollout.max_staleness=4", "rollout.max_in_flight=12", "trainer.steps=80")
+_COMPLETIONS = 64  # of a batch of these runs
 _RECIPE = """
 task.kind = "arithmetic"
 rewards.function = "final_answer"
@@ -47,7 +52,7 @@ alphabet = "0123456789+-=abcdefghijklmnopqrstuvwxyz"
 
 
 def calibrate_machine(out: Path, say: Callable[[str], None]) -> MachineProfile:
-    """Measure the roles alone, and then two short runs, which correct what the roles took alone. Writes the record to
+    """Measure the roles alone, and then short runs, which correct what the roles took alone. Writes the record to
     `out`.
 
     Raises:
@@ -55,16 +60,21 @@ def calibrate_machine(out: Path, say: Callable[[str], None]) -> MachineProfile:
         RoleDied: a run failed, or did not end in time.
     """
     _check_writable(out)  # before two minutes are spent
-    machine = calibrate(say)
+    machine, pairs, between = calibrate(say), list[RunPair](), list[Mapping[str, float]]()
     with tempfile.TemporaryDirectory(prefix="stretto-calibrate-") as folder:
         recipe = Path(folder) / "calibration.toml"
         recipe.write_text(_RECIPE, encoding="utf-8")
-        in_turn = short_run(recipe, Path(folder) / "in-turn", _IN_TURN)
-        say("measured: a run whose roles work in turn")
-        beside = short_run(recipe, Path(folder) / "beside", _BESIDE)
-        say("measured: a run whose roles work beside each other")
-        known = msgspec.structs.replace(machine, **between_roles(inspect_run(in_turn)))
-        whole = fit_runs(known, _sample(recipe, in_turn, _IN_TURN), _sample(recipe, beside, _BESIDE))
+        for width in _WIDTHS:
+            model = f"model.build.hidden_size={width}"
+            in_turn = short_run(recipe, Path(folder) / f"in-turn-{width}", (*_IN_TURN, model))
+            beside = short_run(recipe, Path(folder) / f"beside-{width}", (*_BESIDE, model))
+            say(f"measured: two runs of a model of width {width}, in turn and beside each other")
+            between.append(between_roles(inspect_run(in_turn)) | between_steps(beside))
+            pairs.append(
+                RunPair(_sample(recipe, in_turn, (*_IN_TURN, model)), _sample(recipe, beside, (*_BESIDE, model)))
+            )
+    known = {name: statistics.fmean(one[name] for one in between) for name in between[0]}
+    whole = fit_runs(msgspec.structs.replace(machine, **known), pairs)
     write_atomically(out, msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
     return whole
 
@@ -86,6 +96,16 @@ def between_roles(run: Inspection) -> dict[str, float]:
         "judge_seconds": run.busy.get("rewards", 0.0) * run.rl_seconds / completions,
         "start_seconds": run.wall_seconds - run.rl_seconds,
     }
+
+
+def between_steps(run: Path) -> dict[str, float]:
+    """What the conductor takes between two training steps where the next batch is complete, as it is before a quarter
+    of the steps of an asynchronous run at least."""
+    spans = sorted(
+        (span.start, span.end, span.name) for span in iterate_spans(RunFolder.open(run).spans) if span.role == "trainer"
+    )
+    gaps = [start - end for (_, end, _), (start, _, name) in pairwise(spans) if name == "proximal"]
+    return {"batch_seconds": statistics.quantiles(gaps, n=4)[0] / _COMPLETIONS}
 
 
 def _check_writable(out: Path) -> None:
