@@ -40,6 +40,7 @@ class StudyFile(BaseModel, extra="forbid", frozen=True):
 
     recipe: str = Field(min_length=1, description="file of the recipe, relative to the study")
     seeds: int = Field(5, ge=1, le=1000, description="runs of each cell; their seeds go on from the recipe's")
+    target: float | None = Field(None, gt=0, le=1, description="held-out accuracy to which seconds are counted")
     settings: dict[str, Any] = Field({}, description="values that replace the recipe's in every run")
     grid: dict[str, Any] = Field({}, description="lists of values, by key; every combination is a cell")
     variants: dict[str, dict[str, Any]] = Field({}, description="named groups of values; each with every combination")
@@ -83,6 +84,7 @@ class Study:
     name: str
     text: str  # of the file
     cells: tuple[Cell, ...]
+    target: float | None = None  # held-out accuracy
 
     @property
     def digest(self) -> str:
@@ -125,7 +127,7 @@ def load_study(path: Path, seeds: int | None = None, steps: int | None = None) -
     if problems:
         raise RecipeError(problems)
     count = file.seeds if seeds is None else seeds
-    return Study(path.stem, path.read_text(encoding="utf-8-sig"), tuple(_seeded(cells, count)))
+    return Study(path.stem, path.read_text(encoding="utf-8-sig"), tuple(_seeded(cells, count)), file.target)
 
 
 def _or_raise(known: Mapping[str, Any], place: str, problems: Sequence[Problem]) -> StudyFile:

@@ -37,6 +37,10 @@ class RunOutcome(Record, frozen=True):
         """Tokens."""
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
 
+    def seconds_to(self, accuracy: float) -> float | None:
+        """Until an evaluation first had this held-out accuracy; None where none had."""
+        return next((one.seconds for one in self.evaluations if one.accuracy >= accuracy), None)
+
 
 def read_outcome(path: Path, steps: int, seed: int, digest: str) -> RunOutcome | None:
     """None: there is no run, or it has not been trained and evaluated to its end.

@@ -18,7 +18,8 @@ class CellSummary(Record, frozen=True):
     """One cell. Intervals are over its finished runs, and None without any; rates are tokens per second.
 
     `accuracy` is held-out and of the last version, `accuracy_at_clock` the newest that was measured when the quickest
-    run of the study ended.
+    run of the study ended. `seconds_to_target` is None where a run has not come to the study's target; `reached` of
+    them have.
     """
 
     name: str
@@ -33,6 +34,8 @@ class CellSummary(Record, frozen=True):
     staleness_max: int | None
     wasted: Interval | None  # share of the generated tokens
     recomputed: Interval | None  # tokens, per generated token
+    seconds_to_target: Interval | None
+    reached: int | None
     by_step: tuple[CurvePoint, ...]
     by_clock: tuple[CurvePoint, ...]
     runs: tuple[RunOutcome, ...]
@@ -47,6 +50,7 @@ class StudyResult(Record, frozen=True):
     trajectories: int  # trained in each run
     steps: int  # of the first cell
     clock: float | None
+    target: float | None
     intervals: str
     machine: Machine
     versions: Mapping[str, str]
@@ -64,6 +68,7 @@ def summarise(study: Study, progress: StudyProgress) -> StudyResult:
         trajectories=recipe.trainer.steps * recipe.rollout.batch_size * recipe.rollout.group_size,
         steps=recipe.trainer.steps,
         clock=clock,
+        target=study.target,
         intervals=INTERVALS,
         machine=machine(),
         versions=library_versions(),
@@ -81,6 +86,7 @@ def _cell(study: Study, number: int, progress: StudyProgress, clock: float | Non
         known = [one for one in found if one is not None]
         return interval(known) if known and len(known) == len(found) else None
 
+    to_target = [None if study.target is None else run.seconds_to(study.target) for run in runs]
     return CellSummary(
         name=cell.name,
         labels=cell.labels,
@@ -94,6 +100,8 @@ def _cell(study: Study, number: int, progress: StudyProgress, clock: float | Non
         staleness_max=max((run.staleness_max for run in runs), default=None),
         wasted=over(lambda run: run.wasted_tokens / run.generated_tokens if run.generated_tokens else None),
         recomputed=over(lambda run: run.recomputed_tokens / run.generated_tokens if run.generated_tokens else None),
+        seconds_to_target=interval([s for s in to_target if s is not None]) if runs and None not in to_target else None,
+        reached=None if study.target is None else sum(one is not None for one in to_target),
         by_step=by_step(curves),
         by_clock=by_clock(curves, clock or 0.0),
         runs=runs,
@@ -106,7 +114,8 @@ def table(result: StudyResult) -> str:
     axes = list(result.cells[0].labels)
     at = "-" if result.clock is None else f"{result.clock:.1f}"
     head = [*axes, "seeds", "accuracy", f"accuracy at {at} s", "seconds", "trained tokens/s", "mean staleness"]
-    rows = [[*head, "largest", "wasted"], ["---"] * (len(head) + 2)]
+    head += ["largest", "wasted"] + ([] if result.target is None else [f"seconds to {result.target:.0%}"])
+    rows = [head, ["---"] * len(head)]
     for cell in result.cells:
         values = (cell.accuracy, cell.accuracy_at_clock, cell.seconds, cell.trained_per_second, cell.staleness_mean)
         rows.append(
@@ -116,9 +125,16 @@ def table(result: StudyResult) -> str:
                 *("" if value is None else str(value) for value in values),
                 "" if cell.staleness_max is None else str(cell.staleness_max),
                 "" if cell.wasted is None else f"{cell.wasted.mean:.0%}",
+                *([] if result.target is None else [_to_target(cell)]),
             ]
         )
     return "\n".join(_row(row) for row in rows) + "\n"
+
+
+def _to_target(cell: CellSummary) -> str:
+    if cell.seconds_to_target is not None:
+        return str(cell.seconds_to_target)
+    return f"{cell.reached} of {len(cell.runs)} runs reach it" if cell.runs else ""
 
 
 def _row(cells: Sequence[str]) -> str:

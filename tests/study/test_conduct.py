@@ -4,7 +4,8 @@
   counts as an accuracy.
 - A stop ends it after the runs under way, and the next start goes on with them.
 - A folder of another study, of other files or in use is refused.
-- Table, JSON and picture say the same, with intervals over the finished runs.
+- Table, JSON and picture say the same, with intervals over the finished runs; the seconds to a target too, where there
+  is one and all of them reach it.
 - `stretto study` trains in processes of its own, and prints one JSON object.
 """
 
@@ -149,6 +150,19 @@ def test_a_study_that_was_stopped_goes_on(study: Path, tmp_path: Path) -> None:
     assert (len(stopped.finished), stopped.failed) == (1, {})
     resumed = work_on(study, tmp_path / "out")
     assert (resumed.exit_code, len(resumed.finished)) == (0, 4)
+
+
+def test_seconds_to_a_target_are_those_of_the_first_evaluation_that_reached_it(study: Path, tmp_path: Path) -> None:
+    """0.1 and 0.2 after 2 s without staleness, half of that with it: one of the first two reaches 0.15. The target is not
+    part of what a study is known by."""
+    perform(str(study), tmp_path / "out", runner=Scribe)
+    for target, told in (("0.15", ["1 of 2 runs reach it", "0 of 2 runs reach it"]), ("0.05", ["2 ± 0", "2 ± 0"])):
+        study.write_text(f'recipe = "{TINY}"\ntarget = {target}\n{BODY}')
+        result, _ = perform(str(study), tmp_path / "out", runner=Scribe)
+        head, _, *rows = table(result).splitlines()
+        assert head.endswith(f"| seconds to {float(target):.0%} |")
+        assert [row.split(" | ")[-1].removesuffix(" |") for row in rows] == told
+    assert [cell.reached for cell in result.cells] == [2, 2]
 
 
 def test_a_folder_that_cannot_be_read_is_a_failed_run_among_others(study: Path, tmp_path: Path) -> None:
