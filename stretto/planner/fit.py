@@ -13,6 +13,16 @@ from stretto.planner.job import ModelShape
 
 Floats = npt.NDArray[np.float64]
 _FREE = 1e18  # a rate that costs nothing
+#: The fields of `MachineProfile` in the order in which they are fitted; the rates come last.
+DECODE_SECONDS = ("step_seconds", "layer_seconds", "row_seconds", "row_width_seconds")
+TRAIN_SECONDS = (
+    "train_seconds",
+    "micro_batch_seconds",
+    "token_width_seconds",
+    "pair_width_seconds",
+    "sequence_seconds",
+    "parameter_seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -86,9 +96,8 @@ def fit_decode(samples: Sequence[DecodeSample]) -> Mapping[str, float]:
         ],
         [one.seconds for one in samples],
     )
-    names = ("step_seconds", "layer_seconds", "row_seconds", "row_width_seconds")
     rates = {"decode_flops": _rate(found[4]), "cache_bandwidth": _rate(found[5])}
-    return dict(zip(names, map(float, found[:4]), strict=True)) | rates
+    return dict(zip(DECODE_SECONDS, map(float, found[:4]), strict=True)) | rates
 
 
 def fit_prefill(samples: Sequence[PrefillSample]) -> Mapping[str, float]:
@@ -118,15 +127,7 @@ def fit_training(samples: Sequence[TrainSample]) -> Mapping[str, float]:
         ],
         [one.seconds for one in samples],
     )
-    names = (
-        "train_seconds",
-        "micro_batch_seconds",
-        "token_width_seconds",
-        "pair_width_seconds",
-        "sequence_seconds",
-        "parameter_seconds",
-    )
-    return dict(zip(names, map(float, found[:6]), strict=True)) | {"train_flops": _rate(found[6])}
+    return dict(zip(TRAIN_SECONDS, map(float, found[:6]), strict=True)) | {"train_flops": _rate(found[6])}
 
 
 def fit_loads(samples: Sequence[LoadSample]) -> Mapping[str, float]:

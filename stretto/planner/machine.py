@@ -28,8 +28,7 @@ class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
     and `row_width_seconds` for each completion, layer and unit of width; then the roofline of `decode_flops` against
     `weight_bandwidth`, and the KV cache against `cache_bandwidth`. Training: `train_seconds` for each step,
     `micro_batch_seconds` for each forward and backward pass and layer, `token_width_seconds` for each token, layer and
-    unit of width, `pair_width_seconds` for each pair of tokens of a sequence, layer and unit of width of its heads, and
-    the products at `train_flops`.
+    unit of width, `pair_width_seconds` for each pair of tokens of a sequence likewise, the products at `train_flops`.
     """
 
     name: str

@@ -221,8 +221,8 @@ def _measure_trainer(shape: ModelShape, folder: Path, found: Measurements) -> No
 
 
 def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batch:
-    """Groups of eight, of random tokens that the newest version is said to have sampled. `length` is the mean of their
-    numbers, which vary as a policy's do: a batch of one length would be quicker."""
+    """Groups of eight, of random tokens that the newest version is said to have sampled, `length` of them in the mean:
+    numbers vary as a policy's do, since a batch of one length would be quicker."""
     chance, lengths = random.Random(version), LogNormalLengths(length, _SPREAD, 4 * length)
     groups = []
     for number in range(completions // 8):

@@ -204,22 +204,17 @@ def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
     machine, job, layout = costs.machine, costs.job, costs.layout
     if not job.rollout.staleness_bounds[1]:
         return costs
-    generation = min(1.0, report.generating / report.seconds / layout.engines)
-    conductor, training = (min(1.0, share) for share in _conducting_and_training(costs, report))
-    engine, rank = (job.engine.threads, generation), (job.trainer.threads, training)
-    ranks, engines, others = [rank] * layout.ranks, [engine] * layout.engines, [engine] * (layout.engines - 1)
-    return replace(
-        costs,
-        slower_generation=crowded(engine[0], [*others, *ranks, (1, conductor)], machine.cores)
-        * (1 + machine.beside * _others(others, ranks)),
-        slower_training=crowded(rank[0], [*engines, *ranks[1:], (1, conductor)], machine.cores)
-        * (1 + machine.beside * _others(engines, ranks[1:])),
-    )
+    conductor, working = (min(1.0, share) for share in _conducting_and_training(costs, report))
+    engines = [(job.engine.threads, min(1.0, report.generating / report.seconds / layout.engines))] * layout.engines
+    ranks = [(job.trainer.threads, working)] * layout.ranks
 
+    def slower(threads: int, others: Sequence[tuple[int, float]]) -> float:
+        beside = machine.beside * sum(share for _, share in others)
+        return crowded(threads, [*others, (1, conductor)], machine.cores) * (1 + beside)
 
-def _others(*roles: Sequence[tuple[int, float]]) -> float:
-    """How many others work at a moment, in the mean."""
-    return sum(share for some in roles for _, share in some)
+    generating = slower(job.engine.threads, engines[1:] + ranks)
+    training = slower(job.trainer.threads, engines + ranks[1:])
+    return replace(costs, slower_generation=generating, slower_training=training)
 
 
 def crowded(threads: int, others: Sequence[tuple[int, float]], cores: float) -> float:

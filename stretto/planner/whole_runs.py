@@ -15,27 +15,15 @@ from typing import NamedTuple
 
 import msgspec
 
+from stretto.planner.fit import DECODE_SECONDS, TRAIN_SECONDS
 from stretto.planner.job import Job
 from stretto.planner.layouts import own_layout
 from stretto.planner.machine import MachineProfile
 from stretto.planner.predict import predict
 
 _ROUNDS = 3  # until prediction and run agree: what one role takes moves what the others do meanwhile
-_DECODE = (
-    ("step_seconds", "layer_seconds", "row_seconds", "row_width_seconds"),
-    ("decode_flops", "weight_bandwidth", "cache_bandwidth"),
-)
-_TRAINING = (
-    (
-        "train_seconds",
-        "micro_batch_seconds",
-        "token_width_seconds",
-        "pair_width_seconds",
-        "sequence_seconds",
-        "parameter_seconds",
-    ),
-    ("train_flops",),
-)
+_DECODE = (DECODE_SECONDS, ("decode_flops", "weight_bandwidth", "cache_bandwidth"))
+_TRAINING = (TRAIN_SECONDS, ("train_flops",))
 _STEP, _GENERATION = "step_seconds", "engines.generate"
 _TRAINER = ("trainer.proximal", "trainer.update", "trainer.publish")
 
@@ -68,20 +56,16 @@ class RunPair(NamedTuple):
 
 def fit_runs(machine: MachineProfile, pairs: Sequence[RunPair]) -> MachineProfile:
     """The record in the middle of what it says and what the runs say."""
-    decoding, training = [], []
-    for pair in pairs:
-        slower = pair.in_turn.slower(machine)
-        decoding.append(slower(_GENERATION))
-        training.append(slower(*_TRAINER))
-    machine = _times(machine, _DECODE, sqrt(geometric_mean(decoding)))
-    machine = _times(machine, _TRAINING, sqrt(geometric_mean(training)))
+    slower = [pair.in_turn.slower(machine) for pair in pairs]
+    machine = _times(machine, _DECODE, sqrt(geometric_mean(of(_GENERATION) for of in slower)))
+    machine = _times(machine, _TRAINING, sqrt(geometric_mean(of(*_TRAINER) for of in slower)))
     for _ in range(_ROUNDS if machine.cores else 0):
         both = geometric_mean([pair.beside.slower(machine)(_STEP) for pair in pairs])
         machine = msgspec.structs.replace(machine, beside=max(0.0, (1 + machine.beside) * both - 1))
     return machine
 
 
-def _times(machine: MachineProfile, fields: tuple[tuple[str, ...], tuple[str, ...]], ratio: float) -> MachineProfile:
+def _times(machine: MachineProfile, fields: tuple[Sequence[str], Sequence[str]], ratio: float) -> MachineProfile:
     """Seconds times the ratio, rates divided by it."""
     seconds, rates = fields
     changed = {name: getattr(machine, name) * ratio for name in seconds}

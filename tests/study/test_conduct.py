@@ -153,8 +153,8 @@ def test_a_study_that_was_stopped_goes_on(study: Path, tmp_path: Path) -> None:
 
 
 def test_seconds_to_a_target_are_those_of_the_first_evaluation_that_reached_it(study: Path, tmp_path: Path) -> None:
-    """0.1 and 0.2 after 2 s without staleness, half of that with it: one of the first two reaches 0.15. The target is not
-    part of what a study is known by."""
+    """0.1 and 0.2 after 2 s without staleness, half of that with it: one of the first two reaches 0.15. A study is not
+    known by its target."""
     perform(str(study), tmp_path / "out", runner=Scribe)
     for target, told in (("0.15", ["1 of 2 runs reach it", "0 of 2 runs reach it"]), ("0.05", ["2 ± 0", "2 ± 0"])):
         study.write_text(f'recipe = "{TINY}"\ntarget = {target}\n{BODY}')
