@@ -1,6 +1,6 @@
 """The studies that come with stretto, as results with their machine.
 
-    python -m benchmarks.studies staleness [--out studies/staleness] [--seeds 5] [--steps N]
+    python -m benchmarks.studies staleness [--out studies/staleness] [--seeds 5] [--steps N] [--jobs N]
 
 Started again it goes on where it was stopped; a result holds the runs that are finished.
 """
@@ -22,8 +22,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--jobs", type=int)
     words = parser.parse_args()
-    result, code = perform(words.study, words.out, words.seeds, words.steps)
+    result, code = perform(words.study, words.out, words.seeds, words.steps, words.jobs)
     print(f"\nfor docs/studies.md:\n\n{table(result)}")
     if any(cell.runs for cell in result.cells):
         save(f"study-{result.study}", result)

@@ -15,6 +15,12 @@ def study(
     out: Annotated[Path | None, typer.Option(help="Folder of the study [default: studies/NAME].")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, max=1000, help="Runs of each cell.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps of each run.")] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=64, help="Runs at a time [default: as the cores carry]; more change what the clock says."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train a recipe in several settings, over several seeds: a table with 95 % intervals, JSON and a picture.
@@ -26,6 +32,6 @@ def study(
     from stretto.study.command import perform
     from stretto.study.summary import table
 
-    result, code = perform(study, out, seeds, steps)
+    result, code = perform(study, out, seeds, steps, jobs)
     print(msgspec.json.encode(result).decode() if json else table(result))
     raise typer.Exit(code)

@@ -26,10 +26,11 @@ def perform(
     out: Path | None,
     seeds: int | None = None,
     steps: int | None = None,
+    jobs: int | None = None,
     runner: Callable[[StudyFolder], StudyRunner] = TrainProcesses,
 ) -> tuple[StudyResult, int]:
-    """Do what is left of a study, and write its results; with the exit code: 0, 1 if runs have failed, or 128 + the
-    signal that stopped it.
+    """Do what is left of a study, `jobs` runs at a time, and write its results; with the exit code: 0, 1 if runs have
+    failed, or 128 + the signal that stopped it.
 
     Raises:
         UserError: with every mistake of the study, or of its folder.
@@ -39,7 +40,7 @@ def perform(
     loaded = load_study(path, seeds, steps)
     with StudyFolder.take(out or Path("studies") / loaded.name, loaded) as folder:
         _say(f"{len(loaded.cells)} cells, {len(loaded.runs)} runs in {folder.path}")
-        progress = until_cut_short(conduct(loaded, folder, runner(folder), _say))
+        progress = until_cut_short(conduct(loaded, folder, runner(folder), _say, jobs))
         result = summarise(loaded, progress)
         write_atomically(folder.results, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
         write_atomically(folder.table, table(result).encode())

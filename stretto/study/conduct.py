@@ -30,9 +30,11 @@ class StudyProgress:
     exit_code: int = 0  # 128 + the signal that stopped the study, or 1 if runs have failed
 
 
-async def conduct(study: Study, folder: StudyFolder, runner: StudyRunner, say: Say) -> StudyProgress:
-    """Train what is not finished yet, until all runs are, or a stop is requested. A run whose folder cannot be read has
-    failed, and is left as it is."""
+async def conduct(
+    study: Study, folder: StudyFolder, runner: StudyRunner, say: Say, jobs: int | None = None
+) -> StudyProgress:
+    """Train what is not finished yet, `jobs` runs at a time, until all runs are, or a stop is requested. A run whose
+    folder cannot be read has failed, and is left as it is."""
     stop, progress, waiting = StopSignal(), StudyProgress(), deque[PlannedRun]()
     for run in study.runs:
         try:
@@ -66,8 +68,8 @@ async def conduct(study: Study, folder: StudyFolder, runner: StudyRunner, say: S
             seconds = time.monotonic() - start
             say(f"[{len(progress.finished)}/{total}] {_name(study, run)}: {told} ({seconds:.0f} s in all)")
 
-    jobs = min(len(waiting), side_by_side([run.recipe for run in waiting]))
-    await gather_or_cancel(*(work() for _ in range(jobs)))
+    at_a_time = min(len(waiting), side_by_side([run.recipe for run in waiting], jobs))
+    await gather_or_cancel(*(work() for _ in range(at_a_time)))
     progress.exit_code = stop.exit_code or int(bool(progress.failed))
     return progress
 
@@ -76,12 +78,15 @@ def _name(study: Study, run: PlannedRun) -> str:
     return f"{study.cells[run.cell].name}, seed {run.seed}"
 
 
-def side_by_side(recipes: Sequence[Recipe]) -> int:
-    """How many of these runs the cores of this machine carry at a time; with ports of their own, or on a device, one.
+def side_by_side(recipes: Sequence[Recipe], asked: int | None = None) -> int:
+    """How many of these runs are trained at a time: as many as are `asked` for, or as the cores of this machine carry;
+    with ports of their own, or on a device, one.
 
-    A run takes the cores of its engines and of its trainer; more at a time would change what the clock says."""
+    A run takes the cores of its engines and of its trainer; more at a time change what the clock says."""
     if any(_is_alone(recipe) for recipe in recipes):
         return 1
+    if asked is not None:
+        return asked
     largest = max((_threads(recipe) for recipe in recipes), default=1)
     return max(1, cores() // largest)
 

@@ -155,7 +155,7 @@ def test_a_study_that_was_stopped_goes_on(study: Path, tmp_path: Path) -> None:
 def test_seconds_to_a_target_are_those_of_the_first_evaluation_that_reached_it(study: Path, tmp_path: Path) -> None:
     """0.1 and 0.2 after 2 s without staleness, half of that with it: one of the first two reaches 0.15. A study is not
     known by its target."""
-    perform(str(study), tmp_path / "out", runner=Scribe)
+    result, _ = perform(str(study), tmp_path / "out", runner=Scribe)
     for target, told in (("0.15", ["1 of 2 runs reach it", "0 of 2 runs reach it"]), ("0.05", ["2 ± 0", "2 ± 0"])):
         study.write_text(f'recipe = "{TINY}"\ntarget = {target}\n{BODY}')
         result, _ = perform(str(study), tmp_path / "out", runner=Scribe)
@@ -226,6 +226,26 @@ def test_a_folder_in_use_is_refused(study: Path, tmp_path: Path) -> None:
 def test_a_run_with_ports_or_servers_of_its_own_is_alone() -> None:
     assert side_by_side([load_recipe(TINY, ["engine.transport=tcp"])]) == 1
     assert side_by_side([load_recipe(TINY, ["engine.device=cpu", "trainer.device=cpu", "engine.threads=256"])]) == 1
+
+
+def test_as_many_runs_are_trained_at_a_time_as_the_cores_carry_or_as_are_asked_for(study: Path, tmp_path: Path) -> None:
+    recipes = [run.recipe for run in load_study(study).runs]
+    assert side_by_side(recipes, 3) == 3
+    assert side_by_side([load_recipe(TINY, ["engine.transport=tcp"])], 3) == 1
+    at_once, most = 0, 0
+
+    class Counting(Scribe):
+        async def train(self, run: PlannedRun, stop: StopSignal) -> str | None:
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0)
+            failure = await super().train(run, stop)
+            at_once -= 1
+            return failure
+
+    _, code = perform(str(study), tmp_path / "out", jobs=3, runner=Counting)
+    assert (code, most) == (0, 3)
 
 
 def test_the_command_trains_in_processes_of_its_own(
