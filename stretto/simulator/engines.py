@@ -272,10 +272,11 @@ class SimulatedEngine:
             if self._running and self._cached + tokens > limits.cache_tokens * (1 - GROWTH):
                 break
             self._waiting.popleft()
-            row.entered = self._tick
-            heapq.heappush(self._running, (self._tick + row.left, self._entered, row))
+            row.entered = self._next_step()
+            heapq.heappush(self._running, (row.entered + row.left, self._entered, row))
             self._entered += 1
-            self._cached += tokens
+            self._cached += self._context(row)
+            self.sampled -= (row.entered - self._tick) * limits.grain  # which the ticks until then will count
             if row.before:
                 contexts.append(tokens)
                 self.recomputed += tokens
@@ -284,6 +285,11 @@ class SimulatedEngine:
                 contexts.append(tokens)
         if contexts:
             self._pause(self._durations.prefill(contexts))
+
+    def _next_step(self) -> float:
+        """The tick at which a completion that enters now begins: the end of the step in progress, so that completions
+        end together, and others take their rows together. With grains a tick is many steps."""
+        return math.ceil(self._tick) if self._limits.grain == 1 else self._tick
 
     def _preempt(self) -> None:
         """Drop the newest completion from the full cache; it enters again when there is room."""
