@@ -64,7 +64,7 @@ class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
     network_bandwidth: float = 0.0  # of one device, between nodes; 0: as inside of a node
     node_devices: int = 8
     cores: float = 0.0  # that all roles share; 0: each has its own device
-    beside: float = 0.0  # by how much generation and training slow each other down, where each has a core
+    beside: float = 0.0  # by how much a role slows another one down that works at the same time, on a core of its own
     sources: Mapping[str, str] = {}  # where each number comes from
 
 

@@ -55,7 +55,7 @@ class RunPair(NamedTuple):
 
 
 def fit_runs(machine: MachineProfile, pairs: Sequence[RunPair]) -> MachineProfile:
-    """The record in the middle of what it says and what the runs say."""
+    """The record in the middle of what it says and what the runs say; where cores are shared, its `beside` too."""
     slower = [pair.in_turn.slower(machine) for pair in pairs]
     machine = _times(machine, _DECODE, sqrt(geometric_mean(of(_GENERATION) for of in slower)))
     machine = _times(machine, _TRAINING, sqrt(geometric_mean(of(*_TRAINER) for of in slower)))

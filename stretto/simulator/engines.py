@@ -266,6 +266,8 @@ class SimulatedEngine:
 
     def _enter(self) -> None:
         limits, contexts, seen = self._limits, list[float](), set[int]()
+        if not self._running:
+            self._tick = self._next_step()  # an idle engine is in no step
         while self._waiting and len(self._running) < limits.slots:
             row = self._waiting[0]
             tokens = row.flight.prompt + len(row.before) * limits.grain
