@@ -15,12 +15,7 @@ def study(
     out: Annotated[Path | None, typer.Option(help="Folder of the study [default: studies/NAME].")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, max=1000, help="Runs of each cell.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Training steps of each run.")] = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=64, help="Runs at a time [default: as the cores carry]; more change what the clock says."
-        ),
-    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, max=64, help="Runs at a time [default: what cores carry].")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train a recipe in several settings, over several seeds: a table with 95 % intervals, JSON and a picture.
