@@ -52,7 +52,7 @@ def _framed(axes: Axes) -> Axes:
 def titled(axes: Axes, title: str, subtitle: str = "", x: str = "", y: str = "") -> None:
     """Set a bold title, a sentence under it, and labels with units on the axes."""
     axes.set_title(title + "\n", loc="left", fontsize=13, fontweight="bold", color=INK)
-    axes.text(0, 1.03, subtitle, transform=axes.transAxes, fontsize=9.5, color=QUIET, va="bottom")
+    axes.annotate(subtitle, (0, 1), (0, 7), "axes fraction", "offset points", fontsize=9.5, color=QUIET, va="bottom")
     axes.set_xlabel(x, fontsize=10, color=INK)
     axes.set_ylabel(y, fontsize=10, color=INK)
 
