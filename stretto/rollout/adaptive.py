@@ -41,7 +41,7 @@ class MismatchLimit(NamedTuple):
 LIMITS: Mapping[str, MismatchLimit] = {
     "effective_samples": MismatchLimit(1.0, 0.8),
     "kl_behavior": MismatchLimit(0.0, 0.05),
-    "clip_fraction": MismatchLimit(0.0, 0.2),
+    "clip_fraction": MismatchLimit(0.0, 0.05),
     "outlier_fraction": MismatchLimit(0.0, 0.1),
 }
 

@@ -125,7 +125,7 @@ def test_a_step_that_is_seen_twice_counts_once_and_one_without_measurements_chan
     [
         ({"effective_samples": 0.9}, 0.5),  # (0.9 - 1) / (0.8 - 1)
         ({"kl_behavior": 0.05}, 1.0),
-        ({"clip_fraction": 0.1, "outlier_fraction": 0.02}, 0.5),  # 0.1 / 0.2 before 0.02 / 0.1
+        ({"clip_fraction": 0.025, "outlier_fraction": 0.02}, 0.5),  # 0.025 / 0.05 before 0.02 / 0.1
         ({"kl_behavior": 7.0}, 2.0),
     ],
 )
