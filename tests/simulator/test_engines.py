@@ -11,6 +11,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -163,6 +164,10 @@ def test_a_load_pauses_recomputes_and_divides_the_versions() -> None:
     assert bench.loads == [pytest.approx(5.4)]
 
 
+def _join(bench: Bench) -> None:
+    bench.start(1, prompt=0)
+
+
 def test_a_completion_that_comes_in_mid_step_begins_with_the_next_one() -> None:
     """A step of two rows takes 1 s. A third comes after half of it; the rest then takes 0.75 s, and a step of three
     1.5 s: its only token is there with the second one of the others, at 2.75 s. With grains it begins at once."""
@@ -170,11 +175,12 @@ def test_a_completion_that_comes_in_mid_step_begins_with_the_next_one() -> None:
     for grain in (1, 2):
         bench = Bench(Seconds(row=0.5 / grain), EngineLimits(grain=grain))
         bench.start(2, 2, prompt=0)
-        bench.clock.call_at(0.5, lambda bench=bench: bench.start(1, prompt=0))
+        bench.clock.call_at(0.5, partial(_join, bench))
         ended[grain] = bench.run()
         assert bench.engine.sampled == pytest.approx(5 * grain)
     assert [when for when, _ in ended[1]] == pytest.approx([2.75] * len(ended[1]))
-    assert ended[2][0] == (pytest.approx(0.5 + 1.5), 1)
+    assert ended[2][0][0] == pytest.approx(0.5 + 1.5)
+    assert ended[2][0][1] == 1
 
 
 def test_a_load_computes_the_prompt_of_a_group_once() -> None:
