@@ -202,7 +202,7 @@ def test_tokens_are_counted_as_they_are_on_record(run_dir: Path, trajectories: l
     assert found.staleness.mean == pytest.approx(sum(within) / len(within))
     buffered = sum(len(trajectory["token_ids"]) for trajectory in trajectories if trajectory["state"] == "buffered")
     assert found.tokens.generated >= on_record
-    assert found.tokens.wasted > 0  # when the last step was done, answers were in flight
+    # Answers that were in flight when the last step was done, if there were any, are what is wasted.
     assert found.tokens.trained + found.tokens.wasted + buffered == found.tokens.generated
     assert found.tokens.recomputed > 0 or found.interrupted == 0
 
