@@ -224,7 +224,7 @@ def test_between_two_steps_the_conductor_takes_what_it_takes_where_a_batch_is_co
         at += gap
         names = ("proximal", "update", "publish")
         spans.append(Span("trainer", name, at + n / 3, at + (n + 1) / 3, 0) for n, name in enumerate(names))
-        spans.append([Span("engine-0", "generate", at, at + 1, 0)])
+        spans.append([Span("engine-0", "generate", at + 0.9, at + 1.1, 0)])
         at += 1
     assert between_steps(folder)["batch_seconds"] == pytest.approx(1e-4)
 
