@@ -73,7 +73,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "wider, synchronous": (*WIDER, "rollout.max_staleness=0", "rollout.max_in_flight=8"),
     "wider, max_staleness 4": (*WIDER, "rollout.max_staleness=4", "rollout.max_in_flight=24"),
 }
-IN_TURN = ("rollout.max_staleness=0", "rollout.max_in_flight=8", "trainer.steps=50")
+IN_TURN = ("rollout.max_staleness=0", "rollout.max_in_flight=8")
 #: The policies whose lengths are measured, each by the settings that have it.
 PROBES: Mapping[str, tuple[str, ...]] = {
     "short completions": ("short completions",),

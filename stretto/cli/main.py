@@ -89,6 +89,7 @@ def train(
             "machine.",
         ),
     ] = None,
+    plots: Annotated[bool, typer.Option(help="Draw the run into its folder once it has ended.")] = True,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
     with importing():
@@ -117,13 +118,15 @@ def train(
         prepared.recall(alarms.step, alarms.evaluated)
         with open_display(prepared.steps, alarms=alarms) as display:
             code = prepared.train(display, spawner)
-    # matplotlib takes a second to import: neither a mistake nor the training has to wait for it.
-    from stretto.dashboard.plots.plots import plot_run
     from stretto.dashboard.terminal.summary import print_inspection
 
     print_inspection(prepared.path)
-    for plot in plot_run(prepared.path):
-        print(f"plot  {plot}")
+    if plots:
+        # matplotlib takes a second to import: neither a mistake nor the training has to wait for it.
+        from stretto.dashboard.plots.plots import plot_run
+
+        for plot in plot_run(prepared.path):
+            print(f"plot  {plot}")
     raise typer.Exit(code)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, count, islice
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -28,8 +29,8 @@ class Lengths(Protocol):
     def prompt_tokens(self) -> int: ...
     @property
     def mean(self) -> float: ...
-    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
-        """Tokens of the completions of one group, at least one each."""
+    def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
+        """Without end: tokens of the completions of one group, at least one each."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,11 @@ class LogNormalLengths:
         at = (math.log(self.max_tokens) - middle) / self.sigma
         return self.untruncated * _normal(at - self.sigma) + self.max_tokens * (1 - _normal(at))
 
-    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
+    def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
         middle = math.log(self.untruncated) - self.sigma**2 / 2
-        drawn = (chance.lognormvariate(middle, self.sigma) for _ in range(members))
-        return tuple([max(1, min(self.max_tokens, round(length))) for length in drawn])
+        while True:
+            drawn = (chance.lognormvariate(middle, self.sigma) for _ in range(members))
+            yield tuple([max(1, min(self.max_tokens, round(length))) for length in drawn])
 
 
 def _normal(at: float) -> float:
@@ -62,20 +64,22 @@ def _normal(at: float) -> float:
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """Lengths that were seen: those of one group together, where groups are known."""
+    """Lengths that were seen: those of one group together, where groups are known. Each comes once before any comes
+    again: drawn at random, a few hundred groups miss their mean by several percent."""
 
-    groups: tuple[tuple[int, ...], ...]
+    seen: tuple[tuple[int, ...], ...]
     prompt_tokens: int = 0
 
     @property
     def mean(self) -> float:
-        return fmean(length for group in self.groups for length in group)
+        return fmean(length for group in self.seen for length in group)
 
-    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
-        group = chance.choice(self.groups)
-        if len(group) == 1:
-            return tuple([chance.choice(self.groups)[0] for _ in range(members)])
-        return group if len(group) == members else tuple(chance.choices(group, k=members))
+    def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
+        shuffled = chain.from_iterable(chance.sample(self.seen, len(self.seen)) for _ in count())
+        if all(len(group) == 1 for group in self.seen):
+            lengths = (group[0] for group in shuffled)
+            return (tuple(islice(lengths, members)) for _ in count())
+        return (group if len(group) == members else tuple(chance.choices(group, k=members)) for group in shuffled)
 
 
 def alone(lengths: Iterable[int], prompt_tokens: int, max_tokens: int) -> MeasuredLengths:

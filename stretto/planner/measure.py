@@ -223,13 +223,13 @@ def _measure_trainer(shape: ModelShape, folder: Path, found: Measurements) -> No
 def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batch:
     """Groups of eight, of random tokens that the newest version is said to have sampled, `length` of them in the mean:
     numbers vary as a policy's do, since a batch of one length would be quicker."""
-    chance, lengths = random.Random(version), LogNormalLengths(length, _SPREAD, 4 * length)
-    groups = []
+    chance, groups = random.Random(version), []
+    lengths = LogNormalLengths(length, _SPREAD, 4 * length).groups(chance, 8)
     for number in range(completions // 8):
         prompt = Prompt(str(number), tuple(chance.randrange(2, vocabulary) for _ in range(_PROMPT)), "", "")
         trajectories = [
             Trajectory(f"{number}/{member}", (_segment(chance, drawn, vocabulary, version),), _verdict(member), "")
-            for member, drawn in enumerate(lengths.group(chance, 8))
+            for member, drawn in enumerate(next(lengths))
         ]
         groups.append(Group(str(number), prompt, version, tuple(trajectories)))
     return Batch(version + 1, version, tuple(groups))

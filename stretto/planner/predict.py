@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
@@ -87,12 +87,12 @@ class Grained:
     def prompt_tokens(self) -> int:
         return self.lengths.prompt_tokens
 
-    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
+    def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
         """Rounded up or down by chance, so that the mean stays."""
+        drawn = self.lengths.groups(chance, members)
         if self.grain == 1:
-            return self.lengths.group(chance, members)
-        drawn = self.lengths.group(chance, members)
-        return tuple([max(1, int(length / self.grain + chance.random())) for length in drawn])
+            return drawn
+        return (tuple([max(1, int(length / self.grain + chance.random())) for length in group]) for group in drawn)
 
 
 def plan(job: Job, machine: MachineProfile, devices: int | None, goal: str = "time", seed: int = 1) -> RunPlan:

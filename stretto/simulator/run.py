@@ -76,6 +76,7 @@ class SimulatedRun:
         self._durations, self._measured = durations, measured
         self._limits = limits or EngineLimits()
         self._chance = random.Random(seed)
+        self._lengths = workload.groups(self._chance, config.group_size)
         prompts = PromptStream([Prompt(id=str(i), token_ids=(0,), text="", answer="") for i in range(_PROMPTS)], seed)
         self.selection = SelectionWatch(
             self.accounts, self.clock.now, say=lambda said: self.report.warnings.append(said)
@@ -137,8 +138,7 @@ class SimulatedRun:
             self._start(ticket)
 
     def _start(self, ticket: Ticket) -> None:
-        lengths = self._workload.group(self._chance, len(ticket.members))
-        flight = Flight(ticket, self._workload.prompt_tokens, lengths)
+        flight = Flight(ticket, self._workload.prompt_tokens, next(self._lengths))
         loads = [engine.load for engine in self._engines]
         engine = self._engines[loads.index(min(loads))]
         self._flights[ticket.group_id] = flight, engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,8 +18,8 @@ class GroupLengths(Protocol):
     @property
     def filter_rate(self) -> float: ...
 
-    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
-        """The lengths of a group's completions, in simulated tokens."""
+    def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
+        """Without end: the lengths of a group's completions, in simulated tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class Workload:
         """The length of one completion, at least one token."""
         return max(1, min(self.max_tokens, round(chance.lognormvariate(0.0, self.sigma) * self.median_tokens)))
 
-    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
-        return tuple([self.answer_tokens(chance) for _ in range(members)])
+    def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
+        while True:
+            yield tuple([self.answer_tokens(chance) for _ in range(members)])
 
     def decode(self, rows: int, cached: float) -> float:
         return self.seconds_per_token

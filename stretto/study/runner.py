@@ -30,7 +30,8 @@ class StudyRunner(Protocol):
 
 
 class TrainProcesses:
-    """Starts ``stretto train``, or resumes what an earlier study has started. The processes end with this one."""
+    """Starts ``stretto train``, or resumes what an earlier study has started. The processes end with this one.
+    They draw no plots: a study has its own."""
 
     def __init__(self, folder: StudyFolder) -> None:
         self._folder = folder
@@ -47,6 +48,7 @@ class TrainProcesses:
                 "stretto.cli.main",
                 "train",
                 *what,
+                "--no-plots",
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -7,18 +7,19 @@
 
 import json
 import random
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from stretto.core.errors import DataError
-from stretto.planner.lengths import MeasuredLengths, lengths_of
+from stretto.planner.lengths import MeasuredLengths, alone, lengths_of
 
 
 def drawn(words: str, groups: int = 4000, most: int = 1 << 20) -> list[int]:
     lengths, chance = lengths_of(words, 5, most), random.Random(1)
-    return [length for _ in range(groups) for length in lengths.group(chance, 4)]
+    return [length for group in islice(lengths.groups(chance, 4), groups) for length in group]
 
 
 def test_a_distribution_has_the_mean_that_it_is_given() -> None:
@@ -43,9 +44,17 @@ def test_a_file_of_lengths_gives_its_lengths(tmp_path: Path) -> None:
 
 def test_groups_stay_together_where_they_are_known() -> None:
     lengths, chance = MeasuredLengths(((1, 2), (30, 40))), random.Random(1)
-    assert {lengths.group(chance, 2) for _ in range(50)} == {(1, 2), (30, 40)}
-    assert {max(group) < 3 for group in (lengths.group(chance, 3) for _ in range(50))} == {True, False}
+    assert set(islice(lengths.groups(chance, 2), 50)) == {(1, 2), (30, 40)}
+    assert {max(group) < 3 for group in islice(lengths.groups(chance, 3), 50)} == {True, False}
     assert lengths.mean == 73 / 4
+
+
+@pytest.mark.parametrize("lengths", [alone(range(1, 13), 5, 100), MeasuredLengths(((1, 2), (3, 4), (5, 6)))])
+def test_what_was_seen_comes_once_before_any_of_it_comes_again(lengths: MeasuredLengths) -> None:
+    groups = lengths.groups(random.Random(1), 2)
+    for _ in range(3):
+        whole = [length for group in islice(groups, sum(map(len, lengths.seen)) // 2) for length in group]
+        assert sorted(whole) == sorted(length for group in lengths.seen for length in group)
 
 
 @pytest.mark.parametrize(

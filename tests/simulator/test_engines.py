@@ -9,9 +9,10 @@
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import pytest
 
@@ -64,8 +65,8 @@ class Same:
     failure_rate: float = 0.0
     filter_rate: float = 0.0
 
-    def group(self, chance: random.Random, members: int) -> tuple[int, ...]:
-        return (self.length,) * members
+    def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
+        return repeat((self.length,) * members)
 
 
 class Bench:
