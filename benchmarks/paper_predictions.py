@@ -173,7 +173,7 @@ def _fitted(job: Job, machine: MachineProfile, seconds: float) -> float:
     shortest, longest = 100.0, float(LONGEST)
     for _ in range(40):
         middle = (shortest + longest) / 2
-        if costs.train([round(middle)] * job.completions) < seconds:
+        if costs.train([PROMPT + round(middle)] * job.completions) < seconds:
             shortest = middle
         else:
             longest = middle

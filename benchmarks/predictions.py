@@ -31,6 +31,7 @@ from benchmarks.report import RESULTS, Table, save
 from benchmarks.runs import RECIPE, Run, train
 from stretto.launch.commands.calibrate import calibrate_machine
 from stretto.launch.commands.plan import PlanChoice, plan_recipe
+from stretto.planner.machine import machine_of
 from stretto.store.prediction import predicted_beside_measured, run_digest
 
 _QUIET = 0.5  # load average of a machine that works for nobody else
@@ -166,7 +167,7 @@ def _row(name: str, prediction: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="stretto-prediction-") as folder:
         run, file = Path(folder) / "run", Path(folder) / "prediction.json"
         found = measured(train(words(name), keep=run))
-        saved = {"machine": str(MACHINE.name), "recipe": run_digest(run), "layouts": [prediction]}
+        saved = {"machine": machine_of(str(MACHINE)).name, "recipe": run_digest(run), "layouts": [prediction]}
         file.write_text(json.dumps(saved))
         beside = msgspec.to_builtins(predicted_beside_measured(run, file))
     errors = compared(prediction, found)

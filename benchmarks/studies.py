@@ -16,13 +16,19 @@ from stretto.study.command import perform
 from stretto.study.summary import table
 
 
+def positive(word: str) -> int:
+    """Raises ValueError: it is no number, or less than 1."""
+    if (number := int(word)) < 1:
+        raise ValueError(word)
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", help="a file, or the name of a study that comes with stretto")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--seeds", type=int)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--jobs", type=int)
+    for count in ("--seeds", "--steps", "--jobs"):
+        parser.add_argument(count, type=positive)
     words = parser.parse_args()
     result, code = perform(words.study, words.out, words.seeds, words.steps, words.jobs)
     print(f"\nfor docs/studies.md:\n\n{table(result)}")

@@ -72,3 +72,7 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     def cache_bytes(self) -> int:
         """`cache_gib` in bytes."""
         return int(self.cache_gib * 2**30)
+
+    def in_rounds(self, synchronous: bool) -> bool:
+        """Whether groups begin and end together in a run without a workflow."""
+        return self.batching == "rounds" or (self.batching == "auto" and synchronous and self.kind == "native")

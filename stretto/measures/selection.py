@@ -141,7 +141,8 @@ class SelectionWatch:
         self._known = known or SelectionBias()
         self._open = list(self._known.open)
         self._sampled: Callable[[str], int] = lambda group_id: 0
-        self._in_flight: dict[str, tuple[float, int]] = {}  # when a group was admitted, its members without an end
+        # When a group was admitted, which is not known of one before a resume, and its members without an end.
+        self._in_flight: dict[str, tuple[float | None, int]] = {}
         self._finished: dict[str, EndedGroup] = {}  # as if they were not lost
         self._told: set[str] = set()
 
@@ -154,6 +155,13 @@ class SelectionWatch:
         """What a later process of the run needs, and what is shown of it."""
         return SelectionBias(self._known.windows, self._known.strongest, self._known.newest, tuple(self._open))
 
+    def restore(self, group_id: str, members: int, trajectories: Sequence[Trajectory]) -> None:
+        """A group that an earlier process of the run has admitted; in flight, if it has no trajectories."""
+        if trajectories:
+            self._finished[group_id] = _measured(trajectories, None)
+        else:
+            self._in_flight[group_id] = None, members
+
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
         self._journal.issue(group_id, prompt, members, admitted_version)
         self._in_flight[group_id] = self._clock(), members
@@ -161,7 +169,7 @@ class SelectionWatch:
     def buffer(self, group: Group) -> None:
         self._journal.buffer(group)
         since, _ = self._in_flight.pop(group.id, (None, 0))
-        self._finished[group.id] = _measured(group, None if since is None else self._clock() - since)
+        self._finished[group.id] = _measured(group.trajectories, self._since(since))
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
         self._journal.settle(id, state, reason, trajectory)
@@ -177,7 +185,7 @@ class SelectionWatch:
     def commit_batch(self, batch: Batch) -> None:
         self._journal.commit_batch(batch)
         for group in batch.groups:
-            ended = self._finished.pop(group.id, None) or _measured(group, None)
+            ended = self._finished.pop(group.id, None) or _measured(group.trajectories, None)
             lost = group.oldest_version < batch.oldest_of(group.id)
             self._ended(EndedGroup(lost, ended.length, ended.difficulty, ended.latency))
 
@@ -191,7 +199,10 @@ class SelectionWatch:
         elif (found := self._in_flight.pop(group, None)) is not None:
             since, members = found
             length = self._sampled(group) / members or None
-            self._ended(EndedGroup(True, length, None, round(self._clock() - since, 6)))
+            self._ended(EndedGroup(True, length, None, self._since(since)))
+
+    def _since(self, moment: float | None) -> float | None:
+        return None if moment is None else round(self._clock() - moment, 6)
 
     def _ended(self, group: EndedGroup) -> None:
         self._open.append(group)
@@ -208,8 +219,7 @@ class SelectionWatch:
                 self._say(_sentence(measure, bias, lost))
 
 
-def _measured(group: Group, latency: float | None) -> EndedGroup:
-    trajectories = group.trajectories
+def _measured(trajectories: Sequence[Trajectory], latency: float | None) -> EndedGroup:
     tokens = sum(len(trajectory.versions) for trajectory in trajectories)
     right = sum(trajectory.verdict.outcome is Outcome.RIGHT for trajectory in trajectories)
     members = len(trajectories)

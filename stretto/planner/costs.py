@@ -98,7 +98,7 @@ class Costs:
         weights = (shape.body + shape.embedding) / tensor
         products = 2.0 * weights * rows / machine.decode_flops
         read = weights * BYTES[job.engine.dtype] / machine.weight_bandwidth
-        cache = cached * self._token_bytes / machine.cache_bandwidth
+        cache = cached * self.token_bytes / machine.cache_bandwidth
         fixed = machine.step_seconds + shape.layers * machine.layer_seconds
         each = machine.row_seconds + shape.layers * shape.hidden_size * machine.row_width_seconds
         by_rows = rows * (each + machine.serve_seconds / job.lengths.mean)  # rows / mean of them end in a step
@@ -196,18 +196,18 @@ class Costs:
         trainer = shape.parameters * _TRAINED_BYTES / layout.ranks + 2 * layer + kept + logits
         engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor
         available = self.machine.memory_gib * (1 - _RESERVED)
-        wanted = job.engine.slots * job.longest * self._token_bytes / 2**30
+        wanted = job.engine.slots * job.longest * self.token_bytes / 2**30
         room = max(0.0, available - engine / 2**30)
         asked = wanted if job.engine.kind != "native" else min(wanted, job.engine.cache_gib)
-        completion = job.longest * self._token_bytes * self._waste / 2**30
+        completion = job.longest * self.token_bytes * self._waste / 2**30
         return Memory(trainer / 2**30, engine / 2**30, min(asked, room), available, completion)
 
     def cache_tokens(self) -> float:
         """Tokens that the KV cache of one engine holds."""
-        return self.memory().cache * 2**30 / self._token_bytes / self._waste
+        return self.memory().cache * 2**30 / self.token_bytes / self._waste
 
     @property
-    def _token_bytes(self) -> float:
+    def token_bytes(self) -> float:
         """Of a token's keys and values on one device of an engine; fewer heads than devices are replicated."""
         shape = self.job.shape
         return shape.cache_bytes(self.job.engine.dtype) / min(self.layout.tensor, shape.kv_heads)

@@ -62,17 +62,20 @@ class LoadSample:
     seconds: float
 
 
-def least_squares(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> Floats:
+def least_squares(
+    features: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | float = 0.0
+) -> Floats:
     """Coefficients that are not negative, with the least squares of the relative errors: those that would be negative
-    are left out, the most negative one at a time."""
+    are left out, the most negative one at a time. `known`: the part of the seconds that the features do not explain."""
     rows, times = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
+    wanted = 1.0 - np.asarray(known, np.float64) / times
     weighted = rows / times[:, None]
     scale = np.abs(weighted).max(axis=0)
     scale[scale == 0] = 1.0
     kept = list(range(weighted.shape[1]))
     found = np.zeros(weighted.shape[1])
     while kept:
-        values = np.linalg.lstsq(weighted[:, kept] / scale[kept], np.ones(len(times)), rcond=None)[0]
+        values = np.linalg.lstsq(weighted[:, kept] / scale[kept], wanted, rcond=None)[0]
         if values.min() >= 0:
             found[kept] = values / scale[kept]
             break
@@ -100,11 +103,13 @@ def fit_decode(samples: Sequence[DecodeSample]) -> Mapping[str, float]:
     return dict(zip(DECODE_SECONDS, map(float, found[:4]), strict=True)) | rates
 
 
-def fit_prefill(samples: Sequence[PrefillSample]) -> Mapping[str, float]:
-    """Those for the computation of contexts; every context is one pass."""
+def fit_prefill(samples: Sequence[PrefillSample], layer_seconds: float) -> Mapping[str, float]:
+    """Those for the computation of contexts, where every sample is one pass. A pass takes the `layer_seconds` of a
+    decode step for each layer, too."""
     found = least_squares(
         [(1.0, sum(one.contexts), _forward(one.shape, one.contexts, len(one.contexts))) for one in samples],
         [one.seconds for one in samples],
+        [one.shape.layers * layer_seconds for one in samples],
     )
     fixed, each = map(float, found[:2])
     return {"prefill_seconds": fixed, "prefill_token_seconds": each, "prefill_flops": _rate(found[2])}

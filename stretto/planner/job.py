@@ -51,8 +51,8 @@ class ModelShape(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe as a planner sees it. `proximal` is the share of a step's tokens whose log-probabilities are computed by
-    the policy before the step (AReaL, section 5.2; the first minibatch has them from its own forward pass)."""
+    """A recipe as a planner sees it. `recomputes`: its objective needs the log-probabilities of the policy before the
+    step; `converses`: it has a workflow."""
 
     shape: ModelShape
     lengths: Lengths
@@ -60,13 +60,25 @@ class Job:
     engine: EngineConfig
     trainer: TrainerConfig
     longest: int  # tokens of the longest prompt with the longest completion
-    proximal: float = 0.0
+    recomputes: bool = False
+    converses: bool = False
     reward_workers: int = 1
 
     @property
     def completions(self) -> int:
         """Of one batch."""
         return self.rollout.batch_size * self.rollout.group_size
+
+    @property
+    def proximal(self) -> float:
+        """The share of a step's tokens whose log-probabilities are computed by the policy before the step (AReaL,
+        section 5.2); the first minibatch has them from its own forward pass."""
+        return (self.trainer.minibatches - 1) / self.trainer.minibatches if self.recomputes else 0.0
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether groups begin and end together, as `Recipe.in_rounds` says."""
+        return not self.converses and self.engine.in_rounds(self.rollout.staleness_bounds[1] == 0)
 
     def with_settings(
         self, rollout: Mapping[str, object], engine: Mapping[str, object], trainer: Mapping[str, object]

@@ -16,6 +16,7 @@ from stretto.core.errors import DataError, Problem
 from stretto.store.export import read_trajectories
 
 _FORM = "a FILE of lengths (one a line, or a JSON list), a RUN_DIR, lognormal:mean=M,sigma=S or constant:tokens=N"
+_MOST_SIGMA = 5.0
 _DISTRIBUTIONS: Mapping[str, frozenset[str]] = {
     "lognormal": frozenset({"mean", "sigma"}),
     "constant": frozenset({"tokens"}),
@@ -98,7 +99,7 @@ def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
         return _named(words, kind, rest, prompt_tokens, max_tokens)
     path = Path(words)
     if path.is_dir():
-        return _of_run(path, prompt_tokens)
+        return _of_run(path, prompt_tokens, max_tokens)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -106,7 +107,7 @@ def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
     try:
         numbers = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
         lengths = [int(number) for number in numbers]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise _refused(words, f"holds something else than lengths: {error}") from None
     if not lengths or min(lengths) < 1:
         raise _refused(words, "holds no lengths" if not lengths else f"holds the length {min(lengths)}")
@@ -128,18 +129,22 @@ def _named(words: str, kind: str, rest: str, prompt_tokens: int, max_tokens: int
     mean = given.get("mean", given.get("tokens", 0.0))
     if mean < 1:
         raise _refused(words, "completions have at least one token")
+    if given.get("sigma", 0.0) > _MOST_SIGMA:
+        raise _refused(words, f"sigma is the deviation of the logarithm, {_MOST_SIGMA:g} at most")
     return LogNormalLengths(mean, given.get("sigma", 0.0), max_tokens, prompt_tokens)
 
 
-def _of_run(path: Path, prompt_tokens: int) -> Lengths:
+def _of_run(path: Path, prompt_tokens: int, max_tokens: int) -> Lengths:
     groups: dict[str, list[int]] = {}
     prompts: list[int] = []
+    trained = 0
     for trajectory in read_trajectories(path):
-        if trajectory.trained_step is not None:
-            groups.setdefault(trajectory.group, []).append(max(1, len(trajectory.token_ids)))
+        trained += trajectory.trained_step is not None
+        if trajectory.trained_step is not None and trajectory.token_ids:  # `store.keep_payloads` may not keep them
+            groups.setdefault(trajectory.group, []).append(min(max_tokens, len(trajectory.token_ids)))
             prompts.append(len(trajectory.prompt_token_ids))
     if not groups:
-        raise _refused(str(path), "the run has trained on nothing")
+        raise _refused(str(path), "the run has kept no tokens" if trained else "the run has trained on nothing")
     return MeasuredLengths(tuple(map(tuple, groups.values())), round(fmean(prompts)))
 
 

@@ -10,14 +10,19 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.records import Record
 
 _PROFILES = "profiles"
 _REMEDY = "or measure a machine with `stretto plan --calibrate --out machine.json` and give that file"
+
+Rate = Annotated[float, Meta(gt=0)]
+Amount = Annotated[float, Meta(ge=0)]
 
 
 class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
@@ -32,39 +37,39 @@ class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    memory_gib: float  # of one device
-    decode_flops: float
-    prefill_flops: float
-    train_flops: float
-    weight_bandwidth: float
-    cache_bandwidth: float
-    step_seconds: float = 0.0
-    layer_seconds: float = 0.0
-    row_seconds: float = 0.0
-    row_width_seconds: float = 0.0
-    prefill_seconds: float = 0.0  # of each prefill, beside its products
-    prefill_token_seconds: float = 0.0
-    train_seconds: float = 0.0
-    micro_batch_seconds: float = 0.0
-    token_width_seconds: float = 0.0
-    pair_width_seconds: float = 0.0  # of attention, beside its products
-    sequence_seconds: float = 0.0  # of training, for each completion
-    parameter_seconds: float = 0.0  # of an optimizer step and of a publication, for each parameter
-    transfer_seconds: float = 0.0  # from a publication until it can be loaded
-    transfer_parameter_seconds: float = 0.0
-    load_seconds: float = 0.0
-    load_parameter_seconds: float = 0.0
-    start_seconds: float = 0.0  # from the command to the first prompt
-    judge_seconds: float = 0.0  # of one completion
-    serve_seconds: float = 0.0  # of an engine, for each completion, between its steps
-    conduct_seconds: float = 0.0  # of the conductor, for each completion, beside the other roles
-    batch_seconds: float = 0.0  # of the conductor between two training steps, for each completion of the batch
-    link_bandwidth: float = 0.0  # between the devices of a node; 0: one process has all of them
-    link_seconds: float = 0.0  # of one collective
-    network_bandwidth: float = 0.0  # of one device, between nodes; 0: as inside of a node
-    node_devices: int = 8
-    cores: float = 0.0  # that all roles share; 0: each has its own device
-    beside: float = 0.0  # by how much a role slows another one down that works at the same time, on a core of its own
+    memory_gib: Rate  # of one device
+    decode_flops: Rate
+    prefill_flops: Rate
+    train_flops: Rate
+    weight_bandwidth: Rate
+    cache_bandwidth: Rate
+    step_seconds: Amount = 0.0
+    layer_seconds: Amount = 0.0
+    row_seconds: Amount = 0.0
+    row_width_seconds: Amount = 0.0
+    prefill_seconds: Amount = 0.0  # of each prefill, beside its products
+    prefill_token_seconds: Amount = 0.0
+    train_seconds: Amount = 0.0
+    micro_batch_seconds: Amount = 0.0
+    token_width_seconds: Amount = 0.0
+    pair_width_seconds: Amount = 0.0  # of attention, beside its products
+    sequence_seconds: Amount = 0.0  # of training, for each completion
+    parameter_seconds: Amount = 0.0  # of an optimizer step and of a publication, for each parameter
+    transfer_seconds: Amount = 0.0  # from a publication until it can be loaded
+    transfer_parameter_seconds: Amount = 0.0
+    load_seconds: Amount = 0.0
+    load_parameter_seconds: Amount = 0.0
+    start_seconds: Amount = 0.0  # from the command to the first prompt
+    judge_seconds: Amount = 0.0  # of one completion
+    serve_seconds: Amount = 0.0  # of an engine, for each completion, between its steps
+    conduct_seconds: Amount = 0.0  # of the conductor, for each completion, beside the other roles
+    batch_seconds: Amount = 0.0  # of the conductor between two training steps, for each completion of the batch
+    link_bandwidth: Amount = 0.0  # between the devices of a node; 0: one process has all of them
+    link_seconds: Amount = 0.0  # of one collective
+    network_bandwidth: Amount = 0.0  # of one device, between nodes; 0: as inside of a node
+    node_devices: Annotated[int, Meta(ge=1)] = 8
+    cores: Amount = 0.0  # that all roles share; 0: each has its own device
+    beside: Amount = 0.0  # by how much a role slows another one down that works at the same time, on a core of its own
     sources: Mapping[str, str] = {}  # where each number comes from
 
 

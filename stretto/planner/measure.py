@@ -117,9 +117,10 @@ def profile_of(found: Measurements, bandwidth: float) -> MachineProfile:
     gpu = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if gpu else f"{processor()}, {cores()} cores"
     memory = torch.cuda.mem_get_info()[1] if gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    decode = fit_decode(found.decodes)
     fitted = {
-        **fit_decode(found.decodes),
-        **fit_prefill(found.prefills),
+        **decode,
+        **fit_prefill(found.prefills, decode["layer_seconds"]),
         **fit_training(found.trainings),
         **fit_loads(found.loads),
     }

@@ -146,13 +146,14 @@ def _other_bounds(first: Candidate, machine: MachineProfile, goal: str) -> list[
 
 
 def predict(job: Job, machine: MachineProfile, layout: Layout, seed: int = 1) -> LayoutPrediction:
-    """Simulate some steps of the run, behind as many as fill its queues; all of a short run."""
+    """Simulate some steps of the run, behind as many as fill its queues; all of a short run. In a synchronous run the
+    roles work in turn, and share no cores."""
     costs = Costs(job, machine, layout)
     grain = max(1, round(job.lengths.mean / _GRAINS))
     steps = min(job.trainer.steps, max(_STEPS, _TRAJECTORIES // job.completions))
     warm = 0 if steps == job.trainer.steps else steps // 3
     run = _simulated(job, costs, grain, steps, warm, seed)
-    for _ in range(_ROUNDS if machine.cores else 0):
+    for _ in range(_ROUNDS if machine.cores and job.rollout.staleness_bounds[1] else 0):
         costs = _sharing_cores(costs, run.report)
         run = _simulated(job, costs, grain, steps, warm, seed)
     return msgspec.structs.replace(_prediction(costs, run.report, grain), timeline=newest_steps(run.spans))
@@ -171,7 +172,6 @@ def newest_steps(spans: Sequence[Span], steps: int = _DRAWN) -> tuple[Span, ...]
 
 def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: int) -> SimulatedRun:
     rollout, engine = job.rollout, job.engine
-    rounds = engine.batching == "rounds" or (engine.batching == "auto" and rollout.staleness_bounds[1] == 0)
     limits = EngineLimits(
         count=costs.layout.engines,
         slots=engine.slots,
@@ -181,7 +181,7 @@ def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: 
         grain=grain,
     )
     config = rollout.model_copy(update={"filter": "none", "success_rate_min": 0.0, "success_rate_max": 1.0})
-    pacing = InRounds() if rounds else None
+    pacing = InRounds() if job.in_rounds else None
     lengths = Grained(job.lengths, grain)
     run = SimulatedRun(
         config,
@@ -200,10 +200,8 @@ def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: 
 
 def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
     """With how much the roles slow each other down: more threads than cores share them, and two roles that work at the
-    same time share caches and memory. In a synchronous run they work in turn."""
+    same time share caches and memory."""
     machine, job, layout = costs.machine, costs.job, costs.layout
-    if not job.rollout.staleness_bounds[1]:
-        return costs
     conductor, working = (min(1.0, share) for share in _conducting_and_training(costs, report))
     engines = [(job.engine.threads, min(1.0, report.generating / report.seconds / layout.engines))] * layout.engines
     ranks = [(job.trainer.threads, working)] * layout.ranks

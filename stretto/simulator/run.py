@@ -100,7 +100,7 @@ class SimulatedRun:
         """Run to the last step. Raises RuntimeError when no event is left before it: the run is stuck."""
         self._admit()
         self._run_steps(self._warm)
-        began, before = self.clock.now(), self._engine_counts()
+        began, before, gone = self.clock.now(), self._engine_counts(), len(self.accounts.expired)
         self.report = SimulationReport()
         self._run_steps(self._steps - self._warm)
         self.report.seconds = self.clock.now() - began
@@ -109,7 +109,7 @@ class SimulatedRun:
         self.report.sampled, self.report.recomputed, self.report.preempted = counts[3:]
         self.report.max_staleness = self.controller.max_staleness
         self.report.max_in_flight = self.controller.max_in_flight
-        for trajectory in self.accounts.expired:
+        for trajectory in self.accounts.expired[gone:]:
             length = len(trajectory.token_ids)
             self.report.expire(length, sampled=length)
         return self.report

@@ -181,7 +181,7 @@ def _label(value: Any) -> str:
         case bool():
             return str(value).lower()
         case float():
-            return f"{value:g}"
+            return short if float(short := f"{value:g}") == value else repr(value)
         case {"kind": str(kind), **rest}:
             return " ".join([kind, *(f"{key}={_label(inner)}" for key, inner in rest.items())])
     return str(value)
@@ -242,8 +242,10 @@ def _unequal(path: Path, cells: Sequence[tuple[Mapping[str, str], Recipe]]) -> I
     for labels, recipe in cells:
         name, rollout = _name(labels), recipe.rollout
         trained.setdefault(recipe.trainer.steps * rollout.batch_size * rollout.group_size, name)
-        if (other := same.setdefault(to_toml(recipe), name)) != name:
-            yield Problem(f"{path}: grid", f"{other!r} and {name!r} are the same run", "leave out one of them")
+        seedless = to_toml(recipe.model_copy(update={"seed": 0}))
+        if (other := same.setdefault(seedless, name)) != name:  # the runs of each cell have the seeds after its own
+            found = f"{other!r} and {name!r} are the same runs, or differ in their seeds alone"
+            yield Problem(f"{path}: grid", found, "leave out one of them; `seeds` says how many seeds a cell has")
     if len(trained) > 1:
         (few, one), (many, other) = min(trained.items()), max(trained.items())
         counts = f"{one!r} would train {few:,} trajectories and {other!r} {many:,}"

@@ -63,7 +63,7 @@ class StudyFolder:
         if known_by.exists():
             try:
                 known = msgspec.json.decode(known_by.read_bytes(), type=Identity)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise _refused(known_by, f"cannot be read: {error}", "give another --out") from error
             if known.digest != study.digest:
                 found = f"holds the study {known.name!r} with digest {known.digest}, and this one's is {study.digest}"

@@ -14,6 +14,7 @@ import pytest
 from stretto.audit.check import check_run
 from stretto.core.errors import RecipeError, RunFolderError, UserError
 from stretto.launch.commands.data_record import DATA, DataRecord
+from stretto.launch.commands.plan import job_of
 from stretto.launch.commands.train import prepare
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe, to_toml
@@ -151,6 +152,15 @@ def test_prompts_beyond_the_limit_are_left_out_and_counted(recipe: Path) -> None
     assert plan.notes[0] == (
         f"8 of 13 prompts (for training) are longer than 5 tokens; the first is {rows}:2: they are left out"
     )
+
+
+def test_a_plan_knows_of_no_prompt_that_the_run_leaves_out(recipe: Path) -> None:
+    """The longest that is left has 4 tokens; completions have 8."""
+    limits = ["task.max_prompt_tokens=5", "task.long_prompts=drop"]
+    rows = recipe.parent / "long.csv"
+    rows.write_text(rows.read_text() + "1=,1\n2=,2\n")
+    longest = max(len(prompt.token_ids) for prompt in planned(recipe, *limits).training)
+    assert job_of(recipe, limits, "constant:tokens=8", lambda text: None).longest == longest + 8 <= 13
 
 
 def test_where_no_prompt_is_left_the_filter_and_its_count_are_told(recipe: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from stretto.core.records import State, Trajectory
 from stretto.measures.selection import (
     MEASURES,
     WINDOW,
@@ -139,6 +140,23 @@ def test_what_is_known_survives_a_resume_and_a_window_goes_on(make: Make) -> Non
     assert (known.newest["length"].statistic, known.newest["difficulty"].statistic) == (1.0, 1.0)
     assert known.newest["latency"] == Bias()  # all took as long
     assert report(known) == known.strongest == known.newest
+
+
+def test_groups_of_before_a_resume_are_lost_as_others_are(make: Make) -> None:
+    """One waited in the buffer, with three tokens and right; one was in flight, with four tokens of two completions."""
+    watch = SelectionWatch(Elsewhere(), lambda: 1.5)
+    watch.ask(lambda group_id: 4)
+    watch.restore("0.1.0", 1, [make.trajectory("0.1.0", 0, (0, 0, 1), right=True)])
+    watch.restore("0.2.0", 2, ())
+    for name in ("0.1.0/0", "0.2.0/0", "0.2.0/1"):
+        watch.settle(name, State.EXPIRED, "too old")
+    assert watch.known.open == (EndedGroup(True, 3.0, 1.0, None), EndedGroup(True, 2.0, None, None))
+
+
+class Elsewhere(Accounts):
+    """The trajectories were issued by an earlier process."""
+
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None: ...
 
 
 @pytest.fixture

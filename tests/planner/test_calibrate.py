@@ -25,7 +25,17 @@ from stretto.launch.commands import calibrate as calibrating
 from stretto.launch.commands.calibrate import between_roles, between_steps
 from stretto.planner import measure
 from stretto.planner.costs import Costs, Layout
-from stretto.planner.fit import DecodeSample, TrainSample, fit_decode, fit_training, least_squares
+from stretto.planner.fit import (
+    DecodeSample,
+    LoadSample,
+    PrefillSample,
+    TrainSample,
+    fit_decode,
+    fit_loads,
+    fit_prefill,
+    fit_training,
+    least_squares,
+)
 from stretto.planner.job import Job, ModelShape
 from stretto.planner.lengths import LogNormalLengths
 from stretto.planner.machine import MachineProfile, machine_of
@@ -55,6 +65,10 @@ KNOWN = MachineProfile(
     cache_bandwidth=4e9,
     step_seconds=1e-4,
     layer_seconds=3e-4,
+    prefill_seconds=1e-3,
+    prefill_token_seconds=2e-6,
+    load_seconds=1e-4,
+    load_parameter_seconds=2e-10,
     row_seconds=5e-6,
     row_width_seconds=1e-8,
     train_seconds=2e-3,
@@ -96,6 +110,14 @@ def test_and_from_its_training_steps() -> None:
         for batch in batches
     ]
     assert_found(fit_training(samples))
+
+
+def test_and_from_its_prefills_and_loads() -> None:
+    """A pass takes the time of each layer, as a decode step does."""
+    contexts = [(10,), (20,) * 8, (40,) * 32, (300, 20), (60,) * 60]
+    prefills = [PrefillSample(shape, one, costs(shape).prefill(one)) for shape in SHAPES for one in contexts]
+    assert_found(fit_prefill(prefills, KNOWN.layer_seconds))
+    assert_found(fit_loads([LoadSample(shape.parameters, costs(shape).load()) for shape in SHAPES]))
 
 
 def test_no_number_is_negative() -> None:

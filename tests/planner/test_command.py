@@ -10,12 +10,14 @@ import json
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stretto.core.errors import RunFolderError, UserError
 from stretto.launch.commands.plan import PlanChoice, as_json, draw, job_of, plan_recipe, rank_share, table
 from stretto.launch.recipe.recipe import load_recipe, to_toml
 from stretto.launch.recipe.recorded import record_recipe
+from stretto.planner.machine import machine_of
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
@@ -62,6 +64,16 @@ def test_the_lengths_of_a_warm_start_are_those_of_its_demonstrations() -> None:
     job = job_of(ROOT / "recipes" / "arithmetic.toml", few, None, said.append)
     assert 5 < job.lengths.mean < 60
     assert "demonstrations" in said[0]
+
+
+@pytest.mark.parametrize("change", ["train_flops=0", "decode_flops=-1", "cores=-2"])
+def test_a_machine_of_impossible_numbers_is_refused(tmp_path: Path, change: str) -> None:
+    name, number = change.split("=")
+    facts = msgspec.to_builtins(machine_of("h100")) | {name: float(number)}
+    path = tmp_path / "machine.json"
+    path.write_bytes(msgspec.json.encode(facts))
+    with pytest.raises(UserError, match=f"is not a machine: Expected `float` >=? 0.*{name}"):
+        machine_of(str(path))
 
 
 @pytest.mark.parametrize(

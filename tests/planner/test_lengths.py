@@ -7,6 +7,7 @@
 
 import json
 import random
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +16,10 @@ import pytest
 
 from stretto.core.errors import DataError
 from stretto.planner.lengths import MeasuredLengths, alone, lengths_of
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from tests.store.make import Make
 
 
 def drawn(words: str, groups: int = 4000, most: int = 1 << 20) -> list[int]:
@@ -64,6 +69,7 @@ def test_what_was_seen_comes_once_before_any_of_it_comes_again(lengths: Measured
         ("lognormal:mean=400,sigma=wide", "'sigma=wide' is no number"),
         ("lognormal:mean=0.2,sigma=1", "at least one token"),
         ("nowhere.txt", "cannot be read"),
+        ("lognormal:mean=400,sigma=1e200", "sigma is the deviation of the logarithm, 5 at most"),
     ],
 )
 def test_what_says_no_lengths_is_refused(words: str, said: str) -> None:
@@ -72,9 +78,40 @@ def test_what_says_no_lengths_is_refused(words: str, said: str) -> None:
     assert "lognormal:mean=M,sigma=S" in str(refused.value)
 
 
+@pytest.mark.parametrize(("keep", "expected"), [("all", (3, 1)), ("none", ())])
+def test_a_run_gives_the_lengths_whose_tokens_it_has_kept(
+    tmp_path: Path, make: Make, keep: str, expected: tuple[int, ...]
+) -> None:
+    """Cut off where completions of the plan are; a run that keeps no tokens has no lengths of 0."""
+    run = tmp_path / "run"
+    with RunFolder.create(run) as folder:
+        group = make.group("0.1.0", make.trajectory("0.1.0", 0, (0,) * 7), make.trajectory("0.1.0", 1, (0,)))
+        with closing(Ledger(folder.ledger, StoreConfig.model_validate({"keep_payloads": keep}))) as ledger:
+            ledger.issue(group.id, make.prompt, 2, 0)
+            ledger.buffer(group)
+            ledger.commit_batch(make.batch(1, group))
+            ledger.flush()
+            ledger.forget(1)
+    if not expected:
+        with pytest.raises(DataError, match="the run has kept no tokens"):
+            lengths_of(str(run), 5, 3)
+    else:
+        assert next(lengths_of(str(run), 5, 3).groups(random.Random(1), 2)) == expected
+
+
+@pytest.fixture
+def make() -> Make:
+    return Make()
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
-    for text, said in (("three", "something else than lengths"), ("", "holds no lengths"), ("4 0", "the length 0")):
+    for text, said in (
+        ("three", "something else than lengths"),
+        ("[Infinity]", "something else than lengths"),
+        ("", "holds no lengths"),
+        ("4 0", "the length 0"),
+    ):
         path.write_text(text)
         with pytest.raises(DataError, match=said):
             lengths_of(str(path), 5, 100)

@@ -12,12 +12,13 @@ import pytest
 from stretto.launch.commands.plan import job_of
 from stretto.launch.commands.train import check
 from stretto.launch.recipe.recipe import load_recipe
-from stretto.planner.costs import Costs
+from stretto.planner.costs import Costs, Layout
 from stretto.planner.layouts import own_layout
 from stretto.planner.machine import machine_of
 
 PAPER = Path(__file__).parents[2] / "recipes" / "paper"
 NODES = {"math_1.5b": 16, "math_7b": 24, "math_14b": 32, "math_32b": 48, "code_14b": 32}
+TENSOR = {"1.5b": 1, "7b": 1, "14b": 2, "32b": 4}
 PARAMETERS = {"1.5b": 1_777_088_000, "7b": 7_615_616_512, "14b": 14_770_033_664, "32b": 32_763_876_352}
 
 
@@ -29,6 +30,8 @@ def test_three_quarters_of_the_nodes_generate(name: str) -> None:
     assert recipe.rollout.max_staleness == (4 if name.startswith("code") else 8)
     assert (recipe.trainer.learning_rate, recipe.trainer.minibatches, recipe.sampling.max_tokens) == (2e-5, 4, 27_648)
     assert recipe.trainer.ranks == NODES[name] * 8 // 4
+    layout = Layout(recipe.engine.count, recipe.trainer.ranks, TENSOR[name.partition("_")[2]])
+    assert layout.devices == NODES[name] * 8
 
 
 def test_the_folder_has_no_others() -> None:
@@ -44,7 +47,7 @@ def test_a_dry_run_says_the_memory_of_a_device(capsys: pytest.CaptureFixture[str
     assert "nothing was started" in told
 
 
-@pytest.mark.parametrize("name", ["math_32b"])
+@pytest.mark.parametrize("name", NODES)
 def test_the_planner_takes_a_recipe_as_it_is(name: str) -> None:
     """Devices are those of its nodes, and the memory of an H100 suffices."""
     job = job_of(PAPER / f"{name}.toml", ["rewards.workers=1"], None, lambda text: None)

@@ -166,6 +166,15 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert runs[0] == runs[1]
 
 
+def test_a_report_after_warm_steps_counts_what_expired_in_the_later_ones() -> None:
+    config = RolloutConfig(batch_size=4, group_size=1, max_in_flight=32, max_staleness=1, beyond_bound="expire")
+
+    def expired(warm: int) -> int:
+        return SimulatedRun(config, Workload(sigma=1.5), steps=100, seed=3, warm=warm).run().expired.total()
+
+    assert expired(0) > 8 * expired(99)
+
+
 def test_rounding_gives_no_token_a_version_before_its_admission() -> None:
     """A load and the end of a completion fall together, and their seconds are no sums of powers of two."""
     config = RolloutConfig(batch_size=1, group_size=1, max_in_flight=1, max_staleness=1, beyond_bound="wait")

@@ -4,7 +4,7 @@
   seed; runs are known by their recipes, and the digest of a study by those of its cells, however many seeds it has.
 - Every mistake is reported at once, with its place in the study or in the recipe and the nearest right name: unknown
   keys, a grid of nothing, cells that are one run, cells that would train different numbers of trajectories.
-- The studies that come with stretto load.
+- The studies that come with stretto load, and their runs can begin.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError
+from stretto.launch.preflight.plan import make_plan
+from stretto.launch.recipe.recipe import Recipe
 from stretto.study.command import SHIPPED, find_study
 from stretto.study.definition import load_study
 from stretto.trainer.objective.algorithm import Truncate
@@ -101,7 +103,13 @@ def test_a_mistake_of_some_cells_names_them(tmp_path: Path) -> None:
         ("[grid]\nseed = [1, 1]\n", "mine: grid.seed: 1 is listed twice; give each value once"),
         (
             "[variants.a]\nseed = 1\n[variants.b]\n",
-            "mine: grid: 'a' and 'b' are the same run; leave out one of them",
+            "mine: grid: 'a' and 'b' are the same runs, or differ in their seeds alone; leave out one of them; `seeds` "
+            "says how many seeds a cell has",
+        ),
+        (
+            "[grid]\nseed = [1, 2]\n",
+            "mine: grid: 'seed = 1' and 'seed = 2' are the same runs, or differ in their seeds alone; leave out one of "
+            "them; `seeds` says how many seeds a cell has",
         ),
         (
             "[grid]\nrollout.batch_size = [2, 4]\n",
@@ -109,7 +117,7 @@ def test_a_mistake_of_some_cells_names_them(tmp_path: Path) -> None:
             "beside batch_size and group_size in [variants], so that every cell trains as many",
         ),
         (
-            "[settings]\nevaluation.patience = 2\n[grid]\nseed = [1, 2]\n",
+            "[settings]\nevaluation.patience = 2\n[grid]\nrollout.max_staleness = [1, 2]\n",
             "mine: evaluation.patience: ends runs at different steps, and every run of a study trains the same number "
             "of trajectories; set it to 0 in [settings]",
         ),
@@ -127,6 +135,27 @@ def test_a_recipe_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
 def test_a_study_that_comes_with_stretto_loads_by_its_name(path: Path) -> None:
     assert load_study(find_study(path.stem), seeds=1).cells
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+def test_its_runs_can_begin(path: Path) -> None:
+    """Prompts fit beside the longest completions, in every cell."""
+    kinds = {
+        recipe.sampling.model_dump_json() + recipe.task.model_dump_json(): recipe for recipe in first_recipes(path)
+    }
+    for recipe in kinds.values():
+        few = recipe.task.model_copy(update={"prompts": 300, "demonstrations": 300})
+        assert make_plan(recipe.model_copy(update={"task": few})).training
+
+
+def first_recipes(path: Path) -> list[Recipe]:
+    return [cell.runs[0].recipe for cell in load_study(path).cells]
+
+
+def test_close_values_have_labels_of_their_own(tmp_path: Path) -> None:
+    study = load_study(written(tmp_path, "[grid]\ntrainer.learning_rate = [1.0000001e-3, 1.0000002e-3, 2e-3]\n"))
+    names = ["0.0010000001", "0.0010000002", "0.002"]
+    assert [cell.name for cell in study.cells] == [f"learning_rate = {name}" for name in names]
 
 
 def test_an_unknown_name_has_a_near_one() -> None:

@@ -245,6 +245,8 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder, selectio
     )
     unfinished = read_unfinished(context.folder.ledger)
     restored = restore(controller, state, unfinished)
+    for group in unfinished:
+        selection.restore(group.id, recipe.rollout.group_size, group.trajectories)
     ledger.watch(CONTROLLER, controller.state)
     in_flight, workflow = (
         _generation(context, roles, controller, restored)

@@ -97,8 +97,8 @@ def memory_per_device(asked: Outline) -> str:
     """What one device of each side holds, by the formulas of the planner, for `stretto train --dry-run`."""
     job = job_from(asked, f"constant:tokens={asked.sampling.max_tokens}", lambda text: None)
     layout = own_layout(job)
-    memory = Costs(job, machine_of(_ANY), layout).memory()
-    cache = job.shape.cache_bytes(job.engine.dtype) / layout.tensor / 2**20
+    costs = Costs(job, machine_of(_ANY), layout)
+    memory, cache = costs.memory(), costs.token_bytes / 2**20
     return (
         f"{layout.ranks} ranks of {memory.trainer:.1f} GiB each; {layout.engines} engines of {layout.tensor}, "
         f"{memory.engine:.1f} GiB of weights on each, and {cache:.3f} MiB for each token in the KV cache"
@@ -108,8 +108,6 @@ def memory_per_device(asked: Outline) -> str:
 def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) -> Job:
     """A checked recipe as the planner sees it."""
     recipe = asked.recipe
-    minibatches = recipe.trainer.minibatches
-    anchored = recipe.algorithm.loss.anchor == "recomputed"
     return Job(
         shape=shape_of_model(asked.base.path),
         lengths=_lengths(asked, lengths, say),
@@ -117,7 +115,8 @@ def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) ->
         engine=recipe.engine,
         trainer=recipe.trainer,
         longest=asked.longest_prompt + recipe.sampling.max_tokens,
-        proximal=(minibatches - 1) / minibatches if anchored else 0.0,
+        recomputes=recipe.algorithm.loss.anchor == "recomputed",
+        converses=recipe.workflow is not None,
         reward_workers=recipe.rewards.workers,
     )
 
@@ -242,7 +241,8 @@ def _why(found: RunPlan) -> list[str]:
         return []
     first, second = found.layouts[:2]
     if found.goal == "staleness" and second.staleness.mean > first.staleness.mean:
-        return [f"the second is staler: {second.staleness.mean:.2f} versions in the mean, {first.staleness.mean:.2f}"]
+        versions = f"{second.staleness.mean:.2f} versions in the mean, against {first.staleness.mean:.2f}"
+        return [f"the second is staler: {versions} of the first"]
     of_cost = found.goal == "cost"
     more = second.device_hours / first.device_hours if of_cost else second.hours / first.hours
     idle = "training" if second.waits_for == "generation" else "generation"

@@ -16,10 +16,10 @@ from stretto.launch.preflight.checks import (
     longest_prompt_allowed,
     medium_of,
 )
-from stretto.launch.preflight.encoding import encode_demonstrations, encode_prompts, prompts_as_bytes
+from stretto.launch.preflight.encoding import encode_demonstrations, prompts_as_bytes
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated
-from stretto.launch.preflight.plan import Outline
+from stretto.launch.preflight.plan import Outline, encoded_within_limits
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim
 from stretto.launch.preflight.trainable import check_trainable
 from stretto.launch.preflight.trial import try_reward
@@ -64,8 +64,13 @@ def outline(recipe: Recipe) -> Outline:
         remedy = "add them to the data, or remove the section"
         raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
     tokenizer = load_tokenizer(base.path) if (base.path / "tokenizer.json").is_file() else None
-    asked = [*questions.training, *held_out]
-    prompts = prompts_as_bytes(asked) if tokenizer is None else encode_prompts(asked, tokenizer, longest)
+    if tokenizer is None:
+        training, asked = prompts_as_bytes(questions.training), prompts_as_bytes(held_out)
+        notes: tuple[str | None, ...] = ()
+    else:
+        within = encoded_within_limits(recipe, questions, tokenizer, longest)
+        training, asked = (one.prompts for one in within)
+        notes = tuple(one.note for one in within)
     shown = questions.demonstrations if recipe.warm_start is not None else ()
     if tokenizer is not None:
         encode_demonstrations(shown, tokenizer, base.context_length)
@@ -73,12 +78,13 @@ def outline(recipe: Recipe) -> Outline:
         recipe=recipe,
         base=base,
         sampling=recipe.sampling.record(tokenizer.eos_token_ids if tokenizer is not None else base.eos_token_ids),
-        training=prompts[: len(questions.training)],
-        held_out=prompts[len(questions.training) :],
+        training=training,
+        held_out=asked,
         demonstrations=shown,
         kept_apart=len(questions.held_out),
         notes=(
-            *_not_checked(recipe, base, tokenizer, prompts, longest),
+            *_not_checked(recipe, base, tokenizer, (*training, *asked), longest),
+            *filter(None, notes),
             *sifted.warnings,
             *repeated(questions),
             *try_reward(recipe.rewards, questions.training),

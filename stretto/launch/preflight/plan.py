@@ -130,7 +130,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         remedy = "add them to the data, or remove the section"
         raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
     shown = questions.demonstrations if warms_up else ()
-    training, held_out = _encoded(recipe, questions, tokenizer, longest)
+    training, held_out = encoded_within_limits(recipe, questions, tokenizer, longest)
     sets, asked = _sets(recipe, read_sets, tokenizer, longest)
     rows = (*training.questions, *held_out.questions, *asked)
     if isinstance(recipe.workflow, WorkflowConfig):
@@ -209,7 +209,9 @@ def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]]]:
     return found, sets
 
 
-def _encoded(recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest: int) -> tuple[Within, Within]:
+def encoded_within_limits(
+    recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest: int
+) -> tuple[Within, Within]:
     """The prompts for training and those that are held out, by the task's policy for long ones."""
     task = recipe.task
     limit, policy = (task.max_prompt_tokens, task.long_prompts) if isinstance(task, DatasetTask) else (None, "refuse")

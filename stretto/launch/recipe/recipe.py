@@ -125,10 +125,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     def in_rounds(self) -> bool:
         """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`);
         those of a workflow do not (docs/decisions/0027-workflows-and-rounds.md)."""
-        if self.workflow is not None:
-            return False
-        synchronous = self.rollout.staleness_bounds[1] == 0 and self.engine.kind == "native"
-        return self.engine.batching == "rounds" or (self.engine.batching == "auto" and synchronous)
+        return self.workflow is None and self.engine.in_rounds(self.rollout.staleness_bounds[1] == 0)
 
     @model_validator(mode="after")
     def _rounds_know_no_clock(self) -> Self:
