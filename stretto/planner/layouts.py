@@ -166,7 +166,8 @@ def _remedies(job: Job, machine: MachineProfile, devices: int) -> list[str]:
     while more <= _MOST_DEVICES and not _fits(saving, machine, more):
         more *= 2
     if more <= _MOST_DEVICES:
-        remedies.append(f"--gpus {more} with activation checkpointing")
+        already = job.trainer.activation_checkpointing
+        remedies.append(f"--gpus {more}" if already else f"--gpus {more} with activation checkpointing")
     return remedies or [_SMALLER]
 
 

@@ -124,7 +124,8 @@ def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPredi
 def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[Candidate]:
     """The candidates with the least estimates, one for each split; fewer devices too where they may cost less."""
     chosen: dict[Layout, Candidate] = {}
-    for number in (devices, devices // 2, devices // 4) if goal == "cost" else (devices,):
+    fewer = range(1, devices.bit_length() - 1) if goal == "cost" else ()
+    for number in (devices, *(devices >> power for power in fewer)):
         with suppress(RecipeError) if number < devices else nullcontext():  # fewer may have too little memory
             for one in candidates(job, machine, number):
                 chosen.setdefault(one.layout, one)

@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM as a request: the first one asks for a clean stop, the second one for an immediate end."""
+"""Ctrl-C and SIGTERM as a request: the first one asks for a clean stop, the second one for an immediate end.
+
+The same signal again within `ONCE` seconds is the first one still: coreutils' `timeout` signals its command, and then the
+process group that the command is in.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from stretto.core.tasks import cancel_and_wait
 
 T = TypeVar("T")
 
+ONCE = 0.05
 _CUT_SHORT = 128 + signal.SIGINT
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -21,6 +26,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._event = asyncio.Event()
         self._signal: int = 0
+        self._heard = 0.0  # when, by the clock of the event loop
         self._calls: list[Callable[[], None]] = []
         self._main = asyncio.current_task()
         for number in _SIGNALS:
@@ -54,10 +60,12 @@ class StopSignal:
             await cancel_and_wait([task, stop])
 
     def _hear(self, number: int) -> None:
+        now = asyncio.get_running_loop().time()
         if self.requested and self._main is not None:
-            self._main.cancel()
+            if number != self._signal or now - self._heard > ONCE:
+                self._main.cancel()
             return
-        self._signal = number
+        self._signal, self._heard = number, now
         self._event.set()
         for on_stop in self._calls:
             on_stop()

@@ -13,7 +13,7 @@ import pytest
 
 from stretto.core.errors import EngineLost
 from stretto.core.tasks import gather_or_cancel, run_beside
-from stretto.processes.stopping import StopSignal, until_cut_short
+from stretto.processes.stopping import ONCE, StopSignal, until_cut_short
 from tests.launch.running import default_dispositions
 
 T = TypeVar("T")
@@ -110,6 +110,7 @@ def test_a_second_signal_ends_the_task_that_made_the_request() -> None:
     async def main() -> None:
         async with signalled(signal.SIGTERM) as stopped:
             await stopped.unless(Sleeper().sleep())
+            await asyncio.sleep(2 * ONCE)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(5)
 
@@ -117,10 +118,26 @@ def test_a_second_signal_ends_the_task_that_made_the_request() -> None:
         asyncio.run(main())
 
 
+def test_a_signal_that_comes_twice_at_once_is_one_request() -> None:
+    """As `timeout` sends it; another signal is a second request."""
+
+    async def main(second: signal.Signals) -> int:
+        async with signalled(signal.SIGTERM) as stopped:
+            await stopped.unless(Sleeper().sleep())
+            os.kill(os.getpid(), second)
+            await asyncio.sleep(2 * ONCE)
+            return stopped.exit_code
+
+    assert asyncio.run(main(signal.SIGTERM)) == 143
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main(signal.SIGINT))
+
+
 def test_a_second_signal_ends_a_command_with_its_code_and_nothing_more() -> None:
     async def main() -> None:
         async with signalled(signal.SIGTERM) as stopped:
             await stopped.unless(Sleeper().sleep())
+            await asyncio.sleep(2 * ONCE)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(5)
 

@@ -13,6 +13,7 @@ import signal
 import time
 from pathlib import Path
 
+from stretto.processes.stopping import ONCE
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.ledger.reading import last_step
 from tests.launch.running import (
@@ -155,6 +156,7 @@ def test_a_second_signal_ends_the_run_at_once(laboratory: Laboratory, tmp_path: 
     with laboratory.train(run_dir, ENDLESS) as command:
         wait_for_step(command, 1)
         command.process.send_signal(signal.SIGINT)
+        time.sleep(2 * ONCE)
         ended, seconds = command.stop(signal.SIGINT)
         assert ended.code == 130, ended.err
         assert seconds < 10

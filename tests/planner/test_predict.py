@@ -190,10 +190,13 @@ def test_layouts_fit_their_devices_and_stand_in_the_order_of_the_goal(goal: str)
 
 
 def test_what_fits_nowhere_is_refused_with_what_would_make_it_fit() -> None:
-    with pytest.raises(RecipeError) as refused:
-        plan(large(), machine_of("a100"), 2)
-    assert "GiB too much" in str(refused.value)
-    assert "--gpus 4 with activation checkpointing" in str(refused.value)
+    """What the recipe does already is no remedy."""
+    for saves, remedy in ((True, "--gpus 4"), (False, "--gpus 4 with activation checkpointing")):
+        asked = large().with_settings({}, {}, {"activation_checkpointing": saves})
+        with pytest.raises(RecipeError) as refused:
+            plan(asked, machine_of("a100"), 2)
+        assert "GiB too much" in str(refused.value)
+        assert str(refused.value).endswith(remedy)
 
 
 def tensors_of(asked: Job) -> set[int]:

@@ -245,9 +245,10 @@ def _why(found: RunPlan) -> list[str]:
         return [f"the second is staler: {versions} of the first"]
     of_cost = found.goal == "cost"
     more = second.device_hours / first.device_hours if of_cost else second.hours / first.hours
+    takes = f"takes {more - 1:.1%} more {'device-hours' if of_cost else 'time'}"
+    if (first.engines, first.ranks, first.tensor) == (second.engines, second.ranks, second.tensor):
+        one, other = ("inf" if each.max_staleness is None else f"{each.max_staleness:g}" for each in (first, second))
+        return [f"the second {takes}: it is the first with eta {other} in place of {one}"]
     idle = "training" if second.waits_for == "generation" else "generation"
     share = second.busy["trainer"] if idle == "training" else second.busy["engine-0"]
-    return [
-        f"the second takes {more - 1:.1%} more {'device-hours' if of_cost else 'time'}: a step waits for "
-        f"{second.waits_for}, and {idle} is busy for {share:.0%} of it"
-    ]
+    return [f"the second {takes}: a step waits for {second.waits_for}, and {idle} is busy for {share:.0%} of it"]
