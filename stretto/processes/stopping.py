@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM as a request: the first one asks for a clean stop, the second one for an immediate end.
 
-The same signal again within `ONCE` seconds is the first one still: coreutils' `timeout` signals its command, and then the
-process group that the command is in.
+The same signal again within `ONCE` seconds is the first one still: coreutils' `timeout` signals its command, and then
+the process group of it.
 """
 
 from __future__ import annotations
