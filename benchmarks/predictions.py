@@ -11,7 +11,7 @@ others is refused (`--loaded` takes it all the same): it would be another machin
 The recipe is `recipes/arithmetic.toml` with a short warm start, and the learning rate is so small that lengths stay
 as they are. How long the completions of a policy are is known from a short synchronous run of it (`PROBES`), made
 before the predictions; no other number of a run is. The load is the machine's average of the last minute before each
-run: what else works there slows a run down, and no prediction knows of it.
+run, with the runs before it: above them it is what else works there, of which no prediction knows.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--loaded", action="store_true", help="measure on a machine that works for others")
     asked = parser.parse_args()
-    there = len(known_rows(json.loads(PREDICTED.read_text())))
+    there = len(known_rows(json.loads(PREDICTED.read_text()))) if PREDICTED.is_file() else 0
     goes_on = asked.part == "all" and 0 < there < len(SETTINGS)
     if asked.part != "predict":
         refuse_load(os.getloadavg()[0], asked.loaded)

@@ -34,6 +34,15 @@ def test_three_quarters_of_the_nodes_generate(name: str) -> None:
     assert layout.devices == NODES[name] * 8
 
 
+def test_a_dry_run_counts_heads_that_devices_share_as_often_as_they_are_kept(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """28 layers of 2 heads of 128 numbers, keys and values in bfloat16, are 28 KiB a token; each of 4 devices has one
+    of the heads, which is on two of them."""
+    check(PAPER / "math_1.5b.toml", ["rewards.workers=1", 'engine.arguments=["--tp-size","4"]'])
+    assert f"and {28 / 2 / 1024:.3f} MiB for each token in the KV cache" in capsys.readouterr().out
+
+
 def test_the_folder_has_no_others() -> None:
     assert {path.stem for path in PAPER.glob("*.toml")} == NODES.keys()
 

@@ -212,6 +212,9 @@ def test_the_folder_of_another_study_is_refused(study: Path, tmp_path: Path) -> 
     with pytest.raises(RunFolderError, match="is not empty and holds no study"):
         StudyFolder.take(tmp_path, mine)
     StudyFolder.take(tmp_path / "out", mine).close()  # a refusal has let it go
+    (tmp_path / "out" / "study.json").write_bytes(b'{"name": "\xff"}')
+    with pytest.raises(RunFolderError, match=r"study\.json: cannot be read"):
+        StudyFolder.take(tmp_path / "out", mine)
 
 
 def test_a_folder_in_use_is_refused(study: Path, tmp_path: Path) -> None:
@@ -257,5 +260,7 @@ def test_the_command_trains_in_processes_of_its_own(
     (cell,) = json.loads(ended.out)["cells"]
     (run,) = cell["runs"]
     assert (cell["name"], run["trajectories"]) == ("max_staleness = 1", 8)
-    assert (tmp_path / "out" / "runs" / run["digest"] / "recipe.toml").is_file()
+    folder = tmp_path / "out" / "runs" / run["digest"]
+    assert (folder / "recipe.toml").is_file()
+    assert list(folder.glob("plots/*")) == []
     assert door("study", study.with_name("nothing.toml")).code == 2
