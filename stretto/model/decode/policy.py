@@ -125,10 +125,11 @@ class DecodePolicy:
 
     @torch.inference_mode()
     def forward_of_text(self, token_ids: Ints, decoded: int) -> Tensor:
-        """The logits after every token of a text [C, V], float32: the last `decoded` tokens are fed one at a time over
-        the cache, those before them together. For a policy without rows; it has none afterwards."""
+        """The logits after every token of a text [C, V], float32: the last `decoded` tokens, at least one, are fed one
+        at a time over the cache, the first of them in the pass that feeds all before it together. For a policy without
+        rows; it has none afterwards."""
         assert not len(self), "the rows of the policy would be fed a token each"
-        together = len(token_ids) - decoded
+        together = len(token_ids) - decoded + 1
         newest, lengths = token_ids[together - 1 : together].copy(), np.array([together])
         step, _ = self._step(newest, lengths, [Context(token_ids[: together - 1], (0,))])
         every = self._logits(step, len(step.token_ids))
