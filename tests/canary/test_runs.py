@@ -24,9 +24,9 @@ SABOTAGE = Path(__file__).parent / "sabotage"
 SABOTAGED = ("env", f"PYTHONPATH={SABOTAGE}:{Path(__file__).parents[2]}", f"SABOTAGED_FROM={FIRST}")
 
 
-@pytest.fixture
-def laboratory(tmp_path: Path) -> Laboratory:
-    return Laboratory(tmp_path, tmp_path / "cache")
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"))
 
 
 def test_a_run_ends_before_one_token_of_unproven_weights_is_trained_on(laboratory: Laboratory, tmp_path: Path) -> None:
