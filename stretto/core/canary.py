@@ -3,6 +3,9 @@
     trainer   log p of the text under version v ─────────────► conductor: expected
     engine    load v, then log p of the text by its own forward ► conductor: the distance of both, against a tolerance
 
+Beside the log-probabilities travels the digest of each published tensor, as the trainer wrote it. An engine that can
+look into its memory hashes what it computes from: what a coarse type hides of a score shows there, to the last bit.
+
 A version is live at an engine once the distance is within the tolerance. Both sides round, so the tolerance is counted
 in units of rounding: what the text's log-probabilities err by in the coarser of the two types.
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from statistics import fmean
 
 from stretto.core.records import Record
@@ -29,15 +32,25 @@ FARTHEST = 1e4
 _ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
+class TensorDigest(Record, frozen=True):
+    """The xxh3 (64 bits, 16 hexadecimal digits) of a tensor's numbers, row by row without gaps, little endian, in this
+    type. Types have the names of safetensors: F32, BF16."""
+
+    dtype: str
+    checksum: str
+
+
 class Canary(Record, frozen=True):
     """The text under one version, by the trainer: the log-probabilities (nats, at temperature 1) of all tokens but the
-    first. `depth`: layers of the model; `dtype`: what the trainer computed in."""
+    first. `depth`: layers of the model; `dtype`: what the trainer computed in; `digests`: of each tensor of the
+    publication by its name there, and with adapters of what they are added to."""
 
     version: int
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     depth: int
     dtype: str = "float32"
+    digests: Mapping[str, TensorDigest] = {}
 
     def unit(self, dtype: str) -> float:
         """What rounding comes to, in nats per token, where the engine computes in `dtype`."""
@@ -67,13 +80,23 @@ class Scores(Record, frozen=True):
     `logprobs` are those of all tokens but the first; the last `decoded` of them were computed one at a time over the KV
     cache, the others together. `pairs` are of further tokens, which a server of another make has sampled: their
     log-probabilities over the cache, and computed together. `differing` names tensors in the engine's memory that are
-    not the published ones, where the engine can look.
+    not the published ones; `compared` is how many tensors of the canary's digests it has compared.
     """
 
     logprobs: tuple[float, ...]
     decoded: int = 0
     pairs: tuple[tuple[float, float], ...] = ()
     differing: tuple[str, ...] = ()
+    compared: int = 0
+
+
+def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, str]) -> tuple[str, ...]:
+    """The tensors of `held` (checksums of an engine's memory, by name) that are not the published ones.
+
+    >>> differing({"a": TensorDigest("F32", "12"), "b": TensorDigest("F32", "34")}, {"a": "12", "b": "35"})
+    ('b',)
+    """
+    return tuple(name for name, checksum in held.items() if digests[name].checksum != checksum)
 
 
 class Loaded(Record, frozen=True):
@@ -107,7 +130,7 @@ def _gap(one: float, other: float) -> float:
 
 class Proof(Record, frozen=True):
     """What an engine has shown of a version. `distance` and `tolerance` in nats per token; `unit` is that of the
-    canary. `evidence`: the tensors that differ, where the engine can tell."""
+    canary. `evidence`: the tensors that differ, of the `compared` ones; the version has `tensors`."""
 
     engine: str
     make: str  # native, vllm or sglang, and the type that it computes in: "native float32"
@@ -117,6 +140,8 @@ class Proof(Record, frozen=True):
     unit: float
     proven: bool
     evidence: str = ""
+    compared: int = 0
+    tensors: int = 0
 
     @property
     def units(self) -> float:

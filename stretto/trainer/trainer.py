@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -154,11 +155,11 @@ class Trainer:
         canary = self._canary(text) if text else None
         began = self._span("prove", began) if text else began
         if self._adapted:
-            publisher.publish(self.version, adapter_parameters(self.learner.model), self._gather_adapter)
+            digests = publisher.publish(self.version, adapter_parameters(self.learner.model), self._gather_adapter)
         else:
-            publisher.publish(self.version, self.learner.model.named_parameters(), self._gather)
+            digests = publisher.publish(self.version, self.learner.model.named_parameters(), self._gather)
         self._span("publish", began)
-        return canary
+        return msgspec.structs.replace(canary, digests=digests) if canary is not None else None
 
     @torch.no_grad()
     def _canary(self, text: Sequence[int]) -> Canary:

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from stretto.core.canary import TensorDigest
+
 #: What the names of adapters end with, after that of their layer.
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 
@@ -27,8 +29,11 @@ def as_it_is(name: str, tensor: Tensor) -> Tensor:
 class Publisher(Protocol):
     """The trainer's end."""
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
-        """Make `version` the newest. When this returns, every subscriber can load it, whole.
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
+    ) -> dict[str, TensorDigest]:
+        """Make `version` the newest. When this returns, every subscriber can load it, whole. Returns the digest of each
+        tensor as it was written.
 
         `gather` is called for one tensor after the other, in order; each result is released before the next.
         """
@@ -38,9 +43,12 @@ class Publisher(Protocol):
 class GatheringPublisher:
     """The publisher of ranks 1, 2, ...: they take part in each gathering, and rank 0 alone publishes."""
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
+    ) -> dict[str, TensorDigest]:
         for name, tensor in tensors:
             gather(name, tensor)
+        return {}  # rank 0 has them
 
 
 class Subscriber(Protocol):

@@ -229,8 +229,18 @@ def _judged(engine: str, make: str, asked: Challenge, loaded: Loaded, unit: floa
         missing = f"it says that it has version {loaded.version}"
     gap = distance(canary, scores) if scores is not None and not missing else FARTHEST
     evidence = missing or ", ".join(_shortened(scores.differing if scores is not None else ()))
-    proven = not evidence and gap <= asked.tolerance
-    return Proof(engine, make, canary.version, gap, asked.tolerance, unit, proven, evidence)
+    return Proof(
+        engine=engine,
+        make=make,
+        version=canary.version,
+        distance=gap,
+        tolerance=asked.tolerance,
+        unit=unit,
+        proven=not evidence and gap <= asked.tolerance,
+        evidence=evidence,
+        compared=scores.compared if scores is not None else 0,
+        tensors=len(canary.digests),
+    )
 
 
 def _shortened(names: tuple[str, ...]) -> list[str]:
