@@ -174,7 +174,7 @@ class Generation:
             start = time.monotonic()
             tensors = await asyncio.to_thread(self._mailbox.load, version)
             self.engine.update(version, tensors, since=start)
-        scores = self.engine.score(challenge.canary.token_ids) if challenge is not None else None
+        scores = self.engine.prove(challenge.canary) if challenge is not None else None
         self._in_doubt = challenge is not None and scores is not None and not challenge.is_answered(scores)
         self._work.set()
         return Loaded(self.engine.version, scores)
