@@ -90,7 +90,8 @@ class ChangedBound(Record, frozen=True):
 
 class CanaryProof(Record, frozen=True):
     """How far an engine's log-probabilities of the canary were from the trainer's, nats per token, after it had loaded
-    a version: the newest proof of each engine, and the worst of the run, nearest to its tolerance or beyond."""
+    a version: the newest proof of each engine, and the worst of the run, nearest to its tolerance or beyond. Of the
+    `tensors` of the version it has `compared` so many in its memory with the trainer's digests."""
 
     engine: str
     version: int
@@ -98,6 +99,8 @@ class CanaryProof(Record, frozen=True):
     tolerance: float
     proven: bool
     which: str  # newest or worst
+    compared: int = 0
+    tensors: int = 0
 
 
 class Inspection(Record, frozen=True):
@@ -224,7 +227,7 @@ def _canary(record: CanaryRecord) -> tuple[CanaryProof, ...]:
     """The newest proof of each engine, then the worst of the run."""
     worst = sorted(record.worst, key=lambda one: (one.proven, -one.distance / one.tolerance))[:1]
     return tuple(
-        CanaryProof(one.engine, one.version, one.distance, one.tolerance, one.proven, which)
+        CanaryProof(one.engine, one.version, one.distance, one.tolerance, one.proven, which, one.compared, one.tensors)
         for which, proofs in (("newest", record.newest), ("worst", worst))
         for one in proofs
     )

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from stretto.core.canary import TensorDigest
+
 #: What the names of adapters end with, after that of their layer.
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 
@@ -27,8 +29,11 @@ def as_it_is(name: str, tensor: Tensor) -> Tensor:
 class Publisher(Protocol):
     """The trainer's end."""
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
-        """Make `version` the newest. When this returns, every subscriber can load it, whole.
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
+    ) -> Mapping[str, TensorDigest] | None:
+        """Make `version` the newest. When this returns, every subscriber can load it, whole. Returns the digest of each
+        tensor as it was written, where the medium makes some.
 
         `gather` is called for one tensor after the other, in order; each result is released before the next.
         """

@@ -20,6 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from stretto.core.canary import TensorDigest
 from stretto.core.errors import DeadlineExceeded, TornPublication, WireError
 from stretto.weights.folder import KEPT, held, map_file, path_of, prefix, private, unlink, versions, write_all
 from stretto.weights.mailbox import Gather, as_it_is
@@ -60,9 +61,11 @@ class SharedMemoryPublisher:
         folder.mkdir(parents=True, exist_ok=True)
         prefix(run)
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
+    ) -> dict[str, TensorDigest]:
         """Write, check, switch; `gather` makes each tensor when it is written. Versions above `version`, which a run
-        has published before it was resumed, are unlinked.
+        has published before it was resumed, are unlinked. Returns the digest of each tensor as it was written.
 
         Raises:
             TornPublication: the file read back differs from what was written; nothing was switched.
@@ -74,7 +77,7 @@ class SharedMemoryPublisher:
         path = path_of(self._run, self._folder, version)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            _write(partial, version, dict(tensors), gather, self._dtype)
+            digests = _write(partial, version, dict(tensors), gather, self._dtype)
             _check(partial, version)
             unlink(file for number, file in versions(self._run, self._folder) if number > version)
             partial.replace(path)
@@ -83,6 +86,7 @@ class SharedMemoryPublisher:
             raise
         unlink(file for _, file in versions(self._run, self._folder)[:-KEPT])
         unlink(self._folder.glob(f"{prefix(self._run)}*.partial"))
+        return digests
 
 
 class SharedMemorySubscriber:
@@ -200,7 +204,9 @@ def _view(raw: memoryview, start: int, entry: TensorEntry) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype, count=count, offset=start + entry.data_offsets[0]).view(entry.shape)
 
 
-def _write(path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gather, dtype: torch.dtype | None) -> None:
+def _write(
+    path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gather, dtype: torch.dtype | None
+) -> dict[str, TensorDigest]:
     forms = {name: torch.empty(t.shape, dtype=_stored(t, dtype), device="meta") for name, t in tensors.items()}
     manifest, checksums = _plan(version, forms), []
     start = len(header(manifest))
@@ -215,6 +221,16 @@ def _write(path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gath
             checksums.append(checksum.hexdigest())
         file.seek(0)
         write_all(file, memoryview(header(replace(manifest, checksums=tuple(checksums)))))
+    entries = zip(manifest.tensors.items(), checksums, strict=True)
+    return {name: TensorDigest(entry.dtype, checksum) for (name, entry), checksum in entries}
+
+
+def digest_of_tensor(tensor: Tensor) -> TensorDigest:
+    """The digest of a tensor as it is in memory, equal to that of its publication where its numbers are."""
+    checksum = xxhash.xxh3_64()
+    for piece in _pieces(tensor):
+        checksum.update(piece)
+    return TensorDigest(_NAMES[tensor.dtype], checksum.hexdigest())
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -16,6 +16,7 @@ import pytest
 
 from stretto.audit import check, checksums, forest, history, laws
 from stretto.audit.check import check_run, print_balance, print_findings
+from stretto.core.canary import CANARY, CanaryRecord, Proven
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
 from stretto.core.records import trajectory_id as name_of
@@ -49,7 +50,7 @@ def trajectories(ticket: Ticket, version: int) -> list[Trajectory]:
                     behavior_logprobs=(-0.5, -0.25),
                     versions=(version, version),
                     stop_reason=StopReason.STOP,
-                ),
+                ).written_by("engine-0"),
             ),
             verdict=Verdict(outcome=Outcome.RIGHT, reward=1.0),
             text="",
@@ -86,6 +87,8 @@ def run_dir(tmp_path: Path) -> Path:
     with closing(Ledger(tmp_path / "ledger.sqlite", StoreConfig())) as ledger:
         control = Controller(config, PromptStream(prompts, seed=1), ledger, seed=1)
         ledger.watch("standing", control.state)
+        ledger.put("engines", [Membership("engine-0", "native", "here", version=3, joined_step=0)])
+        ledger.put(CANARY, CanaryRecord(proven=(Proven("engine-0", ((0, 3),)),)))
         failed = control.admit()
         assert failed is not None
         control.fail(failed, "refused")
@@ -193,6 +196,14 @@ BREACHES = {
         " id = '0.' || (SELECT prompt_id FROM groups WHERE key = 4) || '.1' WHERE key = 6",
         "no prompt is skipped or repeated",
     ),
+    "a token of a version that its engine had not proven": (
+        "UPDATE meta SET value = json_set(value, '$.proven[0].ranges', json('[[0, 1], [3, 3]]')) WHERE name = 'canary'",
+        "every token was sampled by proven weights",
+    ),
+    "a token of an engine that has proven nothing": (
+        "UPDATE meta SET value = json_set(value, '$.proven', json('[]')) WHERE name = 'canary'",
+        "every token was sampled by proven weights",
+    ),
 }
 
 
@@ -249,7 +260,10 @@ SEALED = {
         r"the row of trajectory 0\.p\.\d\.0/0",
     ),
     "a count of a step": ("UPDATE steps SET committed = 5 WHERE step = 2", "the row of step 2"),
-    "a fact": ("UPDATE meta SET value = json_set(value, '$.other', 1)", "the fact 'standing'"),
+    "a fact": (
+        "UPDATE meta SET value = json_set(value, '$.other', 1) WHERE name = 'standing'",
+        "the fact 'standing'",
+    ),
 }
 
 
@@ -392,7 +406,6 @@ def test_tokens_of_an_engine_that_is_not_on_the_roster_and_tokens_of_nobody_are_
     with closing(Ledger(path, StoreConfig())) as ledger:
         ledger.issue("9.p.9.0", prompt, 1, 3)
         ledger.buffer(Group("9.p.9.0", prompt, 3, (Trajectory("9.p.9.0/0", (segment,), verdict, ""),)))
-        ledger.put("engines", [Membership("engine-0", "native", "here", version=3, joined_step=0)])
     assert check_run(run_dir).breaches[law] == (
         "9.p.9.0/0 has tokens of spot, which is not on the roster",
         "9.p.9.0/0 has 2 sampled tokens, its engines wrote (('engine-0', 1), ('spot', 2))",

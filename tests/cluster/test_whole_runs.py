@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,13 +27,17 @@ GIVEN = ("cluster.placer=given", "cluster.listen=127.0.0.1:0", "trainer.steps=10
 
 @contextmanager
 def machine(
-    laboratory: Laboratory, run_dir: Path, *more: str | Path, sees_the_folder: bool = True
+    laboratory: Laboratory,
+    run_dir: Path,
+    *more: str | Path,
+    sees_the_folder: bool = True,
+    before: Sequence[str] = (),
 ) -> Iterator[Command]:
     """An agent that joins the run, by its folder or by address and token."""
     wait_until(lambda: bool(joining(run_dir)), "the gate")
     token = json.loads((run_dir / "join.json").read_text())["token"]
     where = (run_dir,) if sees_the_folder else (joining(run_dir), "--token", token)
-    with laboratory.start("engine", "--join", *where, "--patience", "60", *more) as agent:
+    with laboratory.start("engine", "--join", *where, "--patience", "60", *more, before=before) as agent:
         yield agent
         agent.kill_all()
         agent.assert_nothing_is_left()

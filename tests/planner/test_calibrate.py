@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
+from stretto.core.canary import TensorDigest
 from stretto.core.errors import RoleDied
 from stretto.core.events import Span
 from stretto.engine.config import EngineConfig
@@ -129,11 +130,14 @@ def test_no_number_is_negative() -> None:
 class SlowPublisher(SharedMemoryPublisher):
     """Works for a twentieth of a second more."""
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
-        super().publish(version, tensors, gather)
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
+    ) -> dict[str, TensorDigest]:
+        digests = super().publish(version, tensors, gather)
         until = time.process_time() + 0.05
         while time.process_time() < until:
             pass
+        return digests
 
 
 def test_a_measured_shape_makes_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

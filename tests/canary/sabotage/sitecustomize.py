@@ -1,6 +1,13 @@
-"""Python runs this file at its start where its folder stands in PYTHONPATH: the processes of a run then load weights
-wrongly and report success, from the version on that the environment names, `SABOTAGED_FROM`; or, where `SABOTAGED` is
-"logprobs", they report other log-probabilities than those that they sampled with."""
+"""Python runs this file at its start where its folder stands in PYTHONPATH: engines of a run then do something wrong
+and report success. The environment says what:
+
+    SABOTAGED         skips     one tensor is not loaded, where the engine copies it; of adapters, none is (the default)
+                      hands     the same, where the mailbox hands it over, after it has checked every byte
+                      logprobs  other log-probabilities are told than those that tokens were sampled with
+    SABOTAGED_FROM    the first version to which it happens
+    SABOTAGED_ENGINE  the engine to which it happens; every one without it
+    SABOTAGED_IF      a file; it happens while that exists
+"""
 
 from __future__ import annotations
 
@@ -39,22 +46,39 @@ class Saboteur(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert self.honest is not None
         self.honest.exec_module(module)
-        first, update, sample = int(os.environ["SABOTAGED_FROM"]), module.NativeEngine.update, module.sample
+        what, engine = os.environ.get("SABOTAGED", "skips"), module.NativeEngine
+        if what == "logprobs":
+            sample = module.sample
+            vars(module)["sample"] = lambda *given: (sample(*given)[0], sample(*given)[1] - LESS)
+            return
+        subscriber = importlib.import_module("stretto.weights.shared_memory").SharedMemorySubscriber
+        update, load, begin, named = engine.update, subscriber.load, engine.__init__, []
 
-        def reports_others(*arguments):  # type: ignore[no-untyped-def]
-            tokens, logprobs = sample(*arguments)
-            return tokens, logprobs - LESS
+        def begins(self, *given, **rest):  # type: ignore[no-untyped-def]
+            begin(self, *given, **rest)
+            named.append(self)
 
-        def skips_one(engine, version, tensors, since=None):  # type: ignore[no-untyped-def]
-            if version >= first:
-                kept = engine._parameters._parameters[SKIPPED].detach().clone()
-                tensors = dict(tensors) | {SKIPPED: kept}
-            update(engine, version, tensors, since)
+        def updates(self, version, tensors, since=None):  # type: ignore[no-untyped-def]
+            update(self, version, without_one(self, version, tensors), since)
 
-        if os.environ.get("SABOTAGED") == "logprobs":
-            vars(module)["sample"] = reports_others
+        def hands(self, version):  # type: ignore[no-untyped-def]
+            return without_one(named[0], version, load(self, version))
+
+        engine.__init__ = begins
+        if what == "hands":
+            subscriber.load = hands
         else:
-            module.NativeEngine.update = skips_one
+            engine.update = updates
+
+
+def without_one(engine, version, tensors):  # type: ignore[no-untyped-def]
+    only, file = os.environ.get("SABOTAGED_ENGINE"), os.environ.get("SABOTAGED_IF")
+    spared = (only and engine.name != only) or (file and not os.path.exists(file))  # before anything else
+    if version < int(os.environ["SABOTAGED_FROM"]) or spared:
+        return tensors
+    kept = engine._parameters._parameters[SKIPPED].detach().clone()
+    dropped = {name: 0 * tensor for name, tensor in tensors.items() if name.endswith(".lora_B")}
+    return dict(tensors) | (dropped or {SKIPPED: kept})
 
 
 sys.meta_path.insert(0, Saboteur())
