@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-_ADVANCE, _READBACK = import_module("advance"), import_module("readback")  # beside this file, on the server's path
+_HERE = f"{__package__}." if __package__ else ""  # in a server, its path leads to the modules of this folder
+_ADVANCE, _READBACK = (import_module(f"{_HERE}{name}") for name in ("advance", "readback"))
 
 ACTION = "stretto_held"
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"

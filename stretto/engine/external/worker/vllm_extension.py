@@ -16,7 +16,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-_ADVANCE, _READBACK = import_module("advance"), import_module("readback")  # beside this file, on the server's path
+_HERE = f"{__package__}." if __package__ else ""  # in a server, its path leads to the modules of this folder
+_ADVANCE, _READBACK = (import_module(f"{_HERE}{name}") for name in ("advance", "readback"))
 
 
 class Loader:
