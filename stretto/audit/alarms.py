@@ -30,6 +30,7 @@ from stretto.audit.symptoms.learning import (
 )
 from stretto.audit.symptoms.memory import memory_growing
 from stretto.audit.symptoms.windows import WINDOW, apart, measured, newest_mean
+from stretto.core.canary import AGREEING, coarser
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
@@ -285,10 +286,10 @@ def last_step_of(recipe: Mapping[str, Any]) -> int | None:
 
 
 def mismatch_of(recipe: Mapping[str, Any]) -> float:
-    """The nats between engine and trainer that rounding may come to: those of `loop.engines.proving`."""
+    """The nats between engine and trainer that rounding may come to."""
     sections = (recipe.get(name) for name in ("engine", "trainer"))
-    types = {section.get("dtype", "float32") for section in sections if isinstance(section, dict)}
-    return 1e-3 if types <= {"float32"} else 0.1
+    types = [section.get("dtype") for section in sections if isinstance(section, dict)]
+    return AGREEING[coarser("float32", *(dtype for dtype in types if dtype in AGREEING))]
 
 
 def _tables(recipe: Path) -> Mapping[str, Any]:

@@ -29,7 +29,19 @@ DECODED = 2
 #: Nats between two log-probabilities of which one is no finite number; no distance is larger.
 FARTHEST = 1e4
 
+#: Nats between log-probabilities of sampled tokens on average, by the coarser type of engine and trainer.
+AGREEING = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
+
 _ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def coarser(*dtypes: str) -> str:
+    """The type that rounds the most.
+
+    >>> coarser("float32", "bfloat16", "float16")
+    'bfloat16'
+    """
+    return max(dtypes, key=_ROUNDOFF.__getitem__)
 
 
 class TensorDigest(Record, frozen=True):
@@ -54,16 +66,17 @@ class Canary(Record, frozen=True):
 
     def unit(self, dtype: str) -> float:
         """What rounding comes to, in nats per token, where the engine computes in `dtype`."""
-        roundoff = max(_ROUNDOFF[dtype], _ROUNDOFF[self.dtype])
-        return roundoff * math.sqrt(2 * self.depth) * fmean(map(abs, self.logprobs))
+        return _ROUNDOFF[coarser(dtype, self.dtype)] * math.sqrt(2 * self.depth) * fmean(map(abs, self.logprobs))
 
 
 class Challenge(Record, frozen=True):
     """A canary that comes with the order to load its version; within `tolerance` (nats per token) the engine goes on to
-    sample, else it samples nothing until it has loaded the version again."""
+    sample, else it samples nothing until it has loaded the version again. `sampled`: tokens of its own, sampled with
+    the version before, that it is to compute again before it loads."""
 
     canary: Canary
     tolerance: float
+    sampled: int = 0
 
     def is_answered(self, scores: Scores) -> bool:
         """Whether an engine with these scores computes with the version of the canary."""
@@ -80,7 +93,9 @@ class Scores(Record, frozen=True):
     `logprobs` are those of all tokens but the first; the last `decoded` of them were computed one at a time over the KV
     cache, the others together. `pairs` are of further tokens, which a server of another make has sampled: their
     log-probabilities over the cache, and computed together. `differing` names tensors in the engine's memory that are
-    not the published ones; `compared` is how many tensors of the canary's digests it has compared.
+    not the published ones; `compared` is how many tensors of the canary's digests it has compared. `sampled`: of tokens
+    that it had sampled with the version before, the log-probability that it has told or will tell, and that of the same
+    forward which computes the text.
     """
 
     logprobs: tuple[float, ...]
@@ -88,6 +103,7 @@ class Scores(Record, frozen=True):
     pairs: tuple[tuple[float, float], ...] = ()
     differing: tuple[str, ...] = ()
     compared: int = 0
+    sampled: tuple[tuple[float, float], ...] = ()
 
 
 def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, str]) -> tuple[str, ...]:
@@ -150,13 +166,18 @@ class Proof(Record, frozen=True):
 
 
 class Agreement(Record, frozen=True):
-    """How far the log-probabilities of an engine's sampled tokens were from the trainer's, in one step: `error` is the
-    mean difference (nats) over `tokens` of the version in training; tokens of earlier versions are compared with
-    nothing."""
+    """How far the log-probabilities of an engine's sampled tokens were from those computed again under their version:
+    `error` is the mean difference (nats) over `tokens`. The trainer compares those of the version in training, of each
+    step; an engine those of the version before, where it is asked to (`Challenge.sampled`)."""
 
     engine: str
     tokens: int
     error: float
+
+
+def agreement(engine: str, pairs: Collection[tuple[float, float]]) -> Agreement:
+    """That of an engine's sampled tokens, of which there are some."""
+    return Agreement(engine, len(pairs), fmean(_gap(*pair) for pair in pairs))
 
 
 class MakeTolerance(Record, frozen=True):

@@ -31,6 +31,7 @@ class TrainerSpec(Record, frozen=True):
     log: str = "trainer.txt"  # the file that this process writes; other ranks write beside it
     kernels: str | None = None
     published: str | None = None
+    held: str = "float32"  # the dtype in which engines hold weights, whatever is published
     hung: float = 10.0  # seconds without a heartbeat after which another rank is given up
     rank_host: str = ""  # the address of this machine at which other ranks join; "": the loopback's
     collective: float = 1800.0  # seconds that ranks wait for each other at most

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stretto.core.canary import Agreement, Canary
+from stretto.core.canary import Agreement, Canary, TensorDigest
 from stretto.core.errors import BoundViolated, TrainingDiverged
 from stretto.core.events import Span
 from stretto.core.records import Batch, Sampling, Update
@@ -47,6 +47,7 @@ from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers, adapter_p
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.reference import Reference, WithoutAdapters
 from stretto.weights.mailbox import LORA_B, Publisher
+from stretto.weights.shared_memory import digest_of_tensor
 
 
 class Trainer:
@@ -94,6 +95,7 @@ class Trainer:
         self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0
         self._longest = sampling.max_tokens
         self._spans: list[Span] = []
+        self._frozen: dict[str, TensorDigest] = {}  # of what adapters are added to, from the first publication on
         self.agreement: tuple[Agreement, ...] = ()  #: of engines and trainer, in the last step
 
     def train(self, batch: Batch) -> Update:
@@ -148,9 +150,12 @@ class Trainer:
             skipped=tuple(skipped),
         )
 
-    def publish(self, publisher: Publisher, text: Sequence[int] = ()) -> Canary | None:
+    def publish(
+        self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
+    ) -> Canary | None:
         """Publish the policy as `version`: its parameters, or its adapters if it has some. Returns what engines have to
-        find of the canary's text; None without one."""
+        find of the canary's text and in their memory; None without a text. `held`: the type in which they hold what
+        adapters are added to."""
         began = time.monotonic()
         canary = self._canary(text) if text else None
         began = self._span("prove", began) if text else began
@@ -159,7 +164,15 @@ class Trainer:
         else:
             digests = publisher.publish(self.version, self.learner.model.named_parameters(), self._gather)
         self._span("publish", began)
-        return msgspec.structs.replace(canary, digests=digests) if canary is not None else None
+        if canary is None:
+            return None
+        if self._adapted and not self._frozen:
+            self._frozen = dict(self._frozen_digests(held))
+        return msgspec.structs.replace(canary, digests={**self._frozen, **(digests or {})})
+
+    def _frozen_digests(self, held: torch.dtype) -> Iterator[tuple[str, TensorDigest]]:
+        for name, parameter in plain_parameters(self.learner.model):
+            yield name, digest_of_tensor(self._ranks.full_tensor(parameter.detach()).to(held))
 
     @torch.no_grad()
     def _canary(self, text: Sequence[int]) -> Canary:

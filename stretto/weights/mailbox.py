@@ -31,9 +31,9 @@ class Publisher(Protocol):
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
-    ) -> dict[str, TensorDigest]:
+    ) -> Mapping[str, TensorDigest] | None:
         """Make `version` the newest. When this returns, every subscriber can load it, whole. Returns the digest of each
-        tensor as it was written.
+        tensor as it was written, where the medium makes some.
 
         `gather` is called for one tensor after the other, in order; each result is released before the next.
         """
@@ -43,12 +43,9 @@ class Publisher(Protocol):
 class GatheringPublisher:
     """The publisher of ranks 1, 2, ...: they take part in each gathering, and rank 0 alone publishes."""
 
-    def publish(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
-    ) -> dict[str, TensorDigest]:
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
         for name, tensor in tensors:
             gather(name, tensor)
-        return {}  # rank 0 has them
 
 
 class Subscriber(Protocol):

@@ -53,6 +53,7 @@ class Ground:
     publisher: SharedMemoryPublisher
     spec: EngineSpec
     text: tuple[int, ...]
+    held: torch.dtype
     proving: Proving = field(default_factory=Proving)
     said: list[str] = field(default_factory=list)
 
@@ -73,7 +74,7 @@ class Ground:
         self.trainer.version += 1
 
     def publish(self) -> None:
-        self.proving.published(self.trainer.publish(self.publisher, self.text))
+        self.proving.published(self.trainer.publish(self.publisher, self.text, self.held))
 
     def load(self) -> int:
         """The engine loads what is published, and proves it; raises `UnprovenWeights`."""
@@ -128,15 +129,16 @@ def ground(
     trainer = Trainer(policy, config, AlgorithmConfig())
     engine_config = EngineConfig(slots=8, cache_gib=0.05, dtype=dtype)
     engine = NativeEngine.load(model, engine_config, name="engine-0")
-    memory = tmp_path / "memory"
+    memory, held = tmp_path / "memory", getattr(torch, dtype)
     spec = EngineSpec("engine-0", "", str(model), RUN, str(memory), engine_config.model_dump_json(), 1, 0.0)
     try:
         yield Ground(
             trainer,
             Generation(engine, SharedMemorySubscriber(RUN, memory)),
-            SharedMemoryPublisher(RUN, memory),
+            SharedMemoryPublisher(RUN, memory, None if lora else held),
             spec,
             text(len(TINY.vocabulary), TINY.context_length, {1}, 7),
+            held,
         )
     finally:
         remove(RUN, memory)

@@ -1,9 +1,10 @@
 """The embedded engine proves its weights before it samples.
 
 - A hundred honest updates are proven, in float32 and bfloat16, with and without adapters.
-- Whatever goes wrong where weights are loaded, and reports success, is seen: the version is not live, the engine
-  samples nothing, and the sentence names engine, version and, where tensors differ, their names. In float32 the
-  log-probabilities alone show it.
+- Whatever goes wrong behind the check of the bytes and reports success is seen, in the mailbox's hand and where weights
+  are copied: the version is not live, the engine samples nothing, and the sentence names engine, version and, where
+  tensors differ, their names. In float32 the log-probabilities alone show it.
+- Every tensor of a version is compared, and how many were is on record.
 - A fault that is gone when the version is loaded again costs nothing but that.
 """
 
@@ -22,63 +23,102 @@ from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.parameters import Parameters
 from stretto.model.decode.policy import DecodePolicy
+from stretto.weights.shared_memory import SharedMemorySubscriber
 from tests.canary.ground import Ground, ground
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 OTHER = "model.layers.1.mlp.down_proj.weight"
+ADAPTER, OTHERS = "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"
 
 Tensors = Mapping[str, Tensor]
-Sabotage = Callable[[Tensors, Parameters], Tensors]
+#: What is loaded, of the published tensors and those of the version before.
+Sabotage = Callable[[Tensors, Tensors], Tensors]
+Dtype = Literal["float32", "bfloat16"]
 
 
-def scaled_all(tensors: Tensors, _: Parameters) -> Tensors:
+def scaled_all(tensors: Tensors, _: Tensors) -> Tensors:
     return {name: 1.02 * tensor for name, tensor in tensors.items()}
 
 
-def scaled_one(tensors: Tensors, _: Parameters) -> Tensors:
+def scaled_one(tensors: Tensors, _: Tensors) -> Tensors:
     return dict(tensors) | {DOWN: 1.1 * tensors[DOWN]}
 
 
-def skipped_one(tensors: Tensors, into: Parameters) -> Tensors:
-    return dict(tensors) | {DOWN: into._parameters[DOWN].detach().clone()}
+def skipped_one(tensors: Tensors, before: Tensors) -> Tensors:
+    return dict(tensors) | {DOWN: before[DOWN]}
 
 
-def swapped(tensors: Tensors, _: Parameters) -> Tensors:
+def swapped(tensors: Tensors, _: Tensors) -> Tensors:
     return dict(tensors) | {DOWN: tensors[OTHER], OTHER: tensors[DOWN]}
 
 
-def kept_old(_: Tensors, into: Parameters) -> Tensors:
-    return {name: parameter.detach().clone() for name, parameter in into._parameters.items()}
+def kept_old(_: Tensors, before: Tensors) -> Tensors:
+    return before
 
 
-def rounded(tensors: Tensors, into: Parameters) -> Tensors:
-    coarse = torch.bfloat16 if into._parameters[DOWN].dtype is torch.float32 else torch.float8_e4m3fn
-    return {name: tensor.to(coarse).to(torch.float32) for name, tensor in tensors.items()}
+def rounded(tensors: Tensors, _: Tensors) -> Tensors:
+    coarse = torch.bfloat16 if tensors[DOWN].dtype is torch.float32 else torch.float8_e4m3fn
+    return {name: tensor.to(coarse) for name, tensor in tensors.items()}
 
 
-def bit_flipped(tensors: Tensors, _: Parameters) -> Tensors:
-    flipped = tensors[DOWN].float().clone()
-    flipped.view(torch.int32)[3, 3] ^= 1 << 29
-    return dict(tensors) | {DOWN: flipped}
+def bit_flipped(tensors: Tensors, _: Tensors) -> Tensors:
+    return dict(tensors) | {DOWN: _flipped(tensors[DOWN], -3)}
 
 
-def adapter_dropped(tensors: Tensors, _: Parameters) -> Tensors:
+def last_bit_flipped(tensors: Tensors, _: Tensors) -> Tensors:
+    return dict(tensors) | {DOWN: _flipped(tensors[DOWN], 0)}
+
+
+def _flipped(tensor: Tensor, bit: int) -> Tensor:
+    """One bit of one number differs; negative ones count from the sign."""
+    whole = torch.int32 if tensor.dtype is torch.float32 else torch.int16
+    flipped = tensor.clone()
+    flipped.view(whole)[3, 3] ^= 1 << (bit % (8 * whole.itemsize))
+    return flipped
+
+
+def adapters_dropped(tensors: Tensors, _: Tensors) -> Tensors:
     return {name: torch.zeros_like(tensor) if name.endswith(".lora_B") else tensor for name, tensor in tensors.items()}
 
 
-def adapter_twice(tensors: Tensors, _: Parameters) -> Tensors:
+def adapters_twice(tensors: Tensors, _: Tensors) -> Tensors:
     return {name: 2 * tensor if name.endswith(".lora_B") else tensor for name, tensor in tensors.items()}
 
 
+def adapter_skipped(tensors: Tensors, before: Tensors) -> Tensors:
+    return dict(tensors) | {name: before[name] for name in (f"{ADAPTER}.lora_A", f"{ADAPTER}.lora_B")}
+
+
+def adapters_swapped(tensors: Tensors, _: Tensors) -> Tensors:
+    one, other = f"{ADAPTER}.lora_B", f"{OTHERS}.lora_B"
+    return dict(tensors) | {one: tensors[other], other: tensors[one]}
+
+
 UPDATES = 100
-WHOLE = (scaled_all, scaled_one, skipped_one, swapped, kept_old, rounded, bit_flipped)
-OF_ADAPTERS = (adapter_dropped, adapter_twice)
+WHOLE = (scaled_all, scaled_one, skipped_one, swapped, kept_old, rounded, bit_flipped, last_bit_flipped)
+OF_ADAPTERS = (adapters_dropped, adapters_twice, adapter_skipped, adapters_swapped, kept_old)
+NAMELESS = (scaled_all, kept_old, rounded)  # too many tensors differ for the sentence to name this one
+INVISIBLE = (last_bit_flipped, adapter_skipped, adapters_swapped)  # to the log-probabilities of a text
+LEVELS = ("mailbox", "copy")
 
 
-def sabotage(monkeypatch: pytest.MonkeyPatch, how: Sabotage) -> None:
+def sabotage(monkeypatch: pytest.MonkeyPatch, how: Sabotage, level: str) -> None:
     """From now on what is loaded is something else than what was published, and nothing says so."""
-    load = Parameters.load
-    monkeypatch.setattr(Parameters, "load", lambda self, tensors: load(self, how(tensors, self)))
+    copy, hand, before = Parameters.load, SharedMemorySubscriber.load, dict[int, Tensors]()
+
+    def copied(self: Parameters, tensors: Tensors) -> None:
+        held = self._adapters or self._parameters
+        copy(self, how(tensors, {name: tensor.detach().clone() for name, tensor in held.items()}))
+
+    def handed(self: SharedMemorySubscriber, version: int) -> Tensors:
+        if version - 1 not in before:
+            before[version - 1] = {name: tensor.clone() for name, tensor in hand(self, version - 1).items()}
+        return how(hand(self, version), before[version - 1])
+
+    if level == "copy":
+        monkeypatch.setattr(Parameters, "load", copied)
+    else:
+        monkeypatch.setattr(SharedMemorySubscriber, "load", handed)
 
 
 def assert_refused(one: Ground) -> None:
@@ -93,9 +133,7 @@ def assert_refused(one: Ground) -> None:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_hundred_honest_updates_are_proven(
-    tmp_path: Path, dtype: Literal["float32", "bfloat16"], *, lora: bool
-) -> None:
+def test_a_hundred_honest_updates_are_proven(tmp_path: Path, dtype: Dtype, *, lora: bool) -> None:
     with ground(tmp_path, dtype, lora=lora) as one:
         one.publish()
         assert one.load() == 0
@@ -104,44 +142,63 @@ def test_a_hundred_honest_updates_are_proven(
         record = one.proving.record
         assert (record.refused, one.said) == (0, [])
         assert record.proven[0].ranges == ((0, UPDATES),)
+        assert one.newest.compared == one.newest.tensors >= len(one.engine._parameters._parameters)
         assert one.sampled_in(20.0) > 0
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("how", WHOLE)
 def test_weights_that_are_not_the_published_ones_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Literal["float32", "bfloat16"], how: Sabotage
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype, how: Sabotage, level: str
 ) -> None:
     with ground(tmp_path, dtype) as one:
         one.publish()
         one.load()
         one.advance()
-        sabotage(monkeypatch, how)
+        sabotage(monkeypatch, how, level)
         one.learn()
         one.publish()
         assert_refused(one)
-        assert "down_proj" in one.newest.evidence or how in (scaled_all, kept_old, rounded)
+        assert "down_proj" in one.newest.evidence or how in NAMELESS
         assert one.newest.evidence
-        if dtype == "float32":
+        if dtype == "float32" and how not in INVISIBLE:
             assert one.newest.distance > one.newest.tolerance, "the log-probabilities alone show it"
 
 
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("how", OF_ADAPTERS)
 def test_adapters_that_are_not_the_published_ones_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Literal["float32", "bfloat16"], how: Sabotage
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype, how: Sabotage, level: str
 ) -> None:
     with ground(tmp_path, dtype, lora=True) as one:
         one.publish()
         one.load()
         for _ in range(3):
             one.advance()
-        sabotage(monkeypatch, how)
+        sabotage(monkeypatch, how, level)
         one.learn()
         one.publish()
         assert_refused(one)
-        if dtype == "float32":
+        assert "lora_" in one.newest.evidence
+        if dtype == "float32" and how not in INVISIBLE:
             assert one.newest.distance > one.newest.tolerance
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_adapters_are_added_to_is_compared_as_well(tmp_path: Path, dtype: Dtype) -> None:
+    """The sum with the adapters, the weight below it, and a weight without adapters."""
+    for place, names in enumerate(((f"{ADAPTER}.weight",), (f"{ADAPTER}.weight",), ("model.norm.weight",))):
+        with ground(tmp_path / str(place), dtype, lora=True) as one:
+            one.publish()
+            one.load()
+            one.advance()
+            parameters = one.engine._parameters
+            held = parameters._bases[ADAPTER] if place == 1 else parameters._parameters[names[0]]
+            held.copy_(_flipped(held.reshape(-1, held.shape[-1] if held.dim() > 1 else 8), 0).view(held.shape))
+            differing, compared = parameters.differing(one.proving._canaries[1].digests)
+            assert (set(differing), compared) == (set(names), one.newest.tensors)
 
 
 def test_a_version_number_that_grows_without_a_load_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +216,7 @@ def test_a_version_number_that_grows_without_a_load_is_refused(tmp_path: Path, m
 
 def test_wrong_weights_from_the_first_load_on_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured at the start is no excuse."""
-    sabotage(monkeypatch, scaled_all)
+    sabotage(monkeypatch, scaled_all, "copy")
     with ground(tmp_path) as one:
         one.learn()
         one.publish()
@@ -186,7 +243,7 @@ def test_a_load_that_goes_well_the_second_time_is_proven(tmp_path: Path, monkeyp
     load, times = Parameters.load, iter(range(9))
 
     def at_first(self: Parameters, tensors: Tensors) -> None:
-        load(self, scaled_all(tensors, self) if next(times) == 0 else tensors)
+        load(self, scaled_all(tensors, tensors) if next(times) == 0 else tensors)
 
     with ground(tmp_path) as one:
         one.publish()

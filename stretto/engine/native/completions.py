@@ -115,6 +115,15 @@ class Completions:
         """All tokens of a row but the newest: what the cache must hold."""
         return self._history[row, : self.lengths[row] - 1]
 
+    def sampled_with(self, row: int, version: int) -> Ints:
+        """The places in a row's history of the tokens that a version has sampled."""
+        begin, end = int(self.prompts[row]), int(self.lengths[row])
+        return begin + np.flatnonzero(self._versions[row, begin:end] == version)
+
+    def told(self, row: int, places: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
+        """Tokens of a row and their log-probabilities, as they are told."""
+        return self._history[row, places], self._logprobs[row, places]
+
     def constrained(self, order_R: Ints, found: Filtered | None) -> Filtered | None:
         """The filtered rows among these, with what their grammars allow. The matchers have looked."""
         allowed = {at: self.matchers[row].allowed for at, row in enumerate(order_R.tolist()) if row in self.matchers}

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Self, cast
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from stretto.core.canary import DECODED, Scores
+from stretto.core.canary import Canary, Scores
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import BoundViolated, RefusedRequest
 from stretto.core.events import Span
@@ -33,6 +32,7 @@ from stretto.engine.native.capacity import longest_row
 from stretto.engine.native.completions import Completions, Progress
 from stretto.engine.native.detokenize import Detokenizer
 from stretto.engine.native.parameters import Parameters
+from stretto.engine.native.proving import Proving
 from stretto.engine.native.sampling import BrokenLogits, sample
 from stretto.engine.native.scheduler import Member, Scheduler
 from stretto.engine.native.stops import StopTexts
@@ -85,8 +85,8 @@ class NativeEngine:
         self._preempted = 0
         self._busy_seconds = 0.0
         self._ended: Counter[str] = Counter()  # tokens of ended completions, by open request
-        self._differing: tuple[str, ...] = ()  # what the last update has not replaced
-        self._scoring: DecodePolicy | None = None  # with a cache of its own
+        self._stale: tuple[str, ...] = ()  # what the last update has not dropped
+        self._proving = Proving(self._policy)
 
     @classmethod
     def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:
@@ -223,29 +223,31 @@ class NativeEngine:
         self._parameters.check(version, tensors)
         self._interrupt()
         self._parameters.load(tensors)
-        self._differing = self._parameters.differing(tensors) + self._stale()
+        self._stale = self._stale_rows()
         self.version = version
         self._updates += 1
         if since is not None:
             self._spans.add("map", since, mapped, version, sum(tensor.nbytes for tensor in tensors.values()))
         self._spend("load", mapped)
 
-    def score(self, token_ids: Sequence[int]) -> Scores:
-        """The log-probabilities of a text under the weights as they are now, by the forward of `step`: its last
-        `DECODED` tokens one at a time over the KV cache, those before them together. It touches no completion.
-
-        Args:
-            token_ids: [L], more than two of the vocabulary, and no more than the context has.
-        """
+    def prove(self, canary: Canary) -> Scores:
+        """Answer a canary with the weights as they are now: read them back from memory, and compute the text by the
+        forward of `step`, its last `DECODED` tokens one at a time over the KV cache, those before them together. It
+        touches no completion."""
         start = time.monotonic()
-        if self._scoring is None:
-            self._scoring = DecodePolicy(self._policy.model)
-        text = np.asarray(token_ids, np.int64)
-        decoded = min(DECODED, len(text) - 2)
-        logits_LV = self._scoring.forward_of_text(text[:-1], decoded)
-        logprobs_L = logits_LV.log_softmax(-1).gather(1, torch.from_numpy(text[1:, None]).to(logits_LV.device))
+        differing, compared = self._parameters.differing(canary.digests)
+        logprobs, decoded = self._proving.text(canary.token_ids)
         self._spend("prove", start)
-        return Scores(tuple(logprobs_L[:, 0].tolist()), decoded, differing=self._differing)
+        return Scores(logprobs, decoded, differing=differing + self._stale, compared=compared)
+
+    def sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
+        """The log-probabilities of about `wanted` tokens of running completions that the version in use has sampled: as
+        they were sampled, and computed again from the beginning; none where none is running."""
+        start = time.monotonic()
+        completions, most = self._completions, self._config.max_prefill_tokens
+        found = self._proving.sampled(completions, self._scheduler.running, self.version, wanted, most)
+        self._spend("prove", start)
+        return found
 
     def health(self) -> EngineHealth:
         """Version, queue and counters."""
@@ -353,7 +355,7 @@ class NativeEngine:
             self._scheduler.interrupt()
             self._policy.clear()
 
-    def _stale(self) -> tuple[str, ...]:
+    def _stale_rows(self) -> tuple[str, ...]:
         """The entries of earlier weights that are in the KV cache, where an update is to drop them."""
         rows = len(self._policy) if self._config.on_update == "recompute" else 0
         return (f"the KV cache of {rows} completions",) if rows else ()

@@ -169,13 +169,17 @@ class Generation:
         """
         if self._mailbox is None:
             raise WireError(f"version {version} cannot be loaded: {self.engine.name} serves the weights of its folder")
+        sampled: tuple[tuple[float, float], ...] = ()
         if version != self.engine.version or not self.engine.updates or self._in_doubt:
             # Reading and checking touch nothing of the engine, so steps go on meanwhile: the pause is the copy alone.
             start = time.monotonic()
             tensors = await asyncio.to_thread(self._mailbox.load, version)
+            sampled = () if challenge is None else self.engine.sampled_again(challenge.sampled)
             self.engine.update(version, tensors, since=start)
-        scores = self.engine.score(challenge.canary.token_ids) if challenge is not None else None
-        self._in_doubt = challenge is not None and scores is not None and not challenge.is_answered(scores)
+        scores, self._in_doubt = None, False
+        if challenge is not None:
+            scores = msgspec.structs.replace(self.engine.prove(challenge.canary), sampled=sampled)
+            self._in_doubt = not challenge.is_answered(scores)
         self._work.set()
         return Loaded(self.engine.version, scores)
 

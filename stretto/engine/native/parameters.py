@@ -5,6 +5,9 @@
 
 Adapters are added to the weights that were loaded last as a whole, those of the model's folder if none were: never to a
 sum with earlier ones. So what an engine computes does not depend on how many versions it has seen.
+
+`differing` reads all of it back from memory and compares it with the trainer's digests, which have not come through the
+mailbox: what is lost or changed between the publication and these parameters shows there.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from stretto.core.canary import TensorDigest, differing
 from stretto.core.errors import TornPublication
 from stretto.weights.mailbox import LORA_A, LORA_B
+from stretto.weights.shared_memory import digest_of_tensor
 
 _Shape = tuple[int, ...]
 
@@ -27,6 +32,7 @@ class Parameters:
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(model.named_parameters())
         self._bases: dict[str, Tensor] = {}  # without adapters, of the parameters that have had some
+        self._adapters: dict[str, Tensor] = {}  # as they were published
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -38,31 +44,39 @@ class Parameters:
                 else:  # column by column in memory: torch copies half as fast from the other side
                     parameter.t().copy_(tensors[name].t())
             self._bases.clear()
+            self._adapters.clear()
             return
+        self._adapters = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
         for layer in _layers(tensors):
             parameter = self._parameters[f"{layer}.weight"]
             if layer not in self._bases:
                 self._bases[layer] = parameter.clone()
-            parameter.copy_(self._with_adapters(layer, tensors))
+            parameter.copy_(self._with_adapters(layer))
 
     @torch.no_grad()
-    def differing(self, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """The parameters that are not what `load` makes of a version, to the last bit: read back from memory where that
-        is the processor's. On other devices it would be another copy of the weights, so that nothing is compared."""
-        found = []
-        for name, parameter in self._parameters.items():
-            if parameter.device.type != "cpu":
-                continue
-            layer = name.removesuffix(".weight")
-            adapted = layer + LORA_A in tensors and layer in self._bases
-            if name in tensors or adapted:
-                expected = self._with_adapters(layer, tensors) if adapted else tensors[name]
-                found += [] if _same(parameter, expected.to(parameter.dtype)) else [name]
-        return tuple(found)
+    def differing(self, digests: Mapping[str, TensorDigest]) -> tuple[tuple[str, ...], int]:
+        """The tensors in memory that are not, to the last bit, those of a version with these digests; and how many of
+        them were compared: all, but for those of another type than the engine's, which it has rounded."""
+        held = {name: self._held(name) for name in digests}
+        alike = {name: tensor for name, tensor in held.items() if tensor is not None}
+        found = {name: digest_of_tensor(tensor) for name, tensor in alike.items()}
+        same_type = {name: one.checksum for name, one in found.items() if one.dtype == digests[name].dtype}
+        lost = [name for name, tensor in held.items() if tensor is None]
+        sums = [f"{layer}.weight" for layer in self._bases if not self._is_sum(layer)]
+        return (*lost, *differing(digests, same_type), *sums), len(same_type) + len(lost)
 
-    def _with_adapters(self, layer: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _held(self, name: str) -> Tensor | None:
+        """The numbers in memory of a published tensor: of a weight with adapters, those that they are added to."""
+        base = self._bases.get(name.removesuffix(".weight"))
+        return base if base is not None else self._parameters.get(name, self._adapters.get(name))
+
+    def _is_sum(self, layer: str) -> bool:
+        parameter = self._parameters[f"{layer}.weight"]
+        return _same(parameter, self._with_adapters(layer).to(parameter.dtype))
+
+    def _with_adapters(self, layer: str) -> Tensor:
         base = self._bases[layer]
-        a, b = (tensors[layer + kind].to(base.device, torch.float32) for kind in (LORA_A, LORA_B))
+        a, b = (self._adapters[layer + kind].to(base.device) for kind in (LORA_A, LORA_B))
         return base + b @ a
 
     def check(self, version: int, tensors: Mapping[str, Tensor]) -> None:

@@ -94,6 +94,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) ->
         threads=recipe.trainer.threads,
         kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
         published=_published(recipe),
+        held=recipe.engine.dtype,
         rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
         tls=str(Path(tls).absolute()) if recipe.trainer.remote_ranks and (tls := recipe.cluster.tls) else "",
         tokens=kept if recipe.logging.tokens != "none" else None,

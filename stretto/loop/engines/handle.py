@@ -70,6 +70,7 @@ class EngineHandle:
     _awaited: int = 0  # requests that wait for it to load a version
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: int = 0  # processes that it replaced
+    _doubt: UnprovenWeights | None = None  # for which it is not replaced
     health: EngineHealth | None = None  # by the last poll
     _earlier: list[EngineHealth] = field(default_factory=list)  # the last counters of those that it replaced
     _spans: list[Span] = field(default_factory=list)
@@ -89,13 +90,9 @@ class EngineHandle:
     ) -> Self:
         """An engine that is not started yet; `role` is the module of its process."""
         process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung, spawner)
-        client = HttpEngine(
-            spec.name,
-            spec.address,
-            answer_seconds=deadlines.answer,
-            load_seconds=deadlines.load,
-            health_seconds=deadlines.answer,  # an engine replies between two steps, and a step may be long
-        )
+        answer, load = deadlines.answer, deadlines.load
+        # Of its health too an engine replies between two steps, and a step may be long.
+        client = HttpEngine(spec.name, spec.address, answer_seconds=answer, load_seconds=load, health_seconds=answer)
         restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
         return cls(spec, process, client, deadlines, restarts, changed, proving, load_interval)
 
@@ -141,10 +138,8 @@ class EngineHandle:
 
     def notice_lag(self, seconds: float, say: Callable[[str], None]) -> None:
         """An engine that does not load a version within `seconds` does not hold up admission."""
-        late = (
-            bool(self._missing)
-            and asyncio.get_running_loop().time() - self._missing[0][1] > seconds + self.load_interval
-        )
+        now, allowed = asyncio.get_running_loop().time(), seconds + self.load_interval
+        late = bool(self._missing) and now - self._missing[0][1] > allowed
         if late and self.counts:
             self.lags = True
             awaited = self._missing[0][0]
@@ -179,7 +174,7 @@ class EngineHandle:
         """Replace it when it dies; `say` gets a sentence each time.
 
         Raises:
-            RoleDied: more often than `deadlines.engine_restarts`.
+            RoleDied, UnprovenWeights: more often than `deadlines.engine_restarts`, or it is not to be replaced.
         """
         await gather_or_cancel(self._replace_when_it_ends(say), self._reinstate())
         raise AssertionError("a watcher never ends by itself")
@@ -206,21 +201,22 @@ class EngineHandle:
     def _count_death(self, how: str) -> None:
         """
         Raises:
-            RoleDied: it has died too often.
+            RoleDied, UnprovenWeights: it has died too often, or is not to be replaced.
         """
         self._ended += 1
         self.how = how
         self._retire_counters()
         self._becomes(EngineState.DOWN, None)
+        if self._doubt is not None:
+            raise self._doubt
         self.client.break_off()  # to another machine a connection stays open until its end is noticed
         if self.restarts.exceeded_by_one_more():
             raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", str(self.process.log))
 
     def _retire_counters(self) -> None:
         """Those of a process that has ended; what it had not finished is wasted."""
-        if (health := self.health) is not None:
-            wasted = health.wasted + health.unfinished
-            self._earlier.append(msgspec.structs.replace(health, wasted=wasted, unfinished=0))
+        if (last := self.health) is not None:
+            self._earlier.append(msgspec.structs.replace(last, wasted=last.wasted + last.unfinished, unfinished=0))
         self.health = None
 
     async def _reinstate(self) -> NoReturn:
@@ -272,24 +268,31 @@ class EngineHandle:
                 continue
             try:
                 await self._load(version)
-            except EngineLost:
-                self.suspect()  # dead or not, it comes back with the newest version
-            except UnprovenWeights as doubt:
-                self.discard(doubt)
             except WireError:
                 if self.published == version:
                     raise  # else newer versions have taken the place of this one meanwhile
 
     async def _load(self, version: int) -> None:
-        version = await self.proving.load(self.spec, self.client, version)
-        self._loaded = asyncio.get_running_loop().time()
-        if self.serves:  # else it has been replaced meanwhile
-            self._becomes(self.state, version)
+        try:
+            version = await self.proving.load(self.spec, self.client, version)
+        except EngineLost:
+            self.suspect()  # dead or not, it comes back with the newest version
+        except UnprovenWeights as doubt:
+            self.discard(doubt)
+        else:
+            self._loaded = asyncio.get_running_loop().time()
+            if self.serves:  # else it has been replaced meanwhile
+                self._becomes(self.state, version)
 
-    def discard(self, doubt: UnprovenWeights | None = None) -> None:
+    def discard(self, doubt: UnprovenWeights) -> None:
         """Kill it, so that it is replaced; raises `doubt` where it is a replacement for that reason itself."""
-        if doubt is not None and self.proving.doubts(self.name):
+        if self.proving.doubts(self.name):
             raise doubt
+        self.end_for(doubt, final=False)
+
+    def end_for(self, doubt: UnprovenWeights, final: bool) -> None:
+        """Kill it; it is replaced, or, where that is `final`, `supervise` raises `doubt`."""
+        self._doubt = doubt if final else None
         self.suspect()
         self.process.kill()
 
@@ -326,11 +329,8 @@ class EngineHandle:
         """Return when it serves `version` or a newer one; loads it where needed."""
         async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
             while (self.version is None or self.version < version) and not self.leaving:
-                with contextlib.suppress(EngineLost):  # supervise() brings it back, with the newest version
-                    if self.serves:
-                        await self._load(version)
-                        continue
-                await asyncio.sleep(RETRY_SECONDS)
+                # One that is not up is brought back by supervise(), with the newest version.
+                await (self._load(version) if self.state is EngineState.UP else asyncio.sleep(RETRY_SECONDS))
 
     async def until_it_serves(self, version: int) -> None:
         """Return when it serves `version` or a newer one, which it then loads whether that is due or not.

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from stretto.core.deadlines import deadline
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RoleDied, RoleError, WireError
+from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RoleDied, RoleError, UnprovenWeights, WireError
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment
 from stretto.core.tasks import NamedTasks, gather_or_cancel, gather_to_the_end
@@ -137,10 +137,10 @@ class EnginePool:
         self._free.set()
         self._on_load(self.live)  # grows also when the one that served the oldest version dies
 
-    def _distrust(self, name: str, why: str) -> None:
-        self._say(f"{name} {why}: it is replaced")
-        if (engine := self._engines.get(name)) is not None:
-            engine.discard()
+    def _distrust(self, doubt: UnprovenWeights, final: bool) -> None:
+        self._say(f"{doubt.role} {doubt.problem}" + ("" if final else ": it is replaced"))
+        if (engine := self._engines.get(doubt.role)) is not None:
+            engine.end_for(doubt, final)
 
     def _count(self, name: str, version: int | None) -> None:
         """The engine counts with a version, or not any more. Of hundreds of engines each tells of each version: nothing

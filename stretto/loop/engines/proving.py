@@ -6,17 +6,22 @@
 
 A make is measured at its first proof of a run: from then on it is allowed `_MARGIN` times as many units of rounding,
 never fewer than its type is granted, nor more than what a first proof may have.
+
+Between canaries an engine is judged by the tokens that it samples (`Proving.agreed`). The trainer compares those of the
+version in training; where these are few, the engine is asked to compute some of its own again.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from stretto.core.canary import (
+    AGREEING,
     FARTHEST,
     Agreement,
     Canary,
@@ -26,6 +31,8 @@ from stretto.core.canary import (
     MakeTolerance,
     Proof,
     Proven,
+    agreement,
+    coarser,
     distance,
 )
 from stretto.core.deadlines import deadline
@@ -37,26 +44,27 @@ _KEPT = 4  # canaries: engines load the newest version, or the one before
 _LOOK_SECONDS = 0.02
 _CANARY_SECONDS = 600.0  # a trainer that has died after it has published trains the step again
 _MARGIN = 6.0
-_ENOUGH_TOKENS = 32  # of an engine in a step, for its mean to say something
+_ENOUGH_TOKENS = 32  # of an engine, for their mean to say something
+_ASKED_TOKENS = 64  # that an engine computes again
+_UNJUDGED = 2  # versions that it loads without being judged, before it is asked to
+THE_TRAINER, ITSELF = "the trainer", "its own forward"  #: who has computed sampled tokens again
 _NAMED = 3  # tensors that a sentence names
 
 
 @dataclass(frozen=True)
 class _Units:
-    """Limits by the type that an engine computes in. In units of rounding: what its make is granted whatever was
-    measured, and what a first proof may need at most. In nats: how far sampled tokens may be from the trainer's on
-    average of a step."""
+    """Limits in units of rounding, by the coarser type of engine and trainer: what a make is granted whatever was
+    measured, and what a first proof may need at most."""
 
     least: float
     first: float
-    limit: float
 
 
-_UNITS = {
-    "float32": _Units(16.0, 64.0, 1e-3),
-    "bfloat16": _Units(2.0, 3.0, 0.1),
-    "float16": _Units(2.0, 3.0, 0.1),
-}
+_UNITS = {"float32": _Units(16.0, 64.0), "bfloat16": _Units(2.0, 3.0), "float16": _Units(2.0, 3.0)}
+
+
+#: Gets what is doubted of an engine, and whether it is the replacement of one that was doubted for the same.
+Distrust = Callable[[UnprovenWeights, bool], None]
 
 
 class _ComputesIn(msgspec.Struct):
@@ -82,23 +90,26 @@ class Proving:
         self._refused = self._since = 0
         self._doubted: set[str] = set()  # engines that have not proven a version, and none since
         self._text: tuple[int, ...] = ()
-        self._apart: set[str] = set()  # engines that were beyond the limit in the last step that compared them
-        self._replaced: set[str] = set()  # engines that were replaced for that, and have not been within it since
+        self._trained_in = "float32"  # what the trainer computes in
+        self._compared: dict[tuple[str, str], Agreement] = {}  # tokens that are too few, by engine and judge
+        self._unjudged: Counter[str] = Counter()  # versions that engines have loaded since they were judged
+        self._apart: set[tuple[str, str]] = set()  # engines that were last judged to be beyond the limit, by whom
+        self._replaced: set[tuple[str, str]] = set()  # those that were replaced for it, and not within it since
         self._say: Callable[[str], None] = lambda text: None
-        self._distrust: Callable[[str, str], None] = lambda engine, why: None
+        self._distrust: Distrust = lambda doubt, final: None
 
     def expect(self, say: Callable[[str], None]) -> None:
         """Every version is proven from now on; `say` gets a sentence for each that is not."""
         self._expected, self._say = True, say
 
-    def replace_with(self, distrust: Callable[[str, str], None]) -> None:
-        """`distrust` gets the name of an engine that is to be replaced, and why."""
+    def replace_with(self, distrust: Distrust) -> None:
+        """`distrust` is called for an engine that is to be replaced."""
         self._distrust = distrust
 
     def published(self, canary: Canary | None) -> None:
         """The trainer has published a version with this canary."""
         if canary is not None:
-            self._text = canary.token_ids
+            self._text, self._trained_in = canary.token_ids, canary.dtype
             self._canaries[canary.version] = canary
             for version in sorted(self._canaries)[:-_KEPT]:
                 del self._canaries[version]
@@ -109,31 +120,39 @@ class Proving:
         self._doubted.add(engine)
         return before
 
-    def agreed(self, agreement: Sequence[Agreement]) -> None:
-        """The trainer has compared log-probabilities of a step. An engine that is beyond the limit of its type in two
-        such steps, one after the other, is replaced.
-
-        Raises:
-            UnprovenWeights: it was replaced for that before, and has not been within the limit since.
-        """
+    def agreed(self, agreement: Sequence[Agreement], judge: str = THE_TRAINER) -> None:
+        """Log-probabilities of sampled tokens were computed again, by this `judge`. They are added up until an engine
+        has enough to be judged. One that is beyond the limit twice, one time after the other, is replaced; so is its
+        replacement, and that is final."""
         for one in agreement:
-            proof = self._newest.get(one.engine)
-            if proof is None or one.tokens < _ENOUGH_TOKENS:
+            case = one.engine, judge
+            proof, added = self._newest.get(one.engine), _added(self._compared.get(case), one)
+            if proof is None or added.tokens < _ENOUGH_TOKENS:
+                self._compared[case] = added
                 continue
-            limit = _UNITS[proof.make.split()[1]].limit
-            told = f"differs from the trainer by {one.error:.2g} nats a token, {limit:g} allowed"
-            if one.error <= limit:
-                self._apart.discard(one.engine)
-                self._replaced.discard(one.engine)
-            elif one.engine not in self._apart:
-                self._apart.add(one.engine)
-                self._say(f"{one.engine} {told}")
-            elif one.engine in self._replaced:
-                raise UnprovenWeights(one.engine, told, 1)
-            else:
-                self._apart.discard(one.engine)
-                self._replaced.add(one.engine)
-                self._distrust(one.engine, told)
+            self._compared.pop(case, None)
+            self._unjudged[one.engine] = 0
+            self._judge(case, added.error, AGREEING[coarser(proof.make.split()[1], self._trained_in)])
+
+    def _judge(self, case: tuple[str, str], error: float, limit: float) -> None:
+        engine, judge = case
+        told = f"differs from {judge} by {error:.2g} nats a token, {limit:g} allowed"
+        if error <= limit:
+            self._apart.discard(case)
+            self._replaced.discard(case)
+        elif case not in self._apart:
+            self._apart.add(case)
+            self._say(f"{engine} {told}")
+        else:
+            self._apart.discard(case)
+            final = case in self._replaced
+            self._replaced.add(case)
+            self._distrust(UnprovenWeights(engine, told, 1), final)
+
+    def _to_compute_again(self, engine: str) -> int:
+        """The tokens of its own that an engine is asked for."""
+        doubted = {(engine, ITSELF)} & (self._apart | self._replaced)
+        return _ASKED_TOKENS if doubted or self._unjudged[engine] >= _UNJUDGED else 0
 
     async def load(self, spec: EngineSpec, client: Engine, version: int, served: int = -1) -> int:
         """Have an engine load a version, and once more where it does not prove it; returns the version that it has
@@ -151,15 +170,19 @@ class Proving:
         async def ask(wanted: int) -> Challenge:
             nonlocal asked
             canary = await self._canary_of(wanted, engine)
-            allowed = self._tolerances[make].allowed if make in self._tolerances else _UNITS[facts.dtype].first
-            asked = Challenge(canary, allowed * canary.unit(facts.dtype))
+            dtype = coarser(facts.dtype, canary.dtype)
+            allowed = self._tolerances[make].allowed if make in self._tolerances else _UNITS[dtype].first
+            asked = Challenge(canary, allowed * canary.unit(dtype), self._to_compute_again(engine))
             return asked
 
         for again in (False, True):
             loaded = await client.update(version, ask)
             proof = _judged(engine, make, asked, loaded, asked.canary.unit(facts.dtype))
-            self._note(proof, facts.dtype)
+            self._note(proof, coarser(facts.dtype, asked.canary.dtype))
+            if loaded.scores is not None and loaded.scores.sampled:
+                self.agreed([agreement(engine, loaded.scores.sampled)], ITSELF)
             if proof.proven:
+                self._unjudged[engine] += 1
                 self._doubted.discard(engine)
                 return loaded.version
             if again:
@@ -220,6 +243,13 @@ class Proving:
         self._newest = {one.engine: one for one in record.newest} | self._newest
         self._worst = {one.engine: one for one in record.worst} | self._worst
         self._refused += record.refused
+
+
+def _added(one: Agreement | None, other: Agreement) -> Agreement:
+    if one is None:
+        return other
+    tokens = one.tokens + other.tokens
+    return Agreement(other.engine, tokens, (one.error * one.tokens + other.error * other.tokens) / tokens)
 
 
 def _judged(engine: str, make: str, asked: Challenge, loaded: Loaded, unit: float) -> Proof:

@@ -140,6 +140,26 @@ class DecodePolicy:
         self.release(0)
         return torch.cat(logits)
 
+    @torch.inference_mode()
+    def forward_of_texts(self, texts: Sequence[Ints]) -> Tensor:
+        """The logits after every token of some texts, one behind the other [C, V], float32, in one pass. For a policy
+        without rows; it has none afterwards."""
+        assert not len(self), "the rows of the policy would be fed a token each"
+        newest, lengths = (np.array([pick(text) for text in texts]) for pick in (lambda text: text[-1], len))
+        contexts = [Context(text[:-1], (row,)) for row, text in enumerate(texts)]
+        step, order = self._step(newest, lengths, contexts)
+        every = self._logits(step, len(step.token_ids))
+        # The contexts stand in front, a filler behind them, and the last token of each text at the end.
+        ends = np.cumsum(lengths - 1)
+        lasts = len(every) - len(texts) + np.argsort(order)
+        places = [
+            np.append(np.arange(end - length + 1, end), last)
+            for end, length, last in zip(ends, lengths, lasts, strict=True)
+        ]
+        for row in range(len(texts)):
+            self.release(row)
+        return every[torch.from_numpy(np.concatenate(places)).to(every.device)]
+
     def _step(self, newest: Ints, lengths: Ints, contexts: Sequence[Context]) -> tuple[DecodeStep, Ints]:
         used = self._buckets.resize_rows(lengths, [row for context in contexts for row in context.rows])
         order = np.concatenate([bucket.rows for bucket in used])

@@ -18,6 +18,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from stretto.core.canary import Canary
 from stretto.core.errors import RoleFailed, StoreError, StrettoError
 from stretto.core.events import Span
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
@@ -119,17 +120,20 @@ class TrainerRole:
         match order:
             case Train():
                 update = self._trainer.train(order.batch)
-                canary = self._trainer.publish(self._publisher, self._spec.canary) if order.publish else None
+                canary = self._publish() if order.publish else None
                 spans, agreement = tuple(self._trainer.drain_spans()), self._trainer.agreement
                 return Trained(update=update, spans=spans, canary=canary, agreement=agreement)
             case Publish():
-                canary = self._trainer.publish(self._publisher, self._spec.canary)
+                canary = self._publish()
                 self._trainer.drain_spans()
                 return Published(version=self._trainer.version, canary=canary)
             case SaveCheckpoint():
                 return self._copy(order.folder)
             case SavePolicy():
                 return self._save_policy(order.folder)
+
+    def _publish(self) -> Canary | None:
+        return self._trainer.publish(self._publisher, self._spec.canary, getattr(torch, self._spec.held))
 
     def _copy(self, folder: str) -> Copied:
         """Copy the state; a thread writes it."""

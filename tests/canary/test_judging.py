@@ -1,0 +1,256 @@
+"""How the conductor judges engines between canaries, and what becomes of those it distrusts, on a clock that jumps.
+
+- The limit is that of the coarser type of engine and trainer: an honest run of mixed types is left alone.
+- Few tokens of many steps count as much as many tokens of one.
+- An engine that nothing was compared of for two versions is asked to compute tokens of its own again; so is one that is
+  doubted, at every version. One that the trainer compares is never asked.
+- An engine that disagrees twice is replaced. Where its replacement does the same, the run ends with its name; a guest
+  leaves instead, and the run goes on.
+- An engine that does not prove a version is replaced at the last evaluation too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stretto.core.canary import Agreement, Ask, Canary, Challenge, Loaded, Scores
+from stretto.core.errors import UnprovenWeights
+from stretto.engine.config import EngineConfig
+from stretto.engine.spec import EngineSpec
+from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.handle import EngineHandle
+from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.proving import Proving
+from stretto.processes.role import RestartBudget
+from tests.faults.simulation import VirtualLoop
+from tests.loop.simulated_guests import Machine, SimulatedClient, SimulatedProcess
+
+NAME = "engine-0"
+LOGPROBS = tuple(-0.5 - place / 10 for place in range(63))
+DEADLINES = DeadlinesConfig(start=60.0, answer=100.0, load=60.0, hung=8.0, engine_restarts=10)
+
+
+class Prover(SimulatedClient):
+    """An engine whose weights are `off` nats away from the published ones and whose sampled tokens are told `lies` nats
+    too low."""
+
+    off = lies = 0.0
+
+    def __init__(self, name: str, machine: Machine) -> None:
+        super().__init__(name, machine, lambda name, request, version: None)
+        self.asked: list[int] = []
+
+    async def update(self, version: int, ask: Ask | None = None) -> Loaded:
+        challenge = await ask(version) if ask is not None else None
+        loaded = await super().update(version)
+        return msgspec.structs.replace(loaded, scores=None if challenge is None else self._scores(challenge))
+
+    def _scores(self, challenge: Challenge) -> Scores:
+        self.asked.append(challenge.sampled)
+        sampled = tuple((-1.0 - self.lies, -1.0) for _ in range(challenge.sampled))
+        return Scores(tuple(x + self.off for x in challenge.canary.logprobs), sampled=sampled)
+
+
+class Run:
+    """A pool with one engine, its own or a guest, and a trainer that publishes."""
+
+    def __init__(self, *, guest: bool = False, dtype: str = "float32", trainer: str = "float32") -> None:
+        self.said: list[str] = []
+        self.trainer = trainer
+        config = EngineConfig.model_validate({"dtype": dtype}).model_dump_json()
+        spec = EngineSpec(NAME, "unix:/nowhere", "", "", "", config, 1, 0.0)
+        self.pool = EnginePool([] if guest else [spec], Path("/dev/null"), DEADLINES, proving=Proving())
+        self.proving = self.pool.proving
+        self.proving.expect(self.said.append)
+        self.pool.report_to(self.said.append)
+        machine = Machine(random.Random(1), pull_seconds=0.0)
+        self.client, self.version = Prover(NAME, machine), 0
+        self.process = SimulatedProcess(machine, lambda: self.version, self.client)
+        budget = RestartBudget(DEADLINES.engine_restarts, 1.0)
+        handle = EngineHandle(spec, self.process, self.client, DEADLINES, budget, self.pool.changed, self.proving)
+        self.publish(0)
+        self.handle, self.guest = handle, guest
+        if not guest:
+            self.pool._engines[NAME] = handle
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.proving.published(Canary(version, tuple(range(64)), LOGPROBS, depth=2, dtype=self.trainer))
+        self.pool.publish(version)
+
+    async def steps(self, number: int, *agreement: tuple[int, float]) -> None:
+        """The trainer takes so many steps, and compares tokens with an error in each."""
+        for _ in range(number):
+            self.publish(self.version + 1)
+            await asyncio.sleep(10.0)  # it loads; a process starts in 3 seconds
+            self.proving.agreed([Agreement(NAME, tokens, error) for tokens, error in agreement])
+
+    @property
+    def replaced(self) -> int:
+        return self.process.starts - 1
+
+
+def play(run: Run, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        if run.guest:
+            run.pool.join(run.handle)
+        else:
+            await run.pool.start(0)
+        watching = [asyncio.create_task(one) for one in (run.pool.supervise(), run.pool.keep_loaded())]
+        working = asyncio.create_task(work())
+        try:
+            done, _ = await asyncio.wait({*watching, working}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (*watching, working):
+                task.cancel()
+            await asyncio.gather(*watching, working, return_exceptions=True)
+            await run.pool.stop(0.0)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(asyncio.wait_for(main(), 10_000))
+
+
+@pytest.mark.parametrize(("engine", "trainer"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_an_honest_run_of_mixed_types_is_left_alone(engine: str, trainer: str) -> None:
+    run = Run(dtype=engine, trainer=trainer)
+    run.client.off = 0.01  # of bfloat16's rounding
+
+    async def work() -> None:
+        await run.steps(5, (500, 0.02))
+        assert run.said == []
+        run.client.off = 0.1
+        await run.steps(2)
+
+    with pytest.raises(UnprovenWeights, match="has not proven version 6"):  # the canary sees what is beyond
+        play(run, work)
+
+
+def test_the_trainers_type_counts_in_the_tolerance_of_a_float32_engine() -> None:
+    run = Run(trainer="bfloat16")
+
+    async def work() -> None:
+        run.client.off = 0.5  # less than 64 units of bfloat16
+        await run.steps(2)
+
+    with pytest.raises(UnprovenWeights, match="has not proven version 1"):
+        play(run, work)
+
+
+def test_few_tokens_of_many_steps_count_as_much_as_many_of_one() -> None:
+    run = Run()
+
+    async def work() -> None:
+        await run.steps(3, (10, 0.01))
+        assert run.said == [], "30 tokens are too few"
+        await run.steps(1, (10, 0.01))
+        assert run.said == [f"{NAME} differs from the trainer by 0.01 nats a token, 0.001 allowed"]
+        await run.steps(5, (10, 0.01))
+        assert f"{NAME} differs from the trainer by 0.01 nats a token, 0.001 allowed: it is replaced" in run.said
+        assert run.replaced == 1
+
+    play(run, work)
+
+
+def test_an_engine_that_nothing_is_compared_of_computes_its_own_tokens_again() -> None:
+    run = Run()
+
+    async def work() -> None:
+        await run.steps(9)
+        asked = [tokens > 0 for tokens in run.client.asked]
+        assert asked == [False, False, True, False, True, False, True, False, True, False]
+        assert run.said == []
+
+    play(run, work)
+
+
+def test_an_engine_that_the_trainer_compares_is_never_asked() -> None:
+    run = Run()
+
+    async def work() -> None:
+        await run.steps(9, (40, 1e-6))
+        assert not any(run.client.asked)
+
+    play(run, work)
+
+
+@pytest.mark.parametrize(
+    ("compared", "judge"), [((), "its own forward"), (((40, 0.01),), "the trainer")], ids=["alone", "compared"]
+)
+def test_a_sampler_that_tells_other_log_probabilities_ends_the_run(
+    compared: tuple[tuple[int, float], ...], judge: str
+) -> None:
+    run = Run()
+    run.client.lies = 0.01
+
+    async def work() -> None:
+        await run.steps(20, *compared)
+        raise AssertionError("the run goes on")
+
+    with pytest.raises(UnprovenWeights, match=rf"{NAME}: differs from {judge} by 0.01 nats a token, 0.001 allowed"):
+        play(run, work)
+    assert run.replaced == 1
+    assert run.version <= 8
+
+
+def test_a_sampler_that_lied_once_costs_a_replacement() -> None:
+    run = Run()
+
+    async def work() -> None:
+        await run.steps(2, (40, 0.01))
+        await run.steps(9, (40, 1e-6))
+        await run.steps(2, (40, 0.01))
+        await asyncio.sleep(10.0)
+        assert run.replaced == 2, "it has agreed in between"
+
+    play(run, work)
+
+
+@pytest.mark.parametrize("wrong", ["off", "lies"])
+def test_a_guest_that_disagrees_leaves_and_the_run_goes_on(wrong: str) -> None:
+    run = Run(guest=True)
+
+    async def work() -> None:
+        await run.pool.until_up(60)
+        setattr(run.client, wrong, 0.01)
+        await run.steps(20)
+        assert run.pool.names == []
+        assert run.replaced == 1
+        assert f"{NAME} has left: {NAME}: " in run.said[-1]
+        assert "0.01 nats" in run.said[-1]
+
+    play(run, work)
+
+
+@pytest.mark.parametrize("persists", [False, True])
+def test_an_engine_that_does_not_prove_a_version_is_replaced_at_the_last_evaluation_too(persists: bool) -> None:
+    run = Run()
+
+    async def work() -> None:
+        await run.steps(1)
+        run.proving.published(Canary(2, tuple(range(64)), LOGPROBS, depth=2))
+        run.version, run.client.off = 2, 0.01
+        begins = run.client.begins
+
+        def honest(version: int) -> None:
+            begins(version)
+            run.client.off = 0.01 if persists else 0.0
+
+        run.client.begins = honest  # type: ignore[method-assign]
+        await run.pool.reach(2)
+        assert run.replaced == 1
+        assert run.pool.live == 2
+
+    if persists:
+        with pytest.raises(UnprovenWeights, match=rf"{NAME}: has not proven version 2"):
+            play(run, work)
+    else:
+        play(run, work)
