@@ -168,6 +168,7 @@ class _Session:
     clock_offset: float = 0.0
     _round_trips: list[tuple[float, float]] = field(default_factory=list)
     _wanted: int = -1
+    mirror: Mirror | None = None
     _published: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: NamedTasks = field(default_factory=NamedTasks)
 
@@ -245,7 +246,7 @@ class _Session:
         source = f"{gate_host}:{self.terms.weights_port}"
         tls = Path(self.offer.tls) if self.offer.tls else None
         terms = self.terms
-        mirror = Mirror(
+        self.mirror = mirror = Mirror(
             source, terms.weights_key, terms.mailbox, self.memory, tls, delta=terms.delta, seconds=terms.pull
         )
         await mirror.fetch_model(self.folder / "model")
@@ -373,7 +374,8 @@ class _Session:
 
     async def _beats(self) -> str:
         while True:
-            self.wire.send(Beat(sent=time.monotonic(), clock_offset=self.clock_offset))
+            moved = self.mirror.moved if self.mirror is not None else 0
+            self.wire.send(Beat(sent=time.monotonic(), clock_offset=self.clock_offset, moved=moved))
             for seat in self.seats:
                 self._send_log(seat)
             await asyncio.sleep(min(_BEAT_SECONDS, self.terms.lease / 5))

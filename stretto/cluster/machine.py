@@ -28,7 +28,7 @@ from stretto.cluster.messages import (
     StartRole,
     StopRole,
 )
-from stretto.core.deadlines import deadline
+from stretto.core.deadlines import deadline, standstill
 from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied, WireError
 from stretto.core.events import Span
 from stretto.core.tasks import first_of
@@ -48,6 +48,7 @@ class JoinedMachine:
         self.name, self.kind, self.host = name, join.kind, join.host
         self.clock_offset = 0.0
         self.mirrored = -1
+        self.moved = 0  # bytes that its mirror has taken
         self.dismissed = False
         self.spans: list[Span] = []  # of its mirror, since they were taken
         self.places: tuple[RolePlace, ...] = ()
@@ -96,8 +97,8 @@ class JoinedMachine:
 
     def _take(self, message: FromAgent) -> None:
         match message:
-            case Beat(sent, clock_offset):
-                self.clock_offset = clock_offset
+            case Beat(sent, clock_offset, moved):
+                self.clock_offset, self.moved = clock_offset, moved
                 self._wire.send(Echo(sent=sent, now=time.monotonic()))
             case MachineReady(places, model, mailbox_folder):
                 if self.prepared.done() or len(places) != self._count:
@@ -144,9 +145,9 @@ class JoinedMachine:
 
         Raises:
             MachineLost: it was lost.
-            DeadlineExceeded: that takes longer than `seconds`.
+            DeadlineExceeded: nothing of it came for `seconds`.
         """
-        async with deadline("conductor", f"{self.name} to pull version {version}", seconds):
+        async with standstill("conductor", f"{self.name} to pull version {version}", seconds, self._so_far):
             while self.mirrored < version:
                 self._arrived.clear()
                 arrived = asyncio.ensure_future(self._arrived.wait())
@@ -157,6 +158,9 @@ class JoinedMachine:
                 if self.lost.done():
                     raise MachineLost(self.name, self.lost.result())
         return self.mirrored
+
+    async def _so_far(self) -> int:
+        return self.moved
 
     @property
     def stays(self) -> bool:

@@ -85,7 +85,7 @@ class RunTerms(Record, frozen=True, tag=True):
     lease: float
     hung: float
     tenure: Tenure
-    pull: float = 600.0  # seconds in which a version, or the model, has to be there
+    pull: float = 600.0  # seconds without a byte of a version, or of the model, that is pulled
 
 
 class RolePlace(Record, frozen=True):
@@ -104,10 +104,12 @@ class MachineReady(Record, frozen=True, tag=True):
 
 
 class Beat(Record, frozen=True, tag=True):
-    """A heartbeat: the sender's clock, and what it has found to be the gate's clock less its own, in seconds."""
+    """A heartbeat: the sender's clock, and what it has found to be the gate's clock less its own, in seconds. `moved`:
+    bytes of versions that its mirror has taken, which grow while it pulls one."""
 
     sent: Offset
     clock_offset: Offset
+    moved: Count = 0
 
 
 class Echo(Record, frozen=True, tag=True):

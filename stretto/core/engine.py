@@ -93,6 +93,10 @@ class Engine(Protocol):
         """Version, queue and counters."""
         ...
 
+    async def moved(self) -> object:
+        """What changes while a version comes to it or is loaded, however long that takes; None: it does not say."""
+        ...
+
     async def spans(self) -> list[Span]:
         """The engine's spans since the last call."""
         ...

@@ -12,9 +12,9 @@ class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
     warm_start: float = Field(3600.0, gt=0, description="the whole supervised warm start")
     answer: float = Field(600.0, gt=0, description="an engine to send the next completion of a group")
     load: float = Field(
-        120.0, gt=0, description="an engine that loads a version to read more of it; a server to load it"
+        120.0, gt=0, description="an engine that loads a version, or a server, to read more of it"
     )
-    pull: float = Field(600.0, gt=0, description="another machine to have a version, or the model, over the network")
+    pull: float = Field(600.0, gt=0, description="another machine to get more of a version, or of the model")
     step: float = Field(1800.0, gt=0, description="the trainer to finish one step")
     batch: float = Field(1800.0, gt=0, description="the next batch to be complete")
     save: float = Field(600.0, gt=0, description="the trainer to write a checkpoint or a policy")

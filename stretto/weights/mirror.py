@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from stretto.core.deadlines import deadline, waiting
+from stretto.core.deadlines import standstill, waiting
 from stretto.core.errors import TornPublication, WireError
 from stretto.weights import delta
 from stretto.weights.folder import KEPT, map_file, path_of, prefix, private, unlink, versions
@@ -72,13 +72,14 @@ class Mirror:
             delta: whether the difference from a version that is here may travel instead of the whole: "auto" takes
                 what was the faster of the two, by its own measurements; "always" wherever the server makes one.
             patience: seconds without a new byte, over all attempts, after which the server is lost.
-            seconds: in which a version, or the model, has to be here.
+            seconds: without a byte that came or was checked, after which a pull ends. It may take as long as it likes.
         """
         prefix(run)
         self.source, self.folder, self._key, self._run = source, folder, key, run
         self._tls = tls_context(tls) if tls is not None else None
         self._patience, self._seconds = patience, seconds
         self._choice = _Choice(delta)
+        self.moved = 0  #: bytes that came or were checked, since the start
         self._one = asyncio.Lock()  # one transfer at a time, so what a reply says is newest is so at its end
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -91,7 +92,7 @@ class Mirror:
             WireError: the server does not have it (any more), or is that of another run.
             RefusedRequest: the key is not that of the run.
             SourceLost: the server cannot be reached, or broke off and did not come back.
-            DeadlineExceeded: it was not here in time.
+            DeadlineExceeded: nothing of it came, or was checked, for too long.
             OSError: no room, with the path; nothing was switched, nothing is left.
         """
         return await self._in_thread(f"version {version}", partial(self._pull, version))
@@ -109,8 +110,8 @@ class Mirror:
         with waiting("the mirror", "its transfer before", self._seconds):
             await self._one.acquire()
         try:
-            transfer = Transfer(self.source, self._key, self._run, self._tls, self._patience)
-            async with deadline("the mirror", f"{what} from {self.source}", self._seconds):
+            transfer = Transfer(self.source, self._key, self._run, self._tls, self._patience, self._has_moved)
+            async with standstill("the mirror", f"{what} from {self.source}", self._seconds, self._so_far):
                 task = asyncio.ensure_future(asyncio.to_thread(work, transfer))
                 try:
                     return await asyncio.shield(task)
@@ -122,6 +123,12 @@ class Mirror:
                     raise
         finally:
             self._one.release()
+
+    def _has_moved(self, size: int) -> None:
+        self.moved += size
+
+    async def _so_far(self) -> int:
+        return self.moved
 
     def _pull(self, version: int, transfer: Transfer) -> Pulled:
         start = time.perf_counter()
@@ -157,7 +164,7 @@ class Mirror:
                 whole = made
                 with open(made, "wb", buffering=0, opener=private) as file:
                     delta.apply(map_file(base), map_file(came), file)
-            manifest, _ = verify(map_file(whole), version)
+            manifest, _ = verify(map_file(whole), version, self._has_moved)
             if not transfer.tag.startswith(f'"{manifest.seal}'):
                 raise TornPublication(f"version {version} is whole, and not what the server has announced")
             transfer.check_wanted()

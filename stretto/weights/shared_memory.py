@@ -31,7 +31,7 @@ _LOOK_SECONDS = 0.02
 #: Bytes hashed and copied together, so that the copy finds them in the processor's cache.
 _CHUNK = 1 << 20
 
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
     "F16": torch.float16,
@@ -41,7 +41,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SharedMemoryPublisher:
@@ -197,7 +197,7 @@ def _read(raw: memoryview, version: int, checked: Callable[[int], object]) -> di
 
 
 def _view(raw: memoryview, start: int, entry: TensorEntry) -> Tensor:
-    dtype = _DTYPES[entry.dtype]
+    dtype = DTYPES[entry.dtype]
     if not entry.size:
         return torch.empty(entry.shape, dtype=dtype)
     count = entry.size // dtype.itemsize

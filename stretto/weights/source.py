@@ -33,7 +33,17 @@ class Transfer:
     transfer.download("/versions/7", file)
     """
 
-    def __init__(self, source: str, key: str, run: str, tls: ssl.SSLContext | None, patience: float) -> None:
+    def __init__(
+        self,
+        source: str,
+        key: str,
+        run: str,
+        tls: ssl.SSLContext | None,
+        patience: float,
+        came: Callable[[int], object] = lambda size: None,
+    ) -> None:
+        """`came` gets the bytes of each piece of a file."""
+        self._came = came
         self._source, self._run, self._tls, self._patience = source, run, tls, patience
         self._headers = {"authorization": f"Bearer {key}", RUN: run}
         self._quiet_since = time.monotonic()
@@ -79,7 +89,6 @@ class Transfer:
     def download(self, path: str, file: FileIO, has: str | None = None) -> bool:
         """Write what is at `path` into `file`, which is empty; False if it is what we have under the tag `has`."""
         written = 0
-        buffer = memoryview(bytearray(_PIECE))
 
         def asked() -> dict[str, str]:
             if written:
@@ -106,12 +115,13 @@ class Transfer:
             while left:
                 self.check_wanted()
                 with self._network():
-                    count = response.readinto(buffer)
-                if not count:
+                    piece = response.read1(_PIECE)  # what is there, however little: it counts as progress
+                if not (count := len(piece)):
                     raise _BrokenOff("broke off a transfer")
-                write_all(file, buffer[:count])
+                write_all(file, memoryview(piece))
                 written, left = written + count, left - count
                 self.received += count
+                self._came(count)
                 self._quiet_since = time.monotonic()
             return True
 

@@ -63,13 +63,13 @@ def expected_logprobs(
     ]
 
 
-def shaken(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+def shaken(model: PreTrainedModel, seed: int, scale: float = 0.05) -> PreTrainedModel:
     """A copy of the model with other weights."""
     other = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
     return other
 
 

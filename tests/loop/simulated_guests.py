@@ -199,6 +199,9 @@ class SimulatedClient:
             **dict.fromkeys(zeros, 0),
         )
 
+    async def moved(self) -> object:
+        return None
+
     async def spans(self) -> list[Span]:
         return []
 

@@ -17,7 +17,7 @@ from stretto.model.hf.build import build_policy
 from tests.launch.running import Laboratory
 from tests.real_engines.serving import MODEL, Installed, RealServer
 
-collect_ignore = ["verifiers_client.py"]  # runs in the environment of verifiers
+collect_ignore = ["verifiers_client.py", "spoilt"]  # run in the environments of verifiers, vLLM and SGLang
 
 
 @pytest.fixture(scope="session", params=["vllm", "sglang"])
@@ -42,12 +42,29 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(installed: Installed, policy: Path) -> Iterator[RealServer]:
-    """A running server of each make."""
-    started = RealServer(installed, policy)
+    """A running server of each make, in float32."""
+    yield from started(installed, policy, "float32")
+
+
+@pytest.fixture(scope="session")
+def coarse_server(installed: Installed, policy: Path) -> Iterator[RealServer]:
+    """The same in bfloat16."""
+    yield from started(installed, policy, "bfloat16")
+
+
+def started(installed: Installed, policy: Path, dtype: str) -> Iterator[RealServer]:
+    server = RealServer(installed, policy, dtype=dtype)
     try:
-        yield started
+        yield server
     finally:
-        started.close()
+        server.close()
+
+
+@pytest.fixture(params=["server", "coarse_server"], ids=["float32", "bfloat16"])
+def either_server(request: pytest.FixtureRequest) -> RealServer:
+    """In float32, and in bfloat16."""
+    found: RealServer = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(scope="session")

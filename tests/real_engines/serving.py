@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from stretto.core.canary import TensorDigest
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest
 from stretto.core.tasks import cancel_and_wait
@@ -21,7 +23,7 @@ from stretto.engine.backend import Stream
 from stretto.engine.config import EngineConfig
 from stretto.engine.external.engine import ExternalEngine, Limits
 from stretto.engine.external.http import JsonServer
-from stretto.engine.external.make import Make
+from stretto.engine.external.make import Launch, Make
 from stretto.engine.external.makes import MAKES
 from stretto.engine.external.server import ServerProcess, free_port, until_ready
 from stretto.engine.external.staging import StagedWeights
@@ -43,6 +45,7 @@ MODEL = BuildConfig.model_validate(
         "alphabet": "0123456789+-=abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ",
     }
 )
+_SPOILT = Path(__file__).with_name("spoilt")
 _ATTEMPTS = 5
 START_SECONDS = 400.0
 Result = TypeVar("Result")
@@ -62,20 +65,27 @@ class Installed:
 
 
 class RealServer:
-    """A server of a make. Its event loop lives as long as it: tests run in it one after the other."""
+    """A server of a make, whose loads can be spoilt. Its event loop lives as long as it: tests run in it one after the
+    other."""
 
     def __init__(self, installed: Installed, policy: Path, **settings: object) -> None:
         self.kind = installed.kind
         self.policy = policy
+        self.spoilt = policy.with_name(f"spoilt-{secrets.token_hex(4)}")
         self._runner = asyncio.Runner()
         self._config = installed.config(**settings)
+        self.dtype = self._config.dtype
         port = free_port()
         self.address = f"127.0.0.1:{port}"
         self._process = self.run(self._start(port))
 
     async def _start(self, port: int) -> ServerProcess:
-        make = MAKES[self.kind]
-        process = await ServerProcess.start(self.kind, make.launch(self._config, str(self.policy), port))
+        launch = MAKES[self.kind].launch(self._config, str(self.policy), port)
+        path = f"{launch.environment['PYTHONPATH']}:{_SPOILT}"
+        environment = launch.environment | {"PYTHONPATH": path, "SPOILT": str(self.spoilt)}
+        words = ("--worker-extension-cls", "spoilt.Loader") if self.kind == "vllm" else ()
+        launch = Launch((*launch.command, *words), environment)
+        process = await ServerProcess.start(self.kind, launch)
         wire = self.wire()
         try:
             await until_ready(process, wire, START_SECONDS)
@@ -98,6 +108,15 @@ class RealServer:
             return await work
 
         return self._runner.run(awaited())
+
+    @contextmanager
+    def loads_spoilt(self, *how: str) -> Iterator[None]:
+        """While it lasts, loads go wrong in this way (`spoilt/spoilt.py`)."""
+        self.spoilt.write_text(" ".join(how))
+        try:
+            yield
+        finally:
+            self.spoilt.unlink()
 
     def close(self) -> None:
         self.run(self._process.stop())
@@ -168,8 +187,8 @@ class _Publish:
     def __init__(self, publisher: SharedMemoryPublisher) -> None:
         self._publisher = publisher
 
-    def __call__(self, version: int, model: PreTrainedModel) -> None:
-        self._publisher.publish(version, model.named_parameters())
+    def __call__(self, version: int, model: PreTrainedModel) -> dict[str, TensorDigest]:
+        return self._publisher.publish(version, model.named_parameters())
 
 
 @asynccontextmanager
@@ -179,7 +198,7 @@ async def engine(
     """An engine over the server, without a version yet, and a trainer's end of its mailbox."""
     with tempfile.TemporaryDirectory(prefix="stretto-real-") as name:
         folder, run = Path(name), "real"
-        publisher = SharedMemoryPublisher(run, folder / "mailbox")
+        publisher = SharedMemoryPublisher(run, folder / "mailbox", getattr(torch, server.dtype))
         weights = StagedWeights(SharedMemorySubscriber(run, folder / "mailbox"), server.policy, folder / "staged")
         wire = server.wire()
         context = (await wire.describe()).context_length or MODEL.context_length

@@ -208,12 +208,26 @@ def test_a_server_that_accepts_and_says_nothing_is_lost(away: Path) -> None:
     assert names(away) == []
 
 
-def test_a_slow_server_meets_the_deadline_and_switches_nothing(source: str, away: Path) -> None:
-    with Road(source, slowly, piece=512).open() as road:
+def test_a_pull_that_takes_ten_times_its_deadline_and_goes_on_is_waited_for(source: str, away: Path) -> None:
+    road = Road(source, slowly, piece=4096)
+    with road.open() as address:
+        start = time.monotonic()
+        now(mirror(address, away, seconds=0.5).pull(7))
+        assert time.monotonic() - start > 5
+    assert road.connections == 1
+    assert_loads(away, 7, 7.0)
+
+
+def test_a_pull_that_stands_still_meets_the_deadline_and_switches_nothing(source: str, away: Path) -> None:
+    def stops(number: int, place: int, piece: bytes) -> bytes:
+        time.sleep(3.0 * (place > 100_000))
+        return piece
+
+    with Road(source, stops, piece=4096).open() as road:
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"the mirror waited 0.5 s for version 7 from"):
-            now(mirror(road, away, seconds=0.5).pull(7))
-        assert time.monotonic() - start < 10  # the whole would have taken half a minute
+            now(mirror(road, away, patience=60.0, seconds=0.5).pull(7))
+        assert time.monotonic() - start < 10
     assert names(away) == []
 
 

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import itertools
 import math
-import random
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -23,22 +22,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from stretto.core.canary import DECODED, Challenge, Loaded, Scores
+import msgspec
+
+from stretto.core.canary import Challenge, Loaded, Scores
 from stretto.core.deadlines import waiting
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError, WireError
 from stretto.core.events import Span
-from stretto.core.records import GenerateRequest, Partials, Sampling, StopReason
+from stretto.core.records import GenerateRequest, Partials, StopReason
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.backend import ENDED, Stream
 from stretto.engine.external.completions import OpenCompletion
-from stretto.engine.external.make import Continuation, Make, Occupancy
+from stretto.engine.external.make import Make, Occupancy, canary_scores
+from stretto.engine.external.staging import compare, shapes_of
 from stretto.engine.native.busy_spans import BusySpans
 from stretto.engine.native.stops import StopTexts
 from stretto.engine.native.validate import check_prefixes, check_request
 
 _LOOK_SECONDS = 0.001
-_CACHED_TOKENS = 288  # two blocks of the largest cache pages that servers have by default, and more
 _DRAIN_SECONDS = 5.0  # for the last tokens of requests that a pause has ended
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
@@ -52,6 +53,11 @@ class WeightsFolder(Protocol):
         Raises:
             TornPublication, WireError: as for `weights.mailbox.Subscriber.load`.
         """
+        ...
+
+    @property
+    def checked(self) -> int:
+        """Bytes of versions that were read, which grow in `folder_of`."""
         ...
 
 
@@ -104,6 +110,7 @@ class ExternalEngine:
         self._busy_since: float | None = None
         self._streams = 0  # requests that the server has
         self._loads = 0  # begun
+        self._folder = Path()  # of the last load
         self._in_doubt = False  # the server's weights are not proven to be those of their version
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
@@ -249,39 +256,24 @@ class ExternalEngine:
         """While no completion goes on."""
         self._sampling.clear()
         start = time.monotonic()
-        scores = await self._score(challenge.canary.token_ids)
+        canary, name = challenge.canary, f"canary-{self.version}-{next(self._attempts)}"
+        context = self._limits.context_length
+        scores = await canary_scores(self._make, canary.token_ids, name, self.version, context, keep=self._keep)
+        if canary.digests:
+            workers = await self._make.held(self._folder, await asyncio.to_thread(shapes_of, self._folder))
+            differing, compared = await asyncio.to_thread(compare, self._folder, canary.digests, workers)
+            scores = msgspec.structs.replace(scores, differing=differing, compared=compared)
         self._spans.add("prove", start, time.monotonic(), self.version)
         self._in_doubt = not challenge.is_answered(scores)
         if not self._in_doubt:
             self._sampling.set()
         return scores
 
-    async def _score(self, text: Sequence[int]) -> Scores:
-        """The server goes on with the text, repeated over some blocks of its cache, and then computes all of it at
-        once: entries of earlier weights that it still has show in what it sampled. Where it is to keep them, it goes on
-        with a text that it has never had."""
-        longest = min(_CACHED_TOKENS, self._limits.context_length - DECODED - 1) - len(text)
-        id = f"canary-{self.version}-{next(self._attempts)}"
-        behind = random.Random(id).choices(text, k=longest) if self._keep else itertools.cycle(text)
-        rest = tuple(itertools.islice(behind, max(0, longest)))
-        prompt = (*rest, *text) if self._keep else (*text, *rest)
-        wanted = Continuation(id, prompt, Sampling(max_tokens=DECODED), DECODED, seed=self.version)
-        sampled, decoded = list[int](), list[float]()
-        async with contextlib.aclosing(self._make.stream(wanted)) as deltas:
-            async for delta in deltas:
-                sampled += delta.token_ids
-                decoded += delta.logprobs
-        together = await self._make.score([*prompt, *sampled])
-        expected = await self._make.score(text) if self._keep else together[: len(text) - 1]
-        if not len(sampled) == len(decoded) == len(together) - len(prompt) + 1:
-            raise WireError(f"{self.name} does not score the canary: {len(sampled)} tokens, {len(together)} scores")
-        pairs = tuple(zip(decoded, together[len(prompt) - 1 :], strict=True))
-        return Scores(expected, pairs=pairs)
-
     async def _load(self, folder: Path, version: int, challenge: Challenge | None) -> Scores | None:
         start = time.monotonic()
         self._sampling.clear()
         self._loads += 1
+        self._folder = folder
         try:
             await self._make.pause(keep=self._keep)
             if self._keep:
@@ -363,6 +355,7 @@ class ExternalEngine:
             busy_seconds=busy,
             unfinished=unfinished,
             needed=max(running / self._limits.slots, told.needed),
+            checked=self._weights.checked + self._make.read,
         )
 
     def drain_spans(self) -> list[Span]:

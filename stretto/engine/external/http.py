@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from stretto.core.deadlines import deadline
+from stretto.core.deadlines import deadline, standstill
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError
 from stretto.engine.http.connections import Connection, Connections
 
@@ -35,14 +37,24 @@ class JsonServer:
         self._seconds, self._token_seconds = seconds, token_seconds
         self._connections = Connections(name, address)
 
-    async def exchange(self, method: str, path: str, message: object = None, seconds: float | None = None) -> Any:
-        """The JSON of a reply, None if it has no body.
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        message: object = None,
+        seconds: float | None = None,
+        progress: Callable[[], int] | None = None,
+    ) -> Any:
+        """The JSON of a reply, None if it has no body. With `progress`, the longest wait is one in which it stays.
 
         Raises:
             RefusedRequest, WireError: the server says no; with its own words.
             EngineLost, DeadlineExceeded: it does not answer.
         """
-        bound = deadline(self._owner, f"{path} of {self.name}", seconds or self._seconds)
+        awaited, longest = f"{path} of {self.name}", seconds or self._seconds
+        bound = deadline(self._owner, awaited, longest)
+        if progress is not None:
+            bound = standstill(self._owner, awaited, longest, partial(asyncio.to_thread, progress))
         async with bound, self._connections.one() as connection:
             self._send(connection, method, path, message)
             body = await connection.rest()

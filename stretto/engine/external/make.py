@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random
 import shutil
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from stretto.core.canary import DECODED, Scores
+from stretto.core.errors import WireError
 from stretto.core.records import Likeliest, Record, Sampling
 from stretto.engine.config import EngineConfig
 
@@ -102,7 +107,8 @@ class Make(Protocol):
         ...
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
-        """Load the safetensors of a folder as `version`, while the server is paused; `keep`: the KV cache stays."""
+        """Load the safetensors of a folder as `version`, while the server is paused; `keep`: the KV cache stays. It may
+        take as long as it likes while `read` grows."""
         ...
 
     async def resume(self) -> None:
@@ -117,9 +123,48 @@ class Make(Protocol):
         """
         ...
 
+    async def held(self, folder: Path, shapes: Mapping[str, Sequence[int]]) -> Sequence[Mapping[str, str]]:
+        """What each worker holds of the tensors with these shapes (`worker.readback`), after a load from the folder;
+        nothing where the server cannot look."""
+        ...
+
+    @property
+    def read(self) -> int:
+        """Bytes of versions that the server has read, as far as that shows: they grow while a load goes on."""
+        ...
+
     async def close(self) -> None:
         """Close the connections."""
         ...
+
+
+_CACHED_TOKENS = 288  # two blocks of the largest cache pages that servers have by default, and more
+
+
+async def canary_scores(make: Make, text: Sequence[int], name: str, seed: int, context: int, *, keep: bool) -> Scores:
+    """The canary by a server, which goes on with the text, repeated over some blocks of its cache, and then computes
+    all of it at once: entries of earlier weights that it still has show in what it sampled. With `keep` it may have
+    them: then it goes on with a text that it has never had.
+
+    Args:
+        name: a name that no request of this server has had.
+    """
+    longest = min(_CACHED_TOKENS, context - DECODED - 1) - len(text)
+    behind = random.Random(name).choices(text, k=longest) if keep else itertools.cycle(text)
+    rest = tuple(itertools.islice(behind, max(0, longest)))
+    prompt = (*rest, *text) if keep else (*text, *rest)
+    wanted = Continuation(name, prompt, Sampling(max_tokens=DECODED), DECODED, seed)
+    sampled, decoded = list[int](), list[float]()
+    async with contextlib.aclosing(make.stream(wanted)) as deltas:
+        async for delta in deltas:
+            sampled += delta.token_ids
+            decoded += delta.logprobs
+    together = await make.score([*prompt, *sampled])
+    expected = await make.score(text) if keep else together[: len(text) - 1]
+    if not len(sampled) == len(decoded) == len(together) - len(prompt) + 1:
+        raise WireError(f"{name} was not scored: {len(sampled)} tokens, {len(together)} scores")
+    pairs = tuple(zip(decoded, together[len(prompt) - 1 :], strict=True))
+    return Scores(expected, pairs=pairs)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
     pause    POST /pause_generation             in_place, or retract and then /abort_request for all
     load     POST /update_weights_from_disk     with the version that is stamped on every token from then on
     resume   POST /continue_generation
+    held     POST /weights_checker              by a plugin of ours (`worker/sglang_extension.py`), where it is loaded
     full?    GET  /v1/loads
 
 Its log-probabilities are those after the temperature alone, so that top_p, top_k and min_p are refused
@@ -12,7 +13,7 @@ Its log-probabilities are those after the temperature alone, so that top_p, top_
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
 from stretto.engine.external.http import LOOK_SECONDS, JsonServer, refused
 from stretto.engine.external.make import Continuation, Delta, Launch, Occupancy, Served, on_cpu
+from stretto.engine.external.worker.advance import FOLDER, read_of
 
 NEEDED = CAPABILITIES["sglang"].needed
 _GENERATE = "/generate"
@@ -66,6 +68,7 @@ class SglangServer:
 
     def __init__(self, http: JsonServer, load_seconds: float) -> None:
         self._http, self._load_seconds = http, load_seconds
+        self._folder: Path | None = None
 
     async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
         told = 0
@@ -121,12 +124,29 @@ class SglangServer:
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
         order = {"model_path": str(folder), "weight_version": str(version), "flush_cache": not keep}
-        reply = await self._http.exchange("POST", "/update_weights_from_disk", order, self._load_seconds)
+        self._folder, path = folder, "/update_weights_from_disk"
+        reply = await self._http.exchange("POST", path, order, self._load_seconds, lambda: self.read)
         if not isinstance(reply, dict) or not reply.get("success"):
             raise WireError(f"{self._http.name} has not loaded version {version}: {reply}")
 
     async def resume(self) -> None:
         await self._http.exchange("POST", "/continue_generation", {})
+
+    async def held(self, folder: Path, shapes: Mapping[str, Sequence[int]]) -> Sequence[Mapping[str, str]]:
+        self._folder, told = folder, msgspec.json.encode(shapes).decode()
+        order = {"action": "stretto_held", "skip_tensor_list": [str(folder), told], "selector": "target"}
+        try:
+            reply = await self._http.exchange("POST", "/weights_checker", order, self._load_seconds, lambda: self.read)
+        except WireError:  # it was started without the plugin, or is a release that has no such path
+            return ()
+        try:
+            return [msgspec.convert(rank["checksums"], dict[str, str]) for rank in reply["ranks"]]
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise WireError(f"{self._http.name} does not say what its workers hold ({error!r})") from None
+
+    @property
+    def read(self) -> int:
+        return read_of(self._folder) if self._folder is not None else 0
 
     async def close(self) -> None:
         await self._http.close()
@@ -142,7 +162,7 @@ def launch(config: EngineConfig, model: str, port: int) -> Launch:
         "--max-running-requests": str(config.slots),
         "--stream-interval": "8",
     }
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(config.threads)}
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(config.threads), "PYTHONPATH": FOLDER}
     flags: tuple[str, ...] = ("--incremental-streaming-output", "--skip-server-warmup", "--sleep-on-idle")
     if on_cpu(config):
         environment["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -5,6 +5,7 @@
     load     POST /collective_rpc stretto_load     every worker reads the folder (`worker/vllm_extension.py`)
              POST /update_weight_version           stamped on every token from then on
     resume   POST /resume
+    held     POST /collective_rpc stretto_held     what every worker has in its memory
     full?    GET  /metrics                         Prometheus' text format
 
 Needs ``--enable-scale-out``, the worker extension and ``VLLM_SERVER_DEV_MODE=1``; the oldest release is in
@@ -13,9 +14,10 @@ Needs ``--enable-scale-out``, the worker extension and ``VLLM_SERVER_DEV_MODE=1`
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,9 +25,9 @@ from stretto.core.errors import WireError
 from stretto.core.records import Likeliest
 from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
-from stretto.engine.external import worker
 from stretto.engine.external.http import LOOK_SECONDS, JsonServer, refused
 from stretto.engine.external.make import Continuation, Delta, Launch, Occupancy, Served, on_cpu
+from stretto.engine.external.worker.advance import FOLDER, read_of
 
 NEEDED = f"{CAPABILITIES['vllm'].needed}, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 _GENERATE = "/inference/v1/generate"
@@ -75,6 +77,7 @@ class VllmServer:
 
     def __init__(self, http: JsonServer, load_seconds: float) -> None:
         self._http, self._load_seconds = http, load_seconds
+        self._folder: Path | None = None
 
     async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
         async with aclosing(self._http.events(_GENERATE, _body(continuation))) as events:
@@ -118,12 +121,28 @@ class VllmServer:
         await self._http.exchange("POST", f"/pause?mode={mode}")
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
-        order = {"method": "stretto_load", "args": [str(folder)], "timeout": self._load_seconds}
-        await self._http.exchange("POST", "/collective_rpc", order, self._load_seconds)
+        await self._workers("stretto_load", folder)
         await self._http.exchange("POST", "/update_weight_version", {"new_version": str(version)})
 
     async def resume(self) -> None:
         await self._http.exchange("POST", "/resume")
+
+    async def held(self, folder: Path, shapes: Mapping[str, Sequence[int]]) -> Sequence[Mapping[str, str]]:
+        reply = await self._workers("stretto_held", folder, msgspec.json.encode(shapes).decode())
+        try:
+            return msgspec.convert(reply["results"], list[dict[str, str]])
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise WireError(f"{self._http.name} does not say what its workers hold ({error!r})") from None
+
+    async def _workers(self, method: str, folder: Path, *more: str) -> Any:
+        """What the worker extension of each worker returns. vLLM's own limit would end the wait, and not the work."""
+        self._folder = folder
+        order = {"method": method, "args": [str(folder), *more]}
+        return await self._http.exchange("POST", "/collective_rpc", order, self._load_seconds, lambda: self.read)
+
+    @property
+    def read(self) -> int:
+        return read_of(self._folder) if self._folder is not None else 0
 
     async def close(self) -> None:
         await self._http.close()
@@ -150,7 +169,7 @@ def launch(config: EngineConfig, model: str, port: int) -> Launch:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(config.threads),
-        "PYTHONPATH": str(Path(worker.__file__).parent),
+        "PYTHONPATH": FOLDER,
     }
     if on_cpu(config):  # compiling takes minutes, and threads that are bound to cores share them with other engines
         # A prompt computed in parts ends a server on a CPU: it winds back the request's random generator, which there

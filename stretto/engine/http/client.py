@@ -103,10 +103,10 @@ class HttpEngine:
         """
         awaited = f"{self.name} to load version {version}"
         order = UpdateRequest(version=version, challenge=await ask(version) if ask is not None else None)
-        async with standstill(self._owner, awaited, self._load_seconds, self._checked):
+        async with standstill(self._owner, awaited, self._load_seconds, self.moved):
             return decoded(await self._reply("/update_weights", order), Loaded)
 
-    async def _checked(self) -> int | None:
+    async def moved(self) -> object:
         """The bytes that it has read of versions; None if it does not say so soon."""
         with suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(self._load_seconds):

@@ -53,7 +53,7 @@ class GuestEngine(HttpEngine):
             context=context,
         )
         self._machine, self._newest = machine, newest
-        self._pull_seconds = deadlines.longest_pull
+        self._pull_seconds, self._pulls = deadlines.longest_pull, False
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """As `HttpEngine.generate`; an engine that does not answer is lost to the run, and does not end it.
@@ -131,12 +131,19 @@ class GuestEngine(HttpEngine):
         """As `HttpEngine.update`; the machine may have pulled a newer version by then, which is loaded instead. A pull
         may take as long as its machine's mirror allows: one that takes too long makes the engine lag."""
         try:
+            self._pulls = True
             version = await self._machine.until_mirrored(version, self._pull_seconds)
+            self._pulls = False
             loaded = await super().update(version, ask)
             self._published(loaded.version)
             return loaded
         except (MachineLost, DeadlineExceeded) as loss:
             raise EngineLost(self.name, str(loss)) from None
+
+    async def moved(self) -> object:
+        """As `HttpEngine.moved`; before that the bytes that have come to its machine."""
+        waits = self._pulls or self._machine.mirrored < 0
+        return self._machine.moved if waits else await super().moved()
 
 
 def guest(

@@ -14,7 +14,7 @@ from typing import NoReturn, Self
 
 import msgspec
 
-from stretto.core.deadlines import deadline
+from stretto.core.deadlines import standstill
 from stretto.core.engine import Engine, EngineHealth
 from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, RoleDied, UnprovenWeights, WireError
 from stretto.core.events import Span
@@ -156,11 +156,12 @@ class EngineHandle:
 
         Raises:
             RoleDied: it ended instead.
-            DeadlineExceeded: that took too long.
+            DeadlineExceeded: for too long nothing moved.
         """
         self._becomes(EngineState.STARTING, None)
         await self.process.start(self.spec, self.spec.threads)
-        async with deadline("conductor", f"{self.name} to be ready", self.deadlines.start + publication):
+        seconds, moved = self.deadlines.start + publication, self.client.moved
+        async with standstill("conductor", f"{self.name} to be ready", seconds, moved):
             version = await self._newest()
         self._becomes(EngineState.UP, version)
         self._publication.set()  # a version may have been published meanwhile
@@ -330,7 +331,8 @@ class EngineHandle:
 
     async def reach(self, version: int) -> None:
         """Return when it serves `version` or a newer one; loads it where needed."""
-        async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
+        seconds, moved = self.deadlines.start, self.client.moved
+        async with standstill("conductor", f"{self.name} to serve version {version}", seconds, moved):
             while (self.version is None or self.version < version) and not self.leaving:
                 # One that is not up is brought back by supervise(), with the newest version.
                 await (self._load(version) if self.state is EngineState.UP else asyncio.sleep(RETRY_SECONDS))
@@ -340,11 +342,12 @@ class EngineHandle:
 
         Raises:
             EngineLeft: it is not up any more.
-            EngineLost: it does not for `deadlines.start` seconds.
+            EngineLost: nothing of it comes for `deadlines.start` seconds.
         """
         self._awaited += 1
+        seconds, moved = self.deadlines.start, self.client.moved
         try:
-            async with deadline("conductor", f"{self.name} to serve version {version}", self.deadlines.start):
+            async with standstill("conductor", f"{self.name} to serve version {version}", seconds, moved):
                 while self.version is None or self.version < version:
                     if not self.takes:
                         raise EngineLeft(self.name, "is not up any more")
@@ -367,8 +370,7 @@ class EngineHandle:
                     await asyncio.sleep(_POLL_SECONDS)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
-        """What its unfinished completions have beyond their known tokens; nothing if it does not reply within
-        `patience` seconds (None: `deadlines.answer`)."""
+        """Tokens of its unfinished completions beyond the known ones; none without a reply in `patience` seconds."""
         theirs = {id: known[id] for id in self.open if id in known}
         if theirs:
             with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
@@ -377,8 +379,7 @@ class EngineHandle:
         return {}
 
     def poll(self) -> asyncio.Task[None]:
-        """Ask for its health (for `counted`) and its spans (for `drain_spans`). While a reply is awaited, from a long
-        step say, the task is the same: a caller that gives up loses nothing."""
+        """Ask for its health and its spans. While a reply is awaited the task is the same: who gives up loses nothing."""
         if self._poll is None or self._poll.done():
             self._poll = asyncio.create_task(self._fetch_health())
         return self._poll
@@ -399,5 +400,4 @@ class EngineHandle:
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
         """A counter summed over it and those that it replaced, up to their last poll."""
-        present = [self.health] if self.health is not None else []
-        return sum(counter(health) for health in [*present, *self._earlier])
+        return sum(counter(health) for health in (self.health, *self._earlier) if health is not None)

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import pytest
@@ -94,8 +95,11 @@ Replies = Mapping[str, tuple[int, Sequence[bytes]]]
 
 
 @asynccontextmanager
-async def serving(replies: Replies, asked: Asked, *, breaks: bool = False) -> AsyncIterator[str]:
-    """A server of HTTP/1.1 that sends each reply in the given parts; `breaks`: it closes in the middle of a reply."""
+async def serving(
+    replies: Replies, asked: Asked, *, breaks: bool = False, late: Mapping[str, float] = MappingProxyType({})
+) -> AsyncIterator[str]:
+    """A server of HTTP/1.1 that sends each reply in the given parts; `breaks`: it closes in the middle of a reply;
+    `late`: the seconds that it takes for a path."""
 
     open_ones: dict[asyncio.Task[None] | None, asyncio.StreamWriter] = {}
 
@@ -108,6 +112,7 @@ async def serving(replies: Replies, asked: Asked, *, breaks: bool = False) -> As
                 body = await reader.readexactly(length)
                 method, path, _ = head[0].split()
                 asked.append((method, path, json.loads(body) if body else None))
+                await asyncio.sleep(late.get(path, 0.0))
                 status, parts = replies.get(path, (404, [b'{"detail":"Not Found"}']))
                 writer.write(f"HTTP/1.1 {status} X\r\ntransfer-encoding: chunked\r\n\r\n".encode())
                 for part in parts:
@@ -230,7 +235,7 @@ def test_an_update_of_vllm_is_pause_load_version_resume(keep: bool) -> None:
     _, asked = exchange("vllm", dict.fromkeys(paths, OK), lambda make: updated(make, keep))
     assert asked == [
         ("POST", paths[0], None),
-        ("POST", paths[1], {"method": "stretto_load", "args": ["/folder"], "timeout": 5}),
+        ("POST", paths[1], {"method": "stretto_load", "args": ["/folder"]}),
         ("POST", paths[2], {"new_version": "7"}),
         ("POST", paths[3], None),
     ]
@@ -254,6 +259,79 @@ def test_a_load_that_sglang_reports_as_failed_is_an_error() -> None:
         replies = {"/update_weights_from_disk": (status, [said])}
         with pytest.raises(WireError, match=error):
             exchange("sglang", replies, lambda make: make.load(Path("/folder"), 7, keep=False))
+
+
+SHAPES = {"model.norm.weight": (8,)}
+TOLD = {"model.norm.weight": "F32 4 8 1 2"}
+HELD = {
+    "vllm": ("/collective_rpc", {"method": "stretto_held", "args": ["/folder", '{"model.norm.weight":[8]}']}),
+    "sglang": (
+        "/weights_checker",
+        {
+            "action": "stretto_held",
+            "skip_tensor_list": ["/folder", '{"model.norm.weight":[8]}'],
+            "selector": "target",
+        },
+    ),
+}
+ANSWERS = {"vllm": {"results": [TOLD, TOLD]}, "sglang": {"success": True, "ranks": [{"checksums": TOLD}] * 2}}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_what_each_worker_holds_is_asked_for_and_told(kind: str) -> None:
+    path, order = HELD[kind]
+    replies = {path: (200, [json.dumps(ANSWERS[kind]).encode()])}
+    found, asked = exchange(kind, replies, lambda make: make.held(Path("/folder"), SHAPES))
+    assert (list(found), asked) == ([TOLD, TOLD], [("POST", path, order)])
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("told", [b"{}", b'{"results": 3, "ranks": 3}', b'{"results": [{"a": 1}], "ranks": [{}]}'])
+def test_what_no_worker_holds_is_an_error(kind: str, told: bytes) -> None:
+    with pytest.raises(WireError, match="does not say what its workers hold"):
+        exchange(kind, {HELD[kind][0]: (200, [told])}, lambda make: make.held(Path("/folder"), SHAPES))
+
+
+@pytest.mark.parametrize("status", [400, 404])
+def test_a_server_of_sglang_without_the_plugin_tells_nothing(status: int) -> None:
+    replies = {HELD["sglang"][0]: (status, [b'{"success": false, "message": "Unsupported action"}'])}
+    found, _ = exchange("sglang", replies, lambda make: make.held(Path("/folder"), SHAPES))
+    assert list(found) == []
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_load_that_goes_on_is_waited_for_and_ordered_once(kind: str, tmp_path: Path) -> None:
+    """What a worker has read stands in a file beside the weights."""
+    seconds = 0.3
+
+    async def load(make: Make, grows: bool) -> None:
+        async def worker() -> None:
+            for piece in range(1000):
+                (tmp_path / "1.advance").write_text(str(piece * grows))
+                await asyncio.sleep(0.05)
+
+        working = asyncio.create_task(worker())
+        try:
+            await make.load(tmp_path, 7, keep=False)
+        finally:
+            working.cancel()
+
+    async def scenario(grows: bool) -> Asked:
+        asked: Asked = []
+        order = "/collective_rpc" if kind == "vllm" else "/update_weights_from_disk"
+        late = {order: 10 * seconds}
+        async with serving({order: OK, "/update_weight_version": OK}, asked, late=late) as address:
+            http = JsonServer("engine-0", address, seconds=5, token_seconds=5)
+            make = MAKES[kind].server(http, seconds)
+            try:
+                await load(make, grows)
+            finally:
+                await make.close()
+        return asked
+
+    assert len(asyncio.run(scenario(grows=True))) == (2 if kind == "vllm" else 1)
+    with pytest.raises(DeadlineExceeded, match=r"the adapter of engine-0 waited 0\.3 s for /.* of engine-0"):
+        asyncio.run(scenario(grows=False))
 
 
 NO = {

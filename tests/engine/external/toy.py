@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -96,6 +96,7 @@ class ToyServer:
         self.waiting: list[asyncio.Event] = []
         self.full: Occupancy | None = None
         self.refuses_load = self.ignores_pause = False
+        self.read = 0
         self._steps = steps
 
     async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
@@ -137,6 +138,9 @@ class ToyServer:
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         return tuple(logprob_of(token, self.version) for token in token_ids[1:])
 
+    async def held(self, folder: Path, shapes: Mapping[str, Sequence[int]]) -> Sequence[Mapping[str, str]]:
+        return ()
+
     async def pause(self, *, keep: bool) -> None:
         await self._step()
         self.paused = True
@@ -175,6 +179,7 @@ class Publications:
 
     def __init__(self) -> None:
         self.torn: set[int] = set()
+        self.checked = 0
 
     def folder_of(self, version: int, /) -> Path:
         if version in self.torn:

@@ -1,16 +1,23 @@
-"""vLLM's worker, extended by loading a version of the weights from a folder; runs in vLLM's own environment.
+"""vLLM's worker, extended by loading a version of the weights from a folder, and by telling what it holds then.
 
-Stretto is not installed there, so this file imports nothing of it. vLLM mixes the class into its worker
+Stretto is not installed in vLLM's environment, so this file imports nothing of it. vLLM mixes the class into its worker
 (``--worker-extension-cls vllm_extension.Loader``, with this folder on PYTHONPATH), and `/collective_rpc` calls it by
-name, between pause and resume; vLLM answers after every worker has loaded.
+name, between pause and resume; vLLM answers after every worker has done it.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from torch import Tensor
+
+_HERE = f"{__package__}." if __package__ else ""  # in a server, its path leads to the modules of this folder
+_ADVANCE, _READBACK = (import_module(f"{_HERE}{name}") for name in ("advance", "readback"))
 
 
 class Loader:
@@ -24,10 +31,18 @@ class Loader:
         vLLM's reload empties the layers first: where it fails halfway, the next step ends the server. So all that can
         be wrong with the files is found before.
         """
-        tensors = _tensors(Path(folder))
-        self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]  # of vLLM's worker
+        advance = _ADVANCE.Advance(folder)
+        tensors = sum(1 for _ in _tensors(Path(folder), advance))
+        self.reload_weights(weights_iterator=_tensors(Path(folder), advance))  # type: ignore[attr-defined]  # of vLLM's worker
         self._repack_tied_head()
         return {"tensors": tensors}
+
+    def stretto_held(self, folder: str, shapes: str) -> dict[str, str]:
+        """What this worker holds of the tensors whose shapes JSON tells (`readback`)."""
+        found: dict[str, str] = _READBACK.held(
+            self.model_runner.get_model(), json.loads(shapes), _ADVANCE.Advance(folder).add
+        )
+        return found
 
     def _repack_tied_head(self) -> None:
         # On a CPU a linear layer computes from a repacked copy, which vLLM renews only in layers that the checkpoint
@@ -38,15 +53,14 @@ class Loader:
             head.quant_method.process_weights_after_loading(head)
 
 
-def _tensors(folder: Path) -> int:
-    """Open every file and read every tensor of it."""
+def _tensors(folder: Path, advance: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of every file; one that was read counts when the next one is wanted."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder}: no *.safetensors")
-    count = 0
     for file in files:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
-                opened.get_tensor(name)
-                count += 1
-    return count
+                tensor = opened.get_tensor(name)
+                yield name, tensor
+                advance.add(tensor.nbytes)

@@ -1,0 +1,51 @@
+"""A plugin of SGLang: loads say how far they are, and `/weights_checker` tells what a worker holds.
+
+SGLang loads it in each of its processes, by the entry point beside this file. Two functions of it are wrapped:
+
+    the tensors of a load      counted as they are read (`advance`)
+    /weights_checker           action "stretto_held": the sums of `readback` in place of checksums
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+_HERE = f"{__package__}." if __package__ else ""  # in a server, its path leads to the modules of this folder
+_ADVANCE, _READBACK = (import_module(f"{_HERE}{name}") for name in ("advance", "readback"))
+
+ACTION = "stretto_held"
+_CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+_LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
+
+
+def register() -> None:
+    """What the entry point calls."""
+    hooks = import_module("sglang.srt.plugins.hook_registry")
+    hooks.HookRegistry.register(_CHECKER, handle, hooks.HookType.AROUND)
+    hooks.HookRegistry.register(_LOADER, counted, hooks.HookType.AROUND)
+
+
+def handle(original: Callable[..., Any], checker: Any, action: str, *arguments: Any, **settings: Any) -> Any:
+    """As SGLang's own, with one action more; `skip_tensor_list` has the folder of the version, and
+    the shapes of its tensors as JSON."""
+    if action != ACTION:
+        return original(checker, action, *arguments, **settings)
+    folder, shapes = settings["skip_tensor_list"]
+    sums = _READBACK.held(checker._get_model(), json.loads(shapes), _ADVANCE.Advance(folder).add)
+    info = checker._parallelism_info(role=settings["role"]).model_dump()
+    return {"checksums": sums, "per_gpu_checksum": "", "parallelism_info": info}
+
+
+def counted(
+    original: Callable[..., Iterator[tuple[str, Tensor]]], loader: Any, source: Any, *arguments: Any, **settings: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors; one that was read counts when the next one is wanted."""
+    advance = _ADVANCE.Advance(str(source.model_or_path))
+    for name, tensor in original(loader, source, *arguments, **settings):
+        yield name, tensor
+        advance.add(tensor.nbytes)

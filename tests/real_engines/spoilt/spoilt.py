@@ -1,0 +1,71 @@
+"""Runs in the workers of the servers of these tests, and makes their loads go wrong: in the way that a file names, in
+none where there is no such file. The environment has its path, `SPOILT`.
+
+    slow S     each tensor of a load takes S seconds
+    still      the first tensor takes for ever
+    old        nothing is loaded, and the server says that it was (vLLM)
+    flipped T  behind the load a bit of a tensor flips in memory (vLLM)
+
+vLLM's worker is extended by `Loader`; SGLang finds `register` by the entry point beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_ADVANCE, _HONEST = import_module("advance"), import_module("vllm_extension")
+_FOR_EVER = 1000.0
+
+
+def how() -> list[str]:
+    """The words of the file."""
+    try:
+        return Path(os.environ["SPOILT"]).read_text().split()
+    except FileNotFoundError:
+        return []
+
+
+def register() -> None:
+    """Loads count their bytes by `Advance.add`, so there they can be held up."""
+    add = _ADVANCE.Advance.add
+
+    def held_up(advance: Any, size: int) -> None:
+        match how():
+            case ["slow", seconds]:
+                time.sleep(float(seconds))
+            case ["still"]:
+                while how() == ["still"]:
+                    time.sleep(0.1)
+        add(advance, size)
+
+    _ADVANCE.Advance.add = held_up
+
+
+class Loader(_HONEST.Loader):  # type: ignore[misc,name-defined]  # of a module that is imported by its name
+    """vLLM's worker."""
+
+    def stretto_load(self, folder: str) -> dict[str, int]:
+        if how() == ["old"]:
+            return {"tensors": 1}
+        told: dict[str, int] = super().stretto_load(folder)
+        match how():
+            case ["flipped", layer]:
+                # What a layer computes from on a processor is a copy that only it can reach: it is made again.
+                module = self.model_runner.get_model().get_submodule(layer)
+                outputs = module.quant_method.apply
+                rows = torch.eye(module.input_size_per_partition, dtype=module.params_dtype)
+                weight = outputs(module, rows, None).t().contiguous()
+                weight.view(torch.int16)[0, 0] ^= 1
+                module.weight = torch.nn.Parameter(weight, requires_grad=False)
+                module.quant_method.process_weights_after_loading(module)
+        return told
+
+
+if __name__ != "__main__":
+    register()
