@@ -56,9 +56,8 @@ def cpu_seconds(pid: int) -> float:
 def by_role(command: Command) -> dict[str, float]:
     """CPU seconds of the processes of a command so far, by role; the command itself is the conductor."""
     found: defaultdict[str, float] = defaultdict(float)
-    for pid in command.processes():
-        name = next((role for role, module in MODULES.items() if pid in command.processes(module)), "conductor")
-        found[name] += cpu_seconds(pid)
+    for pid, role in command.roles().items():
+        found[role] += cpu_seconds(pid)
     return dict(found)
 
 

@@ -195,12 +195,12 @@ def test_a_result_of_another_processor_has_a_heading_of_its_own(
     committed = ROOT / "benchmarks" / "results"
     for file in committed.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    other = json.loads((committed / "soak.json").read_text())
-    other["machine"]["processor"], other["results"]["minutes"] = "Another", 3.0
-    (tmp_path / "soak.another.json").write_text(json.dumps(other))
+    other = json.loads((committed / "goodput.json").read_text())
+    other["machine"]["processor"], other["results"]["period"] = "Another", 3.0
+    (tmp_path / "goodput.another.json").write_text(json.dumps(other))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     _, _, there = page().partition("\n## Another, 2 cores")
-    assert "after 3 minutes" in there.partition("\n## ")[0]
+    assert "a kill every 3 s" in there.partition("\n## ")[0]
 
 
 def test_the_navigation_of_the_site_has_every_page_once() -> None:
