@@ -13,7 +13,7 @@ A *problem* is a hang (no step within `--hang` seconds), a run that ends by itse
 broken; it looks at the whole run behind every ten minutes, and once more at the end.
 
 Flat: every few seconds each process is weighed (resident memory, and open descriptors). Processes are replaced all the
-time, so what counts is one number for each process: the median of its looks while it was 45 to 105 seconds old, at
+time, so what counts is one number for each process: the median of its looks while it was 60 to 150 seconds old, at
 least three of them. The median of those of a role in the last third of the minutes is that in the first third, to 2 %.
 What only one process gathers over hours is measured elsewhere (`benchmarks.growth`); what a role takes over from a
 growing run shows here. Private memory, which is not shared with the fork server or through a file, is told beside it.
@@ -57,7 +57,7 @@ SETTINGS = (
     "deadlines.trainer_restarts=1000",
     "deadlines.engine_restarts=1000",
 )
-OLD = (45.0, 105.0)  # seconds: an age that most processes come to, and at which they have loaded what they need
+OLD = (60.0, 150.0)  # seconds: an age that many processes come to, and at which they have loaded what they need
 FLAT = 0.02
 _LOOKS = 3  # of a process, at least
 _LIVES = 3  # of a role in a third, at least
