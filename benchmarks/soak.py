@@ -4,10 +4,10 @@
     python -m benchmarks.soak --hours 1 --run-dir FOLDER   a part: the run goes on in its folder another time
 
 One run of recipes/arithmetic.toml goes on all the time. Every minute something is hit, in turn: its conductor, a reward
-worker, its engine, its trainer, all processes at once, the fork server, with which the kernel ends trainer and engine;
-behind each round one of them is stopped (SIGSTOP) in place of killed. A run whose conductor is gone is resumed. The
-next fault waits until two steps are on record behind the last one. The learning rate is an eightieth of the recipe's:
-every version differs from the one before, and completions are about as long at the end as at the start.
+worker, its engine, its trainer, all processes at once; then one of them is stopped (SIGSTOP), and the fork server is
+killed, with which the kernel ends trainer and engine. A run whose conductor is gone is resumed. The next fault waits
+until two steps are on record behind the last one. The learning rate is an eightieth of the recipe's: every version
+differs from the one before, and completions are about as long at the end as at the start.
 
 A *problem* is a hang (no step within `--hang` seconds), a run that ends by itself, and a law that the checker finds
 broken; it looks at the whole run behind every ten minutes, and once more at the end.
@@ -15,8 +15,10 @@ broken; it looks at the whole run behind every ten minutes, and once more at the
 Flat: every few seconds each process is weighed (resident memory, and open descriptors). Processes are replaced all the
 time, so what counts is one number for each process: the median of its looks while it was 60 to 150 seconds old, at
 least three of them. The median of those of a role in the last third of the minutes is that in the first third, to 2 %.
-What only one process gathers over hours is measured elsewhere (`benchmarks.growth`); what a role takes over from a
-growing run shows here. Private memory, which is not shared with the fork server or through a file, is told beside it.
+Roles that were forked from the fork server are told apart from those that have an interpreter of their own, as all do
+once it has been killed. What only one process gathers over hours is measured elsewhere (`benchmarks.growth`); what a
+role takes over from a growing run shows here. Private memory, which is not shared with the fork server or through a
+file, is told beside it.
 
 Ten minutes are a part, which is added to a file as soon as it is there (`--add`), and its faults to that of all
 kills (`--kills`), as faults that came in turn (`benchmarks.tally`).
@@ -27,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -47,11 +50,13 @@ from stretto.core.machine import cache_folder
 from stretto.store.inspection import inspect_run
 from tests.launch.running import Laboratory, said
 
-KILLS = ("conductor", "rewards", "engine", "trainer", "all", "fork server")
-STOPS = ("engine stopped", "trainer stopped", "rewards stopped", "fork server stopped")
+KILLS = ("conductor", "rewards", "engine", "trainer", "all")
+STOPS = ("engine stopped", "trainer stopped", "rewards stopped", "fork server stopped")  # one of them in a round
+LAST = "fork server"  # until the next resume there is no other one
 SETTINGS = (
     "trainer.steps=1000000",
     "trainer.learning_rate=1e-6",
+    "trainer.checkpoint_every=30",
     "warm_start.threads=1",
     "deadlines.hung=30",
     "deadlines.trainer_restarts=1000",
@@ -104,11 +109,12 @@ class Scales:
         """At the processes that there are now."""
         for pid, role in roles.items():
             try:
-                age, seen = _age(pid), _weigh(pid)
+                (age, parent), seen = _born(pid), _weigh(pid)
             except OSError:  # it has ended meanwhile
                 continue
             if OLD[0] <= age < OLD[1] and seen:
-                looks = self._looks.setdefault((pid, role), _Looks(role))
+                name = f"{role}, forked" if roles.get(parent) == "fork server" else role
+                looks = self._looks.setdefault((pid, role), _Looks(name))
                 looks.minute = minute
                 looks.seen.append(seen)
                 self.looks += 1
@@ -127,10 +133,10 @@ class Scales:
         return over
 
 
-def _age(pid: int) -> float:
-    """Seconds since a process was started."""
-    started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+def _born(pid: int) -> tuple[float, int]:
+    """Seconds since a process was started, and its parent."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"), int(fields[1])
 
 
 def _weigh(pid: int) -> tuple[float, float, float] | None:
@@ -156,22 +162,24 @@ def newest_step(run_dir: Path) -> int:
 
 
 def in_turn(number: int) -> str:
-    """Fault number `number`: all that are killed, then one that is stopped."""
-    turn, place = divmod(number, len(KILLS) + 1)
-    return KILLS[place] if place < len(KILLS) else STOPS[turn % len(STOPS)]
+    """Fault number `number`: a round is `KILLS`, one of `STOPS`, and `LAST`."""
+    turn, place = divmod(number, len(KILLS) + 2)
+    return (*KILLS, STOPS[turn % len(STOPS)], LAST)[place]
 
 
 class Soak:
     """A run, what hits it, and who weighs it."""
 
-    def __init__(self, going: Going, laboratory: Laboratory, run_dir: Path, hang: float) -> None:
+    def __init__(self, going: Going, laboratory: Laboratory, run_dir: Path, hang: float, turn: int) -> None:
+        """`turn` is the number of the first fault."""
         self._going, self._laboratory, self._run_dir, self._hang = going, laboratory, run_dir, hang
+        self._turn = turn
         self._scales, self._next_look = Scales(), 0.0
         self._minute = 0
         self._kills, self._problems = list[Kill](), list[str]()
 
-    def part(self, first: int, faults: int) -> Part:
-        """The minutes from `first` on; there were so many faults before."""
+    def part(self, first: int) -> Part:
+        """The minutes from `first` on."""
         began, self._kills, self._problems = time.monotonic(), [], []
         self._minute, looks = first, self._scales.looks
         if newest_step(self._run_dir) == 0:
@@ -181,7 +189,7 @@ class Soak:
         while (passed := time.monotonic() - start) < _PART * 60:
             self._minute = first + int(passed // 60)
             due = time.monotonic() + _EVERY
-            self._fault(in_turn(faults + len(self._kills)))
+            self._fault()
             self._watch(self._ended, max(0.0, due - time.monotonic()))
             self._go_on()
         broken = self.check()
@@ -206,10 +214,12 @@ class Soak:
             return [f"the checker ended with {ended.code}: {ended.err[-300:]}"]
         return [line for line in ended.out.splitlines() if line.startswith("BROKEN")]
 
-    def _fault(self, fault: str) -> None:
+    def _fault(self) -> None:
+        """The next in turn that there is something to be hit for."""
         step, start = newest_step(self._run_dir), time.monotonic()
-        if not self._watch(lambda: self._going.hit(fault), 30):
-            self._problem(f"minute {self._minute}: no process plays the part that is to be hit: {fault}")
+        while not self._going.hit(fault := in_turn(self._turn)):
+            self._turn += 1
+        self._turn += 1
         survived = self._until_step(step, fault)
         self._kills.append(Kill(fault, step, False, round(time.monotonic() - start, 2), survived))
         print(f"minute {self._minute}: {fault} at step {step}, {self._kills[-1].seconds} s", flush=True)
@@ -361,15 +371,16 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="show what there is, and run nothing")
     words = parser.parse_args()
     broken = list[str]()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run is left behind
     if not words.show:
         with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
             run_dir = (words.run_dir or Path(root) / "run").resolve()
             laboratory = Laboratory(Path(root), cache_folder())
             with Going(laboratory, run_dir, SETTINGS) as going:
-                soak = Soak(going, laboratory, run_dir, words.hang)
+                turn = read(words.add, "soak").total.get("faults", 0)
+                soak = Soak(going, laboratory, run_dir, words.hang, turn)
                 for _ in range(round(words.hours * 60 / _PART)):
-                    before = read(words.add, "soak")
-                    part = soak.part(before.next, before.total.get("faults", 0))
+                    part = soak.part(read(words.add, "soak").next)
                     add(words.kills, "kills", as_kills(part))
                     show(add(words.add, "soak", part))
             broken = soak.check()

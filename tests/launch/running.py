@@ -41,6 +41,8 @@ MODULES = {
     "supervised": "stretto.trainer.roles.supervised",
     "fork server": "stretto.processes.fork_server_role",
     "rewards": "stretto.rewards.service.worker",
+    "workflow": "stretto.worlds.workflows.worker",
+    "outlet": "stretto.outlets.role",
 }
 _PATIENCE = 100.0
 
