@@ -292,8 +292,8 @@ def flatness(lives: Sequence[Life]) -> list[Flatness]:
         if min(len(early), len(late)) < _LIVES:
             continue
         for what, key in (("resident MiB", "resident_mib"), ("private MiB", "private_mib"), ("descriptors",) * 2):
-            ends = (statistics.median(getattr(life, key) for life in some) for some in (early, late))
-            found.append(Flatness(role, what, len(own), *ends, judged=key != "private_mib"))
+            begin, end = (statistics.median(getattr(life, key) for life in some) for some in (early, late))
+            found.append(Flatness(role, what, len(own), begin, end, judged=key != "private_mib"))
     return found
 
 

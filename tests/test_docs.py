@@ -25,8 +25,10 @@ from benchmarks.faults import summary as kills_summary
 from benchmarks.in_flight import summary as in_flight
 from benchmarks.links import summary as runs_over_links
 from benchmarks.picture import Drawn
+from benchmarks.soak import summary as soak_summary
 from benchmarks.staleness import summary
-from benchmarks.summary import learnt, page, pretrained, readme
+from benchmarks.summary import in_parts, learnt, page, pretrained, readme
+from benchmarks.tally import read
 from stretto.audit.laws import LAWS
 from stretto.launch.recipe.table import recipe_table
 from stretto.store.inspection import Inspection
@@ -155,6 +157,12 @@ def test_the_table_of_random_kills_is_the_committed_result() -> None:
     page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
     results = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())["results"]
     assert kills_summary(results) in page
+
+
+def test_the_soak_and_the_campaigns_that_run_in_parts_are_their_committed_files() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    assert soak_summary(read(ROOT / "benchmarks" / "results" / "soak.json", "soak")) in page
+    assert [told for told in in_parts() if told not in " ".join(page.split())] == []
 
 
 def test_the_tables_of_machines_that_come_and_go_are_the_committed_result() -> None:
