@@ -12,9 +12,10 @@ differs from the one before, and completions are about as long at the end as at 
 A *problem* is a hang (no step within `--hang` seconds), a run that ends by itself, and a law that the checker finds
 broken; it looks at the whole run behind every ten minutes, and once more at the end.
 
-Flat: every few seconds each process is weighed (resident memory, and open descriptors). Processes are replaced all the
-time, so what counts is one number for each process: the median of its looks while it was 60 to 150 seconds old, at
-least three of them. The median of those of a role in the last third of the minutes is that in the first third, to 2 %.
+Flat: every two seconds each process is weighed (resident memory, and open descriptors). Processes are replaced all the
+time, so what counts is one number for each process: the median of its looks while the run did the 20th to the 100th
+step of its life, at least two of them. What a process has used depends on its work, and the seconds for that depend on
+the load of the machine. The median of a role in the last third of the minutes is that in the first third, to 2 %.
 Roles that were forked from the fork server are told apart from those that have an interpreter of their own, as all do
 once it has been killed. What only one process gathers over hours is measured elsewhere (`benchmarks.growth`); what a
 role takes over from a growing run shows here. Private memory, which is not shared with the fork server or through a
@@ -35,6 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,20 +64,20 @@ SETTINGS = (
     "deadlines.trainer_restarts=1000",
     "deadlines.engine_restarts=1000",
 )
-OLD = (60.0, 150.0)  # seconds: an age that many processes come to, and at which they have loaded what they need
+OLD = (20, 100)  # steps of the run since a process was begun: many come to them, and have by then what they need
 FLAT = 0.02
-_LOOKS = 3  # of a process, at least
+_LOOKS = 2  # of a process, at least
 _LIVES = 3  # of a role in a third, at least
 _PART = 10  # minutes
 _EVERY = 60.0  # seconds from fault to fault
-_LOOK_SECONDS, _POLL_SECONDS = 4.0, 0.5
+_LOOK_SECONDS, _POLL_SECONDS = 2.0, 0.5
 _TAIL = 1 << 17  # bytes at the end of metrics.jsonl, with a step among them
 _FIRST_OF_ALL = 10_000  # number in the tally of kills of the soak's first minute: runs have those below
 
 
 @dataclass(frozen=True)
 class Life:
-    """One process at an age of `OLD`: medians of its looks. `minute` is that of the soak."""
+    """One process at an age of `OLD`: medians of its looks. `minute` is that of the last of them."""
 
     role: str
     minute: int
@@ -87,7 +89,8 @@ class Life:
 @dataclass
 class _Looks:
     role: str
-    minute: int = 0
+    since: int  # the run's newest step when it was seen first
+    minute: int
     seen: list[tuple[float, float, float]] = field(default_factory=list)
 
     def life(self) -> Life | None:
@@ -103,25 +106,17 @@ class Scales:
     def __init__(self) -> None:
         self._looks: dict[tuple[int, str], _Looks] = {}
         self._over: list[Life] = []
-        self.looks = 0
 
-    def look(self, roles: dict[int, str], minute: int) -> None:
-        """At the processes that there are now."""
-        for pid, role in roles.items():
-            try:
-                (age, parent), seen = _born(pid), _weigh(pid)
-            except OSError:  # it has ended meanwhile
-                continue
-            if OLD[0] <= age < OLD[1] and seen:
-                name = f"{role}, forked" if roles.get(parent) == "fork server" else role
-                looks = self._looks.setdefault((pid, role), _Looks(name))
-                looks.minute = minute
-                looks.seen.append(seen)
-                self.looks += 1
-            elif age < OLD[0]:  # another process has the number of an old one
-                self._close((pid, role))
+    def look(self, roles: dict[int, str], step: int, minute: int) -> None:
+        """At the processes that there are now; `step` is the newest of the run."""
         for gone in [key for key in self._looks if roles.get(key[0]) != key[1]]:
             self._close(gone)
+        for pid, role in roles.items():
+            looks = self._looks.setdefault((pid, role), _Looks(_named(pid, role, roles), step, minute))
+            if OLD[0] <= step - looks.since < OLD[1]:
+                with suppress(OSError):  # it has ended meanwhile
+                    looks.seen += _weigh(pid)
+                    looks.minute = minute
 
     def _close(self, key: tuple[int, str]) -> None:
         if (looks := self._looks.pop(key, None)) and (life := looks.life()):
@@ -133,20 +128,20 @@ class Scales:
         return over
 
 
-def _born(pid: int) -> tuple[float, int]:
-    """Seconds since a process was started, and its parent."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"), int(fields[1])
+def _named(pid: int, role: str, roles: dict[int, str]) -> str:
+    """A role, and whether its process was forked from the fork server."""
+    with suppress(OSError):
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return f"{role}, forked" if roles.get(parent) == "fork server" else role
+    return role
 
 
-def _weigh(pid: int) -> tuple[float, float, float] | None:
-    """Resident and private MiB of a process, and its open descriptors; None if it is about to end."""
+def _weigh(pid: int) -> list[tuple[float, float, float]]:
+    """Resident and private MiB of a process, and its open descriptors; nothing if it is about to end."""
     lines = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
     sizes = {line[0]: int(line[1]) / 1024 for line in lines}
-    if not sizes:
-        return None
-    private = sizes["Private_Clean:"] + sizes["Private_Dirty:"]
-    return sizes["Rss:"], private, len(os.listdir(f"/proc/{pid}/fd"))
+    private = sizes.get("Private_Clean:", 0) + sizes.get("Private_Dirty:", 0)
+    return [(sizes["Rss:"], private, len(os.listdir(f"/proc/{pid}/fd")))] if sizes else []
 
 
 def newest_step(run_dir: Path) -> int:
@@ -181,7 +176,7 @@ class Soak:
     def part(self, first: int) -> Part:
         """The minutes from `first` on."""
         began, self._kills, self._problems = time.monotonic(), [], []
-        self._minute, looks = first, self._scales.looks
+        self._minute = first
         if newest_step(self._run_dir) == 0:
             self._until_step(0, "the start")
         before = inspect_run(self._run_dir)
@@ -199,7 +194,6 @@ class Soak:
         counts["minutes"] = _PART
         counts["steps"] = found.steps - before.steps
         counts["tokens trained"] = found.tokens.trained - before.tokens.trained
-        counts["looks"] = self._scales.looks - looks
         seen: dict[str, Any] = {"run": self._run_dir.name, "settings": SETTINGS, "steps": found.steps}
         seen["longest recovery"] = max((kill.seconds for kill in self._kills), default=0.0)
         seen["lives"] = [asdict(life) for life in self._scales.take()]
@@ -255,7 +249,7 @@ class Soak:
             if (now := time.monotonic()) >= until:
                 return False
             if now >= self._next_look:
-                self._scales.look(self._going.command.roles(), self._minute)
+                self._scales.look(self._going.command.roles(), newest_step(self._run_dir), self._minute)
                 self._next_look = now + _LOOK_SECONDS
             time.sleep(_POLL_SECONDS)
         return True

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import soak
 from benchmarks.soak import KILLS, LAST, STOPS, Life, Scales, flatness, in_turn, newest_step
 
 
@@ -37,20 +36,24 @@ def test_a_role_with_few_processes_is_not_judged() -> None:
     assert flatness([*lives("engine", 100.0), Life("trainer", 90, 1.0, 1.0, 1)])[-1].role == "engine"
 
 
-def test_a_process_counts_once_by_its_role_and_at_the_age_that_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "OLD", (0.0, 1e9))
-    scales = Scales()
-    for minute in (1, 2, 3):
-        scales.look({os.getpid(): "engine", os.getppid(): "fork server"}, minute)
+def test_a_process_counts_once_by_its_role_and_at_the_age_that_is_compared() -> None:
+    scales, roles = Scales(), {os.getpid(): "engine", os.getppid(): "fork server"}
+    for minute, step in enumerate((5, 24, 25, 104, 105), start=1):  # the 20th to the 99th step of their lives
+        scales.look(roles, step, minute)
     assert scales.take() == []
-    scales.look({}, 4)
+    scales.look({}, 106, 6)
     engine, server = scales.take()
-    assert (engine.role, engine.minute, server.role) == ("engine, forked", 3, "fork server")
+    assert (engine.role, engine.minute, server.role) == ("engine, forked", 4, "fork server")
     assert engine.resident_mib >= engine.private_mib > 1
     assert engine.descriptors > 2
-    monkeypatch.setattr(soak, "OLD", (1e9, 1e10))
-    scales.look({os.getpid(): "engine"}, 5)
-    assert scales.looks == 6
+
+
+def test_a_process_that_is_gone_before_that_age_does_not_count() -> None:
+    scales = Scales()
+    for step in (0, 10, 20):
+        scales.look({os.getpid(): "engine"}, step, 1)
+    scales.look({}, 30, 2)
+    assert scales.take() == []
 
 
 def test_the_newest_step_is_read_from_the_end_of_a_long_file(tmp_path: Path) -> None:
