@@ -121,7 +121,7 @@ bench-generation: .venv/ready-run  ## the engine beside transformers and vLLM, a
 bench-serving: .venv/ready-run  ## the server under 1, 16 and 64 streams, against the engine alone
 	$(RUN) benchmarks.serving
 
-bench-soak: .venv/ready-run  ## ten minutes of an engine at full load: does its memory stay flat
+bench-soak: .venv/ready-run  ## two hours with a kill a minute: laws, memory and descriptors of every role
 	$(RUN) benchmarks.soak
 
 bench-sandbox: .venv/ready-run  ## milliseconds per sandboxed program, warm and cold, beside a plain subprocess

@@ -132,10 +132,7 @@ class Disturbed:
             resume = ("--resume",) if (self._run_dir / "ledger.sqlite").exists() else ()
             with self._laboratory.train(self._run_dir, *self._settings, *resume, recipe=self._recipe) as command:
                 over = self._disturb(command, kills)
-                for pid in command.processes():
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGCONT)
-                wait_until(lambda: not command.processes(), "the end of all roles")
+                until_gone(command)
             self._check()
         return inspect_run(self._run_dir).final_accuracy
 
@@ -157,12 +154,9 @@ class Disturbed:
                 due = time.monotonic() + self._chance.random() * _AFTER_KILL
             if time.monotonic() < due or len(self.kills) + len(self._open) >= kills:
                 continue
-            if not (pids := victims(command, fault, self._chance)):  # it has not been started yet, or is not needed
+            if not hit(command, fault, self._chance):  # it has not been started yet, or is not needed
                 fault = self._chance.choice(FAULTS)
                 continue
-            for pid in pids:
-                with suppress(ProcessLookupError):  # it has ended meanwhile
-                    os.kill(pid, signal.SIGSTOP if fault.endswith("stopped") else signal.SIGKILL)
             done = steps_done(self._run_dir)
             for blow in self._open:
                 blow.since = time.monotonic()
@@ -217,6 +211,23 @@ def victims(command: Command, fault: str, chance: random.Random) -> list[int]:
         case _:
             found = command.processes(MODULES[role])
     return [chance.choice(found)] if found else []
+
+
+def hit(command: Command, fault: str, chance: random.Random) -> bool:
+    """Kill or stop; False if there is nothing to be hit."""
+    pids = victims(command, fault, chance)
+    for pid in pids:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, signal.SIGSTOP if fault.endswith("stopped") else signal.SIGKILL)
+    return bool(pids)
+
+
+def until_gone(command: Command) -> None:
+    """Wait for the end of the roles whose conductor is gone; those that were stopped go on, and have to end too."""
+    for pid in command.processes():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: not command.processes(), "the end of all roles")
 
 
 def one_run(records: Path, number: int, kills: int, recipe: Path, settings: Sequence[str], hang: float) -> Record:

@@ -16,16 +16,16 @@ import contextlib
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import victims
+from benchmarks.faults import hit, until_gone
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE
 from stretto.audit.check import check_run
 from stretto.core.machine import cache_folder
-from tests.launch.running import Command, Laboratory, steps_done, wait_for_step, wait_until, with_no_fuss
+from tests.launch.running import Command, Laboratory, steps_done, wait_for_step
 
 FAULTS = ("conductor", "trainer", "engine", "rewards", "all")
 SETTINGS = (
@@ -41,39 +41,35 @@ _FIRST_STEPS = 50  # before the first period begins
 
 
 class Going:
-    """A run that goes on, whichever role is killed."""
+    """A run of recipes/arithmetic.toml that goes on, whatever is hit. Its folder may have one that is to be resumed."""
 
-    def __init__(self, laboratory: Laboratory, run_dir: Path) -> None:
-        self._laboratory, self._run_dir = laboratory, run_dir
-        self._command: Command | None = None
+    def __init__(self, laboratory: Laboratory, run_dir: Path, settings: Sequence[str]) -> None:
+        self._laboratory, self._run_dir, self._settings = laboratory, run_dir, settings
         self._stack = contextlib.ExitStack()
         self._chance = random.Random(0)
 
     def __enter__(self) -> Going:
-        self._start()
-        assert self._command is not None
-        wait_for_step(self._command, _FIRST_STEPS)
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start it, or resume it; what is left of the one before is ended."""
+        self._stack.close()
         resume = ("--resume",) if (self._run_dir / "ledger.sqlite").exists() else ()
-        self._command = self._stack.enter_context(
-            self._laboratory.train(self._run_dir, *SETTINGS, *resume, recipe=RECIPE)
+        self.command: Command = self._stack.enter_context(
+            self._laboratory.train(self._run_dir, *self._settings, *resume, recipe=RECIPE)
         )
 
-    def kill(self, fault: str) -> None:
-        """Kill; a run whose conductor is gone is resumed."""
-        command = self._command
-        assert command is not None
-        for pid in victims(command, fault, self._chance):
-            with_no_fuss(pid)
-        if fault in ("conductor", "all"):
-            wait_until(lambda: not command.processes(), "the end of all roles")
-            self._stack.close()
-            self._start()
+    def hit(self, fault: str) -> bool:
+        """Kill or stop a role; a run whose conductor is gone is resumed. False if there is nothing to be hit."""
+        found = hit(self.command, fault, self._chance)
+        if found and fault in ("conductor", "all"):
+            until_gone(self.command)
+            self.start()
+        return found
 
     def steps(self) -> int:
         """Steps on record."""
@@ -81,8 +77,7 @@ class Going:
 
     def wait(self, seconds: float) -> None:
         time.sleep(max(0.0, seconds))
-        assert self._command is not None
-        assert self._command.process.poll() is None, f"the run has ended: {self._command.end()}"
+        assert self.command.process.poll() is None, f"the run has ended: {self.command.end()}"
 
 
 def measured(going: Going, period: float, kills: int) -> Iterator[dict[str, Any]]:
@@ -93,7 +88,7 @@ def measured(going: Going, period: float, kills: int) -> Iterator[dict[str, Any]
             start = time.monotonic()
             before = going.steps()
             if disturbed:
-                going.kill(pair["fault"])
+                going.hit(pair["fault"])
             going.wait(period - (time.monotonic() - start))
             pair["disturbed" if disturbed else "undisturbed"] = going.steps() - before
         yield pair
@@ -108,7 +103,8 @@ def main() -> None:
     table = Table("fault", "steps in a period with a kill", "undisturbed", "ratio")
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
         run_dir = Path(root) / "run"
-        with Going(Laboratory(Path(root), cache_folder()), run_dir) as going:
+        with Going(Laboratory(Path(root), cache_folder()), run_dir, SETTINGS) as going:
+            wait_for_step(going.command, _FIRST_STEPS)
             for pair in measured(going, words.period, words.kills):
                 pairs.append(pair)
                 disturbed, undisturbed = pair["disturbed"], pair["undisturbed"]

@@ -5,10 +5,12 @@
 
 A run of tests/launch/recipes/tiny.toml is killed whole (SIGKILL) and resumed, again and again; of each resume the CPU
 seconds of all processes count, from the start of the command to the line of its next step: those of the conductor, of
-the fork server, and of what is forked from it. Then each role is killed in turn, and the CPU seconds of the process
-that takes its place count to the second step behind it. The model is next to nothing, so what counts is stretto's own.
-CPU seconds do not grow with the load of the machine as seconds do; caches that other work takes make them grow a
-little, so medians are told. Results of one name are replaced, those of others stay.
+the fork server, and of what is forked from it. Then each role is killed in turn, and the CPU seconds of the processes
+that take its place count to the second step behind it. There is one for each role, but the kernel ends with the fork
+server what was forked from it, and both begin in interpreters of their own. Workflow worker and outlet are those of a
+second run, of two turns, with a page for Prometheus. The model is next to nothing, so what counts is stretto's own. CPU
+seconds do not grow with the load of the machine as seconds do; caches that other work takes make them grow a little, so
+medians are told. Results of one name are replaced, those of others stay.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import msgspec
 from benchmarks.report import RESULTS, Table, save
 from stretto.audit.check import check_run
 from stretto.core.machine import cache_folder
+from stretto.engine.external.server import free_port
 from tests.launch.running import MODULES, TINY, Command, Laboratory, steps_done, wait_for_step, wait_until, with_no_fuss
 
 SETTINGS = (
@@ -38,7 +41,9 @@ SETTINGS = (
     "deadlines.trainer_restarts=1000",
     "deadlines.engine_restarts=1000",
 )
-ROLES = ("trainer", "engine", "rewards")
+ROLES = ("trainer", "engine", "rewards", "fork server")
+_WORKFLOW = ('workflow.function="multi_turn"', "workflow.settings.tries=2", 'workflow.settings.feedback="{prompt}"')
+WORKFLOW_ROLES = ("workflow", "outlet")
 _STEPS = 30  # between two kills
 _PATIENCE = 900.0  # seconds, of a machine that other work has
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -56,9 +61,8 @@ def cpu_seconds(pid: int) -> float:
 def by_role(command: Command) -> dict[str, float]:
     """CPU seconds of the processes of a command so far, by role; the command itself is the conductor."""
     found: defaultdict[str, float] = defaultdict(float)
-    for pid in command.processes():
-        name = next((role for role, module in MODULES.items() if pid in command.processes(module)), "conductor")
-        found[name] += cpu_seconds(pid)
+    for pid, role in command.roles().items():
+        found[role] += cpu_seconds(pid)
     return dict(found)
 
 
@@ -76,15 +80,29 @@ def resumed(laboratory: Laboratory, run_dir: Path) -> dict[str, Any]:
 
 
 def replaced(command: Command, run_dir: Path, role: str) -> dict[str, Any]:
-    """Kill a role; what the process that takes its place has cost when a step behind it is done."""
-    old, start = command.role(role), time.monotonic()
-    with_no_fuss(old)
-    wait_until(lambda: command.processes(MODULES[role]) not in ([], [old]), f"another {role}", command)
+    """Kill a role; what the processes that take its place have cost when a step behind it is done."""
+    old, start = set(command.processes()), time.monotonic()
+    with_no_fuss(command.role(role))
+    heir = MODULES["trainer" if role == "fork server" else role]  # there is no other fork server in this command
+    wait_until(lambda: not old.issuperset(command.processes(heir)), f"another {role}", command)
     wait_for_step(command, steps_done(run_dir) + 2, _PATIENCE)
-    (new,) = (pid for pid in command.processes(MODULES[role]) if pid != old)
-    cost = {"cpu": cpu_seconds(new), "seconds": time.monotonic() - start}
+    cpu = sum(cpu_seconds(pid) for pid in command.processes() if pid not in old)
+    cost = {"cpu": cpu, "seconds": time.monotonic() - start}
     wait_for_step(command, steps_done(run_dir) + _STEPS, _PATIENCE)
     return cost
+
+
+def each_replaced(
+    laboratory: Laboratory, run_dir: Path, settings: Sequence[str], roles: Sequence[str], times: int
+) -> dict[str, list[dict[str, Any]]]:
+    """A run that is begun, the restarts of its roles, and its end."""
+    with laboratory.train(run_dir, *settings, recipe=TINY) as command:
+        wait_for_step(command, _STEPS, _PATIENCE)
+        costs = {role: [replaced(command, run_dir, role) for _ in range(times)] for role in roles}
+        for pid in command.processes():
+            with_no_fuss(pid)
+        wait_until(lambda: not command.processes(), "the end of all roles")
+    return costs
 
 
 def summary(costs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -102,20 +120,17 @@ def measured(resumes: int, times: int) -> dict[str, Any]:
     """All of it."""
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
         run_dir, laboratory = Path(root) / "run", Laboratory(Path(root), cache_folder())
-        with laboratory.train(run_dir, *SETTINGS, recipe=TINY) as command:
-            wait_for_step(command, _STEPS, _PATIENCE)
-            roles = {role: [replaced(command, run_dir, role) for _ in range(times)] for role in ROLES}
-            for pid in command.processes():
-                with_no_fuss(pid)
-            wait_until(lambda: not command.processes(), "the end of all roles")
+        roles = each_replaced(laboratory, run_dir, SETTINGS, ROLES, times)
+        beside, port = Path(root) / "beside", f"logging.prometheus_port={free_port()}"
+        roles |= each_replaced(laboratory, beside, (*SETTINGS, *_WORKFLOW, port), WORKFLOW_ROLES, times)
         whole = [resumed(laboratory, run_dir) for _ in range(resumes)]
-        kept = check_run(run_dir).kept
+        kept = check_run(run_dir).kept and check_run(beside).kept
     parts = {name: [cost["by_role"].get(name, 0.0) for cost in whole] for name in ("conductor", *MODULES)}
     return {
         "resume": summary(whole),
         "parts": {name: round(statistics.median(found), 2) for name, found in parts.items() if max(found)},
         "roles": {role: summary(costs) for role, costs in roles.items()},
-        "steps": _STEPS * (resumes + len(ROLES) * times),
+        "steps": _STEPS * (resumes + len((*ROLES, *WORKFLOW_ROLES)) * times),
         "load": round(os.getloadavg()[0], 1),
         "laws_kept": kept,
     }

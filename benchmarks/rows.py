@@ -205,13 +205,6 @@ def _decode_step(results: dict[str, Any]) -> list[Row]:
     ]
 
 
-def _soak(results: dict[str, Any]) -> list[Row]:
-    memory = [sample["resident_mib"] for sample in results["samples"]]
-    what = f"memory of an engine at full load, its cache always full, after {results['minutes']:.0f} minutes"
-    told = f"{memory[-1]:.0f} MiB; {results['answers']:,} completions, {results['lost_tokens']} tokens lost"
-    return [Row(what, told, f"after a quarter of the time: {memory[len(memory) // 4]:.0f} MiB")]
-
-
 def _serving(results: dict[str, Any]) -> list[Row]:
     return [
         Row(
@@ -383,7 +376,6 @@ SECTIONS: dict[str, dict[str, Make]] = {
         "generation-tail": _tail,
         "generation-pause": _pause,
         "decode-step": _decode_step,
-        "soak": _soak,
         "serving": _serving,
     },
     "Training": {"training": training, "checkpoints": _checkpoints},

@@ -1,218 +1,386 @@
-"""An engine at full load for a while: does its memory stay flat, and does every answer come back?
+"""Two hours with a kill a minute: does a run go on, does it keep every law, does the memory of a role stay flat?
 
-    python -m benchmarks.soak --minutes 10
+    python -m benchmarks.soak --hours 2                    two hours, and the checks behind every ten minutes
+    python -m benchmarks.soak --hours 1 --run-dir FOLDER   a part: the run goes on in its folder another time
 
-The engine is a process of its own, reached as a run reaches it. Twice as many answers as it has slots are always
-wanted, their lengths log-normal with the longest at the context's end, and its cache is small enough to be full all the
-time, so that answers are preempted. New weights arrive every few seconds. Four times in the whole time all answers are
-awaited: an idle engine checks that no slot is held, and ends if one is, which ends the benchmark.
+One run of recipes/arithmetic.toml goes on all the time. Every minute something is hit, in turn: its conductor, a reward
+worker, its engine, its trainer, all processes at once; then one of them is stopped (SIGSTOP), and the fork server is
+killed, with which the kernel ends trainer and engine. A run whose conductor is gone is resumed. The next fault waits
+until two steps are on record behind the last one. The learning rate is an eightieth of the recipe's: every version
+differs from the one before, and completions are about as long at the end as at the start.
 
-Flat means: the resident memory at the end is that after a quarter of the time, to 2 % and 4 MiB.
+A *problem* is a hang (no step within `--hang` seconds), a run that ends by itself, and a law that the checker finds
+broken; it looks at the whole run behind every ten minutes, and once more at the end.
+
+Flat: every two seconds each process is weighed (resident memory, and open descriptors). Processes are replaced all the
+time, so what counts is one number for each process: the median of its looks while the run did the 20th to the 100th
+step of its life, at least two of them. What a process has used depends on its work, and the seconds for that depend on
+the load of the machine. The median of a role in the last third of the minutes is that in the first third, to 2 %.
+Roles that were forked from the fork server are told apart from those that have an interpreter of their own, as all do
+once it has been killed. What only one process gathers over hours is measured elsewhere (`benchmarks.growth`); what a
+role takes over from a growing run shows here. Private memory, which is not shared with the fork server or through a
+file, is told beside it.
+
+Ten minutes are a part, which is added to a file as soon as it is there (`--add`), and its faults to that of all
+kills (`--kills`), as faults that came in turn (`benchmarks.tally`).
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import math
+import json
 import os
-import random
-import subprocess
+import signal
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from transformers import PreTrainedModel
 
-from benchmarks.report import Table, save
-from stretto.core.errors import EngineLost
-from stretto.core.records import GenerateRequest, Sampling, derive_seed
-from stretto.engine.config import EngineConfig
-from stretto.engine.http.client import HttpEngine
-from stretto.engine.spec import EngineSpec
-from stretto.model.hf.build import build_policy
-from stretto.model.hf.config import BuildConfig
-from stretto.model.hf.folder import load_policy
-from stretto.processes.heartbeat import PARENT
-from stretto.weights.shared_memory import SharedMemoryPublisher
+from benchmarks.faults import FAULTS, Kill, Record, counted
+from benchmarks.goodput import Going
+from benchmarks.report import RESULTS, Table
+from benchmarks.runs import RECIPE
+from benchmarks.tally import Part, Tally, add, measured, read
+from stretto.core.machine import cache_folder
+from stretto.store.inspection import inspect_run
+from tests.launch.running import Laboratory, said
 
-SLOTS = 64
-GROUP = 4
-CONTEXT = 1024
-MEDIAN = 90  # tokens of an answer; the longest are ten times as long
-SHAPE = BuildConfig(hidden_size=64, layers=2, heads=4, kv_heads=4, head_dim=16, context_length=CONTEXT)
-TOKEN_BYTES = 2 * 2 * 4 * 16 * 4
-CACHE_GIB = SLOTS * 160 * TOKEN_BYTES / 2**30  # full when the answers of all slots are of the mean length
-UPDATE_SECONDS = 5.0
-REPOSITORY = Path(__file__).resolve().parent.parent
+KILLS = ("conductor", "rewards", "engine", "trainer", "all")
+STOPS = ("engine stopped", "trainer stopped", "rewards stopped", "fork server stopped")  # one of them in a round
+LAST = "fork server"  # until the next resume there is no other one
+SETTINGS = (
+    "trainer.steps=1000000",
+    "trainer.learning_rate=1e-6",
+    "trainer.checkpoint_every=30",
+    "warm_start.threads=1",
+    "deadlines.hung=30",
+    "deadlines.trainer_restarts=1000",
+    "deadlines.engine_restarts=1000",
+)
+OLD = (20, 100)  # steps of the run since a process was begun: many come to them, and have by then what they need
+FLAT = 0.02
+_LOOKS = 2  # of a process, at least
+_LIVES = 3  # of a role in a third, at least
+_PART = 10  # minutes
+_EVERY = 60.0  # seconds from fault to fault
+_LOOK_SECONDS, _POLL_SECONDS = 2.0, 0.5
+_TAIL = 1 << 17  # bytes at the end of metrics.jsonl, with a step among them
+_FIRST_OF_ALL = 10_000  # number in the tally of kills of the soak's first minute: runs have those below
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The engine at one moment."""
+class Life:
+    """One process at an age of `OLD`: medians of its looks. `minute` is that of the last of them."""
 
-    seconds: float
+    role: str
+    minute: int
     resident_mib: float
-    tokens_per_second: float
-    answers: int
-    preempted: int
-    recomputed: int
-    version: int
+    private_mib: float
+    descriptors: float
 
 
-class Load:
-    """Keeps twice as many answers wanted as there are slots."""
+@dataclass
+class _Looks:
+    role: str
+    since: int  # the run's newest step when it was seen first
+    minute: int
+    seen: list[tuple[float, float, float]] = field(default_factory=list)
 
-    def __init__(self, engine: HttpEngine) -> None:
-        self._engine = engine
-        self._random = random.Random(0)
-        self._number = 0
-        self.answers = self.tokens = 0
-
-    async def run(self, until: float) -> None:
-        """Ask until the given time of `time.monotonic`, then await what is open."""
-        async with asyncio.TaskGroup() as group:
-            for _ in range(2 * SLOTS // GROUP):
-                group.create_task(self._ask(until))
-
-    async def _ask(self, until: float) -> None:
-        while time.monotonic() < until:
-            self._number += 1
-            longest = int(min(10 * MEDIAN, MEDIAN * math.exp(self._random.gauss(0, 0.9)))) + 1
-            request = GenerateRequest(
-                id=str(self._number),
-                prompt_token_ids=tuple(self._random.randrange(2, 20) for _ in range(self._random.randint(4, 64))),
-                seeds=tuple(derive_seed(self._number, member) for member in range(GROUP)),
-                sampling=Sampling(max_tokens=longest),
-            )
-            async for completion in self._engine.generate(request):
-                self.answers += 1
-                self.tokens += len(completion.token_ids)
+    def life(self) -> Life | None:
+        if len(self.seen) < _LOOKS:
+            return None
+        resident, private, descriptors = (statistics.median(kind) for kind in zip(*self.seen, strict=True))
+        return Life(self.role, self.minute, round(resident, 2), round(private, 2), descriptors)
 
 
-def resident_bytes(pid: int) -> int:
-    """Memory of a process that is in use now, in bytes."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+class Scales:
+    """Weighs processes again and again."""
+
+    def __init__(self) -> None:
+        self._looks: dict[tuple[int, str], _Looks] = {}
+        self._over: list[Life] = []
+
+    def look(self, roles: dict[int, str], step: int, minute: int) -> None:
+        """At the processes that there are now; `step` is the newest of the run."""
+        for gone in [key for key in self._looks if roles.get(key[0]) != key[1]]:
+            self._close(gone)
+        for pid, role in roles.items():
+            looks = self._looks.setdefault((pid, role), _Looks(_named(pid, role, roles), step, minute))
+            if OLD[0] <= step - looks.since < OLD[1]:
+                with suppress(OSError):  # it has ended meanwhile
+                    looks.seen += _weigh(pid)
+                    looks.minute = minute
+
+    def _close(self, key: tuple[int, str]) -> None:
+        if (looks := self._looks.pop(key, None)) and (life := looks.life()):
+            self._over.append(life)
+
+    def take(self) -> list[Life]:
+        """The lives that have ended since the last time."""
+        over, self._over = self._over, []
+        return over
 
 
-async def soak(
-    process: subprocess.Popen[bytes], engine: HttpEngine, publisher: SharedMemoryPublisher, words: Words
-) -> None:
-    """Load the engine, sample its memory, show and save what was seen."""
-    load, samples = Load(engine), list[Sample]()
-    table = Table("seconds", "resident MiB", "tokens/s", "answers", "preempted", "recomputed", "version")
-    start = time.monotonic()
-
-    async def sample() -> None:
-        before, last = 0, start
-        while True:
-            await asyncio.sleep(words.minutes * 60 / 40)
-            health, now = await engine.health(), time.monotonic()
-            rate = (health.generated - before) / (now - last)
-            before, last = health.generated, now
-            resident = resident_bytes(process.pid) / 2**20
-            counts = (load.answers, health.preempted, health.recomputed, health.version)
-            samples.append(Sample(round(now - start, 1), round(resident, 1), round(rate), *counts))
-            table.add(*asdict(samples[-1]).values())
-            table.show_last()
-
-    async def update() -> None:
-        version = 0
-        while True:
-            await asyncio.sleep(UPDATE_SECONDS)
-            version += 1
-            publisher.publish(version, words.model.named_parameters())
-            await engine.update(version)
-
-    beside = [asyncio.create_task(sample()), asyncio.create_task(update())]
-    for quarter in range(1, 5):
-        await load.run(start + words.minutes * 60 * quarter / 4)
-        health = await engine.health()
-        if health.running or health.waiting:
-            raise RuntimeError(f"{health.running} answers run and {health.waiting} wait, but nobody asked for them")
-    for task in beside:
-        task.cancel()
-    ended = await asyncio.gather(*beside, return_exceptions=True)
-    for error in ended:
-        if isinstance(error, Exception):
-            raise error
-    await report(engine, load, samples, words)
+def _named(pid: int, role: str, roles: dict[int, str]) -> str:
+    """A role, and whether its process was forked from the fork server."""
+    with suppress(OSError):
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return f"{role}, forked" if roles.get(parent) == "fork server" else role
+    return role
 
 
-async def report(engine: HttpEngine, load: Load, samples: list[Sample], words: Words) -> None:
-    """Print whether memory was flat, and write the JSON."""
-    health = await engine.health()
-    early, late = samples[len(samples) // 4].resident_mib, samples[-1].resident_mib
-    flat = late - early <= 0.02 * early + 4
-    lost = health.generated - health.wasted - load.tokens
-    print(f"\nresident memory {'flat' if flat else 'NOT flat'}: {early} MiB after a quarter, {late} MiB at the end")
-    print(f"{load.answers:,} answers of {load.tokens:,} tokens came back, {lost} tokens did not")
-    print(f"{health.preempted:,} preemptions, {health.recomputed:,} tokens recomputed, {health.updates} updates")
-    results = {"minutes": words.minutes, "flat": flat, "lost_tokens": lost, "samples": [asdict(s) for s in samples]}
-    save("soak", results | {"slots": SLOTS, "cache_gib": CACHE_GIB, "answers": load.answers})
+def _weigh(pid: int) -> list[tuple[float, float, float]]:
+    """Resident and private MiB of a process, and its open descriptors; nothing if it is about to end."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    sizes = {line[0]: int(line[1]) / 1024 for line in lines}
+    private = sizes.get("Private_Clean:", 0) + sizes.get("Private_Dirty:", 0)
+    return [(sizes["Rss:"], private, len(os.listdir(f"/proc/{pid}/fd")))] if sizes else []
+
+
+def newest_step(run_dir: Path) -> int:
+    """The newest step on record, read from the end of a long file."""
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            lines = file.read().split(b"\n")[1 if file.tell() > _TAIL else 0 : -1]
+    except FileNotFoundError:
+        return 0
+    steps = [line for line in lines if b'"kind":"step"' in line]
+    return int(json.loads(steps[-1])["step"]) if steps else 0
+
+
+def in_turn(number: int) -> str:
+    """Fault number `number`: a round is `KILLS`, one of `STOPS`, and `LAST`."""
+    turn, place = divmod(number, len(KILLS) + 2)
+    return (*KILLS, STOPS[turn % len(STOPS)], LAST)[place]
+
+
+class Soak:
+    """A run, what hits it, and who weighs it."""
+
+    def __init__(self, going: Going, laboratory: Laboratory, run_dir: Path, hang: float, turn: int) -> None:
+        """`turn` is the number of the first fault."""
+        self._going, self._laboratory, self._run_dir, self._hang = going, laboratory, run_dir, hang
+        self._turn = turn
+        self._scales, self._next_look = Scales(), 0.0
+        self._minute = 0
+        self._kills, self._problems = list[Kill](), list[str]()
+
+    def part(self, first: int) -> Part:
+        """The minutes from `first` on."""
+        began, self._kills, self._problems = time.monotonic(), [], []
+        self._minute = first
+        if newest_step(self._run_dir) == 0:
+            self._until_step(0, "the start")
+        before = inspect_run(self._run_dir)
+        start = time.monotonic()
+        while (passed := time.monotonic() - start) < _PART * 60:
+            self._minute = first + int(passed // 60)
+            due = time.monotonic() + _EVERY
+            self._fault()
+            self._watch(self._ended, max(0.0, due - time.monotonic()))
+            self._go_on()
+        broken = self.check()
+        found = inspect_run(self._run_dir)
+        record = Record(first, 0, tuple(self._kills), 1, tuple(broken), None, 0.0)
+        counts, problems = counted([record])
+        counts["minutes"] = _PART
+        counts["steps"] = found.steps - before.steps
+        counts["tokens trained"] = found.tokens.trained - before.tokens.trained
+        seen: dict[str, Any] = {"run": self._run_dir.name, "settings": SETTINGS, "steps": found.steps}
+        seen["longest recovery"] = max((kill.seconds for kill in self._kills), default=0.0)
+        seen["lives"] = [asdict(life) for life in self._scales.take()]
+        return measured(first, first + _PART - 1, began, counts, [*problems, *self._problems], seen)
+
+    def check(self) -> list[str]:
+        """The laws that `stretto check` finds broken."""
+        with self._laboratory.start("check", self._run_dir) as command:
+            self._watch(lambda: command.process.poll() is not None, 3600)
+            ended = command.end(1)
+        if ended.code not in (0, 1):
+            return [f"the checker ended with {ended.code}: {ended.err[-300:]}"]
+        return [line for line in ended.out.splitlines() if line.startswith("BROKEN")]
+
+    def _fault(self) -> None:
+        """The next in turn that there is something to be hit for."""
+        step, start = newest_step(self._run_dir), time.monotonic()
+        while not self._going.hit(fault := in_turn(self._turn)):
+            self._turn += 1
+        self._turn += 1
+        survived = self._until_step(step, fault)
+        self._kills.append(Kill(fault, step, False, round(time.monotonic() - start, 2), survived))
+        print(f"minute {self._minute}: {fault} at step {step}, {self._kills[-1].seconds} s", flush=True)
+
+    def _until_step(self, step: int, fault: str) -> bool:
+        """Wait for two steps behind `step`, since one may be on its way; a run that does none is ended, and started
+        again."""
+        if self._watch(lambda: newest_step(self._run_dir) > step + 1 or self._ended(), self._hang):
+            self._go_on()
+            return True
+        print(f"a hang after {fault}:\n{said(self._run_dir)[-3000:]}", flush=True)
+        self._going.start()
+        return False
+
+    def _ended(self) -> bool:
+        return self._going.command.process.poll() is not None
+
+    def _go_on(self) -> None:
+        """Start a run again that has ended by itself, which is a problem."""
+        if self._ended():
+            ended = self._going.command.end()
+            self._problem(f"minute {self._minute}: the run ended with {ended.code}: {ended.err.strip()[-300:]}")
+            self._going.start()
+
+    def _problem(self, text: str) -> None:
+        print(text, flush=True)
+        self._problems.append(text)
+
+    def _watch(self, over: Callable[[], bool], seconds: float) -> bool:
+        """Weigh until something is over; False if it is not in time."""
+        until = time.monotonic() + seconds
+        while not over():
+            if (now := time.monotonic()) >= until:
+                return False
+            if now >= self._next_look:
+                self._scales.look(self._going.command.roles(), newest_step(self._run_dir), self._minute)
+                self._next_look = now + _LOOK_SECONDS
+            time.sleep(_POLL_SECONDS)
+        return True
 
 
 @dataclass(frozen=True)
-class Words:
-    """What was asked for on the command line, and the policy whose weights are published again and again."""
+class Flatness:
+    """One thing of one role, first and last third."""
 
-    minutes: float
-    model: PreTrainedModel
+    role: str
+    what: str
+    lives: int
+    first: float
+    last: float
+    judged: bool  # private memory is told and not judged
 
+    @property
+    def growth(self) -> float:
+        return self.last / self.first - 1
 
-async def until_up(engine: HttpEngine, process: subprocess.Popen[bytes]) -> None:
-    """Return when the engine answers.
-
-    Raises:
-        RuntimeError: its process ended instead.
-    """
-    while process.poll() is None:
-        with suppress(EngineLost):
-            await engine.health()
-            return
-        await asyncio.sleep(0.1)
-    raise RuntimeError(f"the engine ended with {process.returncode} before it served")
+    @property
+    def flat(self) -> bool:
+        return abs(self.growth) <= FLAT or not self.judged
 
 
-async def main_in(folder: Path, minutes: float) -> None:
-    """The whole benchmark with files in `folder`."""
-    build_policy(SHAPE, folder / "policy", seed=1)
-    words = Words(minutes, load_policy(folder / "policy"))
-    config = EngineConfig(slots=SLOTS, cache_gib=CACHE_GIB)
-    publisher, run = SharedMemoryPublisher(f"soak{os.getpid()}", folder), f"soak{os.getpid()}"
-    spec = EngineSpec(
-        name="engine-0",
-        address=f"unix:{folder}/engine.sock",
-        model=str(folder / "policy"),
-        mailbox=run,
-        mailbox_folder=str(folder),
-        config=config.model_dump_json(),
-        threads=1,
-        publication_seconds=0.0,
+def flatness(lives: Sequence[Life]) -> list[Flatness]:
+    """Of each role with enough lives in the first and in the last third of the minutes."""
+    first, last = min(life.minute for life in lives), max(life.minute for life in lives)
+    third, found = (last - first + 1) / 3, list[Flatness]()
+    for role in sorted({life.role for life in lives}):
+        own = [life for life in lives if life.role == role]
+        early = [life for life in own if life.minute < first + third]
+        late = [life for life in own if life.minute >= last + 1 - third]
+        if min(len(early), len(late)) < _LIVES:
+            continue
+        for what, key in (("resident MiB", "resident_mib"), ("private MiB", "private_mib"), ("descriptors",) * 2):
+            begin, end = (statistics.median(getattr(life, key) for life in some) for some in (early, late))
+            found.append(Flatness(role, what, len(own), begin, end, judged=key != "private_mib"))
+    return found
+
+
+def lives_of(parts: Iterable[Part]) -> list[Life]:
+    return [msgspec.convert(life, Life) for part in parts for life in part.seen["lives"]]
+
+
+COLUMNS = ("role", "processes", "what", "first third", "last third", "change", "flat")
+
+
+def rows(tally: Tally) -> list[tuple[object, ...]]:
+    """What is flat, and what is not."""
+    return [
+        (
+            one.role,
+            one.lives,
+            one.what,
+            f"{one.first:.1f}",
+            f"{one.last:.1f}",
+            f"{one.growth:+.1%}",
+            ("yes" if one.flat else "NO") if one.judged else "",
+        )
+        for one in flatness(lives_of(tally.parts))
+    ]
+
+
+def conclusion(tally: Tally) -> str:
+    """What the minutes so far came to."""
+    total = tally.total
+    faults = ", ".join(f"{total[fault]} {fault}" for fault in FAULTS if fault in total)
+    longest = max((part.seen["longest recovery"] for part in tally.parts), default=0.0)
+    return (
+        f"{total['minutes']} minutes, {total['steps']:,} steps, {total['tokens trained']:,} trained tokens, "
+        f"{total['faults']} faults ({faults}), {total['by a resume']} resumes, {total['checks']} looks of the checker: "
+        f"{tally.problems or 'no'} problems. The longest that a step took after a fault: {longest:.0f} s."
     )
-    command = [sys.executable, "-m", "stretto.engine.role", msgspec.json.encode(spec).decode()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", PARENT: str(os.getpid())}
-    process = subprocess.Popen(command, env=environment, cwd=REPOSITORY)
-    engine = HttpEngine("engine-0", spec.address)
-    try:
-        await until_up(engine, process)
-        await soak(process, engine, publisher, words)
-    finally:
-        await engine.close()
-        process.terminate()
-        process.wait(timeout=20)
+
+
+def summary(tally: Tally) -> str:
+    """The table as Markdown, and what follows from it: docs/faults.md shows it."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(tally)]
+    table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return f"{table}\n\n{conclusion(tally)}"
+
+
+def show(tally: Tally) -> None:
+    """The same for a screen."""
+    table = Table(*COLUMNS)
+    for row in rows(tally):
+        table.add(*row)
+    table.show()
+    for part in tally.parts:
+        for problem in part.problems:
+            print(f"problem: {problem}")
+    print(conclusion(tally), flush=True)
+
+
+def as_kills(part: Part) -> Part:
+    """The faults of a part of the soak, for the tally of all kills."""
+    names = {*FAULTS, "faults", "while starting", "by a resume", "checks"}
+    counts = {name: count for name, count in part.counts.items() if name in names}
+    counts |= {"in turn": counts["faults"]}
+    seen = {"of": f"the soak, minutes {part.first} to {part.last}: in turn, a minute apart", "recipe": RECIPE.name}
+    first, last = part.first + _FIRST_OF_ALL, part.last + _FIRST_OF_ALL
+    return replace(part, first=first, last=last, counts=counts, seen=seen)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    minutes = parser.parse_args().minutes
-    with tempfile.TemporaryDirectory(prefix="stretto-soak-") as folder:
-        asyncio.run(main_in(Path(folder), minutes))
+    parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--run-dir", type=Path, help="folder of the run (default: a temporary one)")
+    parser.add_argument("--hang", type=float, default=100.0, help="seconds without a step")
+    parser.add_argument("--add", type=Path, default=RESULTS / "soak.json", metavar="FILE", help="what is added to")
+    parser.add_argument("--kills", type=Path, default=RESULTS / "kills.json", metavar="FILE", help="the tally of kills")
+    parser.add_argument("--show", action="store_true", help="show what there is, and run nothing")
+    words = parser.parse_args()
+    broken = list[str]()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run is left behind
+    if not words.show:
+        with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
+            run_dir = (words.run_dir or Path(root) / "run").resolve()
+            laboratory = Laboratory(Path(root), cache_folder())
+            with Going(laboratory, run_dir, SETTINGS) as going:
+                turn = read(words.add, "soak").total.get("faults", 0)
+                soak = Soak(going, laboratory, run_dir, words.hang, turn)
+                for _ in range(round(words.hours * 60 / _PART)):
+                    part = soak.part(read(words.add, "soak").next)
+                    add(words.kills, "kills", as_kills(part))
+                    show(add(words.add, "soak", part))
+            broken = soak.check()
+    show(read(words.add, "soak"))
+    if broken:
+        sys.exit("the run that has been ended is broken:\n" + "\n".join(broken))
 
 
 if __name__ == "__main__":

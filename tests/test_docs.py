@@ -25,8 +25,10 @@ from benchmarks.faults import summary as kills_summary
 from benchmarks.in_flight import summary as in_flight
 from benchmarks.links import summary as runs_over_links
 from benchmarks.picture import Drawn
+from benchmarks.soak import summary as soak_summary
 from benchmarks.staleness import summary
-from benchmarks.summary import learnt, page, pretrained, readme
+from benchmarks.summary import in_parts, learnt, page, pretrained, readme
+from benchmarks.tally import read
 from stretto.audit.laws import LAWS
 from stretto.launch.recipe.table import recipe_table
 from stretto.store.inspection import Inspection
@@ -157,6 +159,12 @@ def test_the_table_of_random_kills_is_the_committed_result() -> None:
     assert kills_summary(results) in page
 
 
+def test_the_soak_and_the_campaigns_that_run_in_parts_are_their_committed_files() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    assert soak_summary(read(ROOT / "benchmarks" / "results" / "soak.json", "soak")) in page
+    assert [told for told in in_parts() if told not in " ".join(page.split())] == []
+
+
 def test_the_tables_of_machines_that_come_and_go_are_the_committed_result() -> None:
     page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
     results = json.loads((ROOT / "benchmarks" / "results" / "cluster.json").read_text())["results"]
@@ -195,12 +203,12 @@ def test_a_result_of_another_processor_has_a_heading_of_its_own(
     committed = ROOT / "benchmarks" / "results"
     for file in committed.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    other = json.loads((committed / "soak.json").read_text())
-    other["machine"]["processor"], other["results"]["minutes"] = "Another", 3.0
-    (tmp_path / "soak.another.json").write_text(json.dumps(other))
+    other = json.loads((committed / "goodput.json").read_text())
+    other["machine"]["processor"], other["results"]["period"] = "Another", 3.0
+    (tmp_path / "goodput.another.json").write_text(json.dumps(other))
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     _, _, there = page().partition("\n## Another, 2 cores")
-    assert "after 3 minutes" in there.partition("\n## ")[0]
+    assert "a kill every 3 s" in there.partition("\n## ")[0]
 
 
 def test_the_navigation_of_the_site_has_every_page_once() -> None:

@@ -41,6 +41,8 @@ MODULES = {
     "supervised": "stretto.trainer.roles.supervised",
     "fork server": "stretto.processes.fork_server_role",
     "rewards": "stretto.rewards.service.worker",
+    "workflow": "stretto.worlds.workflows.worker",
+    "outlet": "stretto.outlets.role",
 }
 _PATIENCE = 100.0
 
@@ -117,6 +119,12 @@ class Command:
     def processes(self, module: str = "") -> list[int]:
         """The living processes of this command, those whose command line names `module`."""
         return [pid for pid in _marked(self.mark) if module in _command_line(pid)]
+
+    def roles(self) -> dict[int, str]:
+        """The role of each of its living processes: one of `MODULES`, or the conductor."""
+        lines = {pid: _command_line(pid) for pid in _marked(self.mark)}
+        found = {pid: [role for role, module in MODULES.items() if module in line] for pid, line in lines.items()}
+        return {pid: roles[0] if roles else "conductor" for pid, roles in found.items()}
 
     def role(self, name: str) -> int:
         """The process that plays a role: one of `MODULES`."""
