@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import tempfile
 
@@ -40,3 +41,12 @@ class Fails(stretto.Workflow):
         with tempfile.TemporaryFile() as scratch:
             await asyncio.sleep(0)
             raise OSError(f"no space left for {scratch.name}")
+
+
+class TwoTurns(stretto.Workflow):
+    """Two turns, for the reward that the answer has for each member."""
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        for _ in range(2):
+            await chat.generate()
+        return float(json.loads(task.answer)[task.member])

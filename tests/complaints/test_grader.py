@@ -66,7 +66,9 @@ def test_a_grader_that_hangs_in_a_burst_leaves_its_own_completion_undecided_and_
     settings = {"path": str(tmp_path), "workers": 2, "timeout": 0.3, "max_consecutive_undecided": 9}
 
     async def scored() -> tuple[list[Verdict], list[list[Verdict]]]:
-        async with RewardPool(RewardsConfig.model_validate({"function": "grader_that_hangs:reward"} | settings)) as pool:
+        async with RewardPool(
+            RewardsConfig.model_validate({"function": "grader_that_hangs:reward"} | settings)
+        ) as pool:
             groups = [[*group, bomb] if number % 25 == 0 else group for number, group in enumerate(ordinary)]
             burst = await asyncio.gather(*map(pool.score, groups))
             return [group.pop() for group in burst if len(group) > 8], burst
