@@ -18,12 +18,12 @@ if os.fork() == 0:
     os.setsid()
 time.sleep(60)
 """
-SANDBOXED = 50  # one of so many members runs a program
+SANDBOXED = 10  # one of so many members runs a program
 
 
 class Fails(stretto.Workflow):
     def __init__(self) -> None:
-        self.python = PythonTool(seconds=0.1)
+        self.python = PythonTool(seconds=0.05)
 
     async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
         if task.member % SANDBOXED == 0:

@@ -1,5 +1,5 @@
-"""What users suffered: adapters travel as the whole model, in another layout, are merged twice, or are lost when an engine
-evicts them (SkyRL#1852, SkyRL#1336, SkyRL#2221, trl#5831, trl#7017).
+"""What users suffered: adapters travel as the whole model, in another layout, are merged twice, or are lost when they
+are evicted (SkyRL#1852, SkyRL#1336, SkyRL#2221, trl#5831, trl#7017).
 
 Promises: a version has the bytes of its adapters, and a few for their names; every token of an engine that loads
 adapters while it generates has the log-probability of the merged model of its version, as peft merges it, also where a
