@@ -4,9 +4,9 @@
     python -m benchmarks.growth checkpoints [--count 100]
 
 memory: one run of a tiny model, in which all roles do everything that they do in a long one: updates interrupt
-completions, groups are filtered, evaluations and checkpoints come again and again. The run weighs its own roles
-(`memory` in ``metrics.jsonl``); the first tenth of its steps fills caches and is left out. The slope is a line of least
-squares.
+conversations of two turns, evaluations, checkpoints and canaries come again and again, versions are served to other
+machines. The run weighs its own roles (`memory` in ``metrics.jsonl``), and this program the fork server and the server
+of weights; the first tenth of its steps fills caches and is left out. The slope is a line of least squares.
 
 checkpoints: one run with a checkpoint after every step; the folder of its checkpoints and policies is weighed each time
 that a step is on record. The ceiling is what `store.keep_checkpoints` and `trainer.keep_versions` allow, and one more
@@ -22,32 +22,67 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.report import Table, save
-from benchmarks.runs import train
 from stretto.audit.alarms import alarms_of
 from stretto.audit.check import check_run
 from stretto.audit.symptoms.evidence import Evidence
+from stretto.processes.tree import descendants, own_resident_bytes
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import StepMetrics, read_metrics
 
 RECIPE = Path(__file__).resolve().parent.parent / "tests" / "launch" / "recipes" / "tiny.toml"
-_SETTINGS = ("trainer.keep_versions=1", "trainer.checkpoint_every=20", "evaluation.every=50", "rollout.max_staleness=2")
+_SETTINGS = (
+    "trainer.keep_versions=1",
+    "trainer.checkpoint_every=20",
+    "evaluation.every=50",
+    "rollout.max_staleness=2",
+    "sampling.max_tokens=32",
+    "workflow.function=multi_turn",
+    "workflow.settings.tries=2",
+    'workflow.settings.feedback="="',
+    "cluster.listen=127.0.0.1:0",
+)
+#: Processes that no metric of a run has, by what their command line has.
+_WEIGHED = {"fork server": "stretto.processes.fork_server_role", "weights server": "stretto.weights.role"}
+_LOOK_SECONDS = 2.0
 _KEPT = 2  # checkpoints, and policies beside the first and the last
 
+Points = list[tuple[int, float]]  # steps, and MiB then
 
-def slopes(steps: Sequence[StepMetrics]) -> dict[str, dict[str, float]]:
-    """Of each role: MiB after the first tenth and at the end, and MiB per 1,000 steps between them."""
-    later = steps[len(steps) // 10 :]
+
+def of_roles(steps: Sequence[StepMetrics]) -> dict[str, Points]:
+    """What the run has weighed."""
+    found: dict[str, Points] = {}
+    for step in steps:
+        for role, size in step.memory.items():
+            found.setdefault(role, []).extend([] if size is None else [(step.step, size)])
+    return found
+
+
+def weighed(command: int) -> dict[str, float]:
+    """MiB of the processes of a command that no metric has."""
     found = {}
-    for role in sorted({role for step in later for role in step.memory}):
-        points = [(step.step, size) for step in later if (size := step.memory.get(role)) is not None]
-        at, sizes = np.array(points).T
+    for pid in descendants(command):
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+            for name, module in _WEIGHED.items():
+                if module in words:
+                    found[name] = own_resident_bytes(pid) / 2**20
+    return found
+
+
+def slopes(points: Mapping[str, Points], steps: int) -> dict[str, dict[str, float]]:
+    """Of each role: MiB after the first tenth of all steps and at the end, and MiB per 1,000 steps between them."""
+    found = {}
+    for role in sorted(points):
+        at, sizes = np.array([(step, size) for step, size in points[role] if step > steps // 10]).T
         slope, _ = np.polyfit(at, sizes, 1)
         found[role] = {
             "begin": float(sizes[0]),
@@ -79,17 +114,40 @@ def disk_table(results: Mapping[str, Any]) -> str:
 
 def memory(steps: int) -> None:
     """The run of many steps."""
-    with tempfile.TemporaryDirectory(prefix="stretto-growth-") as folder:
-        run = train([f"trainer.steps={steps}", *_SETTINGS], RECIPE, Path(folder) / "run")
-        laws = check_run(Path(folder) / "run").kept
-    found, alarms = slopes(run.steps), [str(one) for one in alarms_of(Evidence.of(run.steps)) if "memory" in one.name]
+    others: dict[str, Points] = {}
+    with tempfile.TemporaryDirectory(prefix="stretto-growth-") as parent:
+        path = Path(parent) / "run"
+        with started([f"trainer.steps={steps}", *_SETTINGS], path) as process:
+            while process.poll() is None:
+                time.sleep(_LOOK_SECONDS)
+                at = len(read_metrics(path / "metrics.jsonl")[0]) if (path / "metrics.jsonl").exists() else 0
+                for name, size in weighed(process.pid).items():
+                    others.setdefault(name, []).append((at, size))
+        done, found = read_metrics(path / "metrics.jsonl")[0], inspect_run(path)
+        laws = check_run(path).kept
+    sizes = slopes(of_roles(done) | others, steps)
+    alarms = [str(one) for one in alarms_of(Evidence.of(done)) if "memory" in one.name]
     table = Table("role", "MiB after a tenth", "MiB at the end", "MiB per 1,000 steps")
-    for role, one in found.items():
+    for role, one in sizes.items():
         table.add(role, round(one["begin"], 1), round(one["end"], 1), one["per_1000_steps"])
     table.show()
-    print(f"{len(run.steps)} steps in {run.inspection.rl_seconds:.0f} s; alarms: {alarms or 'none'}; laws kept: {laws}")
+    print(f"{len(done)} steps in {found.rl_seconds:.0f} s; alarms: {alarms or 'none'}; laws kept: {laws}")
     setting = {"recipe": RECIPE.name, "steps": steps, "overrides": _SETTINGS}
-    save("growth-memory", {"setting": setting, "roles": found, "alarms": alarms, "laws_kept": laws})
+    save("growth-memory", {"setting": setting, "roles": sizes, "alarms": alarms, "laws_kept": laws})
+
+
+@contextlib.contextmanager
+def started(overrides: Sequence[str], path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that goes on.
+
+    Raises:
+        RuntimeError: it ended badly.
+    """
+    command = [sys.executable, "-m", "stretto.cli.main", "train", str(RECIPE), *overrides, "--run-dir", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        yield process
+    if process.returncode:
+        raise RuntimeError(f"the run ended with exit code {process.returncode}")
 
 
 def size_of(folder: Path) -> int:
@@ -108,22 +166,19 @@ def checkpoints(count: int) -> None:
     overrides += [f"store.keep_checkpoints={_KEPT}"]
     with tempfile.TemporaryDirectory(prefix="stretto-growth-") as parent:
         path = Path(parent) / "run"
-        command = [sys.executable, "-m", "stretto.cli.main", "train", str(RECIPE), *overrides, "--run-dir", str(path)]
-        folder, weighed = RunFolder(path), dict[str, list[int]](checkpoints=[], policies=[])
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        folder, looked = RunFolder(path), dict[str, list[int]](checkpoints=[], policies=[])
+        with started(overrides, path) as process:
             while process.poll() is None:
                 time.sleep(0.02)
                 if folder.checkpoints.exists() and folder.policies.exists():
-                    weighed["checkpoints"].append(size_of(folder.checkpoints))
-                    weighed["policies"].append(size_of(folder.policies))
-        if process.returncode:
-            raise RuntimeError(f"the run ended with exit code {process.returncode}")
+                    looked["checkpoints"].append(size_of(folder.checkpoints))
+                    looked["policies"].append(size_of(folder.policies))
         saved = [line for line in read_metrics(folder.metrics)[0] if line.step]
         one = {"checkpoints": _newest(folder.checkpoints), "policies": _newest(folder.policies)}
     allowed = {"checkpoints": _KEPT + 1, "policies": _KEPT + 2}
     found: dict[str, Any] = {}
     table = Table("folder", "bytes of one", "most at once", "ceiling")
-    for name, sizes in weighed.items():
+    for name, sizes in looked.items():
         ceiling = allowed[name] * one[name]
         found[name] = {"one": one[name], "most": max(sizes), "ceiling": ceiling, "looks": len(sizes)}
         table.add(name, one[name], max(sizes), ceiling)

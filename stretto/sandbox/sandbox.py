@@ -200,7 +200,7 @@ class Sandbox:
             told.close_write()
             self._control.send(guest_program(interpreter))  # it starts while it is added to its group
             if self._group is not None:
-                self._group.add(_told_process(told.read))
+                self._group.add(_told_process(told.read, time.monotonic() + _START_SECONDS))
         self._control.settimeout(_START_SECONDS)
         self._introduce(guest_settings(walls, interpreter, config, self._user.uid))
 
@@ -284,10 +284,13 @@ class Sandbox:
         self._control = self._guest = self._words = None
 
 
-def _told_process(descriptor: int) -> int:
+def _told_process(descriptor: int, until: float) -> int:
     """The process id of the guest, which bubblewrap reports before the guest starts."""
-    told = b""
+    told, poll = b"", select.poll()
+    poll.register(descriptor, select.POLLIN)
     while not told.rstrip().endswith(b"}"):  # it writes in pieces
+        if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+            raise OSError(f"bubblewrap has not begun within {_START_SECONDS:g} s")
         piece = os.read(descriptor, _READ)
         if not piece:
             raise OSError("bubblewrap ended before the guest began")

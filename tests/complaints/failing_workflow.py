@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import tempfile
 
@@ -17,12 +18,12 @@ if os.fork() == 0:
     os.setsid()
 time.sleep(60)
 """
-SANDBOXED = 50  # one of so many members runs a program
+SANDBOXED = 10  # one of so many members runs a program
 
 
 class Fails(stretto.Workflow):
     def __init__(self) -> None:
-        self.python = PythonTool(seconds=0.1)
+        self.python = PythonTool(seconds=0.05)
 
     async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
         if task.member % SANDBOXED == 0:
@@ -40,3 +41,12 @@ class Fails(stretto.Workflow):
         with tempfile.TemporaryFile() as scratch:
             await asyncio.sleep(0)
             raise OSError(f"no space left for {scratch.name}")
+
+
+class TwoTurns(stretto.Workflow):
+    """Two turns, for the reward that the answer has for each member."""
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        for _ in range(2):
+            await chat.generate()
+        return float(json.loads(task.answer)[task.member])

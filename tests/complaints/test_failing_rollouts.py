@@ -1,28 +1,34 @@
 """What users suffered: sandboxes, processes and folders of rollouts that failed stay, until the machine is full of them
 (tinker-cookbook#943, SkyRL#9).
 
-Promise: of rollouts that fail, by hundreds and in every way, no process, no descriptor, no folder and no control group
-is left; not after the run, nor while it goes on.
+Promise: of rollouts that fail, by hundreds and in every way, and are tried again until `rollout.max_attempts`, no
+process, no descriptor, no folder and no control group is left; not after the run, nor while it goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from stretto.core.records import Outcome, Trajectory
+from stretto.conversation.forest import Tokens
+from stretto.conversation.session import MemoryRecord, Session
+from stretto.core.records import Outcome, State
 from stretto.processes.tree import descendants
+from stretto.rollout.controller import Controller
 from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.group import QuestionDetails, WorkflowGroups
 from stretto.worlds.workflows.pool import WorkflowPool
 from tests.launch.running import children
+from tests.rollout.test_controller import controller
 from tests.worlds.workflows.benches import Bench
 
 HERE = Path(__file__).parent
-ROLLOUTS = 500
+ROLLOUTS, MEMBERS, TOGETHER = 500, 10, 10
 
 
 def descriptors(pid: int) -> int:
@@ -45,22 +51,42 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     assert list(scratch.iterdir()) == []
 
 
-def test_500_failing_trajectories_of_a_workflow_leave_nothing(nothing_is_left: Path, tmp_path: Path) -> None:
+async def collected(groups: WorkflowGroups, control: Controller, seen: Callable[[], None]) -> list[str]:
+    """The names of groups that are admitted, fail and are tried again, some at a time, until there were enough."""
+    names: list[str] = []
+    while len(names) * MEMBERS < ROLLOUTS:
+        tickets = [ticket for _ in range(TOGETHER) if (ticket := control.admit()) is not None]
+        for ticket, trajectories in zip(tickets, await asyncio.gather(*map(groups, tickets)), strict=True):
+            assert {one.verdict.outcome for one in trajectories} == {Outcome.UNDECIDED}
+            control.finish(ticket, trajectories)
+            names.append(ticket.group_id)
+        seen()
+    return names
+
+
+def test_500_failing_trajectories_that_are_tried_again_leave_nothing(nothing_is_left: Path, tmp_path: Path) -> None:
+    """A tenth of them in a program in the sandbox."""
     config = WorkflowConfig(function="failing_workflow:Fails", path=str(HERE), concurrency=32, max_failed=1.0)
+    control, accounts = controller(batch_size=TOGETHER, group_size=MEMBERS, max_failures_in_a_row=ROLLOUTS)
     bench = Bench(config, tmp_path / "workflow.txt")
     seen: list[tuple[int, int, int]] = []
 
-    async def run() -> list[Trajectory]:
-        found: list[Trajectory] = []
+    def open_session(id: str, tokens: Tokens, seed: int) -> Session:
+        record = MemoryRecord()
+        return Session(id, tokens, seed, bench.model.sampler(record), record, record.segments, record.calls)
+
+    async def run() -> list[str]:
         async with WorkflowPool(config, bench.log) as pool:
-            for part in range(0, ROLLOUTS, 100):
-                found += await asyncio.gather(*(pool.run(bench.exchange(member)) for member in range(part, part + 100)))
+
+            def see() -> None:
                 (pid,) = pool.pids
                 seen.append((descriptors(pid), len(descendants(pid)), descriptors(os.getpid())))
-        return found
 
-    found = asyncio.run(asyncio.wait_for(run(), 100))
-    assert {trajectory.verdict.outcome for trajectory in found} == {Outcome.UNDECIDED}
+            return await collected(WorkflowGroups(pool, open_session, QuestionDetails(), bench.services), control, see)
+
+    attempts = Counter(int(name.rpartition(".")[2]) for name in asyncio.run(asyncio.wait_for(run(), 100)))
+    assert set(attempts) == set(range(3)), "rollout.max_attempts"
+    assert accounts.balance[State.FAILED] == attempts.total() * MEMBERS >= ROLLOUTS
     first, *_, last = seen
     assert last <= tuple(number + 8 for number in first), seen  # eight: what the collector has not come to yet
     assert last[1] == 0, "a program of a sandbox, or its sandbox, is left while the run goes on"

@@ -1,56 +1,85 @@
-"""What users suffered: a completion whose judging failed counts as one that earned 0, or stays in its group's baseline
-(NeMo-RL#3589, NeMo-RL#2207, NeMo-Gym#2750, NeMo-Gym#3351, SkyRL#1613).
+"""What users suffered: a completion whose generation or judging failed counts as one that earned 0, or stays in its
+group's baseline (NeMo-RL#3589, NeMo-RL#2207, NeMo-Gym#2750, NeMo-Gym#3351, SkyRL#1613).
 
-Promise: whichever and however many members of a group fail, the advantages of the others are, to the last bit, those of
-a group that never had more members.
+Promise: whichever and however many members of a group fail, in the engine, at a judge or in the reward, the advantages
+of the others are, to the last bit, those of a group that never had more members.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stretto.core.records import Batch, Outcome
+from stretto.conversation.forest import Tokens
+from stretto.conversation.session import MemoryRecord, Session, TurnRequest
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import (
+    Batch,
+    Completion,
+    GenerateRequest,
+    Outcome,
+    Prompt,
+    Sampling,
+    Segment,
+    StopReason,
+    Trajectory,
+    trajectory_id,
+)
 from stretto.rewards.config import RewardPart, RewardsConfig
 from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
+from stretto.rollout.controller import Ticket
 from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.worlds.single_turn import SingleTurn
+from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.exchange import Services
+from stretto.worlds.workflows.group import QuestionDetails, WorkflowGroups
+from stretto.worlds.workflows.pool import WorkflowPool
+from stretto.worlds.workflows.rendering import PlainRendering
+from tests.rewards.replying import serving
 from tests.rollout.test_controller import answers, controller
 from tests.trainer.test_estimators import FIRST_OF_EACH
+from tests.worlds.workflows.benches import decode, encode, score, verdict
 
 MEMBERS = 8
 OTHER = [1.0, *[0.0] * (MEMBERS - 1)]  # the rewards of another group of the batch, of which no member fails
 _REWARD = """
-import time
-
 def reward(prompt, completion, answer):
     if completion == "raises":
         raise RuntimeError("the grader is down")
     if completion == "says nothing":
         return None
-    if completion == "hangs":
-        time.sleep(60)
+    while completion == "hangs":
+        pass
     return float(completion)
 
 def form(prompt, completion, answer):
     return 0.0
 """
 
+Rewards = Sequence[float | None]  # None for a member that fails
+#: Groups of which one member fails, two, and so on.
+GROUPS: list[Rewards] = []
+for _failing in range(1, MEMBERS):
+    _chance = random.Random(_failing)
+    _where = _chance.sample(range(MEMBERS), _failing)
+    GROUPS.append([None if member in _where else _chance.choice((0.0, 1.0, 0.1, 0.7)) for member in range(MEMBERS)])
 
-def trained(groups: Sequence[Sequence[float | None]]) -> Batch:
-    """The batch that is made of groups, of whose members some failed (None)."""
-    control, _ = controller(batch_size=len(groups), group_size=MEMBERS)
-    for group in groups:
+
+def trained(made: Callable[[Ticket], Sequence[Trajectory]]) -> Batch:
+    """The batch of a group whose trajectories are made for its ticket, and of one of which no member fails."""
+    control, _ = controller(batch_size=2, group_size=MEMBERS)
+    for trajectories in (made, lambda ticket: answers(ticket, OTHER)):
         ticket = control.admit()
         assert ticket is not None
-        control.finish(ticket, answers(ticket, group))
+        control.finish(ticket, trajectories(ticket))
     batch = control.take()
     assert batch is not None
     return batch
@@ -58,19 +87,114 @@ def trained(groups: Sequence[Sequence[float | None]]) -> Batch:
 
 def advantages(estimator: str, batch: Batch) -> list[tuple[float, ...]]:
     config = AlgorithmConfig.model_validate({"advantages": estimator})
-    return [sample.advantages for sample in samples_of(batch, config, longest=4).samples]
+    return [sample.advantages for sample in samples_of(batch, config, longest=8).samples]
 
 
-@pytest.mark.parametrize("estimator", FIRST_OF_EACH)
-@pytest.mark.parametrize("failing", range(1, MEMBERS))
-def test_the_others_have_the_advantages_of_a_smaller_group_to_the_last_bit(estimator: str, failing: int) -> None:
-    chance = random.Random(failing)
-    rewards = [chance.choice((0.0, 1.0, 0.1, 0.7)) for _ in range(MEMBERS - failing)]
-    never_more = advantages(estimator, trained([rewards, OTHER]))
-    for where in itertools.islice(itertools.combinations(range(MEMBERS), failing), 0, None, 5):
-        left = iter(rewards)
-        group = [None if member in where else next(left) for member in range(MEMBERS)]
-        assert advantages(estimator, trained([group, OTHER])) == never_more, where
+# Where a member fails. Each makes the trajectories of a group for its ticket.
+
+Stage = Callable[[Rewards], Callable[[Ticket], Awaitable[Sequence[Trajectory]]]]
+
+
+def judged_by(pool: RewardPool, failed: Sequence[str]) -> Stage:
+    """Completions that are texts of their rewards, or of what `failed` has for those that fail."""
+
+    def stage(rewards: Rewards) -> Callable[[Ticket], Awaitable[Sequence[Trajectory]]]:
+        texts = [failed[at % len(failed)] if one is None else str(one) for at, one in enumerate(rewards)]
+
+        async def generate(request: GenerateRequest) -> AsyncIterator[Completion]:
+            for member, _ in enumerate(request.seeds):
+                yield Completion(request.id, member, (member,), (-0.1,), (0,), StopReason.STOP)
+
+        return SingleTurn(generate, pool.score_group, lambda ids: texts[ids[0]], Sampling(max_tokens=4))
+
+    return stage
+
+
+def generated_by(pool: WorkflowPool, config: WorkflowConfig) -> Stage:
+    """Conversations of two turns. Of a member that fails the first turn is refused, or the second one."""
+    services = Services(score, decode, PlainRendering(encode), None, Sampling(max_tokens=4), 40, verdict, config)
+
+    def stage(rewards: Rewards) -> Callable[[Ticket], Awaitable[Sequence[Trajectory]]]:
+        def open_session(id: str, tokens: Tokens, seed: int) -> Session:
+            member, record, turns = int(id.rpartition("/")[2]), MemoryRecord(), list[TurnRequest]()
+
+            async def sample(request: TurnRequest) -> Segment:
+                turns.append(request)
+                if rewards[member] is None and len(turns) == 1 + member % 2:
+                    raise RefusedRequest("prompt_token_ids", "9,999 tokens", "at most 4,096")
+                said = Segment((1, 2), (-0.5, -0.5), (0, 0), stop_reason=StopReason.STOP)
+                record.journal(request.node, said)
+                return said
+
+            return Session(id, tokens, seed, sample, record, record.segments, record.calls)
+
+        groups = WorkflowGroups(pool, open_session, QuestionDetails(), services)
+        prompt = Prompt("17", encode("3+4="), "3+4=", json.dumps(rewards))
+
+        async def made(ticket: Ticket) -> Sequence[Trajectory]:
+            ids = [trajectory_id(ticket.group_id, member) for member in ticket.members]
+            members = enumerate(ticket.seeds)
+            return await asyncio.gather(
+                *(groups.member(id, prompt, *one) for id, one in zip(ids, members, strict=True))
+            )
+
+        return made
+
+    return stage
+
+
+async def of_all_groups(stage: Stage) -> list[Sequence[Trajectory]]:
+    """The trajectories of each of `GROUPS`."""
+    found = []
+    for rewards in GROUPS:
+        ticket = controller(batch_size=2, group_size=MEMBERS)[0].admit()
+        assert ticket is not None
+        found.append(await stage(rewards)(ticket))
+    return found
+
+
+async def failed_at_generation(folder: Path) -> list[Sequence[Trajectory]]:
+    config = WorkflowConfig(function="failing_workflow:TwoTurns", path=str(Path(__file__).parent), max_failed=1.0)
+    async with WorkflowPool(config, folder / "workflow.txt") as pool:
+        return await of_all_groups(generated_by(pool, config))
+
+
+async def failed_at_the_judge(folder: Path) -> list[Sequence[Trajectory]]:
+    def reply(question: Mapping[str, Any], said: str) -> bytes:
+        asked = question["messages"][0]["content"]
+        content = f"Score: {asked}" if asked[0].isdigit() else "I cannot say"
+        return (
+            b"no JSON" if asked == "breaks" else json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+        )
+
+    with serving(reply, (200, "")) as server:
+        judge = {"address": f"{server.address}/v1", "model": "m", "tries": 1, "prompt": "{completion}", "full": 1}
+        settings = {"function": "judge", "judge": judge, "max_consecutive_undecided": 100}
+        async with RewardPool(RewardsConfig.model_validate(settings)) as pool:
+            return await of_all_groups(judged_by(pool, ("says nothing", "breaks")))
+
+
+async def failed_in_the_reward(folder: Path) -> list[Sequence[Trajectory]]:
+    (folder / "grader_of_groups.py").write_text(_REWARD)
+    settings = {"function": "grader_of_groups:reward", "path": str(folder), "max_consecutive_undecided": 100}
+    async with RewardPool(RewardsConfig.model_validate(settings)) as pool:
+        return await of_all_groups(judged_by(pool, ("raises", "says nothing")))
+
+
+@pytest.mark.parametrize("failed", [failed_at_generation, failed_at_the_judge, failed_in_the_reward])
+def test_the_others_have_the_advantages_of_a_smaller_group_to_the_last_bit(
+    failed: Callable[[Path], Awaitable[list[Sequence[Trajectory]]]], tmp_path: Path
+) -> None:
+    made = asyncio.run(asyncio.wait_for(failed(tmp_path), 60))
+    for number, (rewards, trajectories) in enumerate(zip(GROUPS, made, strict=True), start=1):
+        assert [one.verdict.reward for one in trajectories] == rewards
+        assert [one.verdict.outcome for one in trajectories].count(Outcome.UNDECIDED) == number
+        batch = trained(lambda ticket, all_of_them=trajectories: all_of_them)
+        alone = [one for one in trajectories if one.verdict.reward is not None]
+        never_more = trained(lambda ticket, others=alone: others)
+        assert len(batch.groups[0].trajectories) == MEMBERS - number
+        for estimator in FIRST_OF_EACH:
+            assert advantages(estimator, batch) == advantages(estimator, never_more) != [], (estimator, number)
 
 
 def test_a_grader_that_raises_hangs_or_says_nothing_earns_no_zero(tmp_path: Path) -> None:
@@ -91,7 +215,7 @@ def test_a_grader_that_raises_hangs_or_says_nothing_earns_no_zero(tmp_path: Path
         assert [reward for _, reward in found] == [1.0, None, 0.0, None, None, 0.25]
         assert [outcome for outcome, _ in found].count(Outcome.UNDECIDED) == 3
         rewards = [reward for _, reward in found]
-        batch = trained([[*rewards, None, None], OTHER])
+        batch = trained(lambda ticket, given=rewards: answers(ticket, [*given, None, None]))
         assert [len(group.trajectories) for group in batch.groups] == [3, MEMBERS]
         centred = [one[0] for one in advantages("group_mean", batch)[:3]]
         assert centred == pytest.approx([1.0 - 1.25 / 3, -1.25 / 3, 0.25 - 1.25 / 3])

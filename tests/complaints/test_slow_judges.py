@@ -1,20 +1,29 @@
 """What users suffered: one judge that takes fifty times as long as the others, or a sandbox that never boots, holds the
 batch, since nobody cancels it with its group (slime#2176, slime#1361, OpenEnv#1036).
 
-Promises: steps go on without the group that a judge holds; once the group is too old to be trained on within its bound
-its judging is cancelled, and its prompt is asked again.
+Promises: no step waits for the group that a judge holds, or whose sandbox does not come up. By default it stays in
+flight, holds one place, and is trained on when it is judged, without the tokens that are too old by then; with
+`beyond_bound = "expire"` its judging is cancelled as soon as it is too old, and its prompt is asked again. A sandbox
+that does not come up is given up at its deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
-from stretto.core.records import Verdict
+from stretto.core.records import Batch, Update, Verdict
+from stretto.processes.tree import descendants
 from stretto.rollout.prompts import PromptStream
+from stretto.sandbox.config import SandboxConfig
+from stretto.sandbox.sandbox import Sandbox, SandboxFailed
+from stretto.sandbox.walls import Walls, ladder
 from tests.loop.conducting import OUTCOMES, PROMPTS, Stage, ToyTrainer
 
 SLOW = PromptStream(PROMPTS, seed=1).take().prompt.id  # the first that is asked
@@ -39,18 +48,41 @@ class Judge:
         return [OUTCOMES[min(number, 1)] for number, _ in enumerate(completions)]
 
 
+@dataclass
+class Telling(ToyTrainer):
+    """Tells the judge, while it trains the batch of a step."""
+
+    judge: Judge = field(default_factory=Judge)
+    at: int = 6
+
+    async def train(self, batch: Batch) -> Update:
+        if batch.step == self.at:
+            self.judge.told.set()
+        return await super().train(batch)
+
+
 def prompts(trainer: ToyTrainer) -> list[list[str]]:
     """Those of each batch."""
     return [[group.prompt.id for group in batch.groups] for batch in trainer.batches]
 
 
-def test_steps_go_on_without_the_group_that_a_judge_holds(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_go_on_without_the_group_that_a_judge_holds_which_is_trained_on_later_without_its_old_tokens(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default, `beyond_bound = "mask"`; each batch has its own deadline."""
     judge = Judge()
+    stage.trainer = trainer = Telling(judge=judge)
     monkeypatch.setattr("tests.loop.conducting.score", judge)
-    stage.play(steps=8, max_staleness=4, beyond_bound="train")
-    assert judge.held == 1, "nobody has judged it, and it is not asked twice"
-    assert len(prompts(stage.trainer)) == 8
-    assert not any(SLOW in batch for batch in prompts(stage.trainer))
+    stage.play(steps=10, max_staleness=3, deadlines={"batch": 5.0})
+    assert (judge.held, judge.cancelled) == (1, 0), "nobody has judged it, and it is not asked twice"
+    assert len(prompts(trainer)) == 10
+    ((batch, group),) = [
+        (batch, group) for batch in trainer.batches for group in batch.groups if group.prompt.id == SLOW
+    ]
+    assert batch.step > trainer.at
+    oldest = batch.oldest_by_group.get(group.id, batch.oldest_trainable)
+    assert {version for one in group.trajectories for version in one.versions} == {0}
+    assert oldest > 0, "none of its tokens is trained on"
 
 
 def test_what_a_judge_holds_for_too_long_is_cancelled_and_asked_again(
@@ -58,7 +90,24 @@ def test_what_a_judge_holds_for_too_long_is_cancelled_and_asked_again(
 ) -> None:
     judge = Judge()
     monkeypatch.setattr("tests.loop.conducting.score", judge)
-    stage.play(steps=8, max_staleness=1, beyond_bound="expire")
+    stage.play(steps=8, max_staleness=1, beyond_bound="expire", deadlines={"batch": 5.0})
     assert judge.cancelled == judge.held > 1
     assert len(prompts(stage.trainer)) == 8
     assert stage.ledger.balance().failed == 0
+
+
+@pytest.mark.parametrize("walls", [walls for walls in ladder(warm=False) if walls.bwrap], ids=lambda walls: walls.level)
+def test_a_sandbox_that_does_not_come_up_is_given_up_at_its_deadline(
+    walls: Walls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a bubblewrap that neither begins nor ends."""
+    (program := tmp_path / "bwrap").write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("stretto.sandbox.walls._BWRAP_PLACES", str(tmp_path))
+    monkeypatch.setattr("stretto.sandbox.sandbox._START_SECONDS", 1.0)
+    monkeypatch.setattr("stretto.sandbox.sandbox._END_SECONDS", 0.1)
+    before, began = descendants(os.getpid()), time.monotonic()
+    with Sandbox(walls, SandboxConfig()) as sandbox, pytest.raises(SandboxFailed):
+        sandbox.run({"source": "print(1)"}, b"", seconds=5)
+    assert time.monotonic() - began < 60, "ten minutes otherwise"
+    assert descendants(os.getpid()) == before

@@ -110,9 +110,12 @@ class Bench:
             record.calls,
         )
         task = WorkflowTask("17", PROMPT.text, PROMPT.answer, ({"role": "user", "content": "3+4="},), member=member)
+        return Exchange(session, PROMPT, task, self.services)
+
+    @property
+    def services(self) -> Services:
         sampling = Sampling(max_tokens=4)
-        services = Services(self.score, decode, PlainRendering(encode), None, sampling, 40, verdict, self.config)
-        return Exchange(session, PROMPT, task, services)
+        return Services(self.score, decode, PlainRendering(encode), None, sampling, 40, verdict, self.config)
 
     async def _run(self) -> list[Trajectory]:
         async with WorkflowPool(self.config, self.log, say=self.said.append, run=self.mark) as self.pool:
