@@ -6,6 +6,8 @@ const TABLES = [
   ['## An update', 'trainer.'],
   ['## An evaluation', 'evaluation.'],
 ]
+/** Fields that are no curves: the pages would carry their sentences in vain. */
+const NO_CURVE = /^(step|version|skipped|trainer|goodput|selection_bias|slower_than_generation|evaluation\.(?!accuracy$).*)$/
 const page = readFileSync(new URL('../docs/metrics.md', import.meta.url), 'utf8')
 const sentences = {}
 for (const [heading, prefix] of TABLES) {
@@ -13,7 +15,7 @@ for (const [heading, prefix] of TABLES) {
   if (section === undefined) throw new Error(`docs/metrics.md has no section "${heading}"`)
   for (const line of section.split('\n')) {
     const cells = line.match(/^\| `([^|]*)` \| (.*) \| ([^|]*)\|$/)
-    if (cells) sentences[prefix + cells[1]] = { sentence: cells[2].trim(), unit: cells[3].trim() }
+    if (cells && !NO_CURVE.test(prefix + cells[1])) sentences[prefix + cells[1]] = { sentence: cells[2].trim(), unit: cells[3].trim() }
   }
 }
 writeFileSync(new URL('src/data/sentences.json', import.meta.url), `${JSON.stringify(sentences, null, 1)}\n`)

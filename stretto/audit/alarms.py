@@ -211,9 +211,9 @@ class AlarmWatch:
         self._evaluations: list[EvaluationLine] = []
 
     @classmethod
-    def of(cls, folder: Path) -> AlarmWatch:
-        """That of the run in a folder, by its recipe."""
-        recipe = _tables(RunFolder(folder).recipe)
+    def of(cls, folder: Path, recipe: Mapping[str, Any] | None = None) -> AlarmWatch:
+        """The alarms of the run in a folder, by its `recipe`; None: that of the folder is read."""
+        recipe = _tables(RunFolder(folder).recipe) if recipe is None else recipe
         return cls(folder, number_of(recipe, "rollout", "max_staleness"), last_step_of(recipe), mismatch_of(recipe))
 
     def step(self, metrics: StepMetrics) -> None:

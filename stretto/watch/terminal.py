@@ -16,10 +16,11 @@ from typing import TextIO
 
 import msgspec
 
-from stretto.audit.alarms import AlarmWatch, last_step_of, number_of
+from stretto.audit.alarms import AlarmWatch, last_step_of
 from stretto.core.errors import Problem, RunFolderError
 from stretto.dashboard.terminal.progress import Display, open_display
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import CanaryProof
 from stretto.store.series.follower import LineFollower
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
 from stretto.watch.runs.catalog import Catalog
@@ -84,9 +85,15 @@ def _follow(run: WatchedRun, leaves: Leaves) -> None:
 
 def _display(run: WatchedRun) -> Display:
     recipe = run.recipe()
-    last = last_step_of(recipe)
-    alarms = AlarmWatch(run.folder, number_of(recipe, "rollout", "max_staleness"), last)
-    return open_display(last or 0, alarms=alarms, title=f"stretto: {run.name}")
+    alarms = AlarmWatch.of(run.folder, recipe)
+    return open_display(
+        last_step_of(recipe) or 0, alarms=alarms, title=f"stretto: {run.name}", proofs=lambda: _proofs(run)
+    )
+
+
+def _proofs(run: WatchedRun) -> Sequence[CanaryProof]:
+    found = run.inspection()
+    return () if found is None else found.canary
 
 
 def _show_on(

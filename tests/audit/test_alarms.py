@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from stretto.audit.alarms import alarms_of
+from stretto.audit.alarms import alarms_of, mismatch_of
 from stretto.audit.symptoms.evidence import Alarm, Disk, Evidence
 from stretto.audit.symptoms.windows import WINDOW
 from stretto.store.series.metrics import EvaluationLine
@@ -81,6 +81,11 @@ def test_a_healthy_run_has_no_alarm() -> None:
         (_evidence(length_mean=_from(40, 100.0, 400.0)), "length_explosion", 47),
         # 0.001 + 0.0019 k > 0.01 from k = 5 on
         (_evidence(trainer__behavior_logprob_error=_from(40, 1e-3, 2e-2)), "mismatch", 45),
+        # 0.05 + 0.055 k >= 0.25, and more than three times 0.05, from k = 4 on
+        (_evidence(canary__one=_from(40, 0.05, 0.6)), "canary_drifting", 44),
+        # half of the tolerance from the first window on: whatever it was in the beginning
+        (_evidence(canary__one=np.full(N, 0.5)), "canary_drifting", 10),
+        (_evidence(canary__one=np.full(N, 0.1), canary__other=_from(40, 0.1, 1.0)), "canary_drifting", 43),
         (_evidence(busy__trainer=_from(40, 0.5, 0.0)), "idle_role", 41),
         # 1 + 0.3 k >= 3.6 from k = 9 on
         (_evidence(staleness_mean=_from(20, 1.0, 4.0)), "staleness_at_bound", 29),
@@ -111,6 +116,9 @@ def test_an_alarm_holds_since_its_step(found: Evidence, name: str, since: int) -
         _evidence(trainer__entropy=np.where(np.arange(N) // 20 == 1, 0.05, 1.0)),  # it was low, and is not any more
         _evidence(length_mean=np.where(np.arange(N) == 30, 5_000.0, 100.0)),  # one strange step
         _evidence(trainer__behavior_logprob_error=_from(40, 1e-7, 1e-5)),  # far apart in proportion, and still nothing
+        _evidence(canary__one=np.full(N, 0.3)),  # more than a quarter of the tolerance, and always was
+        _evidence(canary__one=_from(40, 0.01, 0.2)),  # twenty times as far, and still far from the tolerance
+        _evidence(canary__one=np.where(np.arange(N) // 20 == 1, 0.9, 0.05)),  # it has come back
         _evidence(trainer__entropy=np.full(N, np.nan)),  # it is not measured
         _evidence(busy__trainer=_from(40, 0.5, np.nan)),
         _evidence(bound=None, staleness_mean=np.full(N, 50.0)),
@@ -128,6 +136,52 @@ def test_an_alarm_holds_since_its_step(found: Evidence, name: str, since: int) -
 )
 def test_what_has_passed_is_too_little_or_not_measured_is_no_alarm(found: Evidence) -> None:
     assert _named(found) == []
+
+
+def _of_float32(values: npt.ArrayLike, mismatch: float = 1e-3) -> Evidence:
+    return Evidence(np.arange(1, N + 1), {MEASURED: np.asarray(values, np.float64)}, mismatch=mismatch)
+
+
+MEASURED = "trainer.behavior_logprob_error"
+RARELY = np.where(np.arange(1, N + 1) % 20 == 0, 2e-3, np.nan)  # in steps 20, 40 and 60
+
+
+@pytest.mark.parametrize(
+    ("found", "since"),
+    [
+        (_of_float32(_from(58, 1e-7, 2e-3)), [59]),
+        (_of_float32(np.full(N, 2e-3)), [1]),  # from the first step on: the beginning of the run is no measure
+        (_of_float32(RARELY), [20]),  # most steps have no tokens of the version in training
+        (_of_float32(_from(59, 1e-7, 2e-3)), []),  # one step
+        (_of_float32(np.where(np.arange(N) == 58, 1e-7, 2e-3)), []),  # not two, one after the other, in the end
+        (_of_float32(np.full(N, 1e-3)), []),
+        (_of_float32(np.full(N, 2e-3), 0.1), []),  # bfloat16 rounds by more
+        (_of_float32(_from(58, 1e-3, 0.2), 0.1), [59]),
+        (_of_float32([2e-3] + [np.nan] * (N - 1)), []),
+    ],
+)
+def test_two_measured_steps_beyond_what_the_type_rounds_by_are_a_mismatch(found: Evidence, since: list[int]) -> None:
+    assert _named(found) == [("mismatch", step) for step in since]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nats"),
+    [
+        ({}, 1e-3),
+        ({"engine": {"dtype": "float32"}, "trainer": {"steps": 3}}, 1e-3),
+        ({"engine": {"dtype": "bfloat16"}}, 0.1),
+        ({"trainer": {"dtype": "bfloat16"}}, 0.1),
+        ({"engine": {"dtype": "float16"}, "trainer": 3}, 0.1),
+    ],
+)
+def test_what_rounding_may_come_to_follows_from_the_types_of_both(recipe: dict[str, object], nats: float) -> None:
+    assert mismatch_of(recipe) == nats
+
+
+def test_a_drift_names_the_engine_and_both_distances() -> None:
+    (alarm,) = alarms_of(_evidence(canary__one=_from(40, 0.05, 0.6)))
+    assert alarm.message == "one was at 5% of what it may be from the trainer, and is at 60%"
+    assert alarm.look == "series:canary.one"
 
 
 @pytest.mark.parametrize(

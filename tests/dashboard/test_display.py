@@ -25,7 +25,7 @@ from stretto.dashboard.terminal.snapshot import Snapshot
 from stretto.dashboard.terminal.summary import bar, print_inspection, print_summary
 from stretto.measures.selection import SELECTION, Bias, SelectionBias
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import inspect_run
+from stretto.store.inspection import CanaryProof, inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
@@ -153,6 +153,30 @@ def test_the_cursor_comes_back_when_the_last_picture_fails() -> None:
     with pytest.raises(ZeroDivisionError):
         play(open_display(600, console, BreakingAlarms()))  # the last steps are drawn at the end
     assert output.getvalue().rindex("\x1b[?25h") > output.getvalue().rindex("\x1b[?25l")
+
+
+def test_the_proofs_of_engines_stand_below_with_version_distance_and_tolerance() -> None:
+    output = io.StringIO()
+    proofs = (PROOF, msgspec.structs.replace(PROOF, version=4, distance=0.5, proven=False, which="worst"))
+    console = Console(file=output, force_terminal=True, width=100, color_system=None)
+    with open_display(600, console, proofs=lambda: proofs) as display:
+        display.step(msgspec.structs.replace(metrics(1), canary={"one": 0.04, "engine-3": 0.125}))
+    shown = " ".join(output.getvalue().split())
+    assert "canary 12% of its tolerance (engine-3)" in shown
+    assert "canary, newest engine-3 proven: version 7, 2.5e-08 nats from the trainer, 2.0e-07 allowed" in shown
+    assert "canary, worst engine-3 NOT proven: version 4, 5.0e-01 nats from the trainer, 2.0e-07 allowed" in shown
+
+
+def test_of_very_many_proofs_the_first_are_shown_and_the_others_counted() -> None:
+    output = io.StringIO()
+    Console(file=output, width=100).print(
+        panel(Snapshot(phase="training", step=1, steps=2, seconds=1), (), [PROOF] * 70)
+    )
+    assert output.getvalue().count("engine-3 proven") == 8
+    assert "62 more proofs: stretto inspect" in output.getvalue()
+
+
+PROOF = CanaryProof("engine-3", version=7, distance=2.5e-8, tolerance=2e-7, proven=True, which="newest")
 
 
 def test_a_fraction_above_one_fills_its_place_in_ascii() -> None:

@@ -1,5 +1,6 @@
-"""Promises about watching a run that is being written: its steps appear on every page, its death is seen, a page goes
-on by itself after the server was started again, and one that was left at any moment holds no place of a stream."""
+"""Promises about watching a run that is being written: its steps appear on every page, its death is seen, an engine
+that drifts from the trainer raises an alarm, a page goes on by itself after the server was started again, and one that
+was left at any moment holds no place of a stream."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ import sys
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from playwright.sync_api import Page, expect
 
+from stretto.store.series.metrics import MetricsLog
 from tests.real_browser.conftest import PATIENCE_MILLISECONDS, ROOT, WatchServer
+from tests.watch.runs import step_line, write_run
 
 
 class Writer:
@@ -96,6 +100,21 @@ def test_every_page_of_a_run_goes_on_with_it(page: Page, writer: Writer, request
             expect(page.locator("main")).to_contain_text(told, timeout=PATIENCE_MILLISECONDS)
     page.goto(f"{page.url.partition('#')[0]}#/diff?a={run}&b={run}")
     expect(page.get_by_test_id("diff")).to_have_attribute("data-equal", "true", timeout=PATIENCE_MILLISECONDS)
+
+
+def test_an_engine_that_drifts_from_the_trainer_is_an_alarm_that_leads_to_its_curve(
+    page: Page, server: WatchServer
+) -> None:
+    run = write_run(server.runs / "drifting")
+    metrics = MetricsLog(run / "metrics.jsonl")
+    for step in range(3, 31):
+        metrics.append(msgspec.structs.replace(step_line(step), canary={"engine-0": 0.02 * step}))
+    page.get_by_test_id("run-row").filter(has_text="drifting").locator("a").first.click()
+    page.keyboard.press("5")
+    alarm = page.locator('[data-testid="alarm"][data-name="canary_drifting"]')
+    expect(alarm).to_contain_text("engine-0 was at 11% of what it may be from the trainer, and is at 51%")
+    alarm.get_by_role("link").click()
+    expect(page.locator('[data-testid="curve"]').first).to_have_attribute("data-name", "canary.engine-0")
 
 
 def test_more_tabs_than_a_browser_has_connections_share_them(

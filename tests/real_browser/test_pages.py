@@ -5,6 +5,7 @@
 - The timeline zooms by key and wheel and says what a stretch holds, and on which machine.
 - The table is filtered, sorted and paged by the server; a trajectory shows the numbers of the token under the pointer,
   a group its members; what a model said is text, with hidden characters shown.
+- Data health says which weights each engine has proven, with a way to its curve.
 - Data health, alarms, the recipe and the first difference of two runs have their pages.
 - The tab's title says run and page; logs are read; a page that waits says so; a long name stays in its column.
 - Shortcuts work; no page is wider than a phone; axe finds nothing; the console is silent (the fixture `page`).
@@ -278,6 +279,37 @@ def test_data_health_shows_the_budget_the_reasons_and_what_no_one_solves(page: P
     expect(page.locator('[data-table="reasons"]')).to_contain_text("timeout after 1 s")
     page.locator('[data-table="reasons"] a').click()
     expect(page.get_by_test_id("trajectory-row")).to_have_count(2)
+
+
+def test_data_health_shows_which_weights_each_engine_has_proven(page: Page) -> None:
+    visit(page, "health")
+    rows = page.locator('[data-table="canary"] tbody tr')
+    assert [row.locator("th, td").all_inner_texts() for row in rows.all()] == [
+        ["engine-0", "newest", "2", "4.00e-8", "1.00e-6", "yes"],
+        ["engine-1", "newest", "1", "5.00e-8", "1.00e-6", "yes"],
+        ["engine-1", "worst of the run", "0", "0.25", "1.00e-6", "no"],
+    ]
+    rows.get_by_role("link", name="engine-0").click()
+    curve = page.locator('[data-testid="curve"]').first
+    expect(curve).to_have_attribute("data-name", "canary.engine-0")
+    expect(curve.locator(".latest")).to_contain_text("0.04")
+    expect(curve.locator("figcaption")).to_contain_text(
+        "at 1 an engine does not compute with the weights of the trainer"
+    )
+
+
+def test_the_canary_of_the_worst_engine_is_among_the_first_curves(page: Page) -> None:
+    visit(page, "alarms")
+    page.keyboard.press("1")
+    curve = page.locator('[data-testid="curve"][data-name="canary"]')
+    expect(curve).to_contain_text("canary, of the worst engine")
+    expect(curve.locator(".latest")).to_contain_text("0.05")
+
+
+def test_a_run_without_proofs_says_so(page: Page) -> None:
+    ids = names_of(page)
+    page.goto(page.url.partition("#")[0] + f"#/runs/{ids['one']}/health")
+    expect(page.locator("main")).to_contain_text("No proof is on record.")
 
 
 def test_two_runs_are_compared_at_the_step_where_they_part(page: Page) -> None:

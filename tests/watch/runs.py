@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stretto.core.canary import CANARY, CanaryRecord, Proof
 from stretto.core.events import Span
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, State, StopReason, Trajectory, Update, Verdict
 from stretto.store.folder.run_folder import RunFolder
@@ -66,6 +67,7 @@ def step_line(step: int, entropy: float | None = None) -> StepMetrics:
         reward=0.1 * step,
         length_mean=3.0,
         staleness_mean=0.5,
+        canary={"engine-0": 0.04, "engine-1": 0.05},
     )
 
 
@@ -111,6 +113,14 @@ SPANS = (
 )
 
 
+#: The newest of two engines; and the worst of the run, which was refused.
+PROOFS = (
+    Proof("engine-0", "native float32", 2, 4e-8, 1e-6, 1e-7, proven=True),
+    Proof("engine-1", "native float32", 1, 5e-8, 1e-6, 1e-7, proven=True),
+    Proof("engine-1", "native float32", 0, 0.25, 1e-6, 1e-7, proven=False),
+)
+
+
 def evaluation(step: int, accuracy: float) -> EvaluationLine:
     return EvaluationLine(
         step=step, version=step, wall_seconds=10.0 + step, rl_seconds=2.0 * step, accuracy=accuracy, prompts=8
@@ -122,6 +132,7 @@ def _write_ledger(ledger: Ledger) -> None:
     ledger.put(
         ENGINES, (Membership("engine-0", "native", "node-3", 2, 0), Membership("engine-1", "native", "here", 2, 0))
     )
+    ledger.put(CANARY, CanaryRecord(newest=PROOFS[:2], worst=PROOFS[2:], refused=1))
     first = (completion("0.a.0", 0, 1.0, (0, 0, 0)), completion("0.a.0", 1, 0.0, (0, 0), HOSTILE, StopReason.LENGTH))
     train(ledger, 1, "a", first)
     second = (completion("0.b.0", 0, 0.75, (0, 1, 1, 1)), completion("0.b.0", 1, 0.25, (1,)))

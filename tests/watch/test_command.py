@@ -1,5 +1,6 @@
 """Promises: `stretto watch` prints one line with its address, serves the runs of the folders given, and ends at a
-signal; a folder that is not there and a port in use are mistakes of the user; `inspect` has the alarms.
+signal; a folder that is not there and a port in use are mistakes of the user; `inspect`, a terminal and the page have
+the same alarms.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from stretto.store import lock
 from stretto.watch.index.cache import Cache
 from stretto.watch.runs.run import WatchedRun
 from stretto.watch.serve import watch
+from stretto.watch.terminal import watch_in_terminal
 from tests.watch.runs import step_line, write_run
 
 
@@ -100,6 +102,38 @@ def test_the_terminal_inspect_and_the_page_agree_on_a_bound_that_adapts(
     while run.advance(1.0):
         pass
     assert [one.name for one in run.alarms()] == ["staleness_at_bound"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "canary", "named"),
+    [
+        # float32 rounds by much less than 1e-3; of bfloat16 it is nothing
+        ("float32", 2e-3, 0.05, ["mismatch"]),
+        ("bfloat16", 2e-3, 0.05, []),
+        ("bfloat16", 0.2, 0.05, ["mismatch"]),
+        ("float32", 1e-7, 0.5, ["canary_drifting"]),
+    ],
+)
+def test_the_terminal_inspect_and_the_page_agree_on_engines_that_are_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, error: float, canary: float, named: list[str]
+) -> None:
+    path = write_run(tmp_path / "run")
+    recipe = path / "recipe.toml"
+    recipe.write_text(f'{recipe.read_text()}[engine]\ndtype = "{dtype}"\n')
+    lines = [
+        msgspec.structs.replace(step_line(step), trainer={"behavior_logprob_error": error}, canary={"engine-1": canary})
+        for step in range(1, 31)
+    ]
+    (path / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    inspect(path, json=True)
+    assert [alarm["name"] for alarm in json.loads(capsys.readouterr().out)["alarms"]] == named
+    watch_in_terminal([path], lambda seconds: True)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("alarm  ")]
+    run = WatchedRun("id", path, "run", Cache(tmp_path / "cache.sqlite"))
+    while run.advance(1.0):
+        pass
+    assert [one.name for one in run.alarms()] == named
+    assert said == [str(one) for one in run.alarms()]
 
 
 def test_inspect_knows_the_steps_of_the_recipe_and_leaves_a_bad_line_out(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -386,5 +387,9 @@ def test_what_was_read_is_found_again_in_the_cache_unless_the_run_is_another(tmp
     other = Trajectories(path, cache)
     assert other.advance() is False
     assert other.table["length"].tolist() == [7]
+    other.keep()
+    with closing(sqlite3.connect(tmp_path / "index.sqlite")) as connection:
+        connection.execute("PRAGMA user_version = 1")  # an earlier stretto, which knew fewer columns
+    assert Trajectories(path, cache).table.rows == 0
     (tmp_path / "index.sqlite").write_bytes(b"no database" * 1000)
     assert Trajectories(path, cache).table.rows == 0

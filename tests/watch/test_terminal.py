@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,8 @@ import pytest
 
 from stretto.core.errors import RunFolderError
 from stretto.store import lock
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import MetricsLog
 from stretto.watch.terminal import watch_in_terminal
 from tests.launch.running import default_dispositions
@@ -30,7 +33,9 @@ def stay(seconds: float) -> bool:
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
-    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir() if path.is_file()}
+    """Of all files but the index of the ledger's log, in which every reader of a running run says where it reads."""
+    files = [path for path in folder.iterdir() if path.is_file() and not path.name.endswith("-shm")]
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def test_a_finished_run_is_shown_with_its_state_and_not_touched(
@@ -138,14 +143,18 @@ def test_a_terminal_gets_the_view_until_it_is_left(
 ) -> None:
     run = write_run(tmp_path / "first", log=LOG)
     held = lock.acquire(run)
-    before = contents(run)
-    code, shown, same = on_a_terminal(run, columns, language, leave)
-    assert contents(run) == before
+    with closing(Ledger(run / "ledger.sqlite", StoreConfig())):  # as the run has it open
+        before = contents(run)
+        code, shown, same = on_a_terminal(run, columns, language, leave)
+        assert contents(run) == before
     os.close(held)
     assert (code, same) == (0, True)
     assert shown.isascii() is (language == {"LANG": "C"})
     assert ("█" if columns == 100 else "#") in shown
     assert "Traceback" not in shown
+    if columns == 100:
+        assert "engine-0 proven: version 2, 4.0e-08 nats from the trainer, 1.0e-06 allowed" in shown
+        assert "engine-1 NOT proven: version 0, 2.5e-01 nats from the trainer, 1.0e-06 allowed" in shown
 
 
 def test_one_run_is_shown_and_others_are_named(tmp_path: Path) -> None:

@@ -13,19 +13,28 @@ from rich.text import Text
 
 from stretto.dashboard.terminal.characters import harmless
 from stretto.dashboard.terminal.snapshot import Snapshot
-from stretto.dashboard.terminal.summary import bar
+from stretto.dashboard.terminal.summary import bar, canary_rows
+from stretto.store.inspection import CanaryProof
 
 _LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _TREND_WIDTH = 60
 _FRAME = 4  # columns of the panel's border and padding
 _NARROW = 72  # columns: below, facts and work stand one below the other
+_PROOFS = 8  # of engines, that are shown
 _FRACTIONS = frozenset({"accuracy", "held-out"})  # drawn between 0 and 1
 
 
 def panel(
-    snapshot: Snapshot, alarms: Sequence[str] = (), *, title: str = "stretto", width: int = 80, ascii_only: bool = False
+    snapshot: Snapshot,
+    alarms: Sequence[str] = (),
+    proofs: Sequence[CanaryProof] = (),
+    *,
+    title: str = "stretto",
+    width: int = 80,
+    ascii_only: bool = False,
 ) -> RenderableType:
-    """Progress, alarms, courses, measurements, busy roles and rates, for a terminal of `width` columns."""
+    """Progress, alarms, courses, measurements, busy roles and rates, and what engines have proven, for a terminal of
+    `width` columns."""
     progress = Table.grid(expand=True)
     progress.add_row(_header(snapshot))
     progress.add_row(ProgressBar(total=max(snapshot.steps, 1), completed=min(snapshot.step, max(snapshot.steps, 1))))
@@ -33,13 +42,17 @@ def panel(
     parts += [Text(harmless(alarm, ascii_only), style="bold red", overflow="fold") for alarm in alarms]
     if snapshot.trends:
         parts.append(_courses(snapshot.trends, width - _FRAME, ascii_only))
-    facts, work = _facts(snapshot, ascii_only), _work(snapshot, ascii_only)
+    facts, work = _rows(snapshot.facts, ascii_only), _work(snapshot, ascii_only)
     if width < _NARROW:
         parts += [facts, work]
     else:
         columns = Table.grid(padding=(0, 4, 0, 0))
         columns.add_row(facts, work)
         parts.append(columns)
+    if proofs:
+        parts.append(_rows(list(canary_rows(proofs[:_PROOFS])), ascii_only))
+        if len(proofs) > _PROOFS:
+            parts.append(Text(f"{len(proofs) - _PROOFS} more proofs: stretto inspect", style="dim"))
     return Panel(Group(*parts), title=Text(harmless(title, ascii_only)), title_align="left", border_style="dim")
 
 
@@ -77,11 +90,11 @@ def _header(snapshot: Snapshot) -> Text:
     return Text.assemble(f"{snapshot.phase} ", step, f"   {_clock(snapshot.seconds)} elapsed{rest}", overflow="fold")
 
 
-def _facts(snapshot: Snapshot, ascii_only: bool) -> Table:
+def _rows(rows: Sequence[tuple[str, str]], ascii_only: bool) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", overflow="fold")
     table.add_column(overflow="fold")
-    for name, value in snapshot.facts:
+    for name, value in rows:
         table.add_row(Text(harmless(name, ascii_only)), Text(harmless(value, ascii_only)))
     return table
 

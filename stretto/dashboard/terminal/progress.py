@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -14,6 +14,7 @@ from rich.live import Live
 from stretto.dashboard.terminal.characters import harmless, is_ascii, open_console
 from stretto.dashboard.terminal.panel import panel
 from stretto.dashboard.terminal.snapshot import TRAINING, Snapshot, WarmStartProgress, Watcher
+from stretto.store.inspection import CanaryProof
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 
 _PANEL_SECONDS = 0.5
@@ -35,6 +36,10 @@ class Alarms(Protocol):
         ...
 
 
+#: The proofs of now, for a view that is drawn every half second.
+Proofs = Callable[[], Sequence[CanaryProof]]
+
+
 class _NoAlarms:
     def step(self, metrics: StepMetrics) -> None: ...
 
@@ -45,9 +50,13 @@ class _NoAlarms:
 
 
 def open_display(
-    steps: int, console: Console | None = None, alarms: Alarms | None = None, title: str = "stretto"
+    steps: int,
+    console: Console | None = None,
+    alarms: Alarms | None = None,
+    title: str = "stretto",
+    proofs: Proofs = tuple,
 ) -> Display:
-    """The display of a run of `steps` training steps.
+    """The display of a run of `steps` training steps; on a terminal with the `proofs` of its engines.
 
     Example::
 
@@ -58,7 +67,7 @@ def open_display(
     console = console or open_console()
     alarms = alarms or _NoAlarms()
     if console.is_terminal and not console.is_dumb_terminal:
-        return PanelDisplay(steps, console, alarms, title)
+        return PanelDisplay(steps, console, alarms, title, proofs)
     return LineDisplay(steps, console, alarms=alarms)
 
 
@@ -142,15 +151,16 @@ class Display(ABC):
 class PanelDisplay(Display):
     """A panel, drawn at most twice a second to spare the cores."""
 
-    def __init__(self, steps: int, console: Console, alarms: Alarms, title: str) -> None:
+    def __init__(self, steps: int, console: Console, alarms: Alarms, title: str, proofs: Proofs = tuple) -> None:
         super().__init__(steps, console, _PANEL_SECONDS, alarms)
-        self._title = title
+        self._title, self._proofs = title, proofs
         self._live = Live(console=console, auto_refresh=False)
 
     def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str]) -> None:
         shown = panel(
             snapshot,
             tuple(self._sentences.values()),
+            self._proofs(),
             title=self._title,
             width=self._console.width,
             ascii_only=self._ascii_only,

@@ -146,6 +146,9 @@ class Watcher:
             for name, shown in _TRAINER.items()
             if (value := metrics.trainer.get(name)) is not None
         ]
+        if metrics.canary:
+            share, engine = max((share, engine) for engine, share in metrics.canary.items())
+            facts.append(("canary", f"{share:.0%} of its tolerance ({engine})"))
         facts += [(name.replace("_", " "), f"{value:g}") for name, value in metrics.queues.items() if value is not None]
         return facts
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -107,7 +107,7 @@ def summary_table(inspection: Inspection, title: str) -> Table:
         _in_flight(inspection),
         _busy(inspection.busy),
         _goodput(inspection),
-        (*engines, *weights, *_canary(inspection.canary)),
+        (*engines, *weights, *canary_rows(inspection.canary)),
     ):
         for name, value in section:
             table.add_row(name, value)
@@ -219,7 +219,8 @@ def _weights(weights: WeightsSummary) -> Rows:
     yield "weights", f"{weights.medium}: {pull}" + (f", pause {1000 * pause:,.1f} ms" if pause is not None else "")
 
 
-def _canary(proofs: Iterable[CanaryProof]) -> Rows:
+def canary_rows(proofs: Iterable[CanaryProof]) -> Iterator[tuple[str, str]]:
+    """One row for each proof: the engine, the version, the distance and what is allowed."""
     for proof in proofs:
         found = f"version {proof.version}, {proof.distance:.1e} nats from the trainer, {proof.tolerance:.1e} allowed"
         verdict = "proven" if proof.proven else "NOT proven"

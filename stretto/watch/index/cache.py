@@ -1,6 +1,7 @@
 """What was read of a run, kept between two starts of the server: a file of SQLite in the user's cache folder.
 
-It is the dashboard's own. One that is missing, damaged, or of an earlier run at the same place is made again.
+It is the dashboard's own. One that is missing, damaged, of another format, or of an earlier run at the same place is
+made again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from stretto.watch.index.columns import Column
 
-_FORMAT = 1
+_FORMAT = 2
 _TABLES = f"""
 CREATE TABLE IF NOT EXISTS columns (part TEXT, name TEXT, kind TEXT, data BLOB, PRIMARY KEY (part, name)) STRICT;
 CREATE TABLE IF NOT EXISTS facts (part TEXT PRIMARY KEY, value TEXT) STRICT;
@@ -56,6 +57,8 @@ class Cache:
             return None
         try:
             with closing(sqlite3.connect(self._path, timeout=_LOCK_SECONDS)) as connection:
+                if connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
+                    return None
                 found = connection.execute("SELECT value FROM facts WHERE part = ?", (part,)).fetchone()
                 rows = connection.execute("SELECT name, kind, data FROM columns WHERE part = ?", (part,)).fetchall()
             if found is None:

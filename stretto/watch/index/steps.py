@@ -27,11 +27,13 @@ _NUMBERS += (
     "max_staleness",
     "truncated",
 )
-_MAPS = ("trainer", "queues", "busy", "memory", "rewards")
+_MAPS = ("trainer", "queues", "busy", "memory", "rewards", "canary")
 _KEPT_FROM = 2_000  # steps: fewer are read again in an instant
 
 #: Series that follow from others.
 DERIVED = ("masked_fraction", "seconds_step", "tokens_per_second")
+#: The largest canary distance of all engines; `canary.ENGINE` is the distance of one.
+CANARY = "canary"
 
 
 class _Facts(Record, frozen=True):
@@ -111,7 +113,12 @@ class Steps:
     def names(self) -> list[str]:
         """The series of this run."""
         found = [name for name in self.table.names if name != "step"]
-        return [*found[: len(_NUMBERS)], *DERIVED, *sorted(found[len(_NUMBERS) :])]
+        derived = [*DERIVED, CANARY] if self._canaries else [*DERIVED]
+        return [*found[: len(_NUMBERS)], *derived, *sorted(found[len(_NUMBERS) :])]
+
+    @property
+    def _canaries(self) -> list[str]:
+        return [name for name in self.table.names if name.startswith(f"{CANARY}.")]
 
     def column(self, name: str) -> Column:
         """[steps] one series; NaN where it was not measured.
@@ -130,6 +137,9 @@ class Steps:
                 return np.diff(table["rl_seconds"], prepend=0.0)
             case "tokens_per_second":
                 return _ratio(table["trained_tokens"], np.diff(table["rl_seconds"], prepend=0.0))
+            case "canary" if engines := self._canaries:
+                largest: Column = np.fmax.reduce([table[engine] for engine in engines])
+                return largest
             case _:
                 raise KeyError(name)
 

@@ -13,7 +13,7 @@ import numpy as np
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, State, trajectory_id
 from stretto.measures.goodput import RoleTime, role_times
-from stretto.store.inspection import Inspection
+from stretto.store.inspection import CanaryProof, Inspection
 from stretto.store.ledger.rows import decode_payload
 from stretto.watch.index.columns import Column
 from stretto.watch.index.files import read_ledger
@@ -97,12 +97,13 @@ class Duplicates(Record, frozen=True):
 
 
 class Health(Record, frozen=True):
-    """See the module; `goodput`, `selection_bias` and `masked_groups` are those of `stretto inspect`; None: it has
-    none."""
+    """The data health of a run. What `stretto inspect` has under the same name is that of its ledger; None: it has none
+    of it."""
 
     goodput: Any
     selection_bias: Any
     masked_groups: Any
+    canary: tuple[CanaryProof, ...]
     roles: list[RoleTime]
     states: dict[str, int]
     verdicts: dict[str, int]
@@ -125,6 +126,7 @@ def health_of(
         goodput=inspection.goodput if inspection is not None else None,
         selection_bias=inspection.selection_bias if inspection is not None else None,
         masked_groups=inspection.masked_groups if inspection is not None else None,
+        canary=inspection.canary if inspection is not None else (),
         roles=role_times(inspection.goodput_roles, inspection.idle) if inspection is not None else [],
         states=trajectories.count("state"),
         verdicts=trajectories.count("verdict"),

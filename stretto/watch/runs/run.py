@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from stretto.audit.alarms import AlarmReport, disk_of, findings_of, number_of
+from stretto.audit.alarms import AlarmReport, disk_of, findings_of, last_step_of, mismatch_of, number_of
 from stretto.audit.symptoms.evidence import Alarm, Evidence
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, State
@@ -303,7 +303,7 @@ class WatchedRun:
             fault="; ".join([*self.faults.values(), *filter(None, [self.pieces.fault])]) or None,
             started=self.started,
             step=max(done[0], last.step if last else 0),
-            steps=_number(recipe, "trainer", "steps"),
+            steps=last_step_of(recipe),
             version=done[1],
             accuracy=evaluations[-1].accuracy if evaluations else known.final_accuracy,
             reward=last.reward if last else None,
@@ -343,7 +343,8 @@ class WatchedRun:
                 evaluations=[line for line in steps.evaluations if type(line) is EvaluationLine],
                 bound=number_of(self.recipe(), "rollout", "max_staleness"),
                 disk=disk_of(self.folder) if runs else None,
-                last_step=_number(self.recipe(), "trainer", "steps"),
+                last_step=last_step_of(self.recipe()),
+                mismatch=mismatch_of(self.recipe()),
             )
             death = how.reason if how.state == "dead" else ""
             self._found = (key, findings_of(evidence).with_death(death, steps.table.rows))
@@ -383,12 +384,6 @@ def _rate(steps: list[StepMetrics]) -> float | None:
     if len(steps) < 2 or (seconds := steps[-1].rl_seconds - steps[0].rl_seconds) <= 0:
         return None
     return (steps[-1].step - steps[0].step) / seconds
-
-
-def _number(recipe: dict[str, Any], section: str, key: str) -> int | None:
-    found = recipe.get(section)
-    value = found.get(key) if isinstance(found, dict) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _word(recipe: dict[str, Any], section: str, key: str) -> str | None:

@@ -251,10 +251,21 @@ export interface Repeats {
   share: number
 }
 
+/** What an engine has shown of a version: `which` is newest (of the engine) or worst (of the run). */
+export interface CanaryProof {
+  engine: string
+  version: number
+  distance: number
+  tolerance: number
+  proven: boolean
+  which: string
+}
+
 export interface Health {
   goodput: Record<string, unknown> | null
   selection_bias: Record<string, unknown> | null
   masked_groups: { groups: number; masked: number; tokens: number; signal: number; signal_others: number; of_signal: number } | null
+  canary: CanaryProof[]
   roles: { role: string; working: number | null; waiting: Record<string, number>; outside: Record<string, number> }[]
   states: States
   verdicts: States

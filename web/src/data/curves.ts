@@ -18,11 +18,14 @@ export const FIRST = [
   'length_mean',
   'trainer.entropy',
   'trainer.behavior_logprob_error',
+  'canary',
   'trainer.clip_fraction',
   'masked_fraction',
   'trainer.grad_norm',
   'staleness_mean',
 ] as const
+
+const TITLES: Record<string, string> = { evaluation: 'held-out accuracy', canary: 'canary, of the worst engine' }
 
 /** How to see whether one of them is good. */
 const READ: Record<string, string> = {
@@ -32,6 +35,7 @@ const READ: Record<string, string> = {
   length_mean: 'Changes slowly. A climb to the limit of tokens is bad.',
   'trainer.entropy': 'Falls slowly; near 0 the policy says the same each time.',
   'trainer.behavior_logprob_error': 'Near 0 and flat; when it rises, engine and trainer disagree.',
+  canary: 'Far below 1 and flat: at 1 an engine does not compute with the weights of the trainer, and samples nothing.',
   'trainer.clip_fraction': 'Small and steady; large, the steps are too long.',
   masked_fraction: 'Small: what is masked was sampled in vain.',
   'trainer.grad_norm': 'Steady. 0 for long: nothing is learned. Ever larger: the run breaks.',
@@ -42,8 +46,8 @@ const READ: Record<string, string> = {
 export function meaning(name: string): { title: string; read: string | undefined; sentence: string; unit: string } {
   const family = name.split('.')[0] ?? name
   const found = DERIVED[name] ?? KNOWN[name] ?? KNOWN[family]
-  const title = name === 'evaluation' ? 'held-out accuracy' : words(name.replace(/^trainer\./, ''))
-  return { title, read: READ[name], sentence: found?.sentence ?? '', unit: found?.unit ?? '' }
+  const title = TITLES[name] ?? words(name.replace(/^trainer\./, ''))
+  return { title, read: READ[name] ?? READ[family], sentence: found?.sentence ?? '', unit: found?.unit ?? '' }
 }
 
 export function firstOf(run: Pick<RunDetail, 'series'>): string[] {

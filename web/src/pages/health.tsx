@@ -33,6 +33,7 @@ function Found({ run, health }: { run: string; health: Health }): JSX.Element {
     <>
       {health.indexed < 1 && <p role="status">{Math.floor(100 * health.indexed)} % of the run is read so far.</p>}
       <Goodput health={health} />
+      <Canary run={run} health={health} />
       <Bias health={health} />
       <Truncation run={run} health={health} />
       <RewardByLength health={health} />
@@ -118,6 +119,49 @@ function Roles({ health }: { health: Health }): JSX.Element | null {
         ))}
       </tbody>
     </table>
+  )
+}
+
+/** Which weights the engines have proven to compute with: one row for each engine, and the worst proof of the run. */
+function Canary({ run, health }: { run: string; health: Health }): JSX.Element {
+  return (
+    <>
+      <h3>Which weights the engines have proven</h3>
+      {health.canary.length === 0 ? (
+        <p>No proof is on record.</p>
+      ) : (
+        <div class="scroll" tabIndex={0} role="region" aria-label="Which weights the engines have proven">
+          <table data-table="canary">
+            <thead>
+              <tr>
+                <th scope="col">Engine</th>
+                <th scope="col">Proof</th>
+                <th scope="col" class="count">Version</th>
+                <th scope="col" class="count">Distance, nats</th>
+                <th scope="col" class="count">Tolerance, nats</th>
+                <th scope="col">Proven</th>
+              </tr>
+            </thead>
+            <tbody>
+              {health.canary.map(({ engine, version, distance, tolerance, proven, which }) => (
+                <tr key={which + engine}>
+                  <th scope="row">
+                    <a href={to(['runs', run, 'curves'], { curve: `canary.${engine}` })}>
+                      <Untrusted text={engine} />
+                    </a>
+                  </th>
+                  <td>{which === 'worst' ? 'worst of the run' : 'newest'}</td>
+                  <td class="count">{number(version)}</td>
+                  <td class="count">{number(distance)}</td>
+                  <td class="count">{number(tolerance)}</td>
+                  <td>{proven ? 'yes' : <strong>no</strong>}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </>
   )
 }
 
