@@ -191,28 +191,21 @@ class EngineHandle:
 
     async def replace(self, how: str, say: Callable[[str], None], publication: float = 0.0) -> None:
         """A new process for one that ended, which happened as `how` says; `publication` as for `start`."""
-        if self.leaving:
-            return
-        self._mark_dead(how)
-        log = str(self.process.log)
-        await Supervisor(self.name, lambda: self._start_anew(publication), self.restarts, say, log).replace(how)
 
-    async def _start_anew(self, publication: float) -> None:
-        """
-        Raises:
-            RoleDied: it ended, or was too late; it is down, unless it leaves the run.
-        """
-        if self.leaving:
-            return
-        try:
-            await self.start(publication)
-        except RoleDied as death:
-            self._mark_dead(death.how)
-            raise
-        except DeadlineExceeded as late:
-            await self.process.stop(0.0)
-            self._mark_dead(str(late))
-            raise RoleDied(self.name, str(late), str(self.process.log)) from None
+        async def start() -> None:
+            if self.leaving:
+                return
+            try:
+                await self.start(publication)
+            except (RoleDied, DeadlineExceeded) as failure:
+                await self.process.stop(0.0)
+                death = failure.how if isinstance(failure, RoleDied) else str(failure)
+                self._mark_dead(death)
+                raise RoleDied(self.name, death, str(self.process.log)) from None
+
+        if not self.leaving:
+            self._mark_dead(how)
+            await Supervisor(self.name, start, self.restarts, say, str(self.process.log)).replace(how)
 
     def _mark_dead(self, how: str) -> None:
         """Its process has ended."""
