@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
+import weakref
+from functools import cached_property, lru_cache
 from typing import Self
 
 from stretto_verify.code.asserts import BadTests
@@ -41,7 +42,7 @@ def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
     """
     if threading.current_thread() is threading.main_thread():
         return judged_here(completion, gold, prompt)
-    return _worker_of(threading.get_ident()).judge(completion, gold, prompt, SECONDS)
+    return _OWN.worker.judge(completion, gold, prompt, SECONDS)
 
 
 def judged_here(completion: str, gold: str, prompt: str = "") -> Judged:
@@ -64,12 +65,6 @@ def _why_wrong(completion: str, prompt: str) -> str:
     return f"the final answer is {text[:_SHOWN]!r}" + ("…" if len(text) > _SHOWN else "")
 
 
-@lru_cache(maxsize=64)
-def _worker_of(thread: int) -> Worker:
-    """The process that judges for one thread."""
-    return Worker()
-
-
 def judge_program(completion: str, tests: object, config: SandboxConfig = DEFAULTS) -> Judged:
     """Run the program of `completion` against `tests` in a sandbox.
 
@@ -85,7 +80,7 @@ def judge_program(completion: str, tests: object, config: SandboxConfig = DEFAUL
     Raises:
         SandboxRefused: no sandbox that is safe enough can be made here.
     """
-    return _program_judge_of(threading.get_ident(), config).judge(completion, tests)
+    return _OWN.judge(config).judge(completion, tests)
 
 
 class ProgramJudge:
@@ -105,6 +100,7 @@ class ProgramJudge:
             SandboxRefused: no sandbox that is safe enough can be made here.
         """
         self._reward = CodeReward(config, *_probed(config))
+        self._ended = weakref.finalize(self, self._reward.close)
 
     @property
     def report(self) -> Report:
@@ -123,7 +119,7 @@ class ProgramJudge:
 
     def close(self) -> None:
         """End the sandbox."""
-        self._reward.close()
+        self._ended()
 
     def __enter__(self) -> Self:
         return self
@@ -132,11 +128,25 @@ class ProgramJudge:
         self.close()
 
 
-@lru_cache(maxsize=64)
-def _program_judge_of(thread: int, config: SandboxConfig) -> ProgramJudge:
-    return ProgramJudge(config)
-
-
 @lru_cache(maxsize=8)
 def _probed(config: SandboxConfig) -> tuple[Walls, Report]:
     return probe(config)
+
+
+class _OfThisThread(threading.local):
+    """The processes that judge for one thread; they end with it."""
+
+    def __init__(self) -> None:
+        self._judges: dict[SandboxConfig, ProgramJudge] = {}
+
+    @cached_property
+    def worker(self) -> Worker:
+        return Worker()
+
+    def judge(self, config: SandboxConfig) -> ProgramJudge:
+        if config not in self._judges:
+            self._judges[config] = ProgramJudge(config)
+        return self._judges[config]
+
+
+_OWN = _OfThisThread()

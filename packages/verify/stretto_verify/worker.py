@@ -5,11 +5,13 @@ One request a line on its standard input, one verdict a line on its standard out
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
 import sys
 import time
+import weakref
 
 import msgspec
 
@@ -34,6 +36,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._ended: weakref.finalize[..., Worker] | None = None
 
     def judge(self, completion: str, gold: str, prompt: str, seconds: float) -> Judged:
         """The verdict; undecided where it takes more than `clock_limit(seconds)` by the clock, or the process ends."""
@@ -72,21 +75,23 @@ class Worker:
         if self._process is None:
             command = [sys.executable, "-m", "stretto_verify.worker"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._ended = weakref.finalize(self, _end, self._process)
         return self._process
 
     def close(self) -> None:
         """Kill the process, if there is one."""
-        if (process := self._process) is None:
-            return
         self._process = None
-        process.kill()
-        process.wait(_END_SECONDS)
-        for end in (process.stdin, process.stdout):
-            if end is not None:
-                end.close()
+        if self._ended is not None:
+            self._ended()
 
-    def __del__(self) -> None:
-        self.close()
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(_END_SECONDS)
+    for end in (process.stdin, process.stdout):
+        if end is not None:
+            with contextlib.suppress(BrokenPipeError):  # what was not sent
+                end.close()
 
 
 def main() -> None:
