@@ -98,7 +98,10 @@ def written(folder: Path, *rows: object) -> str:
 
 
 def test_lines_come_back_with_verdict_and_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    rows = [{"completion": r"\boxed{42}", "gold": 42, "id": 7}, {"completion": "1", "gold": r"\frac{1}{"}]
+    rows: list[dict[str, Any]] = [
+        {"completion": r"\boxed{42}", "gold": 42, "id": 7},
+        {"completion": "1", "gold": r"\frac{1}{"},
+    ]
     assert main(["math", written(tmp_path, *rows, "")]) == 0
     printed = capfd.readouterr()
     told = [json.loads(line) for line in printed.out.splitlines()]
