@@ -142,7 +142,7 @@ bench-trl: .venv/ready-run  ## trl's environment alone; prints its interpreter
 clean:  ## remove caches; keeps .venv and runs
 	rm -rf .cache .hypothesis build *.egg-info
 
-.venv/ready-run: requirements/run.txt requirements/setup.sh pyproject.toml
+.venv/ready-run: requirements/run.txt requirements/setup.sh pyproject.toml packages/verify/pyproject.toml
 	@EXTRAS='$(strip $(EXTRAS))' PYTHON='$(strip $(PYTHON))' TORCH='$(strip $(TORCH))' sh requirements/setup.sh run
 
 .venv/ready-test: requirements/test.txt .venv/ready-run

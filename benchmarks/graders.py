@@ -17,9 +17,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from stretto_verify.math.reward import math
+from stretto_verify.verdicts import Undecided
+
 from benchmarks.report import Table, save
-from stretto.rewards.functions import Undecided
-from stretto.rewards.math.reward import math
 
 HALVES = ("seen", "unseen")
 KINDS = ("as expected", "false accept", "false reject", "undecided")

@@ -24,9 +24,10 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
+from stretto_verify.math.reward import math
+from stretto_verify.verdicts import Undecided
+
 from benchmarks.report import Table, save
-from stretto.rewards.functions import Undecided
-from stretto.rewards.math.reward import math
 
 LETTERS: Final = ("A", "B", "C", "D", "E")
 VALUES: Final = ("42", "7", r"\frac{1}{2}", "(1,2)", "yes", "blue")

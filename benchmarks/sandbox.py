@@ -20,10 +20,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.sandbox import Sandbox, SandboxFailed
+from stretto_verify.sandbox.walls import Level, ladder
+
 from benchmarks.report import Table, save
-from stretto.sandbox.config import SandboxConfig
-from stretto.sandbox.sandbox import Sandbox, SandboxFailed
-from stretto.sandbox.walls import Level, ladder
 
 PROGRAM = "print(1)"
 GOALS = {"warm": 5.0, "cold": 20.0}  # milliseconds

@@ -22,7 +22,7 @@ NAMES_OF_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "m
 HEAVY = ("torch", "transformers")
 CORE_MAY_IMPORT = frozenset({"msgspec", "numpy"})
 LONGEST_FUNCTION = 60
-MOST_FILES = 12
+MOST_FILES = 14
 LONGEST_FILE = 400
 WALL_CLOCK = frozenset({"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"})
 #: Where the date is written down for a reader, and nothing is decided by it.
@@ -38,7 +38,6 @@ class House:
     floors: Mapping[str, int]  # room -> 0 (ground) upwards
     imports: Mapping[str, frozenset[str]]
     light: frozenset[str]  # rooms that must not load torch
-    lines: Mapping[str, int]  # the budget of each room
     inside: Mapping[str, Mapping[str, int]]  # room or sub-room -> file or sub-room in it -> floor, 0 upwards
 
     @property
@@ -53,13 +52,12 @@ def read_house(text: str) -> House:
     drawn = re.findall(r"^ *(roof|floor \d+|ground) {2,}(.+)$", text, flags=re.MULTILINE)
     # Rooms stand two or more spaces apart; the last cell of a floor is its remark.
     rooms = [re.split(r" {2,}", cells.strip())[:-1] for _, cells in reversed(drawn)]
-    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|([^|]*)\| *(\d+) *\|$", text, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\| *((?:yes|no)[^|]*)\|$", text, flags=re.MULTILINE)
     inside = re.findall(r"^\| `([\w/]*\w)` \|([^|]*)\|$", text, flags=re.MULTILINE)
     return House(
         floors={room: floor for floor, names in enumerate(rooms) for room in names},
-        imports={room: frozenset(re.findall(r"\w+", allowed)) - {"nothing"} for room, allowed, _, _ in rows},
-        light=frozenset(room for room, _, torch, _ in rows if torch.strip().startswith("no")),
-        lines={room: int(lines) for room, _, _, lines in rows},
+        imports={room: frozenset(re.findall(r"\w+", allowed)) - {"nothing"} for room, allowed, _ in rows},
+        light=frozenset(room for room, _, torch in rows if torch.strip().startswith("no")),
         inside={
             room: {name: floor for floor, names in enumerate(reversed(floors.split("▸"))) for name in names.split()}
             for room, floors in inside
@@ -71,6 +69,7 @@ def read_house(text: str) -> House:
 class Import:
     """One import: ``from stretto.core import clock`` has the names ``stretto.core`` and ``stretto.core.clock``."""
 
+    package: str
     path: Path  # of the importing file, below the package folder
     line: int
     names: tuple[str, ...]
@@ -85,17 +84,17 @@ class Import:
     def rooms(self) -> frozenset[str]:
         """The rooms that are imported."""
         parts = [name.split(".") for name in self.names]
-        return frozenset(part[1] for part in parts if part[0] == PACKAGE and len(part) > 1)
+        return frozenset(part[1] for part in parts if part[0] == self.package and len(part) > 1)
 
     @property
     def third_party(self) -> str:
-        """The imported top-level package when it is neither this one nor the standard library; else empty."""
+        """The imported top-level package when it is neither its own nor the standard library; else empty."""
         top = self.names[0].split(".")[0]
-        return "" if top == PACKAGE or top in sys.stdlib_module_names else top
+        return "" if top == self.package or top in sys.stdlib_module_names else top
 
     @property
     def place(self) -> str:
-        return f"{PACKAGE}/{self.path}:{self.line}"
+        return f"{self.package}/{self.path}:{self.line}"
 
 
 def sources(package: Path) -> list[Path]:
@@ -120,7 +119,7 @@ def _imports_of(path: Path, text: str, package: Path) -> tuple[Import, ...]:
     waiting: list[tuple[ast.AST, bool]] = [(ast.parse(text), False)]
     for node, deferred in waiting:
         if names := _imported_names(node, path, package):
-            found.append(Import(path.relative_to(package), node.lineno, names, deferred))  # type: ignore[attr-defined]
+            found.append(Import(package.name, path.relative_to(package), node.lineno, names, deferred))  # type: ignore[attr-defined]
         inside = deferred or isinstance(node, _FUNCTIONS)
         waiting.extend((child, inside) for child in ast.iter_child_nodes(node))
     return tuple(found)
@@ -186,18 +185,18 @@ def undrawn_inside(package: Path, house: House) -> list[str]:
         violations += [f"{room}/{name}: has no floor" for name in sorted(built - floors.keys())]
         violations += [f"{room}/{name}: has a floor and is not there" for name in sorted(floors.keys() - built)]
     return violations + [
-        f"{PACKAGE}/{path.relative_to(package)}: a sub-room of a room without floors"
+        f"{package.name}/{path.relative_to(package)}: a sub-room of a room without floors"
         for path in sorted({source.parent for source in sources(package)} - {package})
         if len(rooms := path.relative_to(package).parts) > 1 and "/".join(rooms[:-1]) not in house.inside
     ]
 
 
 def crowded(package: Path) -> list[str]:
-    """Folders with more than 12 files, and three files of one folder that begin with the same word."""
+    """Folders with more than 14 files, and three files of one folder that begin with the same word."""
     violations: list[str] = []
     for folder in sorted({path.parent for path in sources(package)}):
         names = sorted({path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"})
-        place = f"{PACKAGE}/{folder.relative_to(package)}"
+        place = f"{package.name}/{folder.relative_to(package)}"
         if len(names) > MOST_FILES:
             violations.append(f"{place}: {len(names)} files; a folder has {MOST_FILES} at most")
         first = Counter(name.split("_")[0] for name in names)
@@ -231,7 +230,7 @@ def dialect(package: Path, refused: frozenset[str]) -> list[str]:
                 for word in refused & {*(word.lower() for word in words), name.lower().strip("_")}:
                     line = getattr(node, "lineno", 0)
                     violations.add(
-                        f"{PACKAGE}/{path.relative_to(package)}:{line}: {name}: the glossary refuses {word!r}"
+                        f"{package.name}/{path.relative_to(package)}:{line}: {name}: the glossary refuses {word!r}"
                     )
     return sorted(violations)
 
@@ -243,14 +242,16 @@ def _identifiers(node: ast.AST) -> Iterator[str]:
             yield value
 
 
-def over_budget(package: Path, house: House) -> list[str]:
-    """Rooms with more lines than the table grants them."""
-    return [
-        f"{room}: {lines} lines; its budget is {budget}"
-        for room, budget in house.lines.items()
-        if (lines := sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources(package / room)))
-        > budget
+def concepts(package: Path) -> tuple[int, int]:
+    """How many public classes a package has, and how many of these are Protocols."""
+    classes = [
+        node
+        for path in sources(package)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
+    protocols = [node for node in classes if any("Protocol" in ast.unparse(base) for base in node.bases)]
+    return len(classes), len(protocols)
 
 
 def unlisted(package: Path, house: House) -> list[str]:
@@ -292,7 +293,7 @@ def undrawn(package: Path, house: House) -> list[str]:
 def nameless(package: Path) -> list[str]:
     """Rooms and files whose name says nothing (``utils``, ``text_helpers.py``)."""
     return [
-        f"{PACKAGE}/{path.relative_to(package)}: a name that says nothing about what is inside"
+        f"{package.name}/{path.relative_to(package)}: a name that says nothing about what is inside"
         for path in sorted({*sources(package), *(source.parent for source in sources(package))} - {package})
         if NAMES_OF_NOTHING & set(re.split(r"_+", path.stem))
     ]
@@ -319,10 +320,10 @@ def heavy_core(package: Path) -> list[str]:
 
 
 def undeclared(package: Path, dependencies: list[str]) -> list[str]:
-    """Third-party imports that are no dependency in pyproject.toml."""
+    """Imports of other packages, ours or third parties', that are no dependency in pyproject.toml."""
     declared = {re.split(r"[^\w.-]", line)[0].lower().replace("-", "_") for line in dependencies}
     return [
-        f"{found.place}: imports {found.third_party}, which is no dependency of the project"
+        f"{found.place}: imports {found.third_party}, which is no dependency of {package.name}"
         for found in imports(package)
         if found.third_party and found.third_party.lower() not in declared
     ]
@@ -391,9 +392,8 @@ def loaded_by(package: Path, *names: str) -> list[str]:
     """The modules that a fresh interpreter holds after importing these."""
     program = "import importlib, json, sys\n" + "".join(f"importlib.import_module({name!r})\n" for name in names)
     program += "print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=package.parent, capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=package.parent, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         raise AssertionError(f"{names} cannot be imported:\n{done.stderr}")
     found: list[str] = json.loads(done.stdout.splitlines()[-1])

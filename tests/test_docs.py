@@ -66,13 +66,17 @@ def names_in(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
+#: Where the places of a page begin.
+BASES = (ROOT / "stretto", *sorted((ROOT / "packages").iterdir()), ROOT)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_place_that_a_page_names_exists(page: Path) -> None:
     missing = []
     for file, name in _PLACE.findall(page.read_text(encoding="utf-8")):
         if "/" not in file:
             continue  # a file of the run folder, or of a model
-        path = next((base / file for base in (ROOT / "stretto", ROOT) if (base / file).is_file()), None)
+        path = next((base / file for base in BASES if (base / file).is_file()), None)
         if path is None or (name and name not in names_in(path)):
             missing.append(f"{file}:{name}")
     assert missing == []

@@ -44,8 +44,9 @@ def score_code(
 ) -> None:
     """Run programs against tests: each line has `completion` and `tests`, and gets `verdict`, `passed`, `seconds` and
     `level`."""
+    from stretto_verify.sandbox.config import SandboxConfig
+
     from stretto.rewards.files.code import print_scored
-    from stretto.sandbox.config import SandboxConfig
 
     config = SandboxConfig(
         seconds=min(seconds, completion_seconds),

@@ -13,14 +13,7 @@ from stretto.core.tasks import cancel_and_wait
 
 #: Seconds that count between two checks of a watchdog at most; there is one every second.
 _LONGEST_POLL = 5.0
-_CLOCK_TIMES, _CLOCK_MORE = 10, 60.0
 _LOOKS = 6  # in the seconds of a standstill
-
-
-def clock_limit(seconds: float) -> float:
-    """How long something may take by the clock that has a limit of processor time: what waits instead of computing, or
-    is starved, has ten times as long, and at most 60 s more."""
-    return seconds + min((_CLOCK_TIMES - 1) * seconds, _CLOCK_MORE)
 
 
 @dataclass(frozen=True, eq=False)

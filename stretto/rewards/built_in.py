@@ -28,9 +28,9 @@ class BuiltIn:
 
 BUILT_IN: Mapping[str, BuiltIn] = {
     "code": BuiltIn(
-        "stretto.rewards.code.reward:code_reward",
+        "stretto.rewards.programs:code_reward",
         timeout=30.0,
-        gold="stretto.rewards.code.formats:gold",
+        gold="stretto_verify.code.formats:gold",
         configured=True,
     ),
     "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
@@ -41,7 +41,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
         "stretto.rewards.reasoning:reasoning_gym", timeout=120.0, gold="stretto.rewards.reasoning:gold"
     ),
     "reward_model": BuiltIn("stretto.rewards.reward_model:reward_model", timeout=60.0, configured=True),
-    "math": BuiltIn("stretto.rewards.math.reward:math", gold="stretto.rewards.math.reward:gold"),
+    "math": BuiltIn("stretto_verify.math.reward:math", gold="stretto_verify.math.reward:gold"),
 }
 
 

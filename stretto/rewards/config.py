@@ -6,13 +6,13 @@ from collections import Counter
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from stretto_verify.sandbox.config import SandboxConfig
 
 from stretto.core.states import LARGEST_REWARD
 from stretto.rewards.address import AddressConfig
 from stretto.rewards.built_in import BUILT_IN, timeout_of
 from stretto.rewards.judge import JudgeConfig
 from stretto.rewards.reward_model import RewardModelConfig
-from stretto.sandbox.config import SandboxConfig
 
 _AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
 

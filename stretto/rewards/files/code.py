@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from stretto_verify.code.asserts import BadTests
+from stretto_verify.code.formats import parse_tests
+from stretto_verify.code.reward import CodeReward, Judgement
+from stretto_verify.code.tests import ProgramTests
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.probe import Report
+from stretto_verify.sandbox.sandbox import SandboxFailed
+from stretto_verify.sandbox.walls import Walls
 
 from stretto.core.errors import DataError, Problem
-from stretto.rewards.code.asserts import BadTests
-from stretto.rewards.code.formats import parse_tests
-from stretto.rewards.code.reward import CodeReward, Judgement
-from stretto.rewards.code.tests import ProgramTests
 from stretto.rewards.files.lines import Line, read_lines
-from stretto.sandbox.config import SandboxConfig
-from stretto.sandbox.probe import Report, probe
-from stretto.sandbox.sandbox import SandboxFailed
-from stretto.sandbox.walls import Walls
+from stretto.rewards.programs import safe_walls
 
 _SHOWN = 20
 
@@ -51,7 +52,7 @@ def print_scored(path: Path, config: SandboxConfig, workers: int) -> None:
     """
     lines = read_lines(path, CodeLine)
     tests = read_tests([(line.place, line.fields.tests) for line in lines])
-    walls, report = probe(config)
+    walls, report = safe_walls(config)
     print(report, file=sys.stderr)
     judges = _Judges(config, walls, report)
     with ThreadPoolExecutor(workers, "judge") as pool:

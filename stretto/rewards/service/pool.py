@@ -7,7 +7,7 @@
 A thread cannot be stopped in the middle of ``9 ** 9 ** 9``; a process can. So a completion costs at most its timeout,
 the slot always comes back, and the completion that was the cause is undecided: a reason, and never a zero reward.
 The timeout is one of processor time, so that a verdict does not depend on what else the machine has to do. A reward
-that waits instead of computing has longer by the clock (`core.deadlines.clock_limit`).
+that waits instead of computing has longer by the clock (`stretto_verify.clock.clock_limit`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from stretto.core.deadlines import clock_limit, deadline
+from stretto_verify.clock import clock_limit
+
+from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError, described
 from stretto.core.events import Span
 from stretto.core.records import Outcome, Verdict

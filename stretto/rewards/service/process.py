@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
+from stretto_verify.sandbox.cgroups import remove_groups_of
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError
@@ -35,7 +36,6 @@ from stretto.rewards.service.wire import (
     WorkerSettings,
     Worth,
 )
-from stretto.sandbox.cgroups import remove_groups_of
 
 FORGED = "something wrote into its replies"
 _REAP_SECONDS = 5.0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from stretto_verify.sandbox.cgroups import remove_groups_of
 
 from stretto.core.deadlines import waiting
 from stretto.core.errors import (
@@ -28,7 +29,6 @@ from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.tree import descendants, kill_marked
-from stretto.sandbox.cgroups import remove_groups_of
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange, Forged
 from stretto.worlds.workflows.wire import (

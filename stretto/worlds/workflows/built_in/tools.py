@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from stretto.sandbox.config import SandboxConfig
-from stretto.sandbox.probe import probe
-from stretto.sandbox.sandbox import Sandbox, SandboxFailed
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.probe import probe
+from stretto_verify.sandbox.sandbox import Sandbox, SandboxFailed
+
 from stretto.worlds.workflows.built_in.calculator import calculate
 from stretto.worlds.workflows.conversation import Conversation, Workflow
 from stretto.worlds.workflows.task import Reward, WorkflowTask
@@ -74,7 +75,7 @@ class PythonTool:
     def __init__(self, seconds: float) -> None:
         """
         Raises:
-            RewardFunctionError: no sandbox holds on this machine.
+            SandboxRefused: no sandbox holds on this machine.
         """
         self._config, self._seconds = SandboxConfig(seconds=seconds, completion_seconds=max(10.0, seconds)), seconds
         self._walls, _ = probe(self._config)

@@ -1,0 +1,128 @@
+"""``stretto-verify math FILE`` and ``stretto-verify code FILE``: verdicts on the lines of a JSONL file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from stretto_verify.judging import ProgramJudge
+from stretto_verify.math.limits import SECONDS
+from stretto_verify.verdicts import Judged, SandboxRefused
+from stretto_verify.worker import Worker
+
+_SHOWN = 20  # bad lines that are named
+_NEEDED = {"math": "gold", "code": "tests"}
+_MISTAKE = 2  # exit code of a user's mistake
+
+
+class BadLines(Exception):
+    """Lines of a file that are not what they should be; one sentence each, with its place."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit code, which is 2 for a mistake in the file and 0 for verdicts of any kind."""
+    parser = argparse.ArgumentParser("stretto-verify", description="Verdicts on the completions of a JSONL file.")
+    parser.add_argument("kind", choices=("math", "code"), help="final answers against `gold`, or programs and `tests`")
+    parser.add_argument("file", type=Path, help="one JSON object a line, with `completion` and `gold` or `tests`")
+    given = parser.parse_args(arguments)
+    try:
+        rows = read_rows(given.file, _NEEDED[given.kind])
+        print_judged(given.file, rows, _math() if given.kind == "math" else _code(), sys.stdout, sys.stderr)
+    except (BadLines, SandboxRefused) as mistake:
+        print(mistake, file=sys.stderr)
+        return _MISTAKE
+    return 0
+
+
+def read_rows(path: Path, needed: str) -> list[tuple[int, dict[str, Any]]]:
+    """Line numbers and objects of a JSONL file, blank lines left out.
+
+    Raises:
+        BadLines: the file cannot be read, has no rows, or some lines lack `completion` or `needed`.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadLines([f"{path}: cannot be read: {error}"]) from None
+    rows, problems = list[tuple[int, dict[str, Any]]](), list[str]()
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append((number, _row(line, needed)))
+        except (ValueError, RecursionError) as error:
+            problems.append(f"{path}:{number}: {error}")
+    if len(problems) > _SHOWN:
+        problems = [*problems[:_SHOWN], f"{path}: {len(problems) - _SHOWN} more lines like these"]
+    if not rows and not problems:
+        problems = [f"{path}: no rows; at least one is needed"]
+    if problems:
+        raise BadLines(problems)
+    return rows
+
+
+def _row(line: str, needed: str) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: it is no object with the fields that are needed.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"broken JSON ({error}); one object a line is needed") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{type(row).__name__} in place of an object")
+    if missing := [name for name in ("completion", needed) if name not in row]:
+        has = ", ".join(map(repr, row)) or "nothing"
+        raise ValueError(f"no field {missing[0]!r}; the line has {has}")
+    if not isinstance(row["completion"], str):
+        raise ValueError(f"completion: {type(row['completion']).__name__}; a text is needed")
+    if needed == "gold" and (not isinstance(row["gold"], str | int | float) or isinstance(row["gold"], bool)):
+        raise ValueError(f"gold: {json.dumps(row['gold'])}; a text or a number is needed")
+    return row
+
+
+def print_judged(
+    path: Path,
+    rows: Sequence[tuple[int, dict[str, Any]]],
+    judged: Iterator[Callable[[dict[str, Any]], Judged]],
+    out: TextIO,
+    told: TextIO,
+) -> None:
+    """Print each row with its `verdict` and `reason`, in order; a line on `told` for each undecided one."""
+    undecided = 0
+    for judge in judged:
+        for number, row in rows:
+            found = judge(row)
+            if found.verdict == "undecided":
+                undecided += 1
+                print(f"{path}:{number}: undecided: {found.reason}", file=told)
+            print(json.dumps(row | {"verdict": found.verdict, "reason": found.reason}), file=out, flush=True)
+    if undecided:
+        print(f"{undecided:,} of {len(rows):,} lines undecided", file=told)
+
+
+def _math() -> Iterator[Callable[[dict[str, Any]], Judged]]:
+    worker = Worker()
+    try:
+        yield lambda row: worker.judge(row["completion"], str(row["gold"]), str(row.get("prompt", "")), SECONDS)
+    finally:
+        worker.close()
+
+
+def _code() -> Iterator[Callable[[dict[str, Any]], Judged]]:
+    with ProgramJudge() as judge:
+        print(judge.report, file=sys.stderr)
+        yield lambda row: judge.judge(row["completion"], row["tests"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

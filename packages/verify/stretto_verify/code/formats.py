@@ -1,0 +1,232 @@
+"""Reads tests: our own form, and the rows of public datasets.
+
+    [{"stdin", "stdout"}, {"call", "args", "expected"}]            ours
+    [{"input", "output", "testtype", "metadata"?}]                 LiveCodeBench, DeepCoder
+    [{"type", "input", "output", "fn_name"?}]                      DeepCoder
+    {"tests": any of these lists, "preamble"?, "entry_point"?}     ours, for completions that go on from a head
+    {"inputs", "outputs", "fn_name"?}                              APPS, TACO
+    a whole row of LiveCodeBench, APPS, DeepCoder, HumanEval or MBPP
+
+Each of them may also be a text that holds it as JSON, as datasets often have it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any, Never
+
+import msgspec
+
+from stretto_verify.code.asserts import BadTests, call_of_assert, calls_of_check
+from stretto_verify.code.tests import CallTest, ProgramTests, StdinTest
+
+_LARGEST_PACKED = 64 << 20  # bytes of packed tests after unpacking
+_DEPTH = 3  # JSON in JSON in JSON
+
+#: LiveCodeBench and APPS let functions use these without importing them. Of two things of one name the later stands:
+#: the module `bisect` and not its function, as in `bisect.insort`; Python's own `pow`, with a modulus, and not math's.
+_PRELUDE = """\
+from typing import *
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+import collections, functools, heapq, itertools, math, re, string, bisect, operator, random
+from builtins import *
+"""
+
+
+def parse_tests(given: object) -> ProgramTests:
+    """The tests in any of the forms above.
+
+    Raises:
+        BadTests: in none of them; the message says which test and what is wrong with it.
+    """
+    for _ in range(_DEPTH):
+        if isinstance(given, str):
+            given = _json(given)
+    tests = _row(given) if isinstance(given, dict) else _list(given, {})
+    if not tests.count:
+        raise BadTests("there are no tests")
+    return tests
+
+
+def gold(prompt: str, completion: str, answer: str) -> bool:
+    """Can `answer` be the tests of a question?
+
+    Raises:
+        BadTests: it cannot; the reason says why.
+    """
+    return parse_tests(answer).count > 0
+
+
+def _json(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadTests(f"tests are broken JSON ({error})") from None
+
+
+def _row(row: Mapping[str, Any]) -> ProgramTests:
+    """A dictionary: of inputs and outputs, or a whole row."""
+    if "inputs" in row and "outputs" in row:
+        return _lists(row["inputs"], row["outputs"], row.get("fn_name"))
+    if "public_test_cases" in row or "private_test_cases" in row:
+        given = [_unpacked(row.get(f"{kind}_test_cases") or "[]") for kind in ("public", "private")]
+        return _list(list(chain.from_iterable(given)), _metadata(row))
+    if "test" in row and "entry_point" in row:
+        name = _text(row["entry_point"], "entry_point")
+        calls = calls_of_check(_text(row["test"], "test"), name)
+        return ProgramTests(calls=tuple(calls), preamble=_text(row.get("prompt", ""), "prompt"), entry_point=name)
+    if "test_list" in row:
+        return _mbpp(row)
+    if "input_output" in row:
+        return parse_tests(row["input_output"])
+    if "tests" in row:
+        tests = parse_tests(row["tests"])
+        preamble, entry_point = (_text(row.get(field, ""), field) for field in ("preamble", "entry_point"))
+        return msgspec.structs.replace(tests, preamble=preamble, entry_point=entry_point)
+    raise BadTests(f"tests are an object with {', '.join(map(repr, row)) or 'nothing'}, of no form that is known")
+
+
+def _mbpp(row: Mapping[str, Any]) -> ProgramTests:
+    """Asserts, with what they import (rows that were checked by hand) and with what they set up (the others)."""
+    imports, setup = row.get("test_imports") or "", row.get("test_setup_code") or ""
+    texts = {"test_imports": _joined(imports, "test_imports"), "test_setup_code": _text(setup, "test_setup_code")}
+    for place, text in texts.items():
+        try:
+            compile(text, place, "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise BadTests(f"{place} is no Python: {error}") from None
+    return ProgramTests(
+        calls=tuple([call_of_assert(_text(line, "test_list")) for line in row["test_list"]]),
+        prelude=texts["test_imports"],
+        setup=texts["test_setup_code"],
+    )
+
+
+def _list(tests: object, metadata: Mapping[str, Any]) -> ProgramTests:
+    if not isinstance(tests, list):
+        raise BadTests(f"tests are {type(tests).__name__}, not a list")
+    read = [_test(test, f"test {number}", metadata) for number, test in enumerate(tests, start=1)]
+    calls = tuple([test for test in read if isinstance(test, CallTest)])
+    foreign = not any(isinstance(test, dict) and ("call" in test or "stdin" in test) for test in tests)
+    return ProgramTests(
+        stdin=tuple([test for test in read if isinstance(test, StdinTest)]),
+        calls=calls,
+        prelude=_PRELUDE if foreign and calls else "",
+        alike=foreign,
+    )
+
+
+def _test(test: Any, place: str, metadata: Mapping[str, Any]) -> StdinTest | CallTest:
+    match test:
+        case {"stdin": str(given), "stdout": str(wanted), **rest} if not rest:
+            return StdinTest(stdin=given, stdout=wanted)
+        case {"call": str(name), "args": list(arguments), "expected": wanted, **rest} if not rest:
+            return CallTest(call=name, args=tuple(arguments), accepted=(wanted,))
+        case {"testtype": "functional", "input": str(given), "output": str(wanted)}:
+            name = _name(_metadata(test) or metadata, place)
+            arguments = [_json(line) for line in given.split("\n") if line.strip()]
+            return CallTest(call=name, args=tuple(arguments), accepted=(_json(wanted),))
+        case {"type": "function_call", "fn_name": str(name), "input": list(arguments), "output": wanted}:
+            return CallTest(call=name, args=tuple(arguments), accepted=_accepted(wanted))
+        case {"input": given, "output": wanted} if (
+            test.get("testtype", "stdin") == "stdin" and test.get("type", "stdin_stdout") == "stdin_stdout"
+        ):
+            return StdinTest(stdin=_joined(given, place), stdout=_joined(wanted, place))
+    fields = ", ".join(map(repr, test)) if isinstance(test, dict) else type(test).__name__
+    raise BadTests(f"{place} has {fields}; needed are 'stdin' and 'stdout', or 'call', 'args' and 'expected'")
+
+
+def _lists(inputs: object, outputs: object, name: object) -> ProgramTests:
+    """Inputs beside outputs; with a name the inputs are lists of arguments."""
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise BadTests("'inputs' and 'outputs' are not lists of the same length")
+    pairs = list(zip(inputs, outputs, strict=True))
+    if not name:
+        return ProgramTests(
+            stdin=tuple(
+                [
+                    StdinTest(stdin=_joined(given, "inputs"), stdout=_joined(wanted, "outputs"))
+                    for given, wanted in pairs
+                ]
+            ),
+            alike=True,
+        )
+    name = _text(name, "fn_name")
+    if not all(isinstance(given, list) for given, _ in pairs):
+        raise BadTests("'inputs' of a function are not lists of arguments")
+    calls = [CallTest(call=name, args=tuple(given), accepted=_accepted(wanted)) for given, wanted in pairs]
+    return ProgramTests(calls=tuple(calls), prelude=_PRELUDE, alike=True)
+
+
+def _accepted(wanted: object) -> tuple[Any, ...]:
+    """Some of these rows hold the result in a list of its own, others do not, and nothing says which."""
+    return (wanted, wanted[0]) if isinstance(wanted, list) and len(wanted) == 1 else (wanted,)
+
+
+def _joined(value: object, place: str) -> str:
+    """A text, or its lines."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    return _text(value, place)
+
+
+def _text(value: object, place: str) -> str:
+    if not isinstance(value, str):
+        raise BadTests(f"{place} is {type(value).__name__}, not a text")
+    return value
+
+
+def _name(metadata: Mapping[str, Any], place: str) -> str:
+    name = metadata.get("func_name") or metadata.get("fn_name")
+    if not isinstance(name, str):
+        raise BadTests(f"{place} is of a function, and no metadata say which (func_name)")
+    return name
+
+
+def _metadata(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    metadata = row.get("metadata") or {}
+    if isinstance(metadata, str):
+        metadata = _json(metadata)
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _unpacked(given: Any) -> Iterable[object]:
+    """A list of tests: as it is, as JSON, or as LiveCodeBench packs it (JSON in a pickle, deflated, in base 64)."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            given = _json(_unpickled_text(given))
+    if not isinstance(given, list):
+        raise BadTests("public and private test cases are no lists")
+    return given
+
+
+def _unpickled_text(packed: str) -> str:
+    try:
+        unpacker = zlib.decompressobj()
+        content = unpacker.decompress(base64.b64decode(packed, validate=True), _LARGEST_PACKED)
+        if unpacker.unconsumed_tail:
+            raise BadTests(f"packed tests of more than {_LARGEST_PACKED:,} bytes")
+        text = _TextsOnly(io.BytesIO(content)).load()
+    except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, IndexError, KeyError, AttributeError) as error:
+        raise BadTests(f"packed tests cannot be read ({error})") from None
+    return _text(text, "packed tests")
+
+
+class _TextsOnly(pickle.Unpickler):
+    """A pickle is a program; this one may call nothing."""
+
+    def find_class(self, module: str, name: str) -> Never:
+        raise pickle.UnpicklingError(f"it wants {module}.{name}")

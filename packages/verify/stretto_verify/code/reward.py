@@ -1,0 +1,215 @@
+"""The verdict on a program: run in a sandbox against inputs, judged outside of it.
+
+    completion ──► program ──► sandbox: one process per input ──► outputs ──► compared here with what was expected
+
+Right: every test passed. Wrong: a test did not, whatever the program did about it. Undecided: the sandbox or the tests
+are at fault, or the tests together take longer than is allowed, and nothing is known about the program.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+
+from stretto_verify.clock import clock_limit
+from stretto_verify.code.comparison import near, same_text, same_value
+from stretto_verify.code.formats import parse_tests
+from stretto_verify.code.program import Program, extract_program, helpers
+from stretto_verify.code.tests import CallTest, ProgramTests, StdinTest
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.probe import Report
+from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
+from stretto_verify.sandbox.walls import Walls
+from stretto_verify.verdicts import Undecided
+
+_TRIES = 2  # a sandbox that fails is started again once
+_OUT_OF_TIME = "time limit of all tests"
+
+
+class Judgement(NamedTuple):
+    """How many tests passed, of how many, and what came first of those that did not; `unknown`: nothing was wrong when
+    the time of all tests was over."""
+
+    passed: int
+    total: int
+    problem: str = ""
+    unknown: bool = False
+
+    @property
+    def right(self) -> bool:
+        return self.passed == self.total and not self.problem
+
+
+class CodeReward:
+    """Judges programs, one at a time, in one sandbox that it keeps.
+
+    Called as a reward, the gold answer is the tests as JSON, in any form of `formats`.
+    """
+
+    def __init__(
+        self,
+        config: SandboxConfig,
+        walls: Walls,
+        report: Report,
+        sandbox: Callable[[Walls, SandboxConfig], Sandbox] = Sandbox,
+    ) -> None:
+        self.report = report
+        self._config = config
+        self._sandbox = sandbox(walls, config)
+
+    def __call__(self, prompt: str, completion: str, answer: str) -> bool:
+        """Is the program right? Tests after the first that fails are not run.
+
+        Raises:
+            Undecided: the tests cannot be read, or the sandbox could not run them.
+        """
+        try:
+            found = self.judge(completion, parse_tests(answer), to_the_end=False)
+            if found.unknown:
+                raise Undecided(found.problem)
+            return found.right
+        except SandboxFailed as failure:
+            raise Undecided(str(failure)) from failure
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a run has to record: the level of its sandbox, and how that was found."""
+        return {"sandbox": str(self.report)}
+
+    def judge(self, completion: str, tests: ProgramTests, *, to_the_end: bool = True) -> Judgement:
+        """Run the program of a completion against all tests, or until one fails.
+
+        Raises:
+            SandboxFailed: it could not be run.
+        """
+        program = program_of(completion, tests)
+        if program is None:
+            return Judgement(0, tests.count, "no program in the completion")
+        clock = _Clock(self._config)
+        passed, problem = self._judge_calls(program, tests.calls, clock, alike=tests.alike) if tests.calls else (0, "")
+        for number, test in enumerate(tests.stdin, start=1):
+            if problem and not to_the_end:
+                break
+            found = self._judge_input(program, test, clock, alike=tests.alike)
+            problem = problem or (f"test {number}: {found}" if found else "")
+            passed += not found
+        return Judgement(passed, tests.count, problem, unknown=problem.endswith(_OUT_OF_TIME))
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def _judge_input(self, program: Program, test: StdinTest, clock: _Clock, *, alike: bool) -> str:
+        """What is wrong with the program on one input; empty: nothing."""
+        if clock.left <= 0:
+            return _OUT_OF_TIME
+        seconds, patience = clock.allow(1)
+        ended = self._run(program._asdict(), test.stdin.encode(errors="surrogateescape"), seconds, patience)
+        clock.charge(ended)
+        if ended.timed_out and (seconds < self._config.seconds or patience < clock_limit(seconds)):
+            return _OUT_OF_TIME  # the tests before took what this one might have had
+        if not ended.well:
+            return ended.how
+        return "" if same_text(test.stdout, ended.output.decode(errors="replace"), alike=alike) else "wrong output"
+
+    def _judge_calls(
+        self, program: Program, tests: tuple[CallTest, ...], clock: _Clock, *, alike: bool
+    ) -> tuple[int, str]:
+        """All calls in one process, which gets the arguments and never the results."""
+        calls = [{"name": test.call, "args": list(test.args)} for test in tests]
+        ended = self._run({**program._asdict(), "calls": calls}, b"", *clock.allow(len(tests)))
+        clock.charge(ended)
+        lines = ended.output.count(b"\n")
+        if lines > len(tests) or (ended.well and (lines < len(tests) or ended.output[-1:] != b"\n")):
+            return 0, "it wrote among the results of its calls"
+        results = [_result(line) for line in ended.output.split(b"\n")[:lines]]
+        right = [
+            "value" in result and _is_accepted(test, result["value"], alike=alike)
+            for test, result in zip(tests, results, strict=False)
+        ]
+        if ended.timed_out and all(right) and not self._is_slow_alone(ended):
+            return sum(right), _OUT_OF_TIME  # no call took too long, all of them together did
+        if not ended.well:
+            return sum(right), ended.how
+        problems = (
+            f"call {number}: {result.get('error', 'wrong result')}"
+            for number, (result, passed) in enumerate(zip(results, right, strict=False), start=1)
+            if not passed
+        )
+        return sum(right), next(problems, "")
+
+    def _is_slow_alone(self, ended: ProgramEnd) -> bool:
+        """Whether the call in which a program was ended took too long by itself. How much of the processor it had is
+        known of the whole run."""
+        computed = ended.silent * ended.cpu_seconds / ended.seconds
+        return computed >= self._config.seconds or ended.silent >= clock_limit(self._config.seconds)
+
+    def _run(self, task: dict[str, Any], given: bytes, seconds: float, patience: float) -> ProgramEnd:
+        """The end of a program; of one that ends its sandbox each time, while others do not, that it did so.
+
+        Raises:
+            SandboxFailed: the sandbox fails by itself.
+        """
+        for _ in range(_TRIES):
+            with suppress(SandboxFailed):
+                return self._sandbox.run(task, given, seconds, patience)
+        ended = self._sandbox.run({"source": ""}, b"", seconds)
+        return msgspec.structs.replace(ended, status=-signal.SIGKILL, errors=b"")
+
+
+def program_of(completion: str, tests: ProgramTests) -> Program | None:
+    """The program of a completion as it is run: behind the `prelude` and before the `setup`; behind the `preamble` too,
+    without the head of the function where the completion repeats it."""
+    called = frozenset(test.call for test in tests.calls)
+    source = extract_program(completion, tests.preamble, tests.entry_point, called)
+    if source is None:
+        return None
+    given = "" if source.startswith(tests.preamble) else helpers(tests.preamble, tests.entry_point)
+    return Program(source, before="\n".join(filter(None, (tests.prelude, given))), after=tests.setup)
+
+
+@dataclass
+class _Clock:
+    """Seconds that one completion has spent: its programs are charged, a sandbox that failed is not."""
+
+    config: SandboxConfig
+    computed: float = 0.0
+    waited: float = 0.0  # by the clock
+
+    @property
+    def left(self) -> float:
+        """Seconds of processor time; 0 as well when no more time is left by the clock."""
+        return self.config.completion_seconds - self.computed if self._patience > 0 else 0.0
+
+    @property
+    def _patience(self) -> float:
+        return clock_limit(self.config.completion_seconds) - self.waited
+
+    def allow(self, tests: int) -> tuple[float, float]:
+        """Seconds for the next run, of the given number of tests: of processor time, and by the clock."""
+        seconds = min(tests * self.config.seconds, self.left)
+        return seconds, min(clock_limit(seconds), self._patience)
+
+    def charge(self, ended: ProgramEnd) -> None:
+        self.computed += ended.cpu_seconds
+        self.waited += ended.seconds
+
+
+def _is_accepted(test: CallTest, value: Any, *, alike: bool) -> bool:
+    if test.within is None:
+        return any(same_value(wanted, value, alike=alike) for wanted in test.accepted)
+    return any(near(wanted, value, test.within) for wanted in test.accepted)
+
+
+def _result(line: bytes) -> dict[str, Any]:
+    """What the guest wrote about one call; the program may have written there too."""
+    try:
+        result = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return result if isinstance(result, dict) and len(result) == 1 else {}

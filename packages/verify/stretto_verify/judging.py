@@ -1,0 +1,152 @@
+"""`judge_math` and `judge_program`: one completion in, one verdict out."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from functools import cached_property, lru_cache
+from typing import Self
+
+from stretto_verify.code.asserts import BadTests
+from stretto_verify.code.formats import parse_tests
+from stretto_verify.code.reward import CodeReward
+from stretto_verify.math.extract.final import final_answer, without_frame
+from stretto_verify.math.limits import LONGEST_COMPLETION, SECONDS
+from stretto_verify.math.reward import math
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.probe import Report, probe
+from stretto_verify.sandbox.sandbox import SandboxFailed
+from stretto_verify.sandbox.walls import Walls
+from stretto_verify.verdicts import Judged, Undecided
+from stretto_verify.worker import Worker
+
+DEFAULTS = SandboxConfig()  #: of a program
+_SHOWN = 60  # characters of a final answer in a reason
+
+
+def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
+    r"""Whether the final answer of `completion` is the answer `gold`.
+
+    Takes half a second of processor time at most, in any thread: outside of the main thread, where no signal ends a
+    comparison, a process of its own judges.
+
+    Args:
+        completion: the whole text; thoughts (``<think>…</think>``) are left out.
+        gold: a number, an expression, an interval, a set, a choice, a text that ends in ``\boxed{…}`` or ``#### …``.
+        prompt: the question; with it, an answer that only repeats the question's equation is not taken for one.
+
+    >>> judge_math(r"2x = 1, so $x = \\frac12$.", "0.5").verdict
+    'right'
+    >>> judge_math(r"\\boxed{43}", "42")
+    Judged(verdict='wrong', reason="the final answer is '43'")
+    """
+    if threading.current_thread() is threading.main_thread():
+        return judged_here(completion, gold, prompt)
+    return _OWN.worker.judge(completion, gold, prompt, SECONDS)
+
+
+def judged_here(completion: str, gold: str, prompt: str = "") -> Judged:
+    """As `judge_math`, in this thread."""
+    try:
+        if math(prompt, completion, gold):
+            return Judged("right")
+    except Undecided as reason:
+        return Judged("undecided", str(reason))
+    return Judged("wrong", _why_wrong(completion, prompt))
+
+
+def _why_wrong(completion: str, prompt: str) -> str:
+    if len(completion) > LONGEST_COMPLETION:
+        return f"a completion of {len(completion):,} characters; at most {LONGEST_COMPLETION:,} are read"
+    given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
+    if given is None or not given.text.strip():
+        return "no final answer"
+    text = given.text.strip()
+    return f"the final answer is {text[:_SHOWN]!r}" + ("…" if len(text) > _SHOWN else "")
+
+
+def judge_program(completion: str, tests: object, config: SandboxConfig = DEFAULTS) -> Judged:
+    """Run the program of `completion` against `tests` in a sandbox.
+
+    The first call of a thread attacks its own sandbox to find walls that hold here, which takes seconds; later ones
+    take milliseconds. `ProgramJudge` does the same with a beginning and an end.
+
+    Args:
+        completion: a program, or a text with one in a Markdown block.
+        tests: ``[{"stdin": …, "stdout": …}]``, ``[{"call": …, "args": […], "expected": …}]``, or a row of
+            LiveCodeBench, APPS, TACO, DeepCoder, HumanEval or MBPP.
+        config: what a program may use.
+
+    Raises:
+        SandboxRefused: no sandbox that is safe enough can be made here.
+    """
+    return _OWN.judge(config).judge(completion, tests)
+
+
+class ProgramJudge:
+    """Judges programs one after the other, in a sandbox that it keeps.
+
+    Example::
+
+        with ProgramJudge(SandboxConfig(seconds=2.0)) as judge:
+            verdicts = [judge.judge(completion, tests) for completion, tests in rows]
+
+    Use it in the thread that made it: the sandbox ends with that thread.
+    """
+
+    def __init__(self, config: SandboxConfig = DEFAULTS) -> None:
+        """
+        Raises:
+            SandboxRefused: no sandbox that is safe enough can be made here.
+        """
+        self._reward = CodeReward(config, *_probed(config))
+        self._ended = weakref.finalize(self, self._reward.close)
+
+    @property
+    def report(self) -> Report:
+        """The level of the sandbox, and how it was found."""
+        return self._reward.report
+
+    def judge(self, completion: str, tests: object) -> Judged:
+        """As `judge_program`."""
+        try:
+            found = self._reward.judge(completion, parse_tests(tests), to_the_end=False)
+        except (BadTests, SandboxFailed) as reason:
+            return Judged("undecided", str(reason))
+        if found.unknown:
+            return Judged("undecided", found.problem)
+        return Judged("right") if found.right else Judged("wrong", found.problem)
+
+    def close(self) -> None:
+        """End the sandbox."""
+        self._ended()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@lru_cache(maxsize=8)
+def _probed(config: SandboxConfig) -> tuple[Walls, Report]:
+    return probe(config)
+
+
+class _OfThisThread(threading.local):
+    """The processes that judge for one thread; they end with it."""
+
+    def __init__(self) -> None:
+        self._judges: dict[SandboxConfig, ProgramJudge] = {}
+
+    @cached_property
+    def worker(self) -> Worker:
+        return Worker()
+
+    def judge(self, config: SandboxConfig) -> ProgramJudge:
+        if config not in self._judges:
+            self._judges[config] = ProgramJudge(config)
+        return self._judges[config]
+
+
+_OWN = _OfThisThread()

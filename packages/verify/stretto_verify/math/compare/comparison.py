@@ -1,0 +1,277 @@
+r"""The comparison of two structures: True, False, or None where it is unknown and math-verify decides.
+
+The form of the gold answer decides what is accepted. For a gold value, ``x = 5`` is 5, and ``2x = 5`` is wrong. For the
+equation of a line, 5 is wrong. For a gold inequality the interval is accepted; for a gold interval the inequality is
+not, since a model that repeats the question, such as ``x > 5`` or ``2x = 5``, would be right too often.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from stretto_verify.math.compare.naming import as_named, has_one_name, is_naming, is_number, name, says_its_last_side
+from stretto_verify.math.compare.relations import as_asked, as_interval, same_relation
+from stretto_verify.math.compare.scalars import Opinion, any_of, same_scalar
+from stretto_verify.math.parse.structure import (
+    Dots,
+    Letter,
+    Listing,
+    Matrix,
+    Node,
+    Ratio,
+    Relation,
+    Scalar,
+    Union,
+    Words,
+    letters,
+)
+
+
+def same(gold: Node, answer: Node) -> Opinion:
+    """Whether `answer` is `gold`.
+
+    Raises:
+        Undecided: the numbers are too large.
+    """
+    if isinstance(answer, Relation) and all(map(is_number, answer.sides)) and not says_its_last_side(answer, same):
+        return False
+    named, given = as_named(gold), as_named(answer)
+    if named is not None:
+        if given is not None:
+            return _same_values(named, given)
+        if isinstance(answer, Relation) and name(answer.sides[0]) in named:
+            return False  # x = 1, 2 has one name; x = 1, y = 2 has two
+        gold = Listing("(", ")", tuple(named.values()))
+    elif given is not None:
+        if isinstance(gold, Relation) or list(given) != sorted(given):
+            return False  # a range, an equation; or the order of the names is unknown
+        opening, closing = ("", "") if isinstance(answer, Listing) else ("(", ")")
+        answer = Listing(opening, closing, tuple(given.values()))
+    if isinstance(answer, Relation) and is_naming(answer) and not isinstance(gold, Relation):
+        return _same_as_named(gold, answer)
+    return _same_form(gold, answer)
+
+
+def _same_values(gold: Mapping[str, Node], answer: Mapping[str, Node]) -> Opinion:
+    """Named values, in any order."""
+    return gold.keys() == answer.keys() and _in_order([*gold.values()], [answer[called] for called in gold])
+
+
+def _same_form(gold: Node, answer: Node) -> Opinion:
+    """The comparison for each pair of forms."""
+    match gold, answer:
+        case Letter(), Letter():
+            return gold.letter == answer.letter
+        case Letter(), _:
+            return any_of([_same_words(Words(gold.letter), answer), same(gold.content, answer)])
+        case _, Letter():
+            as_letter = _same_words(gold, Words(answer.letter))
+            return as_letter if as_letter or _is_letter(gold) else same(gold, answer.content)
+        case Relation(), Relation():
+            return same_relation(gold, answer, same)
+        case Relation(), _:
+            asked = as_asked(gold)
+            return None if asked is None and isinstance(answer, Union) else asked is not None and same(asked, answer)
+        case (Words(), _) | (_, Words()):
+            return _same_words(gold, answer)
+        case Listing(), Listing():
+            return _same_listing(gold, answer)
+        case Listing(), Union():
+            return _same_ranges(gold.items, answer)
+        case Union(), Union():
+            return _matched(gold.parts, answer.parts)
+        case Matrix(), Matrix():
+            return _same_matrix(gold, answer)
+        case (Matrix() as matrix, Listing() as listing) | (Listing() as listing, Matrix() as matrix):
+            return _same_vector(matrix, listing)
+        case Ratio(), Ratio():
+            return _same_ratio(gold, answer)
+        case Scalar(), Scalar():
+            return same_scalar(gold, answer)
+        case (Ratio(parts=(_, _)) as ratio, Scalar() as other) | (Scalar() as other, Ratio(parts=(_, _)) as ratio):
+            return _same_division(ratio, other)
+        case (Listing(items=(only,)), Scalar()):
+            return same(only, answer)
+        case (Scalar(), Listing(items=(only,))):
+            return same(gold, only)
+        case (Scalar(), Listing(opening="", items=items)) if items:
+            return all(_same_part(gold, item) for item in items)  # "1/2 or 0.5" gives one value twice
+        case (Dots(), Dots()):
+            return True
+        case (Matrix() | Union(), _) | (Listing(), Matrix() | Union()):
+            return None
+    return False
+
+
+def _same_as_named(gold: Node, answer: Relation) -> Opinion:
+    """Whether `gold` is the value that the answer names."""
+    first, last = answer.sides[0], answer.sides[-1]
+    if not says_its_last_side(answer, same):
+        return False
+    if isinstance(first, Listing) and (titles := [str(name(item)) for item in first.items]) != sorted(titles):
+        return False  # points whose coordinates have no known order
+    if answer.signs[-1] == r"\in" and isinstance(gold, Listing) and not gold.ordered:
+        return not (isinstance(last, Listing) and last.ordered) and same(gold, last)  # an interval is no list
+    return same(gold, last)
+
+
+def _same_words(gold: Node, answer: Node) -> Opinion:
+    """Whether two texts have the same letters. Of formulas, products of letters are texts; ``ab - c`` is not."""
+    if any(isinstance(node, Scalar) and not _LETTERS.fullmatch(node.latex) for node in (gold, answer)):
+        return False
+    first, second = letters(gold), letters(answer)
+    if not first or not second:
+        return None
+    if first == second:
+        return True
+    return None if sorted(first) == sorted(second) and is_product(gold) and is_product(answer) else False
+
+
+def is_product(given: Node) -> bool:
+    """Whether letters may be a product, in any order: ``xyz``."""
+    return isinstance(given, Words) and given.text.islower() and given.text.isalpha() and len(given.text) < 5
+
+
+def _is_letter(gold: Node) -> bool:
+    """Whether the gold answer is the letter of a choice: what a choice stands for is no letter."""
+    return isinstance(gold, Scalar | Words) and len(letters(gold)) == 1 and letters(gold) in "abcdefghij"
+
+
+_LETTERS = re.compile(r"[a-zA-Z0-9 ]+")
+
+
+# Lists, tuples, sets, intervals.
+
+
+def _same_listing(gold: Listing, answer: Listing) -> Opinion:
+    if not gold.ordered and not answer.ordered:
+        gold, answer = (replace(side, items=_once(side.items)) for side in (gold, answer))
+    if len(answer.items) == 1 and answer.opening == "{" and gold.ordered:
+        return same(gold, answer.items[0])  # the set of one point
+    pairs = gold.items, answer.items
+    if len(gold.items) != len(answer.items):
+        return False
+    if answer.opening == "{" and gold.ordered:
+        return False  # a set has no order: {1, 2} is neither a pair nor an interval
+    if gold.opening == "{" and answer.ordered:
+        return False
+    if gold.ordered and has_one_name(answer):
+        return False  # "x = 1 or x = 2" is a set too
+    has_dots = any(isinstance(item, Dots) for item in (*gold.items, *answer.items))
+    if gold.ordered or has_dots:
+        return False if _differ_in_ends(gold, answer) else _in_order(*pairs)
+    if answer.ordered:
+        return False if _differ_in_ends(answer, gold) else _in_order(*pairs)
+    return _matched(*pairs)
+
+
+def _once(items: Sequence[Node]) -> tuple[Node, ...]:
+    """Points once each: unlike a number, a point has no multiplicity."""
+    are_points = all(isinstance(item, Listing) and item.ordered for item in items)
+    return tuple(dict.fromkeys(items)) if are_points else tuple(items)
+
+
+def _differ_in_ends(one: Listing, other: Listing) -> bool:
+    """Whether the brackets differ. Two items may be an interval; a pair ``(a, b)`` may lack its brackets."""
+    ends = (one.opening, one.closing), (other.opening, other.closing)
+    if len(one.items) > 2 and other.ordered:
+        return ("(" in ends[1][0]) != (")" in ends[1][1])
+    return len(one.items) == 2 and (ends[0] != ends[1] if other.ordered else ends[0] != ("(", ")"))
+
+
+def _same_part(gold: Node, answer: Node) -> Opinion:
+    """Whether two parts of lists are the same. Of several choices the letters count, not what they stand for."""
+    return same(gold, Words(answer.letter) if isinstance(answer, Letter) else answer)
+
+
+def _in_order(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
+    unknown = False
+    for one, other in zip(gold, answer, strict=True):
+        found = _same_part(one, other)
+        if found is False:
+            return False
+        unknown |= found is None
+    return None if unknown else True
+
+
+def _matched(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
+    """Whether each item has a partner. Equality is transitive but for rounding, so the first match is taken."""
+    left = list(answer)
+    if len(gold) != len(left):
+        return None
+    unknown = False
+    for item in gold:
+        opinions = [_same_part(item, other) for other in left]
+        if True in opinions:
+            del left[opinions.index(True)]
+        elif None in opinions:
+            unknown = True
+        else:
+            return False
+    return None if unknown else True
+
+
+def _same_matrix(gold: Matrix, answer: Matrix) -> Opinion:
+    if [len(row) for row in gold.rows] != [len(row) for row in answer.rows]:
+        return False
+    cells = [[cell for row in matrix.rows for cell in row] for matrix in (gold, answer)]
+    return _in_order(*cells)
+
+
+def _same_vector(matrix: Matrix, listing: Listing) -> Opinion:
+    """A matrix of one column or one row against a tuple."""
+    if len(matrix.rows) > 1 and any(len(row) > 1 for row in matrix.rows):
+        return None
+    cells = [cell for row in matrix.rows for cell in row]
+    return listing.ordered and len(cells) == len(listing.items) and _in_order(cells, listing.items)
+
+
+def _same_ratio(gold: Ratio, answer: Ratio) -> Opinion:
+    if len(gold.parts) != len(answer.parts):
+        return False
+    found = _in_order(gold.parts, answer.parts)
+    if found is not False or _may_be_time(gold) or _may_be_time(answer):
+        return found
+    opinions: list[Opinion] = []
+    for (one, two), (three, four) in zip(pairwise(gold.parts), pairwise(answer.parts), strict=True):
+        quotient = _quotient(three, four)
+        opinions.append(False if quotient is None else _same_quotient(one, two, quotient))
+    return False if False in opinions else None if None in opinions else True
+
+
+def _may_be_time(ratio: Ratio) -> bool:
+    """``12:30``, ``1:02:59``: two digits behind each colon."""
+    behind = [part.latex for part in ratio.parts[1:] if isinstance(part, Scalar)]
+    return len(behind) == len(ratio.parts) - 1 and all(
+        len(digits) == 2 and digits.isdigit() and int(digits) < 60 for digits in behind
+    )
+
+
+def _quotient(above: Node, below: Node) -> Scalar | None:
+    if isinstance(above, Scalar) and isinstance(below, Scalar) and below.latex != "0":
+        return Scalar(rf"\frac{{{above.latex}}}{{{below.latex}}}")
+    return None
+
+
+def _same_quotient(above: Node, below: Node, other: Scalar) -> Opinion:
+    quotient = _quotient(above, below)
+    return False if quotient is None else same_scalar(quotient, other)
+
+
+def _same_division(ratio: Ratio, other: Scalar) -> Opinion:
+    """A ratio as a number; a ratio that may be a time of day only as it is written."""
+    above, below = ratio.parts
+    quotient = _quotient(above, below)
+    if quotient is None or not _may_be_time(ratio):
+        return _same_quotient(above, below, other)
+    return other.latex == quotient.latex or rf"\frac{{{other.latex.replace('/', '}{')}}}" == quotient.latex
+
+
+def _same_ranges(gold: Sequence[Node], answer: Union) -> Opinion:
+    """``x < 1 or x > 2`` against intervals."""
+    intervals = [as_interval(item) if isinstance(item, Relation) else None for item in gold]
+    found = [interval for interval in intervals if interval is not None]
+    return _matched(found, answer.parts) if len(found) == len(gold) else False

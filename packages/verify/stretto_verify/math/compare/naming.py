@@ -1,0 +1,191 @@
+r"""The names and values in equations: ``x = 5`` has the value 5, ``2x = 5`` has none.
+
+A completion may name its value, or show what it computed: ``x``, ``f(2)``, ``AB``, ``6 \cdot 7``. Any other left side
+belongs to an equation that is still to be solved, such as the question's; its right side is no final answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import sympy
+from sympy.core.function import AppliedUndef
+
+from stretto_verify.math.compare.scalars import Opinion
+from stretto_verify.math.parse.expressions import expression, number
+from stretto_verify.math.parse.structure import (
+    Listing,
+    Matrix,
+    Node,
+    Ratio,
+    Relation,
+    Scalar,
+    Union,
+    Unreadable,
+    Words,
+)
+
+Same = Callable[[Node, Node], Opinion]
+
+_NAMING = ("=", r"\in", r"\equiv")
+_TEXTS = re.compile(r"\\text\{[^{}]*\}")
+_LONG_WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{3}")
+_COMPUTED = re.compile(r"[0-9]\s*(?:\\\s*)?[a-zA-Z](?![a-zA-Z])|[a-zA-Z)]\s*\^\s*\{?[0-9]|[-+]\s*[0-9]|[0-9]\s*[-+]")
+_UNKNOWNS = frozenset("tuvwxyz")
+_OPERATORS = (
+    *(sympy.Derivative, sympy.Integral, sympy.Limit, sympy.Sum, sympy.Product, sympy.Max, sympy.Min),
+    *(AppliedUndef, sympy.Symbol),
+)
+
+
+def is_naming(relation: Relation) -> bool:
+    """Whether the relation is an equality, a congruence or a membership."""
+    return all(sign in _NAMING for sign in relation.signs)
+
+
+def is_number(side: Node) -> bool:
+    """Whether the side is an expression without variables."""
+    if not isinstance(side, Scalar):
+        return False
+    try:
+        return not expression(side.latex).free_symbols
+    except Unreadable:
+        return False
+
+
+def name(side: Node) -> str | None:
+    """The name that a side gives to the other one, such as x, f(x), AB/CD, (p, q), a text; None if it is no name."""
+    match side:
+        case Words(text=text):
+            return text.replace(" ", "")
+        case Listing(items=parts) | Ratio(parts=parts):
+            names = [name(part) for part in parts]
+            return None if None in names else "(" + ",".join(map(str, names)) + ")"
+        case Scalar(latex=latex):
+            try:
+                found = expression(latex)
+            except Unreadable:
+                return latex.replace(" ", "")
+            return str(found) if _is_name(found) or _is_length(found) else None
+    return None
+
+
+def _is_name(found: sympy.Basic) -> bool:
+    if isinstance(found, sympy.Symbol | AppliedUndef):
+        return True
+    if isinstance(found, sympy.Mul):
+        return all(_is_name(part) for part in found.args)
+    return isinstance(found, sympy.Pow) and found.exp == -1 and _is_name(found.base)
+
+
+def _is_length(found: sympy.Basic) -> bool:
+    """Whether this is ``|AB|``; ``|x| = 5`` is still to be solved."""
+    return isinstance(found, sympy.Abs) and isinstance(found.args[0], sympy.Mul) and _is_name(found.args[0])
+
+
+# Is the last side of a completion's equation its value?
+
+
+def says_its_last_side(given: Relation, same: Same) -> bool:
+    """Whether the last side is named (``x = 5``) or computed (``6 · 7 = 42``, ``a^2 + b^2 = 9 + 16 = 25``)."""
+    first, *between, last = given.sides
+    if not all(computes(side, last, same, given.signs[0]) for side in between if _is_constant(side)):
+        return False  # x = 41 = 37
+    if _is_asked(first) or computes(first, last, same, given.signs[0]):
+        return True
+    return any(isinstance(side, Scalar) and not number(side.latex) and computes(side, last, same) for side in between)
+
+
+def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:
+    """Whether a side without variables can have that value; in ``2 + 2 = 5`` it cannot."""
+    if not _is_constant(side):
+        return False
+    if sign == r"\equiv":
+        return True
+    if isinstance(value, Listing) and not value.ordered and isinstance(side, Scalar):
+        return any(computes(side, item, same) for item in value.items)
+    if isinstance(side, Scalar) and isinstance(value, Scalar):
+        if not _is_constant(value):
+            return False
+        if side.unit != value.unit and (value.unit or "base" in side.unit):
+            return True
+    return same(side, value) is not False
+
+
+def _is_constant(side: Node) -> bool:
+    """Whether a side has no variable; the imaginary unit is none."""
+    match side:
+        case Scalar(latex=latex):
+            try:
+                return all(str(symbol) == "i" for symbol in expression(latex).free_symbols)
+            except Unreadable:
+                return False
+        case Listing(items=parts) | Ratio(parts=parts) | Union(parts=parts):
+            return all(map(_is_constant, parts))
+    return False
+
+
+def _is_asked(side: Node) -> bool:
+    """Whether a question may ask for this."""
+    match side:
+        case Words(text=text):
+            return _is_title(text)
+        case Listing(items=parts) | Ratio(parts=parts) | Union(parts=parts):
+            return all(map(_is_asked, parts))
+        case Matrix(rows=rows):
+            return all(_is_asked(cell) for row in rows for cell in row)
+        case Scalar(latex=latex):
+            if latex.startswith(r"\text"):
+                return _is_title(_TEXTS.sub("", latex))
+            try:
+                return _is_quantity(expression(latex))
+            except Unreadable:
+                return _is_title(latex)
+    return False
+
+
+def _is_title(text: str) -> bool:
+    """Whether a text is words or notation (``A \\cap B``), and not an expression that failed to parse."""
+    return _LONG_WORD.search(text) is not None or _COMPUTED.search(re.sub(r"\\[a-zA-Z]+", r"\\", text)) is None
+
+
+def _is_quantity(found: sympy.Basic) -> bool:
+    """Whether this is a name, a product or a quotient of names: ``AB``, ``xyz``, ``AB/BC``, but not ``1/x``."""
+    if isinstance(found, _OPERATORS):
+        return True
+    if isinstance(found, sympy.Abs):  # a length; |x| = 5 is still to be solved
+        return str(found.args[0]) not in ("x", "y") and _is_quantity(found.args[0])
+    if isinstance(found, sympy.Add):  # what is asked for: m + n; x + y = 5 is still to be solved
+        return all(isinstance(part, sympy.Symbol) and str(part) not in _UNKNOWNS for part in found.args)
+    above = isinstance(found, sympy.Mul) and any(not isinstance(part, sympy.Pow) for part in found.args)
+    return above and _is_name(found)
+
+
+# Several names.
+
+
+def as_named(given: Node) -> dict[str, Node] | None:
+    """The values of several different names, ``y = 2, x = 1`` or ``(y, x) = (2, 1)``; None for everything else."""
+    relations = given.items if isinstance(given, Listing) else (given,)
+    found: list[tuple[Node, Node]] = []
+    for relation in relations:
+        if not isinstance(relation, Relation) or not is_naming(relation):
+            return None
+        called, value = relation.sides[0], relation.sides[-1]
+        if isinstance(given, Relation) and isinstance(called, Listing):
+            if not isinstance(value, Listing) or value.opening == "{" or len(value.items) != len(called.items):
+                return None
+            if any(isinstance(item, Listing) for item in value.items):
+                return None  # several points
+            found += zip(called.items, value.items, strict=True)
+        else:
+            found.append((called, value))
+    named = {title: value for side, value in found if (title := name(side)) is not None}
+    return named if len(named) == len(found) > 1 else None
+
+
+def has_one_name(listing: Listing) -> bool:
+    """Whether all items name the same thing: ``x = 1, x = 2``."""
+    found = {name(item.sides[0]) if isinstance(item, Relation) and is_naming(item) else None for item in listing.items}
+    return len(listing.items) > len(found) == 1 and None not in found

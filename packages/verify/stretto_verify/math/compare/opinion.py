@@ -1,0 +1,85 @@
+"""math-verify's opinion, for forms that the strict reader does not know.
+
+math-verify reads far more forms and is easier to mislead: it drops text that it cannot read, rounds to six decimals
+even when the numbers are tiny, and takes an earlier formula when the last one makes no sense. So it comes last, sees
+the final answer only, and only if every sign in it is one that it reads; its acceptance is checked again where values
+can be compared, and each number and word of the answer has to change what it reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from math_verify import parse, verify
+
+from stretto_verify.math.compare.equality import same_value
+from stretto_verify.math.limits import check_symbolic
+from stretto_verify.math.parse.structure import Unreadable
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its time limits are off; ours are on
+_LONGEST = 2_000
+_WORD = re.compile(r"(?<![\\a-zA-Z])(?<!\\begin\{)(?<!\\end\{)[a-zA-Z]{2,}")
+_PART = re.compile(r"(?<![\\a-zA-Z])(?<!\\begin\{)(?<!\\end\{)[a-zA-Z]+|[0-9]+")
+_FUNCTIONS = (
+    "frac|sqrt|pi|theta|alpha|beta|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|binom"
+)
+_UNDERSTOOD = re.compile(
+    r"(?:[\s0-9a-zA-Z.,+\-*/^=<>\[\])|!%$'&:}]|\((?!\s*\))|\{(?!\s*\})|(?<![0-9}])(?<![0-9}]\s)_|\\[%}\\]|\\\{(?!\s*\\\})"
+    rf"|\\(?:{_FUNCTIONS}|infty|cup|le|ge|neq|begin|end|text|emptyset|mathbb|[lr]floor|[lr]ceil)(?![a-zA-Z])"
+    r"|\\(?:cdot|times)(?![a-zA-Z]|\s*\\)|\\in(?=\s*[\[({\\])|\^\s*\{?\\circ|(?<=\\mathbb\{R\})\s*\\setminus(?=\s*\\\{))*"
+)
+_TRUNCATED = re.compile(
+    r"\\[lc]?dots|\.\.\.|…|[0-9a-z]\s*:\s*[0-9a-z].*:|\\text\{[^{}]*$|[-+*/^=<>]\s*\$?$"
+    r"|^(?!.*\\begin).*&|^[^|{]*\|[^|{]*(?:\|[^|]*\|[^|]*)*$"
+)
+
+
+def accepts(gold: str, answer: str) -> bool:
+    """Whether math-verify accepts `answer` for `gold`, and their values do not contradict it.
+
+    Raises:
+        Undecided: an expression may grow without bound.
+        Unreadable: math-verify cannot read one of them.
+    """
+    if not {*_WORD.findall(answer)} <= {*_WORD.findall(gold)}:
+        return False  # what math-verify reads of a word that the gold answer lacks is not in the gold answer
+    one, other = parsed(gold), parsed(answer)
+    if not verify(one, other, timeout_seconds=None) or not same_parsed(one[0], other[0]):
+        return False
+    return all(_is_read(part, answer, other[0]) for part in _PART.finditer(answer))
+
+
+def _is_read(part: re.Match[str], text: str, found: object) -> bool:
+    """Whether a number or a word of a text changes what math-verify finds in it; else it has passed over it."""
+    other = str(int(part[0]) + 1) if part[0].isdigit() else "q" if part[0] != "q" else "r"
+    changed: list[Any] = parse(text[: part.start()] + other + text[part.end() :], parsing_timeout=None)
+    return not changed or bool(changed[0] != found)
+
+
+def same_parsed(one: object, other: object) -> bool:
+    """Whether the values agree, before any rounding."""
+    if isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr):
+        if one.has(sympy.Float) or other.has(sympy.Float):
+            return True
+        return same_value(one, other) is not False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def parsed(text: str) -> list[Any]:
+    """The expressions that math-verify finds in a text.
+
+    Raises:
+        Undecided, Unreadable: as `accepts`.
+    """
+    if len(text) > _LONGEST or _TRUNCATED.search(text) or _UNDERSTOOD.fullmatch(text) is None:
+        raise Unreadable("a sign that is not understood, an ellipsis, a proportion, or too much text")
+    check_symbolic(text)
+    found: list[Any] = parse(text, parsing_timeout=None)
+    if not found or isinstance(found[0], str):
+        raise Unreadable(f"cannot read {text[:60]!r}")
+    return found

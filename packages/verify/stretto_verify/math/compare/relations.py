@@ -1,0 +1,155 @@
+"""Comparison of equations and inequalities, and intervals for inequalities."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import sympy
+from sympy.core.function import AppliedUndef
+
+from stretto_verify.math.compare.equality import proportional, same_value
+from stretto_verify.math.compare.naming import Same, is_naming, is_number, name
+from stretto_verify.math.compare.scalars import Opinion, times
+from stretto_verify.math.parse.expressions import expression
+from stretto_verify.math.parse.structure import Listing, Node, Relation, Scalar, Union, Unreadable
+
+Step = tuple[str, sympy.Basic]
+
+_FLIPPED = {">": "<", r"\ge": r"\le"}
+
+
+def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
+    """Whether two relations are the same; `same` compares their sides."""
+    if _is_solved(gold) and not _is_solved(answer):
+        return False  # 2x + 1 = 7, which may be the question, is not x = 3
+    if is_naming(gold) and is_naming(answer):
+        return _same_equation(gold, answer, same)
+    one, other = _steps(gold), _steps(answer)
+    if one is None or other is None:
+        return None
+    if len(one) != len(other):
+        return False
+    left = list(other)
+    for step in one:
+        opinions = [_same_step(step, candidate) for candidate in left]
+        if True not in opinions:
+            return None if None in opinions else False
+        del left[opinions.index(True)]
+    return True
+
+
+def _is_solved(relation: Relation) -> bool:
+    """Whether a name stands alone on one side, and numbers on the others."""
+    named = [name(side) is not None for side in relation.sides]
+    values = [side for side, alone in zip(relation.sides, named, strict=True) if not alone]
+    return sum(named) == 1 and all(isinstance(side, Listing | Union) or is_number(side) for side in values)
+
+
+def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
+    """With the same name (``x = 5``) the values decide; other equations are the same when one is a multiple."""
+    one, other = name(gold.sides[0]), name(answer.sides[0])
+    if one is not None and other is not None and (one == other or _is_called(one, other) or _is_called(other, one)):
+        return same(gold.sides[-1], answer.sides[-1])
+    if (renamed := _same_definition(gold, answer)) is not None:
+        return renamed
+    first, second = _difference(gold.sides[0], gold.sides[-1]), _difference(answer.sides[0], answer.sides[-1])
+    if first is not None and second is not None:
+        sign = proportional(first, second)
+        if sign:
+            return True
+        symbols = first.free_symbols | second.free_symbols
+        linear = all(side.is_polynomial(*symbols) for side in (first, second)) and len(symbols) > 0
+        return False if sign == 0 and linear else None
+    if one is not None and other is not None:
+        return False
+    return None
+
+
+def _same_definition(gold: Relation, answer: Relation) -> Opinion:
+    """Whether both define the same function, as ``f(n) = n + 1`` and ``f(x) = x + 1`` do; None if they define none."""
+    sides = [side for relation in (gold, answer) for side in (relation.sides[0], relation.sides[-1])]
+    try:
+        call, value, other_call, other_value = [
+            expression(side.latex) if isinstance(side, Scalar) else sympy.nan for side in sides
+        ]
+    except Unreadable:
+        return None
+    if (
+        not isinstance(call, AppliedUndef)
+        or not isinstance(other_call, AppliedUndef)
+        or sympy.nan in (value, other_value)
+    ):
+        return None
+    if call.func != other_call.func or not all(arg.is_Symbol for arg in (*call.args, *other_call.args)):
+        return None
+    if len(call.args) != len(other_call.args):
+        return None
+    renamed = dict(zip(map(str, other_call.args), map(str, call.args), strict=True))
+    if {str(symbol) for symbol in other_value.free_symbols} & (set(renamed.values()) - set(renamed)):
+        return False  # f(y) = 2x is a constant, not f(x) = 2x with another name
+    return same_value(value, other_value, renamed)
+
+
+def _is_called(function: str, letter: str) -> bool:
+    """Whether `letter` is the name of `function`: ``f`` for ``f(x)``."""
+    return len(letter) == 1 and function.startswith(f"{letter}(")
+
+
+def _steps(relation: Relation) -> list[Step] | None:
+    """The steps of ``a < b >= c`` as differences, each with its sign against zero."""
+    steps: list[Step] = []
+    for (left, right), sign in zip(pairwise(relation.sides), relation.signs, strict=True):
+        low, high = (right, left) if sign in _FLIPPED else (left, right)
+        difference = _difference(high, low)
+        if difference is None:
+            return None
+        steps.append((_FLIPPED.get(sign, sign), difference))
+    return steps
+
+
+def _same_step(one: Step, other: Step) -> Opinion:
+    if one[0] != other[0]:
+        return False
+    sign = proportional(one[1], other[1])
+    if sign is None:
+        return None
+    return sign > 0 if one[0] in ("<", r"\le") else sign != 0
+
+
+def _difference(left: Node, right: Node) -> sympy.Basic | None:
+    if not isinstance(left, Scalar) or not isinstance(right, Scalar):
+        return None
+    try:
+        return sympy.Add(expression(left.latex), times(-1, expression(right.latex)), evaluate=False)
+    except Unreadable:
+        return None
+
+
+def as_asked(gold: Relation) -> Node | None:
+    """What is accepted for a gold relation besides itself: the value that it names, or its range as an interval."""
+    if is_naming(gold):
+        return gold.sides[-1] if name(gold.sides[0]) is not None else None
+    if gold.signs == (r"\neq",):
+        low, high = Scalar(r"-\infty"), Scalar(r"\infty")
+        return Union((Listing("(", ")", (low, gold.sides[1])), Listing("(", ")", (gold.sides[1], high))))
+    return as_interval(gold)
+
+
+def as_interval(relation: Relation) -> Listing | None:
+    """``a < x <= b`` or ``x > a`` as an interval, if the ends are numbers and x is not."""
+    sides, signs = relation.sides, relation.signs
+    if all(sign in _FLIPPED for sign in signs):
+        sides, signs = sides[::-1], tuple(_FLIPPED[sign] for sign in reversed(signs))
+    if not all(sign in ("<", r"\le") for sign in signs) or len(sides) > 3:
+        return None
+    if len(sides) == 2:
+        below, above = (is_number(side) for side in sides)
+        if below == above:
+            return None
+        low, high = (sides[0], Scalar(r"\infty")) if below else (Scalar(r"-\infty"), sides[1])
+        opening = "[" if below and signs[0] == r"\le" else "("
+        closing = "]" if above and signs[0] == r"\le" else ")"
+        return Listing(opening, closing, (low, high))
+    if not is_number(sides[0]) or is_number(sides[1]) or not is_number(sides[2]):
+        return None
+    return Listing("[" if signs[0] == r"\le" else "(", "]" if signs[1] == r"\le" else ")", (sides[0], sides[2]))

@@ -1,0 +1,115 @@
+"""Comparison of scalars.
+
+A decimal is exact, unless it is the whole answer: then it may be the rounding of an exact value, if it has enough
+digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+
+import sympy
+
+from stretto_verify.math.compare.equality import same_value, within
+from stretto_verify.math.parse.expressions import Number, expression, number
+from stretto_verify.math.parse.structure import Scalar, Unreadable
+
+Opinion = bool | None
+
+_PLACES = 6  # decimal places that an approximation of an exact value needs, as in math-verify
+_SIGNIFICANT = 5
+
+
+def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
+    """Whether two scalars are the same. A unit that only one of them has is ignored. A word that scales only one of
+    them ("percent", "million") may be a factor, or a unit that the question names."""
+    if gold.unit and answer.unit and gold.unit != answer.unit:
+        return False
+    if "degree" in (gold.unit, answer.unit) and gold.unit != answer.unit:
+        (_, turned), (_, other) = sorted([(gold.unit, gold.latex), (answer.unit, answer.latex)], reverse=True)
+        if r"\pi" in other and r"\pi" not in turned:
+            return _same_latex(turned, other, 180 / sympy.pi)
+    scales = gold.scale, answer.scale
+    factors = [answer.scale / gold.scale]
+    if scales[0] != scales[1] and 1 in scales:
+        factors.append(Fraction(1))
+    return any_of(_same_latex(gold.latex, answer.latex, _factor(factor)) for factor in factors)
+
+
+def _factor(exact: Fraction) -> sympy.Rational:
+    return sympy.Rational(exact.numerator, exact.denominator)
+
+
+def _same_latex(gold: str, answer: str, factor: sympy.Expr) -> Opinion:
+    """Whether gold = factor · answer."""
+    if gold == answer and factor == 1:
+        return True
+    first, second = number(gold), number(answer)
+    if first is not None and second is not None and factor.is_Rational:
+        return _same_numbers(first, second, factor)
+    try:
+        one, other = expression(gold), times(factor, expression(answer))
+    except Unreadable:
+        return None
+    if one in (sympy.oo, -sympy.oo) or other in (sympy.oo, -sympy.oo):
+        return bool(one == other)
+    found = same_value(one, other)
+    if found is False:
+        return _rounded(first, other) or _rounded(second, one) or _same_letter(gold, answer)
+    return found if found is not None else (True if _arranged(one) == _arranged(other) else None)
+
+
+def _arranged(found: sympy.Basic) -> str:
+    """The expression with the terms of its sums, and the factors of its products, in one order; its bound variables,
+    which have no name, are numbered."""
+    if isinstance(found, sympy.Sum | sympy.Product | sympy.Integral):
+        found = found.xreplace({bound: sympy.Symbol(f"#{at}") for at, bound in enumerate(found.variables)})
+    if not found.args:
+        return str(found)
+    parts = [part for side in found.args for part in (side.args if side.func is found.func else (side,))]
+    shown = map(_arranged, parts if isinstance(found, sympy.Add | sympy.Mul) else found.args)
+    return f"{found.func}({', '.join(sorted(shown) if found.is_Add or found.is_Mul else shown)})"
+
+
+def _same_numbers(gold: Number, answer: Number, factor: sympy.Rational) -> bool:
+    from_answer = answer.value * factor.numerator / factor.denominator
+    if gold.value == from_answer:
+        return True
+    if factor != 1 or gold.places == answer.places:
+        return False
+    return _approximates(gold, answer) or _approximates(answer, gold)
+
+
+def _approximates(short: Number, exact: Number) -> bool:
+    """Whether `short` is `exact`, rounded to the last place of `short`."""
+    if not _fine_enough(short) or (exact.places is not None and exact.places <= (short.places or 0)):
+        return False
+    return bool(abs(short.value - exact.value) * 2 * 10 ** (short.places or 0) <= 1)
+
+
+def _fine_enough(decimal: Number) -> bool:
+    return decimal.places is not None and decimal.places >= _PLACES and decimal.significant >= _SIGNIFICANT
+
+
+def _rounded(decimal: Number | None, exact: sympy.Basic) -> bool:
+    """Whether a decimal is the value of an expression without decimals, rounded to the decimal's last place."""
+    if decimal is None or not _fine_enough(decimal) or exact.free_symbols or exact.has(sympy.Float):
+        return False
+    return within(exact, decimal.value, Fraction(1, 2 * 10 ** (decimal.places or 0)))
+
+
+def _same_letter(gold: str, answer: str) -> bool:
+    """Whether both are the same letter of a choice, in either case."""
+    return len(gold) == 1 and gold.isalpha() and gold.lower() == answer.lower()
+
+
+def any_of(opinions: Iterable[Opinion]) -> Opinion:
+    """True if one opinion is true, else unknown if one is unknown."""
+    found = list(opinions)
+    return True if True in found else None if None in found else False
+
+
+def times(factor: sympy.Expr | int, found: sympy.Basic) -> sympy.Basic:
+    """The product, left uncomputed: a power in it may be too large."""
+    return found if factor == 1 else sympy.Mul(factor, found, evaluate=False)

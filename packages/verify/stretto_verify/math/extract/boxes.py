@@ -1,0 +1,101 @@
+r"""Boxed answers: the last box that is not denied, with the boxes of the same list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+from stretto_verify.math.extract.denial import denied
+from stretto_verify.math.parse.account import says_nothing
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(?=\{)")
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[0-9.]+|[a-zA-Z])")
+_JOINED = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|,|;")
+_PARTED = re.compile(
+    r"\b(?:wait|actually|instead|rather|correct\w*|sorry|mistake\w*|wrong|hmm|no|not|but)\b|[.?!][\s$\\]+(?:[A-Z]|$)|\n\s*\(?[a-z0-9]\)",
+    re.IGNORECASE,
+)
+_DOLLAR = re.compile(r"(?<!\\)\$")
+
+
+class Box(NamedTuple):
+    """A box: its start, its end, its content."""
+
+    start: int
+    end: int
+    content: str
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last box that is not empty, joined with the boxes of the same list; "" if every box is
+    denied, None if there is none.
+
+    >>> boxed(r"first \boxed{3}, and then \boxed{4} and \boxed{5}."), boxed(r"not \boxed{3}")
+    ('3,4,5', '')
+    """
+    found = [box for box in _boxes(text) if box.content.strip()]
+    if not found:
+        bare = _BARE_BOX.findall(text)
+        return bare[-1] if bare else None
+    found = [box for box in found if not denied(text, box.start, box.end)]
+    if not found:
+        return ""
+    kept = [found[-1]]
+    for box in reversed(found[:-1]):
+        if not _belong_together(text[box.end : kept[0].start]):
+            break
+        kept.insert(0, box)
+    contents = [_inner(box.content) for box in kept]
+    return ",".join(dict.fromkeys(contents))
+
+
+def last_box(text: str) -> int:
+    """The start of the last box; -1 if there is none."""
+    return max([found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)", text)], default=-1)
+
+
+def _inner(content: str) -> str:
+    """The content without dollar signs; of nested boxes, that of the inner one, if nothing else is in the outer."""
+    inner = list(_boxes(content))
+    beside = "".join(content[one.end : other.start] for one, other in pairwise([Box(0, 0, ""), *inner, _end(content)]))
+    if inner and says_nothing(beside.replace("=", "")):
+        return boxed(content) or ""
+    return _DOLLAR.sub("", content.strip())
+
+
+def _end(text: str) -> Box:
+    return Box(len(text), len(text), "")
+
+
+def _boxes(text: str) -> Iterator[Box]:
+    """The outermost boxes; a box that is never closed ends with its line, and is empty if the text ends there."""
+    at = 0
+    while (found := _BOX.search(text, at)) is not None:
+        end = _brace_end(text, found.end())
+        if end < 0:
+            line, *rest = text[found.end() + 1 :].rstrip().split("\n")
+            if not _BOX.search(line):
+                yield Box(found.start(), len(text), line.rstrip("$. ") if rest or line.endswith(("$", ".")) else "")
+            return
+        yield Box(found.start(), end + 1, text[found.end() + 1 : end])
+        at = end + 1
+
+
+def _brace_end(text: str, start: int) -> int:
+    level = 0
+    for at in range(start, len(text)):
+        if text[at] == "{" and text[at - 1] != "\\":
+            level += 1
+        elif text[at] == "}" and text[at - 1] != "\\":
+            level -= 1
+            if level == 0:
+                return at
+    return -1
+
+
+def _belong_together(between: str) -> bool:
+    if _PARTED.search(between):
+        return False
+    return len(between) < 10 or (len(between) < 70 and _JOINED.search(between) is not None)

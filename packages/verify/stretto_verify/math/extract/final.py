@@ -1,0 +1,371 @@
+r"""Extraction of the final answer from a completion.
+
+Rule 1 prepares the text; of the others the first that applies decides:
+
+1. Thoughts, tokens of the chat template and a repeated question are cut off; within an unfinished thought is no answer.
+2. ``<answer>…</answer>``: the last one.
+3. ``\boxed{…}``: the last one, with the boxes that a comma, "and" or "or" joins to it. A "Final answer is …" after the
+   box is preferred to it.
+4. "The answer is …", "Answer: …": the last one.
+5. The whole text, if it is one formula or a few words.
+6. The last formula, tuple or number.
+
+A denied candidate ("not 42", "42 is wrong") is skipped; the one before it is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stretto_verify.math.extract.boxes import boxed, last_box
+from stretto_verify.math.extract.denial import denied, is_denying
+from stretto_verify.math.limits import LONGEST_TAIL
+from stretto_verify.math.parse.account import candidates, says_nothing
+from stretto_verify.math.parse.units import MAGNITUDES, SPOKEN, without_unit
+from stretto_verify.thoughts import said
+
+Span = tuple[int, int, str]  # start, end, content
+
+
+@dataclass(frozen=True)
+class FinalAnswer:
+    """A final answer as it is written; `certain` if the text marks where it begins and ends."""
+
+    text: str
+    certain: bool
+
+
+_TEMPLATE_END = re.compile(
+    r"<\|(?:im_start|im_end|endoftext|eot_id|end|user|assistant)\|?>|<｜|</s>|<eos>|<end_of_turn>"
+)
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
+_DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}")
+_BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # not a power
+_SLANTED = re.compile(
+    r"(?<![\w*\\])\*([A-Za-z][A-Za-z :]{0,30})\*(?![\w*])|(?<![\w\\{}$^])_{1,2}([A-Za-z][A-Za-z :]{0,30}?)_{1,2}(?!\w)"
+)
+_FINAL = re.compile(r"final answer(?:[^.\n]{0,100}?)(?:\bis\b|\bare\b|:)\s*:?", re.IGNORECASE)
+_ANSWER = re.compile(
+    r"(?:\b(?:ans(?:wer)?|r[ée]ponse|respuesta|antwort|resposta|risposta|ответ|(?:correct|right) (?:option|choice|one))"
+    r"\b|答案)(?:[^.\n$]{0,100}?)(?:\b(?:is|are|est|es|ist|é|è)\b|是|为|[:=：])\s*:?"
+    r"(?:\s*(?:option|choice)\b)?|####|^\s*(?:option|choice)\s*:",
+    re.IGNORECASE | re.MULTILINE,
+)
+_CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
+_CHOSEN = re.compile(
+    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)"
+    rf"(?:\s+(?:answer|option|choice|one))?|I\s+(?:choose|pick|select)\s+{_CHOICE.format('c')})[.!]?$",
+    re.IGNORECASE,
+)
+_LETTERED = re.compile(r"(?:\([A-J]\)|[A-J][).:])\s*[$\\\w(-]")  # (D) $5$
+_SENTENCES = re.compile(r"(?<=[.!?])\s+|\n")
+_STANDS_ALONE = re.compile(r"(?<![\w'(/-])\(?[A-HJ]\)?(?![\w'/-])(?!\s+[a-z]{2}(?<!is|it))")
+_NEXT_CHOICE = re.compile(  # another answer behind a choice, unless a sentence begins with it: "B is too small"
+    r"[. \t]*(?:\(+[0-9]|[A-J][).:]"
+    r"|(?:\([A-J]\)|[A-J](?![\w']))(?!\s+(?!(?:if|when|where|for|or|and|with|vs|not)\b)[a-z]{2}))"
+)
+_REASONED = re.compile(r"(yes|no|true|false)\b\W{0,3}(?:since|because|as|given|due to)\b[^\\\n]*", re.IGNORECASE)
+_CORRECTED = re.compile(  # "The answer is 42. No, 43."
+    r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction)\b[,.:!]?\s{1,8}(?:[^.\n0-9$\\]{0,60}[:,]\s{0,8})?"
+    r"(?:(?:it|that|the answer)(?:'s|\s(?:is|was|should be|must be))\s{1,8})?"
+    r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"\n|。|\.(?=\s+[A-Z(]|\s*$)|[.,]?\s*I hope it is correct|<\|")
+_FORMULA = re.compile(
+    r"(?<!\\)\$\$(?P<a>.{1,2000}?)(?<!\\)\$\$|(?<!\\)\\\[(?P<b>.{1,2000}?)(?<!\\)\\\]"
+    r"|(?<!\\)\\\((?P<c>.{1,2000}?)(?<!\\)\\\)"
+    r"|(?<![\\0-9$])\$(?P<d>(?:\\\$|[^$\n]){1,2000}?)(?<!\\)\$(?![0-9])",
+    re.DOTALL,
+)
+_BETWEEN = re.compile(r"\s*(?:,|;|,?\s*(?:and|or)|\\quad|\\text\{\s*(?:and|or)\s*\})\s*")
+_NUMBER = re.compile(
+    r"(?<![0-9A-Za-z_^{\\.,])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?[$€£¥]?"
+    r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
+    rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|(?:percent(?:age)?|{'|'.join(MAGNITUDES)})\b))?(?![0-9])"
+)
+_TERM = r"(?:[0-9]++(?:\.[0-9]++)?|[√π]|[a-zA-Z](?![a-zA-Z])|\((?:[^()\n]{1,40})\)|\*\*|\^-?)"
+_EXPRESSION = rf"[-+−]?{_TERM}(?:\s*[-+−*/]\s*{_TERM}|{_TERM})*+"
+_RELATION = re.compile(
+    rf"(?<![A-Za-z0-9\\$^_])[a-zA-Z](?:_?[0-9]|\([a-z]\))?(?:\s*(?:<=|>=|!=|[=<>≤≥≠])\s*{_EXPRESSION})+(?![0-9a-zA-Z%])"
+)
+_EQUATION = re.compile(  # 2x + 3 = 13: an unknown with a factor, whose letter is not that of a unit
+    rf"(?<![A-Za-z0-9\\$^_.])(?=[^=\n]{{0,60}}?[0-9]\*?[abcnp-rt-z](?![A-Za-z0-9])){_EXPRESSION}\s*=\s*{_EXPRESSION}"
+    r"(?![0-9a-zA-Z%])"
+)
+_SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
+_PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?::[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
+_TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
+_COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
+_ASIDE = re.compile(r",?\s+(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s")
+_TITLED = re.compile(
+    r"(?P<title>\W*[A-Za-z]{2,}.*)\b(?:is|are|equals)\b[\s:]*(?P<value>\S.*)", re.DOTALL
+)  # the sum of 2 and 3 is 5
+_CLAUSE = re.compile(r"\b(?:that|which|who|whose|where|when|what|if)\b[^.,;:]*?\b(?:is|are|be|equals)\b", re.IGNORECASE)
+_STATES = re.compile(r"\b(?:is|are|(?<!to )be|equals)\b")
+_ARTICLE = re.compile(r"\b(?:the|an?|this|that|its?|my|our|his|her|their|so|hence|thus)\b", re.IGNORECASE)
+_OTHER_SCRIPT = re.compile(
+    r"[\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0400-\u1fff\u3040-\u9fff\uac00-\ud7af]"
+)  # words, not formulas
+_LONGEST_WHOLE = 300
+_ITEMS = re.compile(r"[,;]|\bor\b|\band\b")
+_MOST_ITEMS = 12
+_FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
+_STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
+_BOUND = re.compile(
+    r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)"
+    r"\s+(\S.*)",
+    re.IGNORECASE,
+)
+_NOTATION = re.compile(
+    r"\\(?:text|mbox|mathrm|operatorname|mathbb|mathcal|mathbf)\s*\{[^{}]*\}"
+    r"|\\(?:begin|end)\s*\{[a-zA-Z*]+\}(?:\{[lcr|]*\})?|\\[a-zA-Z]+"
+)
+_SHORT_WORDS = re.compile(
+    r"is|it|of|the|at|to|we|so|if|no|by|an|as|be|do|he|in|me|my|up|us|but|not|for|get|has|was|are|had|his|her|him|its"
+    r"|our|out|who|why|how|all|any|can|did|now|own|per|she|too|use|via|yes|you|am|pm|go|oh|ok|let|say|see|two|one|six|ten"
+)
+_WHOLE_WORDS = re.compile(
+    r"(?<=[0-9)])or(?=[A-Za-z(])|(?<![A-Za-z\\])(?:and|or|pi|sqrt|exp|log|ln|sin|cos|tan|arcsin|arccos|arctan|inf|infinity|frac|in|mod|abs|minus|negative|to)(?![A-Za-z])"
+)
+
+
+def without_frame(completion: str, prompt: str = "") -> str:
+    """The text after rule 1."""
+    text = said(completion)[-LONGEST_TAIL:]
+    if len(question := prompt.strip()) >= 12:
+        text = text.replace(question, "\n")
+    text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
+    text = _SLANTED.sub(lambda found: found[1] or found[2], text)
+    end = _TEMPLATE_END.search(text.lstrip())
+    return text.lstrip()[: end.start()] if end is not None and end.start() > 0 else text
+
+
+def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
+    """The final answer by rules 2 to 6, in a text that rule 1 has prepared; None if there is none. `is_all`: the text
+    is nothing but an answer, so that what rule 6 passes over in it counts too."""
+    if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
+        return _untagged(tagged[-1].strip())
+    if (corrected := _CORRECTED.search(text)) is not None:
+        return FinalAnswer(corrected["piece"].strip("$"), certain=True)
+    box = boxed(text)
+    final = _marked(text, _FINAL, is_all=is_all)
+    if box is not None and (final is None or last_box(text) > final[0]):
+        return FinalAnswer(box, certain=True)
+    marked = final or _marked(text, _ANSWER, is_all=is_all)
+    if marked is not None:
+        return marked[1]
+    if is_all and is_list(text):
+        return FinalAnswer(text.strip(), certain=True)
+    return _whole(text.strip()) or _last(text, is_all=is_all)
+
+
+def _untagged(inner: str) -> FinalAnswer:
+    """The answer in the text between two tags."""
+    if (whole := _whole(inner)) is not None:
+        return whole
+    return final_answer(inner, is_all=True) or FinalAnswer(_told(inner) if "\n" in inner else inner, certain=True)
+
+
+def _whole(text: str) -> FinalAnswer | None:
+    """The answer, if the whole text is one."""
+    if not is_short(text):
+        return None
+    if (reasoned := _REASONED.fullmatch(text)) is not None:
+        return FinalAnswer(reasoned[1], certain=True)
+    if (chosen := _CHOSEN.fullmatch(text)) is not None:
+        return FinalAnswer(next(letter for letter in chosen.groups() if letter is not None), certain=True)
+    if is_formula(without_unit(text.rstrip("."))[0]) or _is_spoken(text):
+        return FinalAnswer(", ".join(line for line in text.split("\n") if line.strip()), certain=True)
+    if _FEW_WORDS.fullmatch(text):
+        stance = _STANCE.fullmatch(text)
+        if stance is None or len(re.findall(r"\b(?:yes|no|true|false)\b", text, re.IGNORECASE)) > 1:
+            return FinalAnswer(text, certain=True)
+        return FinalAnswer(stance[1], certain=True)
+    return None
+
+
+def _is_spoken(text: str) -> bool:
+    """Whether the text is a time, a proportion or a bound such as "at least 5"."""
+    bound = _BOUND.fullmatch(text.rstrip("."))
+    if bound is not None:
+        return is_formula(without_unit(bound[1])[0])
+    return any(form.fullmatch(text.rstrip(".")) for form in (SPOKEN, _PROPORTION))
+
+
+def is_list(text: str) -> bool:
+    """Whether the text is a list of formulas and words, such as "blue, 7", and no sentence."""
+    items = _ITEMS.split(text.strip())
+    return 1 < len(items) <= _MOST_ITEMS and all(_whole(item.strip()) is not None for item in items)
+
+
+def is_short(text: str) -> bool:
+    """Whether the text is short enough to be a final answer as a whole."""
+    return 0 < len(text) <= _LONGEST_WHOLE and "\n\n" not in text
+
+
+def is_formula(text: str) -> bool:
+    """Whether the whole text is one formula, without prose."""
+    if not is_short(text):
+        return False
+    inner = list(_FORMULA.finditer(text))
+    if inner and inner[0].end() - inner[0].start() == len(text.rstrip(". ")):
+        return True
+    bare = _WHOLE_WORDS.sub(" ", _NOTATION.sub(" ", text))
+    return (
+        not inner
+        and _OTHER_SCRIPT.search(bare) is None
+        and all(_are_symbols(letters) for letters in re.findall(r"[A-Za-z]{2,}", bare))
+    )
+
+
+def _are_symbols(letters: str) -> bool:
+    """Whether letters are a product or the name of a line (``abc``, ``AB``), and not a word."""
+    return len(letters) <= (4 if letters.isupper() else 3) and _SHORT_WORDS.fullmatch(letters.lower()) is None
+
+
+# Marked answers.
+
+
+def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, FinalAnswer] | None:
+    """The last marked answer that is not denied, with its start. `is_all` as in `final_answer`."""
+    for found in reversed(list(mark.finditer(text))):
+        rest = re.sub(r'^(?:[\s*_"“:]|\\")+', "", text[found.end() :])
+        lead = text[max(0, found.start() - 40) : found.end()]
+        if not rest.strip() or is_denying(re.split(r"[.,;:!?\n](?=\s)", lead)[-1]):
+            continue
+        if re.match(r"(?:not|never)\b", rest):
+            _, but, rest = _sentence(rest).partition(" but ")
+            if not but:
+                return found.start(), FinalAnswer("", certain=True)
+        rest = rest.lstrip()
+        if is_all and not says_nothing(rest[len(_sentence(rest)) :]):
+            return found.start(), FinalAnswer(rest, certain=True)
+        return found.start(), _piece_of(rest)
+    return None
+
+
+def _piece_of(rest: str) -> FinalAnswer:
+    """The formulas at the beginning of the text, else the answer in its first sentence."""
+    if (inner := boxed(_sentence(rest))) is not None:
+        return FinalAnswer(inner, certain=True)
+    told = _told(rest)
+    if not _FEW_WORDS.fullmatch(told) and (letter := _letter(told)) is not None:
+        return letter
+    if _LETTERED.match(rest):
+        is_one = _NEXT_CHOICE.match(rest, len(told)) is None
+        return FinalAnswer(told if is_one else rest.split("\n")[0], certain=True)
+    if (first := _FORMULA.match(rest)) is not None:
+        contents, end = _formulas(rest, first)
+        if end >= len(told) or says_nothing(told[end:]):
+            return FinalAnswer(",".join(contents), certain=True)
+        return FinalAnswer(told, certain=True)
+    if (is_short(told) and is_formula(without_unit(told)[0])) or _is_spoken(told) or not re.search("[0-9]", told):
+        return FinalAnswer(told, certain=False)
+    return _last(told, is_all=True) or FinalAnswer(told, certain=False)
+
+
+def _formulas(text: str, first: re.Match[str]) -> tuple[list[str], int]:
+    """The contents of the formulas from `first` on, as far as they are joined, and their end."""
+    contents, at = [_content(first)], first.end()
+    while (joint := _BETWEEN.match(text, at)) is not None and (more := _FORMULA.match(text, joint.end())) is not None:
+        contents.append(_content(more))
+        at = more.end()
+    unit = re.match(r"\s*\\?%|\s*percent\b", text[at:])
+    return [*contents[:-1], contents[-1] + ("%" if unit else "")], at + (unit.end() if unit else 0)
+
+
+def _content(found: re.Match[str]) -> str:
+    return next(group for group in found.groups() if group is not None)
+
+
+def _sentence(text: str) -> str:
+    end = _SENTENCE_END.search(text)
+    return text[: end.start()] if end is not None else text
+
+
+def _told(rest: str) -> str:
+    """The first sentence, without asides and denials at its end."""
+    sentence = _ASIDE.split(_sentence(rest.strip()))[0]
+    return sentence.strip(' "“”*`')
+
+
+# Answers without a mark.
+
+
+def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
+    """The last formula or number that is not denied; an empty answer if all are. `is_all`: the whole text, if it holds
+    another that is not denied."""
+    spans: list[Span] = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
+    for form in (_RELATION, _EQUATION, _TUPLE, _SET):
+        spans += _found(form, text, spans)
+    formulas = [(start, end) for start, end, _ in spans]
+    for form in (SPOKEN, _PROPORTION):
+        spans += _found(form, text, spans)
+    numbers = _found(_NUMBER, text, spans)
+    spans += [(start, end, _COMMA_DECIMAL.sub(r"\1.\2", content)) for start, end, content in numbers]
+    kept = [span for span in sorted(spans, reverse=True) if not denied(text, span[0], span[1])]
+    if not kept:
+        return FinalAnswer("", certain=True) if spans else _letter(text)
+    joined = _with_neighbours(text, kept)
+    if is_all and not says_nothing(_without(text, [*joined, *[span for span in spans if span not in kept]])):
+        titled = _TITLED.match(text)
+        if titled is not None and _is_title(titled["title"], _LETTERED.match(_bare(titled["value"])) is not None):
+            return _piece_of(titled["value"])
+        return FinalAnswer(text, certain=False)
+    contents = ",".join(content for _, _, content in reversed(joined))
+    return FinalAnswer(contents, certain=kept[0][:2] in formulas)
+
+
+def _is_title(words: str, of_choice: bool) -> bool:
+    """Whether words say what is asked for. They may have numbers ("the sum of $f(2)$ and 3"), but no choices, and no
+    verb by which they would state an answer of their own. A choice has two names, so that words before it may be a
+    third ("blue is (D) 42"), unless an article makes them a title."""
+    bare = _FORMULA.sub(" ", words)
+    if "\\" in bare or not all(found.isdigit() for found in candidates(bare)) or is_denying(words):
+        return False
+    if _STATES.search(_CLAUSE.sub(" ", words)) is not None:
+        return False
+    return not of_choice or (_ARTICLE.search(bare) is not None and all(map(str.isdigit, candidates(words))))
+
+
+def _bare(text: str) -> str:
+    return text.replace("$", "").replace("**", "").lstrip()
+
+
+def _letter(text: str) -> FinalAnswer | None:
+    """The letter of a choice in the last sentence that has one and nothing else: "so I think it's B, not A"."""
+    for sentence in reversed(_SENTENCES.split(text)):
+        if re.search(r"[0-9$\\]", sentence):
+            return None
+        found = [
+            place for place in _STANDS_ALONE.finditer(sentence) if not denied(sentence, place.start(), place.end())
+        ]
+        if found:
+            return FinalAnswer(found[0][0], certain=True) if len({place[0] for place in found}) == 1 else None
+    return None
+
+
+def _found(form: re.Pattern[str], text: str, taken: Sequence[Span]) -> list[Span]:
+    """The spans of this form that do not begin inside a taken one."""
+    places = [(found.start(), found.end(), found[0]) for found in form.finditer(text)]
+    return [place for place in places if not any(start <= place[0] < end for start, end, _ in taken)]
+
+
+def _with_neighbours(text: str, spans: Sequence[Span]) -> list[Span]:
+    """The last formula, with those that "and", "or" or a comma joins to it; the last one first."""
+    joined = [spans[0]]
+    for span in spans[1:]:
+        if _BETWEEN.fullmatch(text[span[1] : joined[-1][0]]) is None:
+            break
+        joined.append(span)
+    return joined
+
+
+def _without(text: str, spans: Sequence[Span]) -> str:
+    for start, end, _ in sorted(spans, reverse=True):
+        text = f"{text[:start]} {text[end:]}"
+    return text

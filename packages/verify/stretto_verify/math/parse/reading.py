@@ -1,0 +1,342 @@
+r"""The structure of a final answer: lists, tuples, intervals, relations, matrices, ratios, words, and scalars.
+
+Structure is read strictly, since it decides verdicts: whether order counts, whether an end belongs to an interval. Text
+without structure is a `Scalar`; math-verify's LaTeX parser reads it when its value is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+from typing import Final
+
+from stretto_verify.math.limits import check_piece
+from stretto_verify.math.parse.account import accounts_for, candidates, texts
+from stretto_verify.math.parse.expressions import number
+from stretto_verify.math.parse.forms import reformed
+from stretto_verify.math.parse.spelling import closing_at, spelled
+from stretto_verify.math.parse.structure import (
+    Dots,
+    LeftOver,
+    Letter,
+    Listing,
+    Matrix,
+    Node,
+    Ratio,
+    Relation,
+    Scalar,
+    Union,
+    Unreadable,
+    Words,
+)
+from stretto_verify.math.parse.units import MAGNITUDES, SPOKEN, counted, without_unit
+
+_SIGNS: Final = re.compile(r"\\Rightarrow|\\approx|\\equiv|\\neq|\\le(?![a-z])|\\ge(?![a-z])|\\in(?![a-z])|[=<>]")
+_MATRIX = re.compile(r"\\begin\{([pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
+_GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[+-]?[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]+)?")
+_TEXT = re.compile(r"\(?\\text\{([^{}]*)\}\)?")
+_PLAIN_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?:[ ,]+[A-Za-z][A-Za-z'-]*)*")
+_CHOICE = re.compile(
+    r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\)|([A-J])[).:](?=\s)(?!\s*[A-Z]{1,2}$))\s*[:.]?\s*"
+    r"((?!\\(?:cdot|times|cup|cap|mid|to|in|neq|le|ge|approx|equiv|Rightarrow|pm|ldots)(?![a-z]))(?:(?<=\s)-(?=[0-9a-z\\.])|[^\W_]|[\\(\[{.\"'|√]).*)",
+    re.DOTALL,
+)
+_OTHER_CHOICE = re.compile(
+    r"(?:\\text\{\s*)?(?:(?<![\w})^\]])\([A-J]\)|(?<![\w})^\](])[A-J][).](?=\s|$))|(?<=\))\([A-J]\)"
+)
+_ONE_CHOICE = re.compile(r"\(?[A-J]\)?")
+_ALL_BUT = re.compile(
+    r"(?:\\text\{)?\s*(?:[Aa]ll )?(?:the )?(?:real numbers|reals)(?: x)?,? (?:except|but|other than)(?: for)?\s*\}?\s*"
+    r"(?:x\s*=\s*)?(-?(?:[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\}))"
+)
+_REALS: Final = (r"\mathbb{R}", r"\mathbf{R}", r"\Bbb{R}", r"\R", "all real numbers", r"\text{all real numbers}")
+_NOT_READ = re.compile(
+    r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}\s])\s*[*/]|[!]{2}"
+    r"|[0-9]\s*_|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
+)
+_SIDE_BY_SIDE = re.compile(r"(?<![^-+*/=(,\s])[0-9.]++\s+[0-9]++(?!\s*/)|[0-9]\.\s")
+_EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
+_INTRODUCED = re.compile(
+    r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
+    r"|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval)\s*\}\s*(?=[(\[\\])"
+)
+_MAGNITUDE = re.compile(rf"(?<=[0-9}}\s{{])(?:{'|'.join(MAGNITUDES)})s?\b")
+_DEGREES = re.compile(r"([0-9.]+)\s*\^\s*\{?\\circ\}?")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+
+
+@lru_cache(maxsize=1 << 14)
+def read(piece: str) -> Node:
+    """The structure of a final answer as it is written, which accounts for all of it.
+
+    Raises:
+        Undecided: it is beyond the limits.
+        LeftOver: something in it could be an answer too.
+        Unreadable: its form is unknown.
+    """
+    check_piece(piece)
+    text = reformed(spelled(piece))
+    found = node(text)
+    if not accounts_for(found, text):
+        raise LeftOver(f"more than one answer in {piece[:60]!r}")
+    return found
+
+
+def node(text: str) -> Node:
+    """The structure of a spelled text."""
+    text = _outer(_INTRODUCED.sub("", text))
+    if not text:
+        raise Unreadable("nothing")
+    if text == r"\ldots":
+        return Dots()
+    if text == r"\emptyset":
+        return Listing("{", "}", ())
+    if text in _REALS:
+        return Listing("(", ")", (Scalar(r"-\infty"), Scalar(r"\infty")))
+    if SPOKEN.fullmatch(" ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())):
+        return Words(text)
+    if (chosen := _CHOICE.fullmatch(text)) is not None:
+        return _chosen(chosen)
+    if _GROUPED.fullmatch(without_unit(text)[0].rstrip("% ")):
+        return _scalar(text)
+    if (found := _MATRIX.fullmatch(text)) is not None and r"\begin" not in found[2]:
+        rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
+        return Matrix(tuple(tuple(node(cell) for cell in split(row, "&")) for row in rows))
+    if (missing := _ALL_BUT.fullmatch(text)) is not None:
+        end = node(missing[1])
+        low, high = Listing("(", ")", (Scalar(r"-\infty"), end)), Listing("(", ")", (end, Scalar(r"\infty")))
+        return Union((low, high))
+    if (words := _words(text)) is not None:
+        return words if (number := counted(words.text)) is None else Scalar(str(number))
+    if len(groups := split(text, ";")) > 1 and (points := _points(groups)) is not None:
+        return points
+    items = [item for item in split(text, ",;") if item.strip()]
+    if len(items) > 1:
+        return _list("", "", items)
+    if (relation := _relation(text)) is not None:
+        return relation
+    parts = _split_on(text, r"\cup")
+    if len(parts) > 1:
+        return Union(tuple(map(node, parts)))
+    if (bracketed := _bracketed(text)) is not None:
+        return bracketed
+    if _EITHER_SIGN.search(text) is not None:
+        return Listing("", "", tuple(node(_EITHER_SIGN.sub(sign, text, count=1).lstrip("+ ")) for sign in "+-"))
+    parts = split(text, ":")
+    if len(parts) > 1:
+        return Ratio(tuple(map(node, parts)))
+    return _scalar(text)
+
+
+def _points(groups: Iterable[str]) -> Listing | None:
+    """``p=5,q=2;p=7,q=2`` as a list of points; None if it is none."""
+    points = []
+    for group in groups:
+        sides = [item.split("=") for item in split(group, ",")]
+        if len(sides) < 2 or any(len(side) != 2 for side in sides):
+            return None
+        names, values = (Listing("(", ")", tuple(map(node, part))) for part in zip(*sides, strict=True))
+        points.append(Relation((names, values), ("=",)))
+    return Listing("", "", tuple(points))
+
+
+def _chosen(found: re.Match[str]) -> Node:
+    """A choice with what it stands for; several choices are a list of them."""
+    if (other := _OTHER_CHOICE.search(found[4])) is not None:
+        at = found.start(4) + other.start()
+        return _list("", "", (found[0][:at], found[0][at:]))
+    letter, content = Words(found[1] or found[2] or found[3]), node(found[4])
+    left = content.sides[:-1] if isinstance(content, Relation) else ()
+    others = any(isinstance(part, Letter) or _is_choice(part) for part in _parts(content))
+    others = others or any(isinstance(side, Words) for side in left)
+    if others or any(candidates(text) for side in left for text in texts(side)):
+        return Listing("", "", (letter, content))
+    return Letter(letter.text, content)
+
+
+def _parts(given: Node) -> tuple[Node, ...]:
+    match given:
+        case Letter():
+            return (given,)
+        case Listing(items=parts) | Union(parts=parts) | Ratio(parts=parts) | Relation(sides=parts):
+            return parts
+    return ()
+
+
+def _is_choice(given: Node) -> bool:
+    text = given.latex if isinstance(given, Scalar) else given.text if isinstance(given, Words) else ""
+    return _ONE_CHOICE.fullmatch(text) is not None
+
+
+def _outer(text: str) -> str:
+    """The text without outer punctuation, and without braces that only group."""
+    text = text.strip(" ,;:\n\t").rstrip(" .,;:\n\t")
+    while text.startswith("{") and closing_at(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    return text
+
+
+def _words(text: str) -> Words | None:
+    if (found := _TEXT.fullmatch(text)) is not None:
+        return Words(found[1])
+    bare = text[1:-1] if text.startswith("(") and text.endswith(")") else text
+    if _PLAIN_WORDS.fullmatch(bare) and (bare.lower() == "no" or _has_word(bare)):
+        return Words(bare)
+    return None
+
+
+def _has_word(bare: str) -> bool:
+    """Whether letters are words, and not a product or a difference of letters."""
+    longest = max(len(part) for part in re.split(r"[ ,-]+", bare))
+    return longest > 3 or (longest == 3 and "-" not in bare)
+
+
+def _list(opening: str, closing: str, items: Iterable[str]) -> Node:
+    """A list; ``x = 1, 2, 3`` is one relation whose right side is the list."""
+    nodes = [node(item) for item in items]
+    first, *rest = nodes
+    names_all = isinstance(first, Relation) and first.signs[-1] in ("=", r"\in") and not opening
+    if isinstance(first, Relation) and names_all and not any(isinstance(other, Relation | Dots) for other in rest):
+        return Relation((*first.sides[:-1], Listing("", "", (first.sides[-1], *rest))), first.signs, first.beside)
+    flat: list[Node] = []
+    for part in nodes:
+        flat.extend(part.items if isinstance(part, Listing) and not part.opening else [part])
+    return Listing(opening, closing, tuple(flat))
+
+
+def _relation(text: str) -> Node | None:
+    at, sides, signs, level = 0, [], [], 0
+    position = 0
+    while position < len(text):
+        letter = text[position]
+        level += (letter in "([{") - (letter in ")]}")
+        found = _SIGNS.match(text, position) if level == 0 else None
+        if found is None:
+            position += 1
+            continue
+        sides.append(text[at : found.start()])
+        signs.append(found[0])
+        at = position = found.end()
+    if not signs:
+        return None
+    sides.append(text[at:])
+    if r"\Rightarrow" in signs:
+        bare = [before == after == r"\Rightarrow" for before, after in pairwise([r"\Rightarrow", *signs])]
+        if any(bare):
+            raise Unreadable("a conclusion from no equation")
+        last = len(signs) - 1 - signs[::-1].index(r"\Rightarrow")
+        steps, sides, signs = sides[: last + 1], sides[last + 1 :], signs[last + 1 :]
+        return _beside(node(sides[0]) if not signs else _made(sides, signs), steps)
+    return _made(sides, signs)
+
+
+def _beside(found: Node, texts: Iterable[str]) -> Node:
+    """The structure with texts that were read with it: steps before a conclusion, approximations."""
+    match found:
+        case Scalar() | Relation():
+            return replace(found, beside=(*found.beside, *texts))
+        case Listing(items=(first, *rest)):
+            return replace(found, items=(_beside(first, texts), *rest))
+    return found
+
+
+def _made(sides: list[str], signs: list[str]) -> Node:
+    """A relation; the value of ``x = √2 ≈ 1.41`` is √2, that of ``x ≈ 1.41`` is 1.41."""
+    if not sides[0].strip() and signs[0] in ("=", r"\in", r"\equiv", r"\approx"):
+        sides, signs = sides[1:], signs[1:]
+        if not signs:
+            return node(sides[0])
+    if r"\in" in signs[1:]:
+        raise Unreadable("a member of a member")
+    beside: tuple[str, ...] = ()
+    if r"\approx" in signs[1:]:
+        first = signs.index(r"\approx", 1)
+        _check_near(sides[first:])
+        beside, sides, signs = tuple(sides[first + 1 :]), sides[: first + 1], signs[:first]
+    elif signs[0] == r"\approx" and len(signs) == 1 and not re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", sides[0])):
+        return _beside(node(sides[0]), sides[1:])
+    signs = ["=" if sign == r"\approx" else sign for sign in signs]
+    if not all(side.strip() for side in sides[1:]):
+        raise Unreadable("a relation without a side")
+    last = node(sides[-1])
+    if isinstance(last, Letter):
+        raise LeftOver("a choice as the side of an equation")
+    return Relation((*[_side(side) for side in sides[:-1]], last), tuple(signs), beside)
+
+
+def _check_near(sides: list[str]) -> None:
+    """Check that numbers may be approximations of each other: "41 ≈ 37" is a list of candidates."""
+    values = [found.value for side in sides if (found := number(without_unit(side)[0])) is not None]
+    if values and max(values) - min(values) > 1 and abs(max(values) - min(values)) * 10 > max(map(abs, values)):
+        raise Unreadable("approximations that are far apart")
+
+
+def _side(text: str) -> Node:
+    """A side before the last. It may be any text, since it only names the last."""
+    try:
+        return node(text)
+    except Unreadable:
+        return Words(text)
+
+
+def _bracketed(text: str) -> Node | None:
+    is_set = text.startswith(r"\{")
+    start = 1 if is_set else 0
+    if text[start : start + 1] not in ("(", "[", "{") or closing_at(text, start) != len(text) - 1:
+        return None
+    inner = text[start + 1 : -2] if is_set else text[1:-1]
+    bar = re.search(r"\\mid(?![a-z])|(?<!\\)\|", inner) if is_set else None
+    if bar is not None and "|" not in inner[bar.end() :]:
+        return node(inner[bar.end() :])
+    items = split(inner, ",;")
+    if is_set:
+        return _list("{", "}", items) if inner.strip() else Listing("{", "}", ())
+    if len(items) > 1 and all(item.strip() for item in items):
+        return _list(text[0], text[-1], items)
+    if text[-1] == {"(": ")", "[": "]"}[text[0]]:
+        return node(inner)
+    raise Unreadable("brackets that do not belong together")
+
+
+def _scalar(text: str) -> Scalar:
+    scale = Fraction(1)
+    if (magnitude := _MAGNITUDE.search(text)) is not None:
+        scale = Fraction(MAGNITUDES[magnitude[0].rstrip("s")])
+        text = re.sub(r"\\text\{\s*\}", "", text[: magnitude.start()] + text[magnitude.end() :])
+    body, unit = without_unit(text)
+    if body.endswith("%"):
+        scale = Fraction(1, 100)
+    body = _outer(body.rstrip("% "))
+    if r"^\circ" in body:
+        body = _DEGREES.sub(r"{(\1\\cdot\\pi/180)}" if _TRIGONOMETRIC.search(body) else r"\1", body)
+    if _GROUPED.fullmatch(body):
+        body = re.sub(r"[ ,]", "", body)
+    if _SIDE_BY_SIDE.search(body):
+        raise LeftOver(f"several numbers in {text!r}")
+    if not body or "%" in body or _NOT_READ.search(body):
+        raise Unreadable(f"cannot read {text!r}")
+    return Scalar(body, scale, unit)
+
+
+def split(text: str, separators: str) -> list[str]:
+    """Split at separators outside all brackets."""
+    parts, level, start = [], 0, 0
+    for at, letter in enumerate(text):
+        if letter in "([{":
+            level += 1
+        elif letter in ")]}":
+            level -= 1
+        elif letter in separators and level == 0:
+            parts.append(text[start:at])
+            start = at + 1
+    if level:
+        raise Unreadable("brackets that are not closed")
+    return [*parts, text[start:]]
+
+
+def _split_on(text: str, command: str) -> list[str]:
+    return split(re.sub(re.escape(command) + r"(?![a-z])", "\0", text), "\0")

@@ -1,0 +1,193 @@
+"""The verdict on a completion in mathematics.
+
+    completion ─► final answer ─► structure ─► compared with the gold structure ─► right · wrong
+                   extract          parse        compare                             │ unknown
+                                                                       math-verify ◄─┘
+
+docs/rewards.md defines what is right, with reasons.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from stretto_verify.math.compare.comparison import is_product, same
+from stretto_verify.math.compare.equality import same_value
+from stretto_verify.math.compare.naming import name
+from stretto_verify.math.compare.opinion import accepts, parsed
+from stretto_verify.math.extract.denial import is_open
+from stretto_verify.math.extract.final import FinalAnswer, final_answer, without_frame
+from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
+from stretto_verify.math.parse.expressions import expression
+from stretto_verify.math.parse.forms import undeclared
+from stretto_verify.math.parse.reading import read
+from stretto_verify.math.parse.spelling import compact, spelled
+from stretto_verify.math.parse.structure import (
+    LeftOver,
+    Letter,
+    Listing,
+    Matrix,
+    Node,
+    Ratio,
+    Relation,
+    Scalar,
+    Union,
+    Unreadable,
+    Words,
+)
+from stretto_verify.verdicts import Undecided
+
+
+def math(prompt: str, completion: str, answer: str) -> bool:
+    """Whether the final answer of `completion` is the gold `answer`.
+
+    Raises:
+        Undecided: the gold answer is empty, beyond the limits, or cannot be read. A completion that is, is wrong.
+    """
+    expected = gold_piece(answer)
+    if completion.strip() == answer.strip():
+        return True
+    if len(completion) > LONGEST_COMPLETION:
+        return False
+    try:
+        with limited_time():
+            given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
+            return given is not None and bool(given.text.strip()) and judged(expected, given, prompt)
+    except (TooLong, Undecided):
+        return not gold(prompt, completion, answer)  # whose fault was it? The gold answer's stays undecided
+
+
+@lru_cache(maxsize=1 << 16)
+def _checked(answer: str) -> str:
+    """Why `answer` cannot be a gold answer; empty: it can."""
+    piece = gold_piece(answer)
+    try:
+        _understand(read(piece.text))
+    except Unreadable:
+        try:
+            parsed(_shown(piece))
+        except Unreadable as error:
+            return f"a gold answer that cannot be read: {error}"
+        except Undecided as error:
+            return str(error)
+    except Undecided as error:
+        return str(error)
+    return ""
+
+
+def gold(prompt: str, completion: str, answer: str) -> bool:
+    """Check that `answer` can be a gold answer.
+
+    Raises:
+        Undecided: it cannot, with the reason.
+    """
+    if reason := _checked(answer):
+        raise Undecided(reason)
+    return True
+
+
+@lru_cache(maxsize=1 << 16)
+def gold_piece(answer: str) -> FinalAnswer:
+    """The final answer of a gold answer.
+
+    Raises:
+        Undecided: there is none.
+    """
+    text = answer.replace("’", "'")
+    if "boxed{" in text:  # no gold answer is cut off
+        text += "}" * (text.count("{") - text.count("}"))
+    found = final_answer(without_frame(text), is_all=True)
+    if found is None or not found.text.strip():  # a gold text without a marked answer is the answer itself
+        found = FinalAnswer(answer.strip(), certain=False)
+    check_piece(found.text)
+    if not compact(spelled(found.text)):
+        raise Undecided(f"the gold answer {answer[:60]!r} holds no answer")
+    return found
+
+
+def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
+    """Compare two final answers: strictly first, and by math-verify where that is unknown."""
+    check_piece(given.text)
+    if is_open(gold.text) != is_open(given.text):
+        return False
+    if compact(spelled(gold.text)) == compact(spelled(given.text)):
+        return True
+    try:
+        expected, found = _structure(gold.text), _structure(given.text, is_whole=True)
+    except LeftOver:
+        return False
+    if (
+        isinstance(expected, Relation)
+        and isinstance(found, Relation)
+        and _is_written_back(expected, given, found, prompt)
+    ):
+        return False
+    if expected is not None and found is not None:
+        opinion = same(expected, found)
+        plain = undeclared(spelled(given.text))
+        if not opinion and plain != spelled(given.text) and undeclared(spelled(gold.text)) == spelled(gold.text):
+            other = _structure(plain)  # what the answer says of its names, the question may have said
+            opinion = opinion if other is None else same(expected, other)
+        if opinion is not None:
+            return opinion
+    if isinstance(expected, Letter) or (isinstance(expected, Words) and not is_product(expected)):
+        return False  # math-verify knows formulas
+    try:
+        return accepts(_shown(gold), _shown(given))
+    except Unreadable as error:
+        raise Undecided(str(error)) from None
+
+
+def _is_written_back(gold: Relation, given: FinalAnswer, found: Relation, prompt: str) -> bool:
+    """Whether the answer is an equation of the question that was to be solved for a name."""
+    is_solved = name(gold.sides[0]) is not None and name(found.sides[0]) is None
+    return is_solved and compact(spelled(given.text)) in _asked(prompt)
+
+
+@lru_cache(maxsize=256)
+def _asked(prompt: str) -> str:
+    return compact(spelled(prompt))
+
+
+def _understand(given: Node) -> None:
+    """Check that every scalar of a structure can be read and evaluated.
+
+    Raises:
+        Unreadable: one cannot be read.
+        Undecided: the value of one is beyond the limits.
+    """
+    match given:
+        case Scalar(latex=latex):
+            found = expression(latex)
+            if same_value(found, found) is None:
+                check_symbolic(latex)
+        case Relation(sides=(*_, last)):
+            _understand(last)
+        case Listing(items=parts) | Union(parts=parts) | Ratio(parts=parts):
+            for part in parts:
+                _understand(part)
+        case Matrix(rows=rows):
+            for row in rows:
+                for cell in row:
+                    _understand(cell)
+        case Letter(content=content):
+            _understand(content)
+
+
+def _structure(text: str, *, is_whole: bool = False) -> Node | None:
+    """The structure of a text, None if it cannot be read.
+
+    Raises:
+        LeftOver: with `is_whole`, a reading leaves something over.
+    """
+    try:
+        return read(text)
+    except Unreadable as error:
+        if is_whole and isinstance(error, LeftOver):
+            raise
+        return None
+
+
+def _shown(piece: FinalAnswer) -> str:
+    """The text in the form that math-verify expects."""
+    return f"${spelled(piece.text)}$" if piece.certain else piece.text

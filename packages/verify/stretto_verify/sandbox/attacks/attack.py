@@ -1,0 +1,33 @@
+"""What an attack on a sandbox is: a program that tries to get at something, and how one sees that it did.
+
+An attack prints THROUGH when it got what it wanted, or leaves its mark on the host. `$PORT`, `$ABSTRACT`, `$SECRET`,
+`$OWN`, `$MARK`, `$GRADER` and `$NEIGHBOUR` stand for the baits that `probe.Baits` lays out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stretto_verify.sandbox.walls import Level
+
+THROUGH = b"THROUGH"
+
+
+@dataclass(frozen=True)
+class Attack:
+    """`stopped_by` is the weakest level that must stop it."""
+
+    name: str
+    program: str
+    stopped_by: Level = Level.D
+    seconds: float = 2.0
+
+
+#: For programs that speak to the kernel: a call by its numbers on Intel and on ARM.
+CALLS = """
+import ctypes, os, platform
+libc = ctypes.CDLL(None, use_errno=True)
+intel = platform.machine() == 'x86_64'
+def call(intel_number, arm_number, *arguments):
+    return libc.syscall(intel_number if intel else arm_number, *arguments)
+"""

@@ -1,0 +1,330 @@
+"""A sandbox: a program and an input go in, its output and how it ended come out.
+
+An exception, a signal or a limit of the program is in its `ProgramEnd`, and the program is wrong. A `SandboxFailed`
+says that the sandbox could not run it, and nothing about the program.
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import os
+import select
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Self
+
+from stretto_verify.clock import clock_limit
+from stretto_verify.sandbox.cgroups import ProgramGroup
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.guest import ORDER, REPLY
+from stretto_verify.sandbox.users import SandboxUser
+from stretto_verify.sandbox.walls import Walls, command, find_interpreter, guest_program, guest_settings
+from stretto_verify.verdicts import Record
+
+_START_SECONDS = 20.0
+_GRACE = 5.0  # seconds beyond a program's own limit after which the guest itself is given up
+_END_SECONDS = 2.0
+_KEPT_ERRORS = 4096  # bytes of the last errors, to be shown
+_READ = 1 << 16
+_LARGEST_REPLY = 1 << 16
+_STOP = b"k"  # anything that is no order
+_GUEST_BYTES, _GUEST_PROCESSES = 32 << 20, 2  # what the guest itself takes of its group
+
+
+class SandboxFailed(Exception):
+    """The sandbox could not run a program; nothing is known about the program."""
+
+
+class ProgramEnd(Record, frozen=True):
+    """How a program ended. `status` is its exit status, or minus the signal that ended it."""
+
+    status: int
+    timed_out: bool
+    flooded: bool  #: ended because it wrote too much
+    output: bytes
+    errors: bytes  #: the end of what it wrote there
+    seconds: float
+    cpu_seconds: float
+    memory: int  #: bytes, the most that one of its processes had
+    silent: float  #: seconds from the last that it wrote to its end
+
+    @property
+    def well(self) -> bool:
+        return self.status == 0 and not self.timed_out and not self.flooded
+
+    @property
+    def how(self) -> str:
+        """``time limit``, ``signal 9``, ``exit status 1: ZeroDivisionError: division by zero``."""
+        if self.timed_out:
+            return "time limit"
+        if self.flooded:
+            return "output limit"
+        if self.status < 0:
+            return f"signal {-self.status}"
+        last = self.errors.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"exit status {self.status}" + (f": {last[:200]}" if last else "")
+
+
+class _Streams:
+    """The beginning of a program's output and the end of its errors."""
+
+    def __init__(self, limit: int) -> None:
+        self.output, self.errors = bytearray(), bytearray()
+        self.flooded = False
+        self.heard = time.monotonic()  # when the last output came
+        self._limit, self._error_bytes = limit, 0
+
+    def take_output(self, chunk: bytes) -> None:
+        self.heard = time.monotonic()
+        self.output += chunk
+        self.flooded |= len(self.output) > self._limit
+        del self.output[self._limit :]
+
+    def take_errors(self, chunk: bytes) -> None:
+        self._error_bytes += len(chunk)
+        self.flooded |= self._error_bytes > self._limit
+        self.errors += chunk
+        del self.errors[:-_KEPT_ERRORS]
+
+
+class Sandbox:
+    """One slot: runs one program at a time. Warm walls keep their guest, others get a new one for each program.
+
+    Start it from a thread that lives as long as it does: the kernel ends bubblewrap with the thread that started it.
+
+    Example::
+
+        with Sandbox(walls, SandboxConfig()) as sandbox:
+            assert sandbox.run(b'{"source": "print(int(input()) + 1)"}', b"41", seconds=2).output == b"42\\n"
+    """
+
+    def __init__(self, walls: Walls, config: SandboxConfig) -> None:
+        self.walls = walls
+        self._config = config
+        self._keep = walls.warm and config.warm
+        self._group: ProgramGroup | None = None
+        self._user: SandboxUser | None = None
+        self._guest: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._words: int | None = None  # what the guest and bubblewrap say on their standard error
+
+    def start(self) -> None:
+        """Start the guest, if there is none.
+
+        Raises:
+            SandboxFailed: these walls cannot be raised here; the message says why.
+        """
+        if self._guest is not None:
+            return
+        try:
+            self._start()
+        except OSError as error:
+            problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+            raise self._failed(problem) from error
+
+    def run(self, task: Mapping[str, Any], given: bytes, seconds: float, patience: float | None = None) -> ProgramEnd:
+        """Run the program of a task (see `script.perform`) with `given` as its standard input.
+
+        Args:
+            seconds: of processor time that it may take; a program that computes in parallel has them by the clock.
+            patience: seconds that it may take by the clock if it waits; None for those of `clock_limit`.
+
+        Raises:
+            SandboxFailed: it could not be run.
+        """
+        self.start()
+        assert self._control is not None
+        patience = clock_limit(seconds) if patience is None else patience
+        try:
+            with (
+                _file(given) as input_,
+                _file(marshal.dumps(dict(task))) as task_,
+                _Pipe() as output,
+                _Pipe() as errors,
+            ):
+                descriptors = [input_, output.write, errors.write, task_]
+                socket.send_fds(self._control, [ORDER.pack(seconds, patience)], descriptors)
+                output.close_write()
+                errors.close_write()
+                reply, streams = self._follow(output.read, errors.read, time.monotonic() + patience + _GRACE)
+        except OSError as error:
+            raise self._failed(str(error)) from error
+        status, timed_out, *used = REPLY.unpack_from(reply)
+        if problem := reply[REPLY.size :].decode(errors="replace"):
+            raise self._failed(problem)
+        if not self._keep:
+            self._end()
+        said = bytes(streams.output), bytes(streams.errors)
+        silent = time.monotonic() - streams.heard
+        return ProgramEnd(status, timed_out, streams.flooded, *said, *used, silent)  # type: ignore[call-arg]
+
+    def close(self) -> None:
+        """End the guest, and with it all that runs in the sandbox."""
+        self._end()
+        for held in (self._group, self._user):
+            if held is not None:
+                held.close()
+        self._group = self._user = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        config, walls = self._config, self.walls
+        if walls.group and self._group is None:
+            memory, processes = (config.memory_mib << 20) + _GUEST_BYTES, config.processes + _GUEST_PROCESSES
+            self._group = ProgramGroup.create(memory, processes)
+        if self._user is None:
+            self._user = SandboxUser()
+        interpreter = find_interpreter(walls, self._user.uid)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._words = os.memfd_create("stretto-words")
+        with theirs, _Pipe() as told:
+            self._guest = subprocess.Popen(
+                command(walls, interpreter, config, theirs.fileno(), told.write),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._words,
+                pass_fds=(theirs.fileno(), told.write),
+                env={},  # bubblewrap's own environment can be read in the sandbox
+                cwd="/",
+                start_new_session=True,
+            )
+            told.close_write()
+            self._control.send(guest_program(interpreter))  # it starts while it is added to its group
+            if self._group is not None:
+                self._group.add(_told_process(told.read, time.monotonic() + _START_SECONDS))
+        self._control.settimeout(_START_SECONDS)
+        self._introduce(guest_settings(walls, interpreter, config, self._user.uid))
+
+    def _introduce(self, settings: Mapping[str, Any]) -> None:
+        """Send the guest its settings, and wait until it is ready."""
+        assert self._control is not None
+        proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            socket.send_fds(self._control, [marshal.dumps(dict(settings))], [proc])
+        finally:
+            os.close(proc)
+        if self._heard() != b"ready":
+            raise OSError("the guest does not become ready")
+
+    def _follow(self, output: int, errors: int, until: float) -> tuple[bytes, _Streams]:
+        """Read what the program writes until the guest says how it ended.
+
+        Raises:
+            OSError: the guest is gone, or silent.
+        """
+        assert self._control is not None
+        control, streams = self._control.fileno(), _Streams(self._config.output_mib << 20)
+        takers = {output: streams.take_output, errors: streams.take_errors}
+        poll = select.poll()
+        for descriptor in (control, *takers):
+            poll.register(descriptor, select.POLLIN)
+        reply, stopped = b"", False
+        while not reply or takers:
+            ready = poll.poll(0 if reply else max(0.0, until - time.monotonic()) * 1000)
+            if not reply and not ready:
+                raise OSError("the guest does not say how the program ended")
+            if reply and (not ready or time.monotonic() > until):
+                break  # without namespaces, a process that the program left behind keeps the other end open
+            for descriptor, _ in ready:
+                if descriptor == control:
+                    reply = self._heard()
+                    poll.unregister(control)
+                elif chunk := os.read(descriptor, _READ):
+                    takers[descriptor](chunk)
+                else:
+                    poll.unregister(descriptor)
+                    del takers[descriptor]
+            if streams.flooded and not reply and not stopped:
+                self._control.send(_STOP)
+                stopped = True
+        return reply, streams
+
+    def _heard(self) -> bytes:
+        assert self._control is not None
+        message = self._control.recv(_LARGEST_REPLY)
+        if not message:
+            raise OSError("the guest is gone")
+        return message
+
+    def _failed(self, problem: str) -> SandboxFailed:
+        """The exception to raise; the guest, whatever its state, is not used again."""
+        words = self._last_words()
+        self._end()
+        return SandboxFailed(f"{problem}: {words}" if words else problem)
+
+    def _last_words(self) -> str:
+        if self._words is None:
+            return ""
+        with suppress(subprocess.TimeoutExpired):
+            if self._guest is not None:
+                self._guest.wait(0.1)
+        text = os.pread(self._words, _KEPT_ERRORS, 0).decode(errors="replace").strip()
+        return text.rpartition("\n")[2][:300]
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._guest is not None:
+            try:  # it ends by itself, and bubblewrap with it: so every process is waited for by its parent
+                self._guest.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._guest.kill()
+                self._guest.wait()
+        if self._words is not None:
+            os.close(self._words)
+        self._control = self._guest = self._words = None
+
+
+def _told_process(descriptor: int, until: float) -> int:
+    """The process id of the guest, which bubblewrap reports before the guest starts."""
+    told, poll = b"", select.poll()
+    poll.register(descriptor, select.POLLIN)
+    while not told.rstrip().endswith(b"}"):  # it writes in pieces
+        if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+            raise OSError(f"bubblewrap has not begun within {_START_SECONDS:g} s")
+        piece = os.read(descriptor, _READ)
+        if not piece:
+            raise OSError("bubblewrap ended before the guest began")
+        told += piece
+    return int(json.loads(told)["child-pid"])
+
+
+@contextmanager
+def _file(content: bytes) -> Iterator[int]:
+    """A file in memory, to be read from its beginning."""
+    with open(os.memfd_create("stretto-input"), "w+b") as file:
+        file.write(content)
+        file.seek(0)
+        yield file.fileno()
+
+
+class _Pipe:
+    """Both ends of a pipe, each closed once."""
+
+    def __init__(self) -> None:
+        self.read, self.write = os.pipe()
+        self._open = {self.read, self.write}
+
+    def close_write(self) -> None:
+        self._close(self.write)
+
+    def _close(self, descriptor: int) -> None:
+        if descriptor in self._open:
+            self._open.remove(descriptor)
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._close(self.read)
+        self._close(self.write)

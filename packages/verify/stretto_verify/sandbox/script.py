@@ -1,0 +1,153 @@
+"""A program as a script: how it is run inside the sandbox, and how it ends.
+
+A guest has this file too, so it stands alone, but for `values`, and imports little.
+"""
+
+from __future__ import annotations
+
+import _thread
+import builtins
+import gc
+import io
+import marshal
+import os
+import sys
+
+from stretto_verify.sandbox.values import encoded, lively, plain
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_LARGEST_STACK = 64 << 20  # of a thread: deep recursion takes none, and a larger one would take all memory
+
+
+def perform() -> int:
+    """Run the task in descriptor 3; the exit status."""
+    with open(3, "rb") as file:
+        task: dict[str, Any] = marshal.load(file)
+    sys.argv = ["program.py"]
+    # The site module, which the guest does without, would make these; scripts end with them.
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    stack_size = _thread.stack_size
+    _thread.stack_size = lambda size=0, /: stack_size(min(size, _LARGEST_STACK))
+    calls = task.get("calls")
+    if calls is None:
+        return _concluded(lambda: _execute(task, "__main__"), "__main__")
+    results = os.dup(1)
+    os.dup2(2, 1)  # what the program prints is no result
+    return _concluded(lambda: _call_all(_execute(task, "program"), calls, results), "program")
+
+
+def _concluded(work: Callable[[], object], name: str) -> int:
+    """Run as an interpreter runs a script, and end as it ends: join threads, run exit functions, flush, take the names
+    from the module, so that the files are closed that it has left open, and flush again."""
+    _reopen(name)
+    status = 0
+    try:
+        work()
+    except SystemExit as leaving:
+        status = _status(leaving.code)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    for step in (_join, _run_exit_functions, _flush, lambda: _clear(name), _flush_all):
+        try:
+            step()
+        except BaseException:  # of the program; an interpreter tells it, and counts that of a stream
+            status = status or (120 if step is _flush else 0)
+    return status
+
+
+def _join() -> None:
+    if (threading := sys.modules.get("threading")) is not None:
+        threading._shutdown()
+
+
+def _run_exit_functions() -> None:
+    if (leave := sys.modules.get("atexit")) is not None:
+        leave._run_exitfuncs()
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
+
+
+def _flush_all() -> None:
+    """The first streams too, which the program may have replaced: an interpreter closes them as it forgets them."""
+    _flush()
+    if sys.__stdout__ is not None and not sys.__stdout__.closed:
+        sys.__stdout__.flush()
+
+
+def _clear(name: str) -> None:
+    names = vars(sys.modules[name])
+    for key in sorted(names, key=lambda key: not key.startswith("_")):
+        if key != "__builtins__":
+            names[key] = None
+    gc.collect()
+
+
+def _status(code: object) -> int:
+    """What ``sys.exit(code)`` makes of its argument."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _reopen(name: str) -> None:
+    """Fresh standard streams, without buffers of the guest, and, for a script, their files, which lead nowhere without
+    /proc."""
+    stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+    for called, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
+        vars(sys).update({called: stream, f"__{called}__": stream})
+    if name != "__main__":
+        return
+    plain_open = builtins.open
+    streams = {f"/dev/{name}": number for number, name in enumerate(("stdin", "stdout", "stderr"))}
+
+    def open_(file: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(file, str | os.PathLike) and (number := streams.get(os.fspath(file))) is not None:
+            file = os.dup(number)
+        return plain_open(file, *arguments, **options)
+
+    builtins.open = io.open = open_
+
+
+def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
+    """The program, between what is run before and after it: parts of one module, each compiled by itself, so that the
+    first line of a program is its first line (``from __future__ import annotations``)."""
+    module = type(sys)(name)
+    sys.modules[name] = module
+    for part, file in (("before", "before.py"), ("source", "program.py"), ("after", "after.py")):
+        if text := task.get(part, ""):
+            exec(compile(text, file, "exec", dont_inherit=True), module.__dict__)
+    return module.__dict__
+
+
+def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: int) -> None:
+    """One line for each call: ``{"value": ...}`` or ``{"error": ...}``."""
+    for call in calls:
+        try:
+            function = _found(namespace, call["name"])
+            line = encoded({"value": plain(function(*map(lively, call["args"])))})
+        except Exception as error:  # of the program; the next call may do better
+            line = encoded({"error": f"{type(error).__name__}: {error}"[:200]})
+        rest = line.encode() + b"\n"
+        while rest:
+            rest = rest[os.write(results, rest) :]
+
+
+def _found(namespace: dict[str, Any], name: str) -> Callable[..., object]:
+    """The method of a class ``Solution`` of that name, or the function."""
+    if hasattr(namespace.get("Solution"), name):
+        return getattr(namespace["Solution"](), name)  # type: ignore[no-any-return]
+    return namespace[name]  # type: ignore[no-any-return]

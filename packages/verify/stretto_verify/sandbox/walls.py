@@ -1,0 +1,232 @@
+"""The walls of a sandbox, and the ladder of levels: from the strongest walls that a machine might offer to none.
+
+| level | walls | what is missing |
+|---|---|---|
+| A | bubblewrap, namespaces, seccomp, control group | nothing |
+| B | the same without a control group | memory is bounded per process only |
+| C | namespaces, landlock, seccomp | the names of files are visible, their contents are not |
+| D | landlock, seccomp; no process may be started | other processes are visible, nothing can be written |
+| E | limits of resources | nothing stops a hostile program |
+"""
+
+from __future__ import annotations
+
+import ctypes
+import marshal
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from stretto_verify.sandbox import guest, script, values
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.seccomp import ARCHITECTURES, call_filter
+
+_MIB = 1 << 20
+_STACK_BYTES = 64 * _MIB
+_TMP_FILES = 1024
+_SPARE_THREADS = 128  # by which the other processes of an ordinary user may grow while a program runs
+
+_NEW_USER, _NEW_PROCESSES, _NEW_MOUNTS = 0x10000000, 0x20000000, 0x00020000
+_NEW_IPC, _NEW_NET, _NEW_UTS = 0x08000000, 0x40000000, 0x04000000
+_INSIDE_BWRAP = _NEW_USER | _NEW_PROCESSES | _NEW_MOUNTS  # queues and shared memory are refused as calls
+_ON_THE_HOST = _INSIDE_BWRAP | _NEW_IPC | _NEW_NET | _NEW_UTS
+
+_LANDLOCK_FILES = ((1 << 13) - 1, (1 << 14) - 1, (1 << 15) - 1)  # what ABI 1, 2 and 3 know to watch over
+_LANDLOCK_SCOPES_FROM, _LANDLOCK_SCOPES = 6, 3  # abstract sockets, signals
+_SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+_BEGINNING = """import _socket, marshal, sys
+control = _socket.socket(fileno=int(sys.argv[1]))
+*modules, guest = marshal.loads(control.recv(1 << 20))
+for name, source in zip(('stretto_verify.sandbox.values', 'stretto_verify.sandbox.script'), modules):
+    sys.modules[name] = module = type(sys)(name)
+    exec(source, module.__dict__)
+exec(guest)
+Guest(control).serve()
+"""
+_SOURCES = tuple(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (values, script, guest))
+_COMPILED = tuple(compile(source, "guest.py", "exec", dont_inherit=True, optimize=2) for source in _SOURCES)
+_OFTEN_IMPORTED = ("collections", "functools", "heapq", "itertools", "math", "re")
+_OTHER_INTERPRETERS = ("/usr/bin/python3", "/usr/local/bin/python3")
+_BWRAP_PLACES = "/usr/bin:/usr/local/bin:/bin"
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+
+
+class Level(StrEnum):
+    """The strength of the walls; a later letter is weaker."""
+
+    A = "A"
+    B = "B"
+    C = "C"
+    D = "D"
+    E = "E"
+
+
+@dataclass(frozen=True)
+class Walls:
+    """One rung of the ladder. `namespaces` are those that each program gets for itself."""
+
+    level: Level
+    bwrap: bool = False
+    group: bool = False
+    namespaces: int = 0
+    landlock: bool = False
+    seccomp: bool = True
+
+    @property
+    def warm(self) -> bool:
+        """Whether one guest may run program after program, since none leaves a trace for the next."""
+        return bool(self.namespaces) or not self.bwrap
+
+
+def ladder(warm: bool) -> Iterator[Walls]:
+    """The rungs from the strongest; where nested namespaces are not allowed, each program gets a new bubblewrap."""
+    for level, group in ((Level.A, True), (Level.B, False)):
+        if warm:
+            yield Walls(level, bwrap=True, group=group, namespaces=_INSIDE_BWRAP)
+        yield Walls(level, bwrap=True, group=group)
+    yield Walls(Level.C, namespaces=_ON_THE_HOST, landlock=True)
+    yield Walls(Level.D, landlock=True)
+    yield Walls(Level.E, seccomp=False)
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """A Python and what it needs to run."""
+
+    executable: Path
+    libraries: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, executable: Path, prefix: Path) -> Interpreter:
+        places = [prefix / "lib", prefix / "lib64", *map(Path, _SYSTEM_LIBRARIES)]
+        return cls(executable, tuple(dict.fromkeys(place for place in places if os.path.exists(place))))
+
+    @property
+    def packages(self) -> list[Path]:
+        """Folders of what others have installed: it might hold the solutions of a benchmark."""
+        found = [path for place in self.libraries for path in place.glob("python*/*-packages")]
+        return [path for path in found if path.is_dir() and not path.is_symlink()]
+
+    def usable_by(self, uid: int | None) -> bool:
+        """Whether the user can read it (`None`: we)."""
+        try:
+            if uid is None:
+                return all(os.access(path, os.R_OK | os.X_OK) for path in (self.executable, self.libraries[0]))
+            return all(path.stat().st_mode & 0o005 == 0o005 for path in (self.executable, *self.executable.parents))
+        except OSError:  # a folder on the way is closed to us
+            return False
+
+
+def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
+    """Our own interpreter without its environment, or the system's where the guest's user cannot read ours.
+
+    Raises:
+        OSError: there is none.
+    """
+    own = Interpreter.of(_own_executable(), Path(sys.base_prefix))
+    shown_by_root = walls.bwrap and os.getuid() == 0
+    if shown_by_root or own.usable_by(uid):
+        return own
+    for place in _OTHER_INTERPRETERS:
+        if (path := Path(place).resolve()).exists():
+            return Interpreter.of(path, path.parent.parent)
+    raise OSError(f"{own.executable} is not readable for the user of the sandbox, and there is no /usr/bin/python3")
+
+
+def command(walls: Walls, interpreter: Interpreter, config: SandboxConfig, control: int, told: int) -> list[str]:
+    """The command that starts a guest with the socket `control`; for its group, bubblewrap writes its process id to
+    `told` before the guest is ready.
+
+    Raises:
+        OSError: bubblewrap is not installed.
+    """
+    python = [str(interpreter.executable), "-I", "-S", "-B", "-c", _BEGINNING, str(control)]
+    return [*_bwrap(walls, interpreter, config, told), *python] if walls.bwrap else python
+
+
+def guest_program(interpreter: Interpreter) -> bytes:
+    """The modules `values`, `script` and `guest` for the interpreter: compiled, if it is of our own version."""
+    return marshal.dumps(_COMPILED if interpreter.executable == _own_executable() else _SOURCES)
+
+
+def _own_executable() -> Path:
+    return Path(getattr(sys, "_base_executable", sys.executable)).resolve()
+
+
+def _bwrap(walls: Walls, interpreter: Interpreter, config: SandboxConfig, told: int) -> list[str]:
+    """Root starts bubblewrap as root, so that it can bind every interpreter; the guest then changes its user."""
+    program = shutil.which("bwrap", path=_BWRAP_PLACES)
+    if program is None:
+        raise OSError("bubblewrap is not installed (Debian: apt-get install bubblewrap)")
+    words = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--new-session", "--die-with-parent", "--as-pid-1"]
+    words += ["--info-fd", str(told)] if walls.group else []
+    words += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if os.getuid() == 0 else ["--unshare-user"]
+    shown = [*interpreter.libraries, interpreter.executable]
+    for folder in sorted({folder for path in shown for folder in path.parents if len(folder.parts) > 1}):
+        words += ["--perms", "0755", "--dir", str(folder)]
+    for path in shown:
+        words += ["--ro-bind", str(path), str(path)]
+    for folder in interpreter.packages:
+        words += ["--tmpfs", str(folder), "--remount-ro", str(folder)]
+    words += ["--dir", "/dev"]
+    for device in _DEVICES:
+        words += ["--dev-bind", device, device]
+    words += ["--perms", "1777"]
+    words += ["--dir", "/tmp"] if walls.namespaces else ["--size", str(config.files_mib * _MIB), "--tmpfs", "/tmp"]
+    return [*words, "--remount-ro", "/", "--chdir", "/tmp", "--"]
+
+
+def guest_settings(walls: Walls, interpreter: Interpreter, config: SandboxConfig, uid: int | None) -> dict[str, Any]:
+    """The settings of a guest. `uid`: the user that it becomes (`None`: it stays ours).
+
+    Raises:
+        OSError: the kernel has no landlock, or the machine no table of system calls, and the walls need it.
+    """
+    private = bool(walls.namespaces)
+    alone = private or walls.bwrap or uid is not None
+    if walls.seccomp and platform.machine() not in ARCHITECTURES:
+        raise OSError(f"no table of system calls for {platform.machine()}")
+    return {
+        "uid": uid,
+        "loaded": _OFTEN_IMPORTED if walls.warm and config.warm else (),
+        "namespaces": walls.namespaces,
+        "tmp": f"size={config.files_mib * _MIB},nr_inodes={_TMP_FILES},mode=1777" if private else "",
+        "folder": "/tmp" if private or walls.bwrap else "/",
+        "landlock": _landlock(interpreter, private) if walls.landlock else None,
+        "seccomp": call_filter(among_others=walls.level is Level.D).hex() if walls.seccomp else "",
+        "hidden": [*map(str, interpreter.packages)] if private and not walls.bwrap else [],
+        "limits": _limits(config, counted=alone),
+        "threads": 0 if alone else config.processes + _SPARE_THREADS,
+    }
+
+
+def _limits(config: SandboxConfig, *, counted: bool) -> dict[str, int]:
+    """`counted`: the guest's user has no other processes, so that a limit for the user is one for the program."""
+    limits = {
+        "RLIMIT_CPU": int(config.completion_seconds) + 1,
+        "RLIMIT_AS": config.memory_mib * _MIB,
+        "RLIMIT_FSIZE": config.files_mib * _MIB,
+        "RLIMIT_NOFILE": config.open_files,
+        "RLIMIT_STACK": _STACK_BYTES,
+        "RLIMIT_CORE": 0,
+    }
+    return limits | {"RLIMIT_NPROC": config.processes} if counted else limits
+
+
+def _landlock(interpreter: Interpreter, private: bool) -> dict[str, Any]:
+    abi = int(ctypes.CDLL(None, use_errno=True).syscall(444, None, 0, 1))
+    if abi < 1:
+        raise OSError("the kernel has no landlock")
+    return {
+        "files": _LANDLOCK_FILES[min(abi, len(_LANDLOCK_FILES)) - 1],
+        "scopes": _LANDLOCK_SCOPES if abi >= _LANDLOCK_SCOPES_FROM else 0,
+        "read": [str(path) for path in (*interpreter.libraries, *map(Path, _DEVICES))],
+        "write": ["/tmp", "/dev/null"] if private else ["/dev/null"],
+    }

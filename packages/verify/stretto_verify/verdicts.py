@@ -1,0 +1,40 @@
+"""Verdicts, and the errors of this package."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Base of all records: immutable, refuses fields it does not know."""
+
+
+class Judged(Record, frozen=True):
+    """The verdict on one completion.
+
+    Attributes:
+        verdict: "undecided" where nothing is known about the completion: the gold answer or the tests cannot be read,
+            or judging took too long. Never count it as wrong.
+        reason: why it is wrong or undecided; empty where it is right.
+    """
+
+    verdict: Literal["right", "wrong", "undecided"]
+    reason: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.verdict == "right"
+
+
+class Undecided(Exception):
+    """Raised by a reward function that cannot tell; the text is the reason that the run records."""
+
+
+class SandboxRefused(Exception):
+    """No sandbox that is safe enough can be made on this machine; `found` says what was tried, `remedy` what helps."""
+
+    def __init__(self, found: str, remedy: str) -> None:
+        self.found, self.remedy = found, remedy
+        super().__init__(f"{found}; {remedy}")

@@ -1,0 +1,112 @@
+"""A process that judges mathematics and can be killed: ``python -m stretto_verify.worker``.
+
+One request a line on its standard input, one verdict a line on its standard output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+import weakref
+
+import msgspec
+
+from stretto_verify.clock import clock_limit
+from stretto_verify.verdicts import Judged, Record
+
+_START_SECONDS = 60.0  # imports, on a machine with much else to do
+_END_SECONDS = 5.0
+_READ = 1 << 16
+
+
+class MathRequest(Record, frozen=True):
+    """One completion to be judged."""
+
+    completion: str
+    gold: str
+    prompt: str
+
+
+class Worker:
+    """The process, started when it is needed, killed when a verdict takes too long, and then started again."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended: weakref.finalize[..., Worker] | None = None
+
+    def judge(self, completion: str, gold: str, prompt: str, seconds: float) -> Judged:
+        """The verdict; undecided where it takes more than `clock_limit(seconds)` by the clock, or the process ends."""
+        try:
+            request = msgspec.json.encode(MathRequest(completion, gold, prompt)) + b"\n"
+        except UnicodeEncodeError:
+            return Judged("undecided", "the text is not valid Unicode (a lone surrogate)")
+        first = self._process is None
+        limit = clock_limit(seconds)
+        line = self._ask(request, limit + (_START_SECONDS if first else 0.0))
+        if line.endswith(b"\n"):
+            return msgspec.json.decode(line, type=Judged)
+        self.close()
+        return Judged("undecided", f"no verdict within {limit:g} s" if line == b"" else "its process ended")
+
+    def _ask(self, request: bytes, seconds: float) -> bytes:
+        """The reply; b"" when the time is over, and a byte without an end of line when the process has ended."""
+        process = self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        until, reply = time.monotonic() + seconds, b""
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+        except OSError:
+            return b"?"
+        while not reply.endswith(b"\n"):
+            if not select.select([process.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
+                return b""
+            if not (piece := os.read(process.stdout.fileno(), _READ)):
+                return b"?"
+            reply += piece
+        return reply
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            command = [sys.executable, "-m", "stretto_verify.worker"]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._ended = weakref.finalize(self, _end, self._process)
+        return self._process
+
+    def close(self) -> None:
+        """Kill the process, if there is one."""
+        self._process = None
+        if self._ended is not None:
+            self._ended()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(_END_SECONDS)
+    for end in (process.stdin, process.stdout):
+        if end is not None:
+            with contextlib.suppress(BrokenPipeError):  # what was not sent
+                end.close()
+
+
+def main() -> None:
+    """Judge until the standard input ends. What a library prints goes to the standard error."""
+    # Only the process itself needs the computer algebra, so it is imported here and not above.
+    from stretto_verify.judging import judged_here
+
+    with os.fdopen(os.dup(1), "wb") as replies:
+        os.dup2(2, 1)
+        for line in sys.stdin.buffer:
+            asked = msgspec.json.decode(line, type=MathRequest)
+            judged = judged_here(asked.completion, asked.gold, asked.prompt)
+            replies.write(msgspec.json.encode(judged) + b"\n")
+            replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+"""The verdict on a program.
+
+Promises: right when every test passes, wrong when one does not, undecided when the tests or the sandbox are at fault;
+no forgery passes, however it tries to look right: it is told the inputs and nothing of what is expected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stretto_verify.code.formats import parse_tests
+from stretto_verify.code.reward import CodeReward, Judgement, program_of
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.probe import probe
+from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
+from stretto_verify.sandbox.walls import Level, Walls
+
+from stretto.core.records import Outcome, Verdict
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.pool import RewardPool
+from stretto.rewards.service.wire import ScoreItem
+from tests.verify.sandbox.other_users import ORDINARY, as_user, delegated_groups
+
+ANY = "any problem"
+CONFIG = SandboxConfig(seconds=0.5, completion_seconds=2.0)
+BY_INPUT = parse_tests([{"stdin": f"{n}\n", "stdout": f"{n * n}\n"} for n in (7, 8, 12)])
+BY_CALL = parse_tests([{"call": "f", "args": [n], "expected": [n * n, str(n)]} for n in (7, 8, 12)])
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[CodeReward]:
+    judge = CodeReward(CONFIG, *probe(CONFIG, []))
+    yield judge
+    judge.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("print(int(input()) ** 2)", Judgement(3, 3)),
+        ("Here:\n```python\nn = int(input())\nprint(n * n)\n```", Judgement(3, 3)),
+        ("print(49)", Judgement(1, 3, "test 2: wrong output")),
+        (
+            "n = int(input())\nif n > 9: raise ValueError(n)\nprint(n * n)",
+            Judgement(2, 3, "test 3: exit status 1: ValueError: 12"),
+        ),
+        ("n = int(input())\nprint(n * n)\nraise SystemExit(1)", Judgement(0, 3, "test 1: exit status 1")),
+        ("n = int(input())\nif n == 7:\n    print(49)\n    exit()\nprint(n * n)\nquit(0)", Judgement(3, 3)),
+        ("print(int(input()) ** 2)\nexit(1)", Judgement(0, 3, "test 1: exit status 1")),
+        ("exit()", Judgement(0, 3, "test 1: wrong output")),
+        ("while input(): pass", Judgement(0, 3, "test 1: exit status 1: EOFError: EOF when reading a line")),
+        ("while True: pass", Judgement(0, 3, "test 1: time limit")),
+        ("x +", Judgement(0, 3, "test 1: exit status 1: SyntaxError: invalid syntax")),
+        ("```c\nmain() {}\n```", Judgement(0, 3, "no program in the completion")),
+        ("", Judgement(0, 3, "no program in the completion")),
+        ("print('\\ud800')", Judgement(0, 3, ANY)),
+    ],
+)
+def test_programs_by_standard_input(judge: CodeReward, answer: str, expected: Judgement) -> None:
+    found = judge.judge(answer, BY_INPUT)
+    assert (found.passed, found.total) == (expected.passed, expected.total)
+    assert expected.problem in (ANY, found.problem)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("def f(n): return [n * n, str(n)]", Judgement(3, 3)),
+        ("def f(n): return n * n, str(n)", Judgement(3, 3)),
+        ("class Solution:\n    def f(self, n: List[int]) -> Optional[int]: return [n * n, str(n)]", None),
+        ("class Solution:\n    def f(self, n): return [n * n, str(n)]", Judgement(3, 3)),
+        ("def f(n): print('noise'); return [n * n, str(n)]", Judgement(3, 3)),
+        ("def f(n): return [n * n, n]", Judgement(0, 3, "call 1: wrong result")),
+        (
+            "def f(n): return [n * n, str(n)] if n < 9 else 1 / 0",
+            Judgement(2, 3, "call 3: ZeroDivisionError: division by zero"),
+        ),
+        ("def g(n): return [n * n, str(n)]", Judgement(0, 3, "call 1: KeyError: 'f'")),
+        ("def f(n):\n    while n > 9: pass\n    return [n * n, str(n)]", Judgement(2, 3, "time limit")),
+        ("def f(n): return open", Judgement(0, 3, ANY)),
+        ("def f(n):\n    x = []\n    x.append(x)\n    return x", Judgement(0, 3, ANY)),
+        ("def f(n): return [10 ** 5000]", Judgement(0, 3, ANY)),
+        ("f = 3", Judgement(0, 3, "call 1: TypeError: 'int' object is not callable")),
+        ("raise ValueError", Judgement(0, 3, "exit status 1: ValueError")),
+        ("if __name__ == '__main__': raise ValueError\ndef f(n): return [n * n, str(n)]", Judgement(3, 3)),
+    ],
+)
+def test_programs_by_calls(judge: CodeReward, answer: str, expected: Judgement | None) -> None:
+    found = judge.judge(answer, BY_CALL)
+    if expected is None:  # names that nobody imported are of no use to a program of ours
+        assert "NameError: name 'List' is not defined" in found.problem
+        return
+    assert (found.passed, found.total) == (expected.passed, expected.total)
+    assert expected.problem in (ANY, found.problem)
+
+
+EQUALS_ALL = "class Same(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n"
+FORGERIES: list[Any] = [
+    pytest.param(EQUALS_ALL + "def f(n): return Same()", id="an object that equals everything"),
+    pytest.param(
+        "class L(list):\n    def __eq__(self, other): return True\n    def __len__(self): return 2\n"
+        "def f(n): return L()",
+        id="a list that equals everything",
+    ),
+    pytest.param("import sys\ndef f(n): sys.exit(0)\nsys.exit(0)", id="leave with success"),
+    pytest.param("exit()\ndef f(n): quit()", id="leave as in a session"),
+    pytest.param("import os\nos._exit(0)", id="leave at once"),
+    pytest.param("def f(n): raise SystemExit(0)\nif __name__ == '__main__': raise SystemExit", id="leave in the call"),
+    pytest.param("import atexit, os\natexit.register(os._exit, 0)\ndef f(n): return 1 / 0", id="leave at the end"),
+    pytest.param("import sys, os\nsys.excepthook = lambda *a: os._exit(0)\ndef f(n): pass\n1 / 0", id="an excepthook"),
+    pytest.param(
+        "import gc, sys\n"
+        "def look():\n"
+        "    frame = sys._getframe()\n"
+        "    while frame:\n"
+        "        for name, value in {**frame.f_locals, **frame.f_globals}.items():\n"
+        "            if name in ('expected', 'accepted', 'tests', 'stdout'): return value\n"
+        "        frame = frame.f_back\n"
+        "    return [x for x in gc.get_objects() if isinstance(x, dict) and ('accepted' in x or 'expected' in x)]\n"
+        "def f(n): return look()\n"
+        "if __name__ == '__main__': print(look())",
+        id="look for what is expected",
+    ),
+    pytest.param(
+        "import os, signal\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.05)\nwhile True: pass",
+        id="a timer that leaves",
+    ),
+    pytest.param("for word in ('PASSED', 'OK', '1.0', '{}'): print(word)\ndef f(n): pass", id="markers"),
+    pytest.param(
+        "import os\n"
+        "for number in range(16):\n"
+        '    try: os.write(number, b\'{"value": true}\\n{"value": true}\\n{"value": true}\\n\')\n'
+        "    except OSError: pass\n"
+        "os._exit(0)",
+        id="write where results go",
+    ),
+    pytest.param(
+        "import builtins, sys\n"
+        "guest = sys.modules['__main__']\n"
+        "for name in ('plain', 'encoded', '_call_all', '_found'):\n"
+        "    if hasattr(guest, name): setattr(guest, name, lambda *a: 'true')\n"
+        "def f(n): return 1",
+        id="replace the guest's functions",
+    ),
+    pytest.param(
+        "import os, time\nif os.fork() == 0:\n    time.sleep(0.1)\n    print(49)\n    os._exit(0)\nos._exit(0)",
+        id="leave the work to a child",
+    ),
+]
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_no_forgery_passes(judge: CodeReward, forgery: str) -> None:
+    for tests in (BY_INPUT, BY_CALL):
+        found = judge.judge(forgery, tests)
+        assert not found.right, found
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_no_forgery_passes_where_an_ordinary_user_judges() -> None:
+    def passed() -> str:
+        with contextlib.closing(CodeReward(CONFIG, *probe(CONFIG, []))) as judge:
+            honest = judge.judge("def f(n): return [n * n, str(n)]", BY_CALL)
+            asked = [(param.id, param.values[0], tests) for param in FORGERIES for tests in (BY_INPUT, BY_CALL)]
+            forged = [name for name, forgery, tests in asked if judge.judge(str(forgery), tests).right]
+            return f"honest {honest.passed} of {honest.total}, forged {forged}"
+
+    with delegated_groups(ORDINARY) as groups:
+        assert as_user(ORDINARY, passed, groups) == "honest 3 of 3, forged []"
+
+
+def test_a_function_is_taken_from_the_block_that_defines_it(judge: CodeReward) -> None:
+    answer = "```python\ndef f(n): return [n * n, str(n)]\n```\nUsage:\n```python\nprint(f(7))\n```"
+    assert judge.judge(answer, BY_CALL) == Judgement(3, 3)
+    twice = "```python\ndef f(n): return 1\n```\nBetter:\n```python\ndef f(n): return [n * n, str(n)]\n```"
+    assert judge.judge(twice, BY_CALL) == Judgement(3, 3)
+
+
+def test_what_is_written_among_the_results_of_calls_is_wrong(judge: CodeReward) -> None:
+    program = (
+        "import os\n"
+        "def f(n):\n"
+        "    for number in range(3, 16):\n"
+        "        try: os.write(number, b'{\"value\": 1}\\n')\n"
+        "        except OSError: pass\n"
+        "    return [n * n, str(n)]\n"
+    )
+    assert judge.judge(program, BY_CALL) == Judgement(0, 3, "it wrote among the results of its calls")
+
+
+def test_right_results_and_a_wrong_end_are_wrong(judge: CodeReward) -> None:
+    program = "import atexit, os\natexit.register(os._exit, 3)\ndef f(n): return [n * n, str(n)]"
+    found = judge.judge(program, BY_CALL)
+    assert (found.passed, found.right, found.problem) == (3, False, "exit status 3")
+
+
+def test_expected_outputs_never_come_into_the_sandbox(judge: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    run = judge._sandbox.run
+
+    def watched(task: Any, given: bytes, seconds: float, patience: float | None = None) -> Any:
+        seen.append(f"{task} {given!r}")
+        return run(task, given, seconds, patience)
+
+    monkeypatch.setattr(judge._sandbox, "run", watched)
+    judge.judge("def f(n): return n", parse_tests([{"call": "f", "args": [5], "expected": 424242}]))
+    judge.judge("print(input())", parse_tests([{"stdin": "5", "stdout": "424242"}]))
+    assert len(seen) == 2
+    assert not any("424242" in words for words in seen)
+
+
+def test_as_a_reward_it_stops_at_the_first_failure(judge: CodeReward) -> None:
+    tests = parse_tests([{"stdin": "1", "stdout": "2"}, {"stdin": "1", "stdout": "1"}])
+    assert judge.judge("print(input())", tests, to_the_end=True).passed == 1
+    assert judge.judge("print(input())", tests, to_the_end=False).passed == 0
+
+
+def test_all_tests_together_have_a_time_limit_too() -> None:
+    config = SandboxConfig(seconds=0.4, completion_seconds=0.6)
+    judge = CodeReward(config, *probe(config, []))
+    tests = parse_tests([{"stdin": "", "stdout": ""}] * 20)
+    try:
+        found = judge.judge("import time\nwhile time.process_time() < 0.25: pass", tests)
+    finally:
+        judge.close()
+    assert found.passed == 2
+    assert found.problem.startswith("test 3: time limit")
+
+
+def test_calls_are_charged_to_the_time_of_an_answer() -> None:
+    config = SandboxConfig(seconds=1.5, completion_seconds=1.9)
+    judge = CodeReward(config, *probe(config, []))
+    tests = parse_tests([{"call": "f", "args": [], "expected": 1}, {"stdin": "", "stdout": ""}])
+    spin = "import time\ndef spin(s):\n    while time.process_time() < s: pass\n"
+    program = spin + "def f():\n    spin(0.8)\n    return 1\nif __name__ == '__main__': spin(1.2)"
+    try:
+        found = judge.judge(program, tests)
+    finally:
+        judge.close()
+    assert found == Judgement(1, 2, "test 1: time limit of all tests", unknown=True)
+
+
+class FailsAtFirst(Sandbox):
+    """Its first run takes longer than an answer may, and comes to nothing."""
+
+    failed = False
+
+    def run(self, task: Mapping[str, Any], given: bytes, seconds: float, patience: float | None = None) -> ProgramEnd:
+        if not self.failed:
+            self.failed = True
+            time.sleep(0.7)
+            raise SandboxFailed("it was killed")
+        return super().run(task, given, seconds, patience)
+
+
+def test_the_time_that_a_sandbox_loses_is_not_the_programs() -> None:
+    config = SandboxConfig(seconds=0.5, completion_seconds=0.6)
+    judge = CodeReward(config, *probe(config, []), sandbox=FailsAtFirst)
+    try:
+        assert judge.judge("print(int(input()) ** 2)", BY_INPUT) == Judgement(3, 3)
+    finally:
+        judge.close()
+
+
+def test_the_prelude_stands_before_a_program_of_the_public_sets(judge: CodeReward) -> None:
+    tests = parse_tests({"fn_name": "f", "inputs": [[[3, 1, 2]]], "outputs": [3]})
+    answer = "class Solution:\n    def f(self, n: List[int]) -> int: return heapq.nlargest(1, n)[0]"
+    assert program_of(answer, tests) == (answer, tests.prelude, "")
+    assert judge.judge(answer, tests) == Judgement(1, 1)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "def f(n): return pow(n, -1, 7)",
+        "def f(n): return [5, bisect.bisect_left([1, 2, 3], n)][0] if Counter([n]) == collections.Counter([n]) else 0",
+        "from __future__ import annotations\ndef f(n: Unknown) -> list[Unknown]: return pow(n, 5, 7)",
+        "'''Inverts.'''\nfrom __future__ import annotations\ndef f(n): return 5 if type(sum([1])) is int else 0",
+        "def f(n): return bisect_left(range(9), 5) if gcd(4, 6) == 2 else 0",
+    ],
+)
+def test_the_prelude_hides_nothing_and_may_stand_before_any_program(judge: CodeReward, answer: str) -> None:
+    tests = parse_tests({"fn_name": "f", "inputs": [[3]], "outputs": [5]})
+    assert judge.judge(answer, tests) == Judgement(1, 1)
+
+
+HUMANEVAL = {
+    "prompt": (
+        "import math\nfrom typing import List\n\ndef poly(xs: list, x: float):\n    return sum(c * x**k for k, c in "
+        "enumerate(xs))\n\n\ndef at_two(xs: List[int]) -> int:\n    '''The value at 2.'''\n"
+    ),
+    "entry_point": "at_two",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == 5\n    assert candidate([0, 0, 1]) == 4\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("    return poly(xs, 2)", True),
+        ("```python\ndef at_two(xs: List[int]) -> int:\n    return math.floor(poly(xs, 2))\n```", True),
+        ("class Solution:\n    def at_two(self, xs: List[int]) -> int:\n        return poly(xs, 2)", True),
+        ("from __future__ import annotations\ndef at_two(xs: Unknown): return poly(xs, 2)", True),
+        ("def at_two(xs): return poly(xs, 3)", False),
+        ("def poly(xs, x): return 0\ndef at_two(xs): return poly(xs, 2)", False),
+    ],
+)
+def test_an_answer_has_the_helpers_of_the_preamble_also_where_it_gives_the_function_again(
+    judge: CodeReward, answer: str, right: bool
+) -> None:
+    assert judge.judge(answer, parse_tests(HUMANEVAL)).right == right
+
+
+def test_what_the_tests_of_a_row_import_and_set_up_is_there_when_they_call(judge: CodeReward) -> None:
+    row = {"test_list": ["assert size(2) == 3", "assert size(3) == 4"], "test_imports": ["import math"]}
+    assert judge.judge("def size(n): return math.ceil(n + 0.5)", parse_tests(row)).right
+    made = {"test_list": ["assert size(2) == 3"], "test_setup_code": "root = Node(1)"}
+    assert judge.judge(
+        "class Node:\n    def __init__(self, n): self.n = n\ndef size(n): return n + root.n", parse_tests(made)
+    ).right
+    assert not judge.judge("def size(n): return n + 1", parse_tests(made)).right
+
+
+def test_an_answer_may_go_on_from_the_head_of_the_function(judge: CodeReward) -> None:
+    tests = parse_tests(
+        {"tests": [{"call": "f", "args": [3], "expected": 9}], "preamble": "def f(n):", "entry_point": "f"}
+    )
+    assert judge.judge("x=n*n;return x", tests).right
+    assert judge.judge("def f(n): return n * n", tests).right
+    assert not judge.judge("return n", tests).right
+
+
+def test_a_sandbox_that_fails_leaves_the_answer_undecided() -> None:
+    walls = Walls(Level.C, namespaces=0x1)  # there is no such namespace
+    judge = CodeReward(CONFIG, walls, probe(CONFIG, [])[1])
+    with pytest.raises(SandboxFailed):
+        judge.judge("print(49)", BY_INPUT)
+    judge.close()
+
+
+def scored(*items: tuple[str, str]) -> list[Verdict]:
+    async def main() -> list[Verdict]:
+        async with RewardPool(RewardsConfig(function="code", code=CONFIG)) as pool:
+            assert pool.facts["sandbox"].startswith("sandbox level ")
+            return await pool.score([ScoreItem(prompt="", completion=text, answer=gold) for text, gold in items])
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_the_workers_of_a_run_judge_programs() -> None:
+    gold = json.dumps([{"stdin": "7", "stdout": "49"}])
+    verdicts = scored(("print(49)", gold), ("print(48)", gold), ("print(49)", "nonsense"), ("print(49)", "[]"))
+    assert [verdict.outcome for verdict in verdicts] == [
+        Outcome.RIGHT,
+        Outcome.WRONG,
+        Outcome.UNDECIDED,
+        Outcome.UNDECIDED,
+    ]
+    assert verdicts[3].reason == "there are no tests"
+
+
+def test_workers_that_are_killed_leave_no_control_group() -> None:
+    def left_behind() -> set[Path]:
+        """The groups whose maker, whose number is in their name, is no more."""
+        groups = {path for path in Path("/sys/fs/cgroup").glob("*/**/stretto-*") if path.is_dir()}
+        return {path for path in groups if not Path("/proc", path.name.split("-")[1]).exists()}
+
+    before = left_behind()
+    scored(("print(49)", json.dumps([{"stdin": "7", "stdout": "49"}])))
+    end = time.monotonic() + 10.0  # others who score at the same time put away theirs
+    while not left_behind() <= before and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left_behind() <= before
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"timeout": 5.0}, "must leave room for code.completion_seconds: 25 or more"),
+        ({"code": {"seconds": 20.0}}, "seconds = 20 is more than completion_seconds = 10"),
+        ({"code": {"lowest_level": "E"}}, "needs unsafe = true"),
+        ({"code": {"lowest_level": "F"}}, "'A', 'B', 'C', 'D' or 'E'"),
+        ({"code": {"memory_mib": 1}}, "greater than or equal to 64"),
+        ({"code": {"memory": 100}}, "Extra inputs are not permitted"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        RewardsConfig.model_validate({"function": "code"} | settings)

@@ -1,0 +1,304 @@
+"""Families of answers, generated: however an answer is written it is right, and a neighbour of it never is.
+
+Promises: amounts with units, sums of money, times of day, dates, ratios, periodic
+solutions, systems of equations, roots with both signs, complex numbers and polynomials are told from their neighbours;
+values with names by their names, pairs from sets; what is denied, exceeded or multiplied in words is not the answer,
+nor is one of several boxes, nor the right side of an equation that is written back.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from stretto_verify.math.reward import math
+from stretto_verify.verdicts import Undecided
+
+numbers = st.integers(1, 999_999)
+small = st.integers(-40, 40)
+positive = st.integers(1, 40)
+few = settings(max_examples=25)
+
+
+def right(gold: object, answer: object) -> bool:
+    try:
+        return math("", str(answer), str(gold))
+    except Undecided:
+        return False
+
+
+def boxed(answer: object) -> str:
+    return rf"\boxed{{{answer}}}"
+
+
+@few
+@given(st.integers(1, 30), st.integers(1, 59), st.integers(1, 59))
+def test_amounts_of_two_units_are_the_same_amounts_only(hours: int, minutes: int, other: int) -> None:
+    gold = f"{hours} hours {minutes} minutes"
+    assert right(gold, boxed(rf"{hours}\text{{ hours }}{minutes}\text{{ minutes}}"))
+    assert right(gold, f"{hours} hours {other} minutes") == (minutes == other)
+    assert not right(gold, boxed(f"{minutes} minutes"))
+    assert not right(gold, boxed(f"{hours} hours"))
+    assert not right(minutes, f"It takes {gold}.")
+
+
+UNITS = [("m", "cm", 100), ("kg", "grams", 1000), ("m^2", "cm^2", 10_000), ("dollars", "cents", 100)]
+
+
+@few
+@given(numbers, st.sampled_from(UNITS))
+def test_an_amount_has_its_own_unit_or_none(amount: int, units: tuple[str, str, int]) -> None:
+    large, little, factor = units
+    assert right(f"{amount} {large}", boxed(amount))
+    assert right(amount, boxed(f"{amount} {large}"))
+    assert not right(f"{amount} {large}", boxed(f"{amount} {little}"))
+    assert not right(f"{amount} {large}", boxed(f"{amount * factor} {large}"))
+
+
+@few
+@given(st.integers(0, 99_999), st.integers(0, 99), st.integers(0, 99))
+def test_sums_of_money(dollars: int, cents: int, other: int) -> None:
+    gold = f"{dollars}.{cents:02}"
+    assert right(gold, boxed(rf"\${dollars:,}.{cents:02}"))
+    assert right(rf"\${gold}", f"It costs ${dollars}.{cents:02}.")
+    assert right(gold, boxed(rf"\${dollars}.{other:02}")) == (cents == other)
+
+
+@few
+@given(st.integers(1, 12), st.integers(0, 59), st.sampled_from("ap"), st.integers(1, 59))
+def test_times_of_day(hour: int, minute: int, half: str, later: int) -> None:
+    gold = f"{hour}:{minute:02} {half}.m."
+    assert right(gold, boxed(rf"{hour}\!:\!{minute:02}\text{{ {half.upper()}M}}"))
+    assert right(gold, f"The train leaves at {hour}:{minute:02} {half.upper()}M.")
+    assert not right(gold, boxed(f"{hour}:{minute:02} {'p' if half == 'a' else 'a'}m"))
+    assert not right(gold, boxed(f"{hour}:{(minute + later) % 60:02} {half}m"))
+
+
+@few
+@given(st.integers(1, 28), st.integers(1, 28), st.sampled_from(["May", "June", "October"]))
+def test_dates(day: int, other: int, month: str) -> None:
+    assert right(f"{month} {day}", boxed(rf"\text{{{month} {day}}}"))
+    assert right(f"{month} {day}", f"The answer is {month} {day}.")
+    assert right(f"{month} {day}", boxed(rf"\text{{{month} {other}}}")) == (day == other)
+    assert not right(f"{month} {day}", boxed(rf"\text{{July {day}}}"))
+    assert not right(f"{month} {day}", boxed(day))
+
+
+@few
+@given(positive, positive, st.integers(2, 9), positive)
+def test_ratios(one: int, two: int, factor: int, third: int) -> None:
+    assert right(f"{one}:{two}", boxed(rf"{one} : {two}"))
+    assert right(f"{one}:{two}", boxed(rf"\frac{{{one}}}{{{two}}}"))
+    assert right(f"{one}:{two}", boxed(f"{two}:{one}")) == (one == two)
+    assert right(f"1:{one + 100}:{third}", boxed(f"{factor}:{(one + 100) * factor}:{third * factor}"))
+    assert not right(f"1:{one + 100}:{third}", boxed(f"{factor}:{(one + 100) * factor}:{third * factor + 1}"))
+
+
+@few
+@given(st.integers(1, 11), st.integers(2, 12), st.sampled_from(["n", "m", "k"]), st.integers(1, 11))
+def test_periodic_solutions_have_a_parameter_without_a_name(a: int, b: int, name: str, other: int) -> None:
+    gold = rf"$x=\frac{{{a}\pi}}{{{b}}}+k\pi, k \in \mathbb{{Z}}$"
+    assert right(gold, boxed(rf"x=\frac{{{a}\pi}}{{{b}}}+{name}\pi,\ {name}\in\mathbb{{Z}}"))
+    assert right(gold, boxed(rf"\frac{{{a}\pi}}{{{b}}}+{name}\pi \text{{ for all integers }} {name}"))
+    assert right(gold, boxed(rf"\frac{{{other}\pi}}{{{b}}}+k\pi")) == (a == other)
+    assert not right(gold, boxed(rf"\frac{{{a}\pi}}{{{b}}}+2k\pi"))
+    assert not right(gold, boxed(rf"\frac{{{a}\pi}}{{{b}}}"))
+
+
+@few
+@given(small, small, small)
+def test_a_system_of_equations_names_its_values(x: int, y: int, other: int) -> None:
+    system = rf"\begin{{cases}} x = {x} \\ y = {y} \end{{cases}}"
+    for gold in (f"$({x}, {y})$", f"x={x}, y={y}", f"$(x,y)=({x},{y})$"):
+        assert right(gold, boxed(system))
+        assert right(gold, f"We find $x = {x}$ and $y = {y}$.")
+        assert right(gold, boxed(f"x={x}, y={other}")) == (y == other)
+    assert right(f"x={x}, y={y}", boxed(f"{y}, {x}")) == (x == y)
+
+
+NAMES = [("x", "y"), ("a", "b"), ("m", "n"), ("p", "q"), ("x_1", "x_2")]
+
+
+@few
+@given(small, small, st.sampled_from(NAMES))
+def test_values_belong_to_their_names_in_whatever_order_they_are_told(
+    one: int, other: int, names: tuple[str, str]
+) -> None:
+    assume(one != other)
+    a, b = names
+    told = [
+        "{0}={2}, {1}={3}",
+        "$({0},{1})=({2},{3})$",
+        r"\begin{{cases}}{0}={2}\\{1}={3}\end{{cases}}",
+        "{0}={2} and {1}={3}",
+    ]
+    for gold in (f"$({a},{b})=({one},{other})$", f"{a}={one}, {b}={other}", f"$({one},{other})$"):
+        for form in told:
+            assert right(gold, boxed(form.format(a, b, one, other)))
+            assert right(gold, boxed(form.format(b, a, other, one))) == ("=(" in gold or f"{a}=" in gold)
+            assert not right(gold, boxed(form.format(b, a, one, other)))
+            assert not right(gold, boxed(form.format(a, b, other, one)))
+    assert not right(f"$({a},{b})=({one},{other})$", boxed(f"u={one}, v={other}"))
+    assert not right(f"{a}={one}, {b}={other}", boxed(f"{a}={one}, {other}"))
+
+
+@few
+@given(st.lists(st.tuples(small, small), min_size=2, max_size=3, unique=True), st.sampled_from(NAMES))
+def test_points_belong_to_their_names_too(points: list[tuple[int, int]], names: tuple[str, str]) -> None:
+    a, b = names
+    joined, turned = ", ".join(map(str, points)), [(y, x) for x, y in points]
+    for gold in (f"$({a},{b}) = {joined}$", f"${joined}$"):
+        assert right(gold, boxed(f"({a},{b}) = {joined}"))
+        swapped = boxed(f"({b},{a}) = {joined}")
+        assert not right(gold, swapped) or sorted(points) == sorted(turned)
+
+
+UNSOLVED = ["2x", "-x", "5x^3+2x", "x-3", "x^2", "x^2+y^2", "3x+2y", "x+y", "x(x+1)", "x(x+y)", r"\frac{x}{4}", "n!"]
+UNSOLVED += [
+    r"\frac{1}{x}",
+    "x+x",
+    "2^x",
+    "e^{x}",
+    r"\sqrt{x+1}",
+    "|x-2|+1",
+    "2f(x)",
+    r"\frac{x}{2}+\frac{x}{3}",
+    "|x|",
+]
+UNSOLVED += ["x^2-5x+6", r"\binom{n}{2}", "ab+bc+ca", "(a+b)(c+d)", r"\sin x", "AC^2", r"\log_a b"]
+LATER = ["{}", "{}\n\nIt holds.", "The answer is {}.", "So we have {}."]
+
+
+@few
+@given(small, st.sampled_from(UNSOLVED), st.sampled_from(LATER), st.sampled_from(["=", r"\equiv"]))
+def test_an_equation_that_is_written_back_is_not_its_right_side(value: int, left: str, frame: str, sign: str) -> None:
+    assert not right(value, frame.format(boxed(f"{left} {sign} {value}")))
+    assert not right(value, frame.format(f"${left} {sign} {value}$"))
+    assert not right(f"$({value}, {value + 1})$", boxed(f"{left} = ({value}, {value + 1})"))
+
+
+@few
+@given(st.integers(2, 9), small, small, small, st.integers(1, 4))
+def test_nor_is_a_polynomial_that_is_written_back(a: int, b: int, c: int, value: int, power: int) -> None:
+    left = f"{a}x^{power} + {b}x + {c}".replace("+ -", "- ")
+    assert not right(value, boxed(f"{left} = {value}"))
+    assert not right(value, f"The equation is ${left} = {value}$.")
+    assert not right(value, f"The equation is {left} = {value}.")
+    assert right(value, f"From {left} = 0 we find that x = {value}.")
+    assert not right(f"{value}, {value + 1}", boxed(f"{left} = {value}, {left} = {value + 1}"))
+
+
+@few
+@given(small, small)
+def test_nor_is_a_system_of_equations_its_right_sides(one: int, other: int) -> None:
+    for system in ("x+y={}, x-y={}", "x+y={}, xy={}", "2x+y={}, y={}", r"\begin{{cases}}x+y={}\\x-y={}\end{{cases}}"):
+        for gold in (f"$({one},{other})$", f"$(x,y)=({one},{other})$", f"{one}, {other}"):
+            assert not right(gold, boxed(system.format(one, other)))
+
+
+ASKED = ["x", "f(2)", "f(g(2))", "AB", r"\angle ABC", "xy", r"\frac{AB}{CD}", "S_{10}", "P(A)", r"P(A\cap B)", "[ABC]"]
+ASKED += [r"\text{Area of } ABC", r"\text{Number of 2-digit primes}", r"\lim_{x\to 0} f(x)", r"3 \oplus 4"]
+
+
+@few
+@given(st.integers(2, 999), st.sampled_from(ASKED))
+def test_what_may_be_asked_for_has_the_value_that_it_is_said_to_have(value: int, left: str) -> None:
+    assert right(value, boxed(f"{left} = {value}"))
+    assert right(value, f"Therefore ${left} = {value - 1} + 1 = {value}$.")
+    assert not right(value, boxed(f"{left} = {value + 1}"))
+
+
+@few
+@given(positive, positive, st.integers(1, 99))
+def test_a_computation_is_its_result_where_it_is_right(one: int, other: int, by: int) -> None:
+    assert right(one + other, boxed(f"{one} + {other} = {one + other}"))
+    assert right(one * other, rf"${one} \times {other} = {one * other}$")
+    assert not right(one + other + by, boxed(f"{one} + {other} = {one + other + by}"))
+    assert right(one**2 + other**2, f"$a^2 + b^2 = {one}^2 + {other}^2 = {one**2 + other**2}$")
+
+
+@few
+@given(st.lists(small, min_size=2, max_size=4, unique=True))
+def test_a_set_is_no_tuple_and_no_interval(members: list[int]) -> None:
+    inside, turned = ", ".join(map(str, sorted(members))), ", ".join(map(str, sorted(members, reverse=True)))
+    told = [rf"\{{{inside}\}}", rf"\{{{turned}\}}", rf"x \in \{{{inside}\}}", rf"\left\{{{inside}\right\}}"]
+    low, high = min(members), max(members)
+    for answer in told:
+        assert not right(f"$({inside})$", boxed(answer))
+        assert not right(
+            f"$({low}, {high}) \\cup ({high + 1}, {high + 2})$", boxed(rf"{answer} \cup ({high + 1}, {high + 2})")
+        )
+        assert not right(f"${low} < x < {high}$", boxed(rf"\{{{low}, {high}\}}"))
+        assert right(inside, boxed(answer))
+        assert right(rf"$\{{{inside}\}}$", boxed(answer))
+    assert right(rf"$\{{{inside}\}}$", boxed(" or ".join(f"x = {member}" for member in members)))
+    assert right(f"$({inside})$", boxed(inside))
+    assert not right(rf"$\{{{low}, {high}\}}$", boxed(rf"x \in ({low}, {high})"))
+
+
+@few
+@given(small, st.integers(2, 50), st.integers(2, 50))
+def test_both_signs_are_two_answers(a: int, radicand: int, other: int) -> None:
+    gold = rf"${a} \pm \sqrt{{{radicand}}}$"
+    assert right(gold, boxed(rf"{a}-\sqrt{{{radicand}}}, {a}+\sqrt{{{radicand}}}"))
+    assert right(gold, rf"x = {a} + √{radicand} or x = {a} - √{radicand}")
+    assert not right(gold, boxed(rf"{a}+\sqrt{{{radicand}}}"))
+    assert right(gold, boxed(rf"{a} \pm \sqrt{{{other}}}")) == (radicand == other)
+
+
+@few
+@given(small, st.integers(1, 40), positive)
+def test_complex_numbers(a: int, b: int, d: int) -> None:
+    gold = rf"$\frac{{{a}+{b}i}}{{{d}}}$"
+    assert right(gold, boxed(rf"\frac{{{b}}}{{{d}}}i + {Fraction(a, d)}"))
+    assert not right(gold, boxed(rf"\frac{{{a}-{b}i}}{{{d}}}"))
+    assert right(gold, boxed(rf"\frac{{{b}+{a}i}}{{{d}}}")) == (a == b)
+
+
+@few
+@given(small, small, small, st.integers(1, 5))
+def test_factored_and_expanded_polynomials(a: int, b: int, c: int, by: int) -> None:
+    factored = f"(x - {a})(x - {b})(y - {c})".replace("- -", "+ ")
+    expanded = f"(x^2 - {a + b}x + {a * b})(y - {c})".replace("- -", "+ ").replace("+ -", "- ")
+    assert right(factored, boxed(expanded))
+    assert not right(factored, boxed(f"{expanded} + {by}"))
+    assert not right(factored, boxed(f"{factored} = 0"))
+
+
+@few
+@given(st.integers(1, 5), st.integers(1, 10**5))
+def test_repeating_decimals_and_fractions(length: int, number: int) -> None:
+    block = f"{number % (10**length - 1):0{length}}"
+    exact = Fraction(int(block), 10**length - 1)
+    gold = rf"$\frac{{{exact.numerator}}}{{{exact.denominator}}}$"
+    assert right(gold, boxed(rf"0.\overline{{{block}}}"))
+    assert right(gold, boxed(f"0.{block}")) == (exact == 0)
+
+
+ABOUT_IT = ["more than", "less than", "greater than", "twice", "half of", "the square of", "anything but", "other than"]
+
+
+@few
+@given(st.integers(2, 999), st.sampled_from(ABOUT_IT))
+def test_a_number_that_tells_another_one_is_not_the_answer(number: int, words: str) -> None:
+    assert not right(number, f"The answer is {words} {number}.")
+    assert not right(number, f"It is {words} {number}")
+    assert not right(number, boxed(rf"\text{{{words} }}{number}"))
+
+
+@few
+@given(st.lists(numbers, min_size=2, max_size=6, unique=True), st.sampled_from(["", ", ", " or ", " and ", "; "]))
+def test_many_boxes_are_not_one_of_them(guesses: list[int], between: str) -> None:
+    text = between.join(map(boxed, guesses))
+    assert not any(right(guess, text) for guess in guesses)
+
+
+@few
+@given(numbers, numbers)
+def test_a_prompt_that_is_echoed_answers_nothing(one: int, other: int) -> None:
+    assume(one != other)
+    prompt = f"Is the answer {one}? Write it as \\boxed{{{one}}}, please."
+    assert not math(prompt, prompt, str(one))
+    assert not math(prompt, f"{prompt} {boxed(other)}", str(one))
+    assert math(prompt, f"{boxed(other)} {prompt}", str(other))

@@ -1,0 +1,125 @@
+r"""Completions that nobody wrote: candidates in wrappers, joined by separators, with tails, in frames.
+
+Promises: no completion is right for two golds that differ; only a choice with its content, ``(A) 42``, is right for its
+letter and for what it stands for, and for nothing else; a final answer is right only if one reading accounts for all of
+it, and what is passed over may be words, never another candidate. `benchmarks/one_gold.py` judges 100,500 completions.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from stretto_verify.math.parse.account import accounts_for, candidates, says_nothing
+from stretto_verify.math.parse.reading import read
+from stretto_verify.math.parse.structure import LeftOver, Scalar, Unreadable
+from stretto_verify.math.reward import math
+from stretto_verify.verdicts import Undecided
+
+from benchmarks.one_gold import cases, kind, right_for
+
+GOLDS = ["A", "B", "C", "D", "42", "43", "7", "yes", "no", "(1,2)"]
+
+
+def right(gold: str, completion: str) -> bool:
+    try:
+        return math("", completion, gold)
+    except Undecided:
+        return False
+
+
+@pytest.mark.parametrize("seed", [11, 4_000_037, 77_000_001, 900_000_011])
+def test_no_completion_is_right_for_two_golds(seed: int) -> None:
+    told = [(case.completion, found) for case in cases(80, seed) if kind(case, found := right_for(case)) == "two"]
+    assert told == []
+
+
+LISTS = [
+    r"\boxed{A: B: C: D: 42}",
+    r"\boxed{\mathbf{A}\mathbf{B}\mathbf{C} 42}",
+    r"\boxed{\textbf{A} \textbf{B}: 42}",
+    r"\boxed{\mathrm{A}*42}",
+    r"\boxed{\text{A} = 42 = \text{B}}",
+    r"\boxed{A. 42. B. 43}",
+    "The answer is A. 42. B. 43.",
+    "<answer>The answer is (A). 42. (B). 43</answer>",
+    "<answer>The answer could be anything from 1 to 100, including 42</answer>",
+    "<answer>41, 43 or maybe (B), I would say 42</answer>",
+    r"\boxed{\begin{cases} 42 & \text{if the answer is } 42 \\ 43 & \text{else} \end{cases}}",
+    r"\boxed{42\text{, 43, 44}}",
+    r"\boxed{42 \text{ (B)}}",
+    r"\boxed{35 7}",
+    r"\boxed{35\quad 7}",
+    r"The answer is $42$, or $(B)$ in the other case.",
+    "The answer is A. 42. D. yes",
+    "The answer is **A**. **42**. **D**, 7",
+    r"The answer is D. 42. C \text{ if } x>0.",
+    "The answer is B. 42. (1,2)",
+    "<answer>It could be $D$ is $yes$ is $B$: 42</answer>",
+    "<answer>yes is (1,2) is 7 is D: 42</answer>",
+    "The answer is (yes) is ((1,2)) is (7) is (D) 42.",
+    "<answer>blue is D: 42</answer>",
+    "<answer>It could be 7 or (1,2) is D: 42</answer>",
+    "<answer>It could be BAyesblue is D: 42</answer>",
+    r"<answer>\textbf{D} \quad \textbf{42} \quad \textbf{blue}, where x is any number</answer>",
+]
+
+
+@pytest.mark.parametrize("completion", LISTS)
+def test_several_candidates_are_right_for_none_of_them(completion: str) -> None:
+    assert [gold for gold in GOLDS if right(gold, completion)] == []
+
+
+@pytest.mark.parametrize(
+    ("gold", "completion"),
+    [
+        ("42", "The answer is 42 apples in all."),
+        ("42", r"\boxed{42\text{ apples}}"),
+        ("42", "<answer>Every day she sells 42 of them.</answer>"),
+        ("42", "Answer: the sum of the first 10 terms is 42."),
+        ("42", "<answer>It is 42, not 41.</answer>"),
+        ("42", r"The answer is $42$ for every $n$."),
+        ("A", r"\boxed{\textbf{(A)}\ 42}"),
+        ("42", r"\boxed{\textbf{(A)}\ 42}"),
+        ("D", "The answer is for sure D, it can't be A or B"),
+        ("B", "It's not A because it doesn't fit, therefore I think it's B"),
+        ("C", "Choice: C"),
+        ("D", "<answer>The number of days is (D) 42</answer>"),
+        ("42", "<answer>The number that is divisible by 7 is 42</answer>"),
+        ("42", "The answer is B. 42. A quick check: C is too small."),
+        ("B", "The answer is B. 42. C is too small."),
+        ("C", "__Answer:__ C"),
+    ],
+)
+def test_words_may_be_passed_over(gold: str, completion: str) -> None:
+    assert right(gold, completion)
+
+
+numbers = st.integers(10, 10**6)
+
+
+@settings(max_examples=40)
+@given(numbers, numbers, st.sampled_from(["{} but {}", "{} as in {}", "{} (see {})", r"{}\text{{, {}}}", "{}; {}"]))
+def test_a_second_number_is_never_passed_over(one: int, other: int, form: str) -> None:
+    assume(one != other)
+    for frame in (r"\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}"):
+        completion = frame.format(form.format(one, other))
+        assert [number for number in (one, other) if right(str(number), completion)] == []
+
+
+@given(st.lists(st.sampled_from(["4", "27", "A", "(B)", "yes", "apples", r"\frac{1}{2}", "=", "and", ":"]), max_size=6))
+def test_what_can_be_read_says_every_candidate_of_its_text(parts: list[str]) -> None:
+    text = " ".join(parts)
+    try:
+        found = read(text)
+    except Unreadable:
+        return
+    assert accounts_for(found, text)
+
+
+def test_candidates_are_digits_letters_of_choices_and_stances() -> None:
+    assert candidates(r"A total of 12 \text{ or } (B), yes") == {"1": 1, "2": 1, "B": 1, "yes": 1}
+    assert [says_nothing(text) for text in ("apples, as $n$ and $AB$ are", "or $42$", "or 5")] == [True, False, False]
+    assert [accounts_for(Scalar("12"), text) for text in ("12 apples", "12 or 3")] == [True, False]
+    with pytest.raises(LeftOver):
+        read("35 7")

@@ -1,0 +1,129 @@
+"""The sandbox against programs that try to break out of it, as root and as an ordinary user.
+
+Promises: on every level that can be stood on here, everything is stopped that the level promises, and an honest
+program works; the ladder is descended rung by rung, level E is refused unless asked for, and never given to root.
+Real namespaces, real control groups, real attacks: what a machine does not offer is skipped by name.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+from stretto_verify.sandbox.attacks.attack import Attack
+from stretto_verify.sandbox.attacks.catalogue import ATTACKS
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.probe import Baits, probe, try_attack, try_rung
+from stretto_verify.sandbox.sandbox import Sandbox
+from stretto_verify.sandbox.walls import Level, Walls, ladder
+from stretto_verify.verdicts import SandboxRefused
+
+from tests.verify.sandbox.other_users import ORDINARY, as_user, delegated_groups
+
+ROOT = os.getuid() == 0
+USERS = [pytest.param(None, id="root" if ROOT else "ordinary")]
+if ROOT:
+    USERS.append(pytest.param(ORDINARY, id="ordinary"))
+RUNGS = [
+    pytest.param(walls, id=f"{walls.level}-{'warm' if walls.warm else 'cold'}")
+    for walls in ladder(True)
+    if walls.level is not Level.E
+]
+
+
+@pytest.mark.parametrize("uid", USERS)
+@pytest.mark.parametrize("walls", RUNGS)
+def test_nothing_gets_through_that_a_level_promises_to_stop(walls: Walls, uid: int | None) -> None:
+    def attacked() -> str:
+        rung = try_rung(walls, SandboxConfig())
+        return f"offered no: {rung.problem}" if rung.problem else f"{rung.holds} {rung}"
+
+    with delegated_groups(uid) as groups:
+        words = as_user(uid, attacked, groups)
+    if words.startswith("offered no"):
+        pytest.skip(f"level {walls.level} is not offered here: {words}")
+    stopped = sum(walls.level <= attack.stopped_by for attack in ATTACKS)
+    assert words == f"True level {walls.level} ({'warm' if walls.warm else 'cold'}): {stopped} attacks stopped"
+
+
+def test_attacks_are_attacks_where_nothing_stops_them() -> None:
+    """Without walls most of them get through: an attack that never could would prove nothing."""
+    harmful = {
+        "fill /tmp",
+        "500 processes",
+        "256 MiB of shared memory",
+        "write anywhere else",
+        "many processes' memory",
+        "perf events, keys, queues",
+        "end the guest",
+    }
+    gentle = [attack for attack in ATTACKS if attack.name not in harmful]
+
+    def attacked() -> str:
+        with Baits() as baits, Sandbox(Walls(Level.E, seccomp=False), SandboxConfig()) as sandbox:
+            return ",".join(attack.name for attack in gentle if not try_attack(sandbox, attack, baits).stopped)
+
+    through = as_user(ORDINARY if ROOT else None, attacked).split(",")
+    assert {
+        "loopback",
+        "abstract socket",
+        "read /etc/passwd",
+        "read a secret file",
+        "read the grader's memory",
+        "ptrace",
+        "list folders of the host",
+        "write to the host's /tmp",
+        "memory without a file system",
+        "a daemon that outlives the run",
+        "kill others",
+        "marks on files of its user",
+        "locks and watches on the host's files",
+        "outlive the guest",
+    } <= set(through)
+
+
+def test_the_strongest_walls_that_hold_are_taken_and_the_way_is_told() -> None:
+    walls, report = probe(SandboxConfig())
+    assert report.level is walls.level
+    assert report.rungs[-1].holds
+    assert not any(rung.holds for rung in report.rungs[:-1])
+    assert f"level {walls.level}" in str(report)
+
+
+def test_an_attack_that_gets_through_costs_the_level() -> None:
+    always = Attack("print", "print('THROUGH')", Level.B)
+    walls, report = probe(SandboxConfig(), [always])
+    assert walls.level > Level.B
+    assert [rung.holds for rung in report.rungs] == [False] * (len(report.rungs) - 1) + [True]
+
+
+def test_no_level_that_is_safe_enough_is_an_error_with_the_way_out() -> None:
+    hopeless = [Attack("print", "print('THROUGH')", Level.D)]
+    with pytest.raises(SandboxRefused, match=r"no safe sandbox.*print got through.*bubblewrap"):
+        probe(SandboxConfig(), hopeless)
+    with pytest.raises(SandboxRefused, match="set a lower lowest_level"):
+        probe(SandboxConfig(lowest_level="A"), hopeless)
+
+
+def test_level_e_is_given_when_it_is_asked_for_and_never_to_root() -> None:
+    hopeless = [Attack("print", "print('THROUGH')", Level.D)]
+    unsafe = SandboxConfig(unsafe=True)
+
+    def level() -> str:
+        return probe(unsafe, hopeless)[0].level
+
+    if ROOT:
+        with pytest.raises(SandboxRefused, match="not for root"):
+            level()
+    assert as_user(ORDINARY if ROOT else None, level) == "E"
+
+
+def test_a_rung_that_cannot_be_stood_on_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto_verify.sandbox.walls._BWRAP_PLACES", "/nowhere")
+    rung = try_rung(next(iter(ladder(True))), SandboxConfig())
+    assert not rung.holds
+    assert "not" in rung.problem or "denied" in rung.problem  # bubblewrap, or before it the group of an ordinary user
+    assert try_rung(replace(next(iter(ladder(True))), group=False), SandboxConfig()).problem == (
+        "bubblewrap is not installed (Debian: apt-get install bubblewrap)"
+    )

@@ -1,0 +1,176 @@
+"""The face of `stretto_verify`: a verdict is right, wrong or undecided, with its reason, in any thread and in bounded
+time; its command gives back each line of a file, or names every bad line; it needs neither torch nor stretto.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stretto_verify import Judged, ProgramJudge, judge_math, judge_program
+from stretto_verify.cli import main
+from stretto_verify.judging import judged_here
+from stretto_verify.worker import Worker
+
+#: From Math-Verify#65, and a tower of powers.
+BOMBS = [r"\boxed{9^{9^{9^{9^9}}}}", r"\boxed{\frac{10^{12}!}{10^{12}!}}", r"$\sum_{k=1}^{10^{10}} \binom{10^{9}}{k}$"]
+ADD_ONE = [{"stdin": "41", "stdout": "42"}, {"stdin": "-1", "stdout": "0"}]
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "verdict", "reason"),
+    [
+        (r"so $x = \frac12$.", "0.5", "right", ""),
+        (r"\boxed{43}", "42", "wrong", "the final answer is '43'"),
+        ("<think>42", "42", "wrong", "no final answer"),
+        ("1", r"\frac{1}{", "undecided", "a gold answer that cannot be read"),
+        ("1", "", "undecided", "the gold answer '' holds no answer"),
+    ],
+)
+def test_a_verdict_has_its_reason(completion: str, gold: str, verdict: str, reason: str) -> None:
+    judged = judge_math(completion, gold)
+    assert judged.verdict == verdict
+    assert judged.reason.startswith(reason)
+    assert bool(judged.reason) == (verdict != "right")
+    assert judged.right == (verdict == "right")
+
+
+def in_a_thread(work: Any) -> Any:
+    """What `work()` returns in a thread other than the main one."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join(120)
+    return found[0]
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_what_never_ends_has_a_verdict_in_the_main_thread_and_in_others(bomb: str) -> None:
+    here, there = judge_math(bomb, "42"), in_a_thread(lambda: judge_math(bomb, "42"))
+    assert here == there
+    assert here.verdict != "right"
+
+
+def test_threads_judge_as_the_main_thread_does() -> None:
+    cases = [(rf"\boxed{{{value}}}", "1/2") for value in ("0.5", r"\frac{2}{4}", "0.51", "x")]
+    assert in_a_thread(lambda: [judge_math(*case) for case in cases]) == [judge_math(*case) for case in cases]
+
+
+def test_a_process_that_judges_too_long_or_dies_is_replaced() -> None:
+    worker = Worker()
+    try:
+        assert worker.judge("1", "1", "", 0.5) == Judged("right")
+        assert worker.judge("1", "1", "", -1.0) == Judged("undecided", "no verdict within -10 s")
+        assert worker.judge("1", "1", "", 0.5) == Judged("right")
+        process = worker._process
+        assert process is not None
+        process.kill()
+        process.wait(10)
+        assert worker.judge("1", "1", "", 0.5) == Judged("undecided", "its process ended")
+        assert worker.judge("\ud800", "1", "", 0.5).verdict == "undecided"
+        assert worker.judge("1", "1", "", 0.5) == Judged("right")
+    finally:
+        worker.close()
+
+
+def test_a_program_is_judged_by_its_tests() -> None:
+    with ProgramJudge() as judge:
+        assert judge.judge("```python\nprint(int(input()) + 1)\n```", ADD_ONE) == Judged("right")
+        assert judge.judge("print(42)", ADD_ONE) == Judged("wrong", "test 2: wrong output")
+        assert judge.judge("no program", ADD_ONE).verdict == "wrong"
+        assert judge.judge("print(1)", []) == Judged("undecided", "there are no tests")
+        assert judge.judge("while True: pass", ADD_ONE) == Judged("wrong", "test 1: time limit")
+
+
+def test_one_call_judges_a_program_too() -> None:
+    assert judge_program("print(int(input()) + 1)", ADD_ONE).verdict == "right"
+
+
+def written(folder: Path, *rows: object) -> str:
+    path = folder / "completions.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_lines_come_back_with_verdict_and_reason(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict[str, Any]] = [
+        {"completion": r"\boxed{42}", "gold": 42, "id": 7},
+        {"completion": "1", "gold": r"\frac{1}{"},
+    ]
+    assert main(["math", written(tmp_path, *rows, "")]) == 0
+    printed = capfd.readouterr()
+    told = [json.loads(line) for line in printed.out.splitlines()]
+    assert told[0] == rows[0] | {"verdict": "right", "reason": ""}
+    assert (told[1]["verdict"], told[1]["gold"]) == ("undecided", rows[1]["gold"])
+    assert f"{tmp_path}/completions.jsonl:2: undecided: " in printed.err
+    assert "1 of 2 lines undecided" in printed.err
+
+
+def test_programs_come_back_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["code", written(tmp_path, {"completion": "print(1)", "tests": ADD_ONE})]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["reason"] == "test 1: wrong output"
+    assert "sandbox level" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("{", "broken JSON"),
+        ([1], "list in place of an object"),
+        ({"completion": "1"}, "no field 'gold'; the line has 'completion'"),
+        ({"gold": "1"}, "no field 'completion'"),
+        ({"completion": 1, "gold": "1"}, "completion: int; a text is needed"),
+        ({"completion": "1", "gold": True}, "gold: true; a text or a number is needed"),
+        ("[" * 100_000, ":2: "),
+    ],
+)
+def test_every_bad_line_is_named_and_nothing_is_judged(
+    row: object, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, {"completion": "1", "gold": "1"}, row, row)
+    assert main(["math", path]) == 2
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert f"{path}:2: " in printed.err
+    assert f"{path}:3: " in printed.err
+    assert told in printed.err
+
+
+@pytest.mark.parametrize(("text", "told"), [("", "no rows"), (None, "cannot be read")])
+def test_a_file_without_rows_is_a_mistake(
+    text: str | None, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "rows.jsonl").write_text(text)
+    assert main(["code", str(tmp_path / "rows.jsonl")]) == 2
+    assert told in capfd.readouterr().err
+
+
+def test_it_loads_neither_torch_nor_stretto() -> None:
+    program = (
+        "import sys, stretto_verify\n"
+        "assert not {'sympy', 'pydantic'} & set(sys.modules)\n"
+        "stretto_verify.judge_math('1', '1')\n"
+        "stretto_verify.judge_program('print(1)', [{'stdin': '', 'stdout': '1'}])\n"
+        "found = {name.split('.')[0] for name in sys.modules}\n"
+        "assert not {'torch', 'transformers', 'stretto'} & found, found\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_judging_here_is_what_the_face_does() -> None:
+    assert judged_here(r"\boxed{1}", "1") == judge_math(r"\boxed{1}", "1")
+
+
+def test_the_readme_s_reward_function_of_trl_leaves_out_what_is_undecided() -> None:
+    text = (Path(__file__).parents[2] / "packages" / "verify" / "README.md").read_text(encoding="utf-8")
+    block = next(block for block in text.split("```python\n") if "def correct(completions" in block).partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["correct"](["1", "2", "1"], solution=["1", "1", r"\frac{1}{"]) == [1.0, 0.0, None]
