@@ -10,9 +10,12 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from stretto.core.errors import Problem, nearest
+from stretto.doors.door import Door
+from stretto.doors.loading import is_own
 
 _HINT = "; did you mean "
 #: Sections whose keys are meant first.
@@ -141,17 +144,31 @@ def _keys(location: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[list[
     keys: list[str] = []
     models: list[type[BaseModel]] = [kind]
     beside = list(kind.model_fields)
+    door: Door[Any] | None = None
     for part in map(str, location):
         if labelled := [model for model in models if _kind(model) == part]:
             models = labelled
+        elif door is not None and is_own(part):
+            models = [door.model(part)]
         elif models or part.isdecimal():  # a section's key, or a place in a list; behind a plain value: a label
             keys.append(part)
             if part.isdecimal():  # in a list of sections, which stay the candidates
                 continue
             beside = list(models[0].model_fields) if models else beside
             fields = [model.model_fields[part] for model in models if part in model.model_fields]
-            models = _models(fields[0].annotation) if fields else []
+            door = next(iter(_doors(fields[0])), None) if fields else None
+            models = _models_of(fields[0]) if fields else []
     return keys, beside, models
+
+
+def _doors(field: FieldInfo) -> list[Door[Any]]:
+    return [one for one in field.metadata if isinstance(one, Door)]
+
+
+def _models_of(field: FieldInfo) -> list[type[BaseModel]]:
+    """The sections that a key may hold; those of a door's key are its built-ins'."""
+    found = _models(field.annotation)
+    return [model for door in _doors(field) for model in door.models] if found and _doors(field) else found
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
