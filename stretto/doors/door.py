@@ -43,6 +43,7 @@ from stretto.core.errors import Problem, RecipeError, StrettoError
 from stretto.doors.loading import is_own, load, where_raised, why_not_called
 
 Part = Callable[..., Any]
+_create_model: Callable[..., Any] = create_model
 Declared = TypeVar("Declared", bound=Part)
 
 _FACTS = "stretto_facts"
@@ -132,8 +133,8 @@ def _field(part: Part, parameter: inspect.Parameter) -> tuple[Any, Any]:
 def _names_around(part: Part) -> dict[str, Any]:
     """The names that the module of a part knows."""
     inner = inspect.unwrap(part)
-    of_class = getattr(inner.__init__, "__globals__", None) if isinstance(inner, type) else None
-    found: dict[str, Any] = of_class or getattr(inner, "__globals__", {})
+    module = sys.modules.get(getattr(inner, "__module__", None) or "")
+    found: dict[str, Any] = getattr(inner, "__globals__", None) or (vars(module) if module is not None else {})
     return found
 
 
@@ -257,17 +258,19 @@ class Door(Generic[Kind]):
     def _one(self, value: Any, built_in: Callable[[Any], Any], *, sections: bool, names: bool) -> Any:
         if sections and isinstance(value, str):
             value = {"kind": value}  # a name alone is the section with its defaults
-        kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", value)
+        kind: Any = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", value)
         if not is_own(kind) or (names and not isinstance(value, str)):
             return built_in(value)
         if isinstance(value, Section):
             return value
         try:
-            model = self.model(kind)
+            if names:
+                self.load(kind)
+            model = self.section if names else self.model(kind)
         except RecipeError as error:
             (problem,) = error.problems
             raise ValueError(f"{problem.found}; {problem.remedy}" if problem.remedy else problem.found) from None
-        if names or (isinstance(value, str) and not sections and len(model.model_fields) == 1):
+        if isinstance(value, str) and not sections and len(model.model_fields) == 1:
             return kind
         value = {"kind": kind} if isinstance(value, str) else value
         return _labelled(model).validate_python(value, strict=True)
@@ -276,13 +279,15 @@ class Door(Generic[Kind]):
 @cache
 def _model(door: Door[Kind], kind: str, part: Part) -> type[Kind]:
     """The section of a part, one class as long as the part is the same object."""
-    base, fields = door.section, door.section.fields_of(part)
+    fields: dict[str, Any] = {"kind": (Literal[kind], kind)} | door.section.fields_of(part)
     about = inspect.cleandoc(part.__doc__ or "").partition("\n\n")[0]
     try:
-        model = create_model(kind, __base__=base, __doc__=about, kind=(Literal[kind], kind), **fields)
+        # By another name, for mypy's plugin would take the model for a class of this file.
+        made = _create_model(kind, __base__=door.section, __doc__=about, **fields)
     except PydanticUserError as error:
         raise ValueError(f"{str(error).splitlines()[0]}; {_TYPES}") from error
-    model.part, model.place = staticmethod(part), door.key  # type: ignore[assignment]  # not a method of the section
+    made.part, made.place = staticmethod(part), door.key  # not a method of the section
+    model: type[Kind] = made
     return model
 
 

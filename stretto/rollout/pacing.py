@@ -1,12 +1,26 @@
-"""When groups start, within equation 3 and `max_in_flight`: each as soon as it may, or in rounds."""
+"""When groups start, within equation 3 and `max_in_flight`: each as soon as it may, or in rounds.
+
+`rollout.pacing` names the policy (`PACINGS` in `rollout.config`).
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Protocol, cast
+
+from stretto.doors.door import Section, guarded
+from stretto.doors.loading import is_own
+from stretto.rollout.config import PACINGS, RolloutConfig
 
 
 class Pacing(Protocol):
-    """The policy that decides when groups start, within equation 3 and `max_in_flight`."""
+    """The policy that decides when groups start. Each run makes one, which keeps nothing over a resume.
+
+    `max_in_flight` is kept whatever the policy says. Equation 3 is not: a policy that opens where `may_start` is False
+    admits groups that are older than the bound when they are trained. `stretto check` says so by its law `no group
+    starts before its turn` (`audit/laws.py:no_group_starts_before_its_turn`).
+    """
 
     def opens(self, may_start: bool, in_flight: int) -> bool:
         """Whether a group starts now. `may_start`: equation 3 and `max_in_flight` allow it."""
@@ -28,3 +42,31 @@ class InRounds:
     def opens(self, may_start: bool, in_flight: int) -> bool:
         self._opening = may_start and (self._opening or not in_flight)
         return self._opening
+
+
+def pacing_of(config: RolloutConfig, in_rounds: bool) -> Pacing:
+    """The policy of a run; "auto" is that of its engines."""
+    chosen = config.pacing if config.pacing != "auto" else "rounds" if in_rounds else "continuous"
+    policy: Pacing = PACINGS.bound(chosen)()
+    name = chosen.kind if isinstance(chosen, Section) else chosen
+    if not is_own(name):
+        return policy
+    return cast(Pacing, SimpleNamespace(opens=guarded(PACINGS.key, name, policy.opens)))
+
+
+def pacing_faults(config: RolloutConfig) -> Iterator[str]:
+    """A sentence if the policy says something else than whether a group starts."""
+    if not callable(getattr(PACINGS.bound(config.pacing)(), "opens", None)):
+        yield "has no method opens(may_start, in_flight) (docs/doors/pacing.md)"
+        return
+    policy = pacing_of(config, in_rounds=False)
+    for may_start, in_flight in ((True, 0), (True, 1), (False, 1), (False, 0)):
+        opens = policy.opens(may_start, in_flight)
+        if not isinstance(opens, bool):
+            yield f"returned {opens!r} for opens({may_start}, {in_flight}), and not whether a group starts"
+            return
+
+
+def admits_early(policy: Pacing) -> bool:
+    """Whether a policy opens where equation 3 or `max_in_flight` does not allow a group."""
+    return any(policy.opens(False, in_flight) for in_flight in (0, 1, 2))
