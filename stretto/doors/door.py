@@ -171,7 +171,7 @@ class Door(Generic[Kind]):
     """
 
     key: str  # in the recipe
-    what: str  # "a loss"
+    what: str  # "loss"
     arguments: tuple[str, ...]  # that a part is called with, by place
     built_in: Mapping[str, str]  # name: package.module:name
     section: type[Kind]
@@ -191,7 +191,7 @@ class Door(Generic[Kind]):
         found = load(name, self.key, self.what, self.built_in)
         further = tuple(_by_name(found)) if callable(found) else ()
         if why := why_not_called(found, name, self.arguments, further):
-            raise RecipeError([Problem(self.key, why, f"{self.what} is called with ({', '.join(self.arguments)})")])
+            raise RecipeError([Problem(self.key, why, f"it is called with ({', '.join(self.arguments)})")])
         part: Part = found  # type: ignore[assignment]  # it is callable, as was asked above
         return part
 

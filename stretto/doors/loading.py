@@ -53,6 +53,16 @@ def is_own(name: object) -> bool:
     return isinstance(name, str) and ":" in name
 
 
+def with_colon(name: object) -> str:
+    """The remedy for a name without a colon that may be meant for one of the user's own.
+
+    >>> with_colon("my_losses.clipped"), with_colon("cispo")
+    ("one of your own is written 'my_losses:clipped'", '')
+    """
+    module, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+    return f"one of your own is written '{module}:{attribute}'" if module and attribute else ""
+
+
 def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> object:
     """The part called `name`; `what` it is ("loss"), and the `place` where the recipe names it, are for messages.
 

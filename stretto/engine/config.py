@@ -11,7 +11,7 @@ from stretto.doors.door import Door, Section
 #: Classes that satisfy `engine.external.make.Make`, each for one make of server.
 MAKES = Door(
     key="engine.kind",
-    what="a make of inference server",
+    what="make of inference server",
     arguments=("http", "load_seconds"),
     built_in={
         "vllm": "stretto.engine.external.vllm:VllmServer",

@@ -10,13 +10,13 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from stretto.core.errors import nearest
 from stretto.doors.door import Door, Section
-from stretto.doors.loading import is_own
+from stretto.doors.loading import is_own, with_colon
 
 _TOOLS = "stretto.outlets.tools"
 #: Classes that satisfy `outlets.follower.Outlet`, a built-in by the name of its package.
 OUTLETS = Door(
     key="logging.to",
-    what="an outlet",
+    what="outlet",
     arguments=("about", "cursor"),
     built_in={
         "wandb": f"{_TOOLS}.wandb_run:WandbRun",
@@ -42,7 +42,7 @@ def _listed(value: object) -> object:
 def _known(name: object) -> object:
     tools = OUTLETS.built_in
     if isinstance(name, str) and name not in tools and not is_own(name):
-        raise ValueError(f"{name!r} is none of {', '.join(tools)}; {nearest(name, tools)}")
+        raise ValueError(f"{name!r} is none of {', '.join(tools)}; {with_colon(name) or nearest(name, tools)}")
     return name
 
 

@@ -12,7 +12,7 @@ from stretto.doors.door import Door, Section
 #: The filters that a recipe names; the others of `rollout.filters` have keys of their own.
 FILTERS = Door(
     key="rollout.filter",
-    what="a filter",
+    what="filter",
     arguments=("group",),
     built_in={"zero_variance": "stretto.rollout.filters:zero_variance"},
     section=Section,
@@ -22,7 +22,7 @@ FILTERS = Door(
 #: The policies of admission.
 PACINGS = Door(
     key="rollout.pacing",
-    what="a policy of admission",
+    what="admission policy",
     arguments=(),
     built_in={"continuous": "stretto.rollout.pacing:Continuous", "rounds": "stretto.rollout.pacing:InRounds"},
     section=Section,

@@ -6,12 +6,12 @@ place is free, and the next admission draws another prompt. `rollout.config.FILT
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
 
-from stretto.core.records import Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
+from stretto.core.records import Group, Outcome, StopReason, Trajectory
 from stretto.rollout.config import FILTERS, RolloutConfig
 
 #: A group -> the reason for each trajectory that is refused, by its id.
@@ -50,31 +50,6 @@ def filters(config: RolloutConfig) -> tuple[Filter, ...]:
     if (config.success_rate_min, config.success_rate_max) != (0, 1):
         chosen.append(partial(success_rate, low=config.success_rate_min, high=config.success_rate_max))
     return (*chosen, *map(FILTERS.bound, config.filters))
-
-
-def filter_faults(refuses: Filter) -> Iterator[str]:
-    """A sentence for each way in which a filter is none, tried on made-up groups. It may raise whatever it raises."""
-    for rewards in ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0), (1.0,)):
-        group = _made_up(rewards)
-        ids = {trajectory.id for trajectory in group.trajectories}
-        found: object = refuses(group)
-        if not isinstance(found, Mapping):
-            yield f"returned {type(found).__name__}, and not a reason for each trajectory that is refused, by its id"
-        elif strange := [id for id in found if id not in ids]:
-            yield f"refuses {strange[0]!r}, which is no trajectory of the group; ids are such as {min(ids)!r}"
-        elif bare := [reason for reason in found.values() if not (isinstance(reason, str) and reason)]:
-            yield f"gives {bare[0]!r} as a reason, and not a text"
-
-
-def _made_up(rewards: Sequence[float]) -> Group:
-    """A group whose last completion was cut off."""
-    ends = [StopReason.STOP] * (len(rewards) - 1) + [StopReason.LENGTH]
-    trajectories = []
-    for member, (reward, end) in enumerate(zip(rewards, ends, strict=True)):
-        segment = Segment((4, 4, 2), (-0.1, -0.7, -0.02), (6, 6, 7), stop_reason=end)
-        verdict = Verdict(Outcome.RIGHT if reward else Outcome.WRONG, reward)
-        trajectories.append(Trajectory(trajectory_id("0.17.0", member), (segment,), verdict, "11"))
-    return Group("0.17.0", Prompt("17", (5, 12, 8, 13), "3+8=", "11"), 6, tuple(trajectories), 4.0)
 
 
 def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, str]:

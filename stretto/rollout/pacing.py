@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Protocol, cast
 
@@ -52,21 +51,3 @@ def pacing_of(config: RolloutConfig, in_rounds: bool) -> Pacing:
     if not is_own(name):
         return policy
     return cast(Pacing, SimpleNamespace(opens=guarded(PACINGS.key, name, policy.opens)))
-
-
-def pacing_faults(config: RolloutConfig) -> Iterator[str]:
-    """A sentence if the policy says something else than whether a group starts."""
-    if not callable(getattr(PACINGS.bound(config.pacing)(), "opens", None)):
-        yield "has no method opens(may_start, in_flight) (docs/doors/pacing.md)"
-        return
-    policy = pacing_of(config, in_rounds=False)
-    for may_start, in_flight in ((True, 0), (True, 1), (False, 1), (False, 0)):
-        opens = policy.opens(may_start, in_flight)
-        if not isinstance(opens, bool):
-            yield f"returned {opens!r} for opens({may_start}, {in_flight}), and not whether a group starts"
-            return
-
-
-def admits_early(policy: Pacing) -> bool:
-    """Whether a policy opens where equation 3 or `max_in_flight` does not allow a group."""
-    return any(policy.opens(False, in_flight) for in_flight in (0, 1, 2))

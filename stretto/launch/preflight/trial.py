@@ -30,8 +30,8 @@ from stretto.rewards.service.loading import PLACE
 from stretto.rewards.service.pool import TIMED_OUT, RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from stretto.rollout.config import FILTERS, PACINGS
-from stretto.rollout.filters import filter_faults
-from stretto.rollout.pacing import admits_early, pacing_faults, pacing_of
+from stretto.rollout.pacing import pacing_of
+from stretto.rollout.trial import admits_early, filter_faults, pacing_faults
 from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.objective.surrogates import LOSSES

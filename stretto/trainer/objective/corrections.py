@@ -102,7 +102,7 @@ _HERE = __name__
 #: The corrections of a recipe. One more is a function of this file, and its row here.
 CORRECTIONS = Door(
     key="algorithm.correction",
-    what="a correction",
+    what="correction",
     arguments=("tokens",),
     built_in={
         "mask": f"{_HERE}:mask",

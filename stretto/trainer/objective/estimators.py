@@ -147,7 +147,7 @@ _HERE = __name__
 #: The estimators of a recipe. One more is a function of this file, and its row here.
 ESTIMATORS = Door(
     key="algorithm.advantages",
-    what="an estimator of advantages",
+    what="estimator of advantages",
     arguments=("groups",),
     built_in={
         "group": f"{_HERE}:group",

@@ -171,7 +171,7 @@ _HERE, _PPO = __name__, "stretto.trainer.objective.decoupled_ppo"
 #: The losses of a recipe. One more is a function of this file, and its row here.
 LOSSES = Door(
     key="algorithm.loss",
-    what="a loss",
+    what="loss",
     arguments=("policy_logprobs", "tokens"),
     built_in={
         "decoupled_ppo": f"{_PPO}:decoupled_ppo",
