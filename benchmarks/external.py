@@ -37,11 +37,11 @@ from benchmarks.report import Table, save
 from benchmarks.shapes import make
 from stretto.core.errors import EngineLost
 from stretto.core.records import GenerateRequest, Sampling
-from stretto.engine.config import EngineConfig
+from stretto.engine.config import MAKES, EngineConfig
 from stretto.engine.external import sglang, vllm
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Continuation
-from stretto.engine.external.makes import MAKES
+from stretto.engine.external.makes import launch_of, make_of
 from stretto.engine.external.server import ServerProcess, free_port, until_ready
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import EngineSpec
@@ -121,10 +121,10 @@ async def running(kind: str, python: Path, model: Path, interval: int) -> AsyncI
     if interval:
         settings["arguments"] = ["--stream-interval", str(interval)]
     config = EngineConfig.model_validate(settings)
-    process = await ServerProcess.start(kind, MAKES[kind].launch(config, str(model), port))
+    process = await ServerProcess.start(kind, launch_of(config, str(model), port))
     http = JsonServer(kind, f"127.0.0.1:{port}", seconds=REPLY_SECONDS, token_seconds=REPLY_SECONDS)
     try:
-        await until_ready(process, MAKES[kind].server(http, REPLY_SECONDS), START_SECONDS)
+        await until_ready(process, make_of(kind, http, REPLY_SECONDS), START_SECONDS)
         yield f"127.0.0.1:{port}", process._guard.pid
     finally:
         await http.close()
@@ -203,7 +203,7 @@ def used(turn: Turn) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=list(MAKES), default=list(MAKES))
+    parser.add_argument("--kinds", nargs="+", choices=list(MAKES.built_in), default=list(MAKES.built_in))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--interval", type=int, default=0, help="tokens of an event; 0: as stretto starts the server")
     words = parser.parse_args()

@@ -32,8 +32,9 @@ from benchmarks.report import Table, save
 from stretto.core.records import Sampling
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.objective.algorithm import AlgorithmConfig, Mask
-from stretto.trainer.objective.estimators import RawReward
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.objective.corrections import CORRECTIONS
+from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.trainer import Trainer
 
 #: Dense bfloat16 operations per second, by a part of the device's name; the makers' data sheets.
@@ -83,7 +84,7 @@ SHAPES: dict[str, tuple[type[PreTrainedModel], Qwen2Config | Qwen3Config]] = {
     ),
 }
 PROMPT = 1 / 16  # of a sequence; the rest is the answer
-ALGORITHM = AlgorithmConfig(advantages=RawReward(), correction=Mask(high=5.0))
+ALGORITHM = AlgorithmConfig(advantages=ESTIMATORS("reward"), correction=CORRECTIONS("mask", high=5.0))
 
 
 def build(shape: str, device: torch.device) -> PreTrainedModel:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from stretto.core.records import Batch
 from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.objective.algorithm import AlgorithmConfig, DecoupledPPO
+from stretto.trainer.objective.algorithm import AlgorithmConfig
 
 
 class PaddedTrainer:
@@ -91,8 +92,8 @@ class PaddedTrainer:
         logprobs_BA = -functional.cross_entropy(
             logits_BAV[:, :-1].float().flatten(0, 1), ids_BL[:, prompt:].flatten(), reduction="none"
         ).view(len(rows), -1)
-        loss = self._algorithm.loss
-        assert isinstance(loss, DecoupledPPO)
+        loss: Any = self._algorithm.loss
+        assert loss.kind == "decoupled_ppo"
         anchor_BA = logprobs_BA.detach()
         ratio_BA = (logprobs_BA - anchor_BA).exp()
         weight_BA = (anchor_BA - behavior_BA).exp()

@@ -37,15 +37,16 @@ from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.objective.algorithm import AlgorithmConfig, Mask
-from stretto.trainer.objective.estimators import GroupMean
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.objective.corrections import CORRECTIONS
+from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.outcomes import TokenSink
 from stretto.trainer.roles.token_writer import TokenWriter
 from stretto.trainer.spec import TokensSpec
 from stretto.trainer.trainer import Trainer
 
 LONGEST = 144
-ALGORITHM = AlgorithmConfig(advantages=GroupMean(), correction=Mask(high=5.0))
+ALGORITHM = AlgorithmConfig(advantages=ESTIMATORS("group_mean"), correction=CORRECTIONS("mask", high=5.0))
 ROWS = (64, 16)  # of a padded forward
 
 Step = Callable[[Batch], object]

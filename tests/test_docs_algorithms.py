@@ -19,14 +19,17 @@ from typing import Any, get_args
 
 import pytest
 
+from stretto.doors.door import Door
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters
 from stretto.trainer.objective import advantages, aggregation
-from stretto.trainer.objective.algorithm import AlgorithmConfig, CorrectionConfig, LossConfig, objective
+from stretto.trainer.objective.algorithm import AlgorithmConfig, objective
+from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.decoupled_ppo import interpolated
-from stretto.trainer.objective.estimators import Estimator, RewardedCompletion, advantages_of
+from stretto.trainer.objective.estimators import ESTIMATORS, EstimatorSection, RewardedCompletion, advantages_of
 from stretto.trainer.objective.losses import evaluate
 from stretto.trainer.objective.shaping import Shaping, overlong, shaped
+from stretto.trainer.objective.surrogates import LOSSES
 from stretto.trainer.trainer import Trainer
 from tests.test_docs import names_in
 
@@ -96,7 +99,7 @@ def composed(row: Row) -> str:
     raise AssertionError(f"no way to tell what the lines of chapter {row.chapter} compose")
 
 
-def estimating(row: Row, estimator: Estimator) -> str:
+def estimating(row: Row, estimator: EstimatorSection) -> str:
     """The function of the row, if it ran; the estimator itself, where it needs none."""
     ran: set[str] = set()
 
@@ -109,7 +112,7 @@ def estimating(row: Row, estimator: Estimator) -> str:
         advantages_of(estimator, answers(row))
     finally:
         sys.setprofile(None)
-    return row.function if row.function in ran else " ".join(ran) or type(estimator).__name__
+    return row.function if row.function in ran else " ".join(ran) or estimator.kind
 
 
 def shapings(shaping: Shaping) -> list[str]:
@@ -153,7 +156,7 @@ def with_critic(after: list[float]) -> list[list[float]]:
 
 #: What each function says about these answers, one number for each.
 SAID: dict[str, list[float]] = {
-    "RawReward": [r for r, _ in FLAT],
+    "reward": [r for r, _ in FLAT],
     "group_normalised": flat(advantages.group_normalised(REWARDS, EPS)),
     "group_centred": flat(advantages.group_centred(REWARDS)),
     "leave_one_out": flat(advantages.leave_one_out(REWARDS)),
@@ -188,21 +191,17 @@ def test_an_estimator_says_what_the_function_beside_it_says(row: Row) -> None:
     assert [answer[0] for group in got for answer in group] == pytest.approx(said)
 
 
-def kinds(union: object) -> set[str]:
-    return {model.model_fields["kind"].default for model in get_args(get_args(union)[0])}
-
-
 @pytest.mark.parametrize(
-    ("chapter", "key", "union"),
+    ("chapter", "key", "door"),
     [
-        ("Losses", "loss", LossConfig),
-        ("Off-policy corrections", "correction", CorrectionConfig),
-        ("Advantages", "advantages", Estimator),
+        ("Losses", "loss", LOSSES),
+        ("Off-policy corrections", "correction", CORRECTIONS),
+        ("Advantages", "advantages", ESTIMATORS),
     ],
 )
-def test_every_kind_of_a_recipe_has_its_row(chapter: str, key: str, union: object) -> None:
+def test_every_kind_of_a_recipe_has_its_row(chapter: str, key: str, door: Door[Any]) -> None:
     named = [row.recipe[key] for row in ROWS if row.chapter == chapter]
-    assert {one if isinstance(one, str) else one["kind"] for one in named} == kinds(union)
+    assert {one if isinstance(one, str) else one["kind"] for one in named} == set(door.built_in)
 
 
 def test_every_word_of_a_recipe_has_its_row() -> None:

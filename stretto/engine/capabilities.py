@@ -11,7 +11,7 @@ class Capabilities:
     """One make of server."""
 
     name: str
-    packages: tuple[str, ...]  # under one of these names it is installed
+    packages: tuple[str, ...]  # under one of these names it is installed; empty: in no environment of Python
     oldest: tuple[int, ...]  # release that has the endpoints
     filtered_logprobs: bool  # its log-probabilities follow top_p, top_k and min_p
     cpu_head_dims: tuple[int, ...]  # of its attention on a processor; empty: any

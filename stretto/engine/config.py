@@ -6,7 +6,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-Kind = Literal["native", "vllm", "sglang"]
+from stretto.doors.door import Door, Section
+
+#: Classes that satisfy `engine.external.make.Make`, each for one make of server.
+MAKES = Door(
+    key="engine.kind",
+    what="make of inference server",
+    arguments=("http", "load_seconds"),
+    built_in={
+        "vllm": "stretto.engine.external.vllm:VllmServer",
+        "sglang": "stretto.engine.external.sglang:SglangServer",
+    },
+    section=Section,
+    words=("native",),
+)
 
 #: A list in TOML; a tuple cannot be changed.
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
@@ -15,7 +28,7 @@ Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if
 class EngineConfig(BaseModel, extra="forbid", frozen=True):
     """How completions are generated."""
 
-    kind: Kind = Field(
+    kind: Annotated[str, MAKES] = Field(
         "native",
         description="native: the engine of this package; vllm, sglang: a server that stretto starts and watches",
     )

@@ -17,7 +17,7 @@ class EngineSpec(Record, frozen=True):
     of the engine's own. `token_seconds`, `load_seconds` and `start_seconds` are how long such a server may take for the
     next tokens, to load a version, and to be ready where none is published; `broadcast`: it gets them by a collective
     (`weights.broadcast`), and not as a folder. `tls` is a folder of certificates (`processes.tls`), for an engine on
-    another machine than the conductor.
+    another machine than the conductor. `path` is a folder in which the module of `engine.kind` is looked for first.
     """
 
     name: str
@@ -36,3 +36,4 @@ class EngineSpec(Record, frozen=True):
     load_seconds: float = 120.0
     start_seconds: float = 600.0
     broadcast: bool = False
+    path: str = ""

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field
 
 from stretto.core.errors import nearest
+from stretto.doors.door import Door, Section
+from stretto.doors.loading import is_own, with_colon
 
-Tool = Literal["wandb", "tensorboard", "mlflow", "trackio"]
+_TOOLS = "stretto.outlets.tools"
+#: Classes that satisfy `outlets.follower.Outlet`, a built-in by the name of its package.
+OUTLETS = Door(
+    key="logging.to",
+    what="outlet",
+    arguments=("about", "cursor"),
+    built_in={
+        "wandb": f"{_TOOLS}.wandb_run:WandbRun",
+        "tensorboard": f"{_TOOLS}.tensorboard_files:TensorboardFiles",
+        "mlflow": f"{_TOOLS}.mlflow_run:MlflowRun",
+        "trackio": f"{_TOOLS}.trackio_run:TrackioRun",
+    },
+    section=Section,
+)
 
 #: What follows a run for Prometheus, as for a tool.
 PROMETHEUS = "prometheus"
@@ -25,9 +40,9 @@ def _listed(value: object) -> object:
 
 
 def _known(name: object) -> object:
-    tools: tuple[str, ...] = get_args(Tool)
-    if isinstance(name, str) and name not in tools:
-        raise ValueError(f"{name!r} is none of {', '.join(tools)}; {nearest(name, tools)}")
+    tools = OUTLETS.built_in
+    if isinstance(name, str) and name not in tools and not is_own(name):
+        raise ValueError(f"{name!r} is none of {', '.join(tools)}; {with_colon(name) or nearest(name, tools)}")
     return name
 
 
@@ -40,7 +55,7 @@ class OutletsConfig(BaseModel, extra="forbid", frozen=True):
     Example: ``OutletsConfig(to=("wandb", "tensorboard"), project="arithmetic")``
     """
 
-    to: Annotated[tuple[Annotated[Tool, BeforeValidator(_known)], ...], BeforeValidator(_listed)] = Field(
+    to: Annotated[tuple[Annotated[str, OUTLETS, BeforeValidator(_known)], ...], BeforeValidator(_listed)] = Field(
         (), description="tools that get the metrics of the run, each an extra of stretto"
     )
     project: str = Field(
@@ -59,6 +74,15 @@ class OutletsConfig(BaseModel, extra="forbid", frozen=True):
     prometheus_host: str = Field(
         "127.0.0.1", min_length=1, description="address of that page; on others than loopback anybody can read it"
     )
+
+
+def stem(tool: str) -> str:
+    """The name of a tool in the names of its files and of its process.
+
+    >>> stem("my_tools:Tool")
+    'my_tools.Tool'
+    """
+    return tool.replace(":", ".")
 
 
 def destinations(config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> list[str]:
@@ -87,5 +111,7 @@ def _destination(tool: str, config: OutletsConfig, run: Path, environment: Mappi
             names = ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID", "TRACKIO_DIR")
             where = next((environment[name] for name in names if environment.get(name)), "its own folder")
             return f"project {config.project} at {where}"
+        case _ if is_own(tool):
+            return f"as {tool} does, project {config.project}"
     host = f"[{config.prometheus_host}]" if ":" in config.prometheus_host else config.prometheus_host
     return f"http://{host}:{config.prometheus_port}/metrics"

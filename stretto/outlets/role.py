@@ -6,38 +6,26 @@ for a while. It knows no retries: what a tool raises ends it, and another one go
 
 from __future__ import annotations
 
-import importlib
 import os
 import select
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from stretto.core.records import Record
-from stretto.outlets.config import PROMETHEUS
+from stretto.doors.loading import look_in
+from stretto.outlets.config import OUTLETS, PROMETHEUS, stem
 from stretto.outlets.follower import About, Cursor, Outlet, RunFollower, read_cursor
 from stretto.outlets.points import flat_recipe
-from stretto.outlets.tools.mlflow_run import MlflowRun
 from stretto.outlets.tools.prometheus_page import PrometheusPage
-from stretto.outlets.tools.tensorboard_files import TensorboardFiles
-from stretto.outlets.tools.trackio_run import TrackioRun
-from stretto.outlets.tools.wandb_run import WandbRun
 from stretto.processes.heartbeat import end_with_conductor, own_heartbeat
 from stretto.store.folder.run_folder import RunFolder
 
 MODULE = "stretto.outlets.role"
 
-#: By the name of the tool, which its package has too.
-_TOOLS: Mapping[str, Callable[[Any, About, Cursor], Outlet]] = {
-    "wandb": WandbRun,
-    "tensorboard": TensorboardFiles,
-    "mlflow": MlflowRun,
-    "trackio": TrackioRun,
-}
-_IN_PROJECTS = frozenset({"wandb", "mlflow", "trackio"})  # the other tools have no projects
+_WITHOUT_PROJECTS = frozenset({"tensorboard", PROMETHEUS})
 _POLL_SECONDS = 1.0
 _LOWEST = 19  # of the priorities of processes
 
@@ -56,6 +44,7 @@ class FollowerSpec(Record, frozen=True):
     until: int
     host: str = ""  # of the page for Prometheus
     port: int = 0
+    path: str = ""  # a folder in which the module of a tool of the user's own is looked for first
 
 
 def main(arguments: list[str]) -> int:
@@ -73,11 +62,12 @@ def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
     Raises:
         Exception: what the tool raises, the run's files, or the cursor.
     """
+    look_in(spec.path)
     folder = RunFolder(Path(spec.folder).resolve())
     folder.outlets.mkdir(exist_ok=True)
-    path = folder.outlets / f"{spec.tool}.json"
+    path = folder.outlets / f"{stem(spec.tool)}.json"
     cursor = read_cursor(path) if spec.tool != PROMETHEUS else Cursor()
-    if spec.tool in _IN_PROJECTS and cursor.project not in ("", spec.project):
+    if spec.tool not in _WITHOUT_PROJECTS and cursor.project not in ("", spec.project):
         cursor = Cursor()
     cursor = msgspec.structs.replace(cursor, project=spec.project, began=cursor.began or _beginning(folder))
     name = spec.name or folder.path.name
@@ -95,7 +85,8 @@ def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
 def _outlet(spec: FollowerSpec, about: About, cursor: Cursor) -> Outlet:
     if spec.tool == PROMETHEUS:
         return PrometheusPage(about, spec.host, spec.port)
-    return _TOOLS[spec.tool](importlib.import_module(spec.tool), about, cursor)
+    outlet: Outlet = OUTLETS.load(spec.tool)(about, cursor)
+    return outlet
 
 
 def _beginning(folder: RunFolder) -> float:

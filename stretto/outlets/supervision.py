@@ -18,7 +18,7 @@ import msgspec
 from stretto.core.deadlines import waiting
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.core.tasks import cancel_and_wait
-from stretto.outlets.config import PROMETHEUS, OutletsConfig
+from stretto.outlets.config import PROMETHEUS, OutletsConfig, stem
 from stretto.outlets.follower import Cursor
 from stretto.outlets.role import MODULE, FollowerSpec
 from stretto.processes.role import RoleProcess
@@ -40,6 +40,7 @@ async def followed(
     say: Callable[[str], None],
     stopped: Callable[[], bool],
     hung: float = HUNG_SECONDS,
+    path: str = "",
 ) -> AsyncIterator[None]:
     """Have each tool of the recipe follow the run as long as the block lasts.
 
@@ -47,9 +48,10 @@ async def followed(
         say: gets the sentences of the log.
         stopped: whether the run ends before its last step; then, or when it fails, tools have less time for its end.
         hung: seconds in which a tool has to reply.
+        path: a folder in which modules of the user's own tools are looked for first.
     """
     tools = (*config.to, *((PROMETHEUS,) if config.prometheus_port is not None else ()))
-    followers = [ToolFollower(tool, config, folder, say, hung) for tool in tools]
+    followers = [ToolFollower(tool, config, folder, say, hung, path) for tool in tools]
     tasks = {follower.tool: asyncio.create_task(follower.run(), name=follower.tool) for follower in followers}
     seconds = _STOP_SECONDS
     try:
@@ -63,11 +65,17 @@ class ToolFollower:
     """The process that follows a run for one tool, and those that replace it."""
 
     def __init__(
-        self, tool: str, config: OutletsConfig, folder: RunFolder, say: Callable[[str], None], hung: float
+        self,
+        tool: str,
+        config: OutletsConfig,
+        folder: RunFolder,
+        say: Callable[[str], None],
+        hung: float,
+        path: str = "",
     ) -> None:
         self.tool = tool
-        self._say, self._log = say, folder.role_log(tool)
-        self._cursor = folder.outlets / f"{tool}.json"
+        self._say, self._log = say, folder.role_log(stem(tool))
+        self._cursor = folder.outlets / f"{stem(tool)}.json"
         self._spec = FollowerSpec(
             tool=tool,
             folder=str(folder.path),
@@ -77,8 +85,9 @@ class ToolFollower:
             until=-1,
             host=config.prometheus_host,
             port=config.prometheus_port or 0,
+            path=path,
         )
-        self._process = RoleProcess(tool, MODULE, self._log, hung)
+        self._process = RoleProcess(stem(tool), MODULE, self._log, hung)
         self._ending = asyncio.Event()
         self._until: int | None = None  # our end of the pipe
         self._last = False  # the process was started when the run had ended

@@ -19,7 +19,7 @@ from stretto.planner.job import Job
 from stretto.planner.layouts import Candidate, candidate, candidates, fitting_own_layout
 from stretto.planner.lengths import Lengths
 from stretto.planner.machine import MachineProfile
-from stretto.rollout.pacing import InRounds
+from stretto.rollout.pacing import pacing_of
 from stretto.simulator.engines import EngineLimits
 from stretto.simulator.report import SimulationReport
 from stretto.simulator.run import SimulatedRun
@@ -249,7 +249,6 @@ def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: 
         grain=grain,
     )
     config = rollout.model_copy(update={"filter": "none", "success_rate_min": 0.0, "success_rate_max": 1.0})
-    pacing = InRounds() if job.in_rounds else None
     lengths = Grained(job.lengths, grain)
     run = SimulatedRun(
         config,
@@ -258,7 +257,7 @@ def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: 
         seed,
         durations=costs,
         limits=limits,
-        pacing=pacing,
+        pacing=pacing_of(rollout, job.in_rounds),
         warm=warm,
         judges=job.reward_workers,
     )

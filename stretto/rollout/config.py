@@ -7,6 +7,27 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
+from stretto.doors.door import Door, Section
+
+#: The filters that a recipe names; the others of `rollout.filters` have keys of their own.
+FILTERS = Door(
+    key="rollout.filter",
+    what="filter",
+    arguments=("group",),
+    built_in={"zero_variance": "stretto.rollout.filters:zero_variance"},
+    section=Section,
+    words=("none",),
+    several=True,
+)
+#: The policies of admission.
+PACINGS = Door(
+    key="rollout.pacing",
+    what="admission policy",
+    arguments=(),
+    built_in={"continuous": "stretto.rollout.pacing:Continuous", "rounds": "stretto.rollout.pacing:InRounds"},
+    section=Section,
+    words=("auto",),
+)
 BeyondBound = Literal["train", "wait", "mask", "expire"]
 
 
@@ -36,8 +57,15 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
     staleness_min: int = Field(1, ge=0, le=1024, description='smallest bound that max_staleness = "auto" comes to')
     staleness_max: int = Field(8, ge=0, le=1024, description='largest bound that max_staleness = "auto" comes to')
     beyond_bound: BeyondBound = Field("mask", description="what happens to tokens beyond max_staleness")
-    filter: Literal["none", "zero_variance"] = Field(
-        "none", description="groups that are not trained on; zero_variance: all rewards of the group are equal"
+    filter: Annotated[str | Section | tuple[str | Section, ...], FILTERS] = Field(
+        "none",
+        description="groups that are not trained on; zero_variance: all rewards of the group are equal; a list of "
+        "several (docs/doors/filter.md)",
+    )
+    pacing: Annotated[str | Section, PACINGS] = Field(
+        "auto",
+        description="when groups start; continuous: each as soon as equation 3 allows it; rounds: together; auto: as "
+        "engine.batching (docs/doors/pacing.md)",
     )
     success_rate_min: float = Field(0.0, ge=0, le=1, description="least share of right completions to train on a group")
     success_rate_max: float = Field(
@@ -59,6 +87,12 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
             found = f"max_in_flight_min = {self.max_in_flight_min} is more than max_in_flight_max = "
             raise ValueError(f"{found}{self.max_in_flight_max}; lower the first or raise the second")
         return self
+
+    @property
+    def filters(self) -> tuple[str | Section, ...]:
+        """The filters that `filter` names."""
+        named = self.filter if isinstance(self.filter, tuple) else (self.filter,)
+        return tuple(one for one in named if one != "none")
 
     @property
     def staleness_bounds(self) -> tuple[float, float]:

@@ -188,8 +188,10 @@ class Controller:
             self._journal.change_bound(change)
 
     def admit(self) -> Ticket | None:
-        """Start one more group, if equation 3 and `max_in_flight` allow it."""
-        if not self._pacing.opens(self._may_start(), self.in_flight):
+        """Start one more group, if the policy opens: a built-in one does where equation 3 and `max_in_flight` allow it,
+        and the second is kept whatever a policy says."""
+        opens = self._pacing.opens(self._may_start(), self.in_flight)
+        if not opens or self.in_flight >= self.max_in_flight:
             return None
         config = self.config
         draw = self._prompts.take()

@@ -1,7 +1,7 @@
 """Filters: a filter names the trajectories of a group that are not trained on, each with its reason.
 
 A filter sees the group as the filters before it have left it. A group with too few trajectories left is replaced: its
-place is free, and the next admission draws another prompt.
+place is free, and the next admission draws another prompt. `rollout.config.FILTERS` has those that a recipe names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 
 from stretto.core.records import Group, Outcome, StopReason, Trajectory
-from stretto.rollout.config import RolloutConfig
+from stretto.rollout.config import FILTERS, RolloutConfig
 
 #: A group -> the reason for each trajectory that is refused, by its id.
 Filter = Callable[[Group], Mapping[str, str]]
@@ -49,9 +49,7 @@ def filters(config: RolloutConfig) -> tuple[Filter, ...]:
         chosen.append(truncated)
     if (config.success_rate_min, config.success_rate_max) != (0, 1):
         chosen.append(partial(success_rate, low=config.success_rate_min, high=config.success_rate_max))
-    if config.filter == "zero_variance":
-        chosen.append(zero_variance)
-    return tuple(chosen)
+    return (*chosen, *map(FILTERS.bound, config.filters))
 
 
 def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, str]:

@@ -38,6 +38,7 @@ class TrainerSpec(Record, frozen=True):
     assembly: float = 90.0  # seconds in which ranks on other machines have to join
     tls: str = ""  # folder of certificates (`processes.tls`) for the orders of ranks; "": no TLS
     tokens: TokensSpec | None = None  # None: nothing is kept of single tokens
+    path: str = ""  # folder in which modules of the user's own parts are looked for first
     canary: tuple[int, ...] = ()  # the text by which engines prove each version (`core.canary`)
 
 

@@ -31,10 +31,11 @@ class WeightsConfig(BaseModel, extra="forbid", frozen=True):
 class Route:
     """What lies between the trainer and the engines.
 
-    `elsewhere`: some engine is, or may come to be, on another machine than the trainer.
+    `engines` is their `engine.kind`; `elsewhere`: some engine is, or may come to be, on another machine than the
+    trainer.
     """
 
-    engines: Literal["native", "vllm", "sglang"]
+    engines: str
     elsewhere: bool
 
 
@@ -94,4 +95,4 @@ def _no_broadcast(route: Route) -> str:
         "native": "the embedded engine maps the file of the trainer",
         "vllm": "vLLM's own transfer engines meet their sender by a communicator that only vLLM has",
         "sglang": "",
-    }[route.engines]
+    }.get(route.engines, "only servers of SGLang take them by a collective")

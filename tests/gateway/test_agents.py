@@ -131,7 +131,7 @@ def test_a_program_reaches_the_gateway_and_the_users_own_hosts_without_a_proxy(
         ({"function": "raises"}, "the agent ended with exit code 1: ValueError: no such luck"),
         ({"function": "prints_its_address"}, "exit code 1: no answer at http://127.0.0.1/s/KEY/v1"),
         ({"function": "says_nothing"}, "the agent has ended without a completion"),
-        ({"function": "missing"}, "has no function 'missing'"),
+        ({"function": "missing"}, "has no 'missing'"),
         ({"command": ["/no/such/program"]}, "exit code 127: /no/such/program: No such file or directory"),
         ({"function": "hangs", "deadline": 3.0}, "took more than 3 s (workflow.deadline)"),
         ({"function": "two_turns", "path": "/no/such/folder"}, "could not be started: No such file or directory"),

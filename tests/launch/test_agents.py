@@ -122,4 +122,4 @@ def test_an_agent_that_cannot_be_started_is_refused_before_the_run(laboratory: L
     ):
         laboratory.run("train", recipe, override, "--dry-run").refused(message)
     missing = ("workflow.command=[]", "workflow.function='json:nope'")
-    laboratory.run("train", recipe, *missing, "--dry-run").refused("'json' has no function 'nope'")
+    laboratory.run("train", recipe, *missing, "--dry-run").refused("'json' has no 'nope'")

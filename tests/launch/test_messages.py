@@ -133,7 +133,7 @@ def test_a_run_that_is_not_there_is_refused_with_the_nearest_or_the_newest(
 @pytest.mark.parametrize(
     ("lines", "found", "remedy"),
     [
-        (None, "cannot import 'mine'", "give a module of the environment or of the folder that stretto is"),
+        (None, "cannot import 'mine'", "give a module of the environment, of the recipe's folder or of"),
         ("import math\nimport nosuchpackage", "No module named 'nosuchpackage'",
          "mine.py:2 imports 'nosuchpackage', which is not in the environment of stretto: install it there"),
         ("import json\njson.loads('{')", "JSONDecodeError", "raised in {json}"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RecipeError
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, parse_recipe, to_toml, validate
-from stretto.trainer.objective.algorithm import Truncate
+from stretto.trainer.objective.corrections import CORRECTIONS
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -394,4 +394,4 @@ def test_a_table_on_the_command_line_changes_the_keys_that_it_names() -> None:
     )
     assert [key for key, _ in differences(before, after)] == ["algorithm.correction.high", "trainer.steps"]
     other = load_recipe(arithmetic, ['algorithm.correction={kind="truncate"}'])  # of another kind: its own defaults
-    assert other.algorithm.correction == Truncate(high=2.0)
+    assert other.algorithm.correction == CORRECTIONS("truncate", high=2.0)

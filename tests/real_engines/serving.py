@@ -24,7 +24,7 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.external.engine import ExternalEngine, Limits
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Launch, Make
-from stretto.engine.external.makes import MAKES
+from stretto.engine.external.makes import launch_of, make_of
 from stretto.engine.external.server import ServerProcess, free_port, until_ready
 from stretto.engine.external.staging import StagedWeights
 from stretto.engine.http.client import decoded
@@ -80,7 +80,7 @@ class RealServer:
         self._process = self.run(self._start(port))
 
     async def _start(self, port: int) -> ServerProcess:
-        launch = MAKES[self.kind].launch(self._config, str(self.policy), port)
+        launch = launch_of(self._config, str(self.policy), port)
         path = f"{launch.environment['PYTHONPATH']}:{_SPOILT}"
         environment = launch.environment | {"PYTHONPATH": path, "SPOILT": str(self.spoilt)}
         words = ("--worker-extension-cls", "spoilt.Loader") if self.kind == "vllm" else ()
@@ -99,7 +99,7 @@ class RealServer:
     def wire(self) -> Make:
         """New connections to it."""
         http = JsonServer(self.kind, self.address, seconds=60.0, token_seconds=60.0)
-        return MAKES[self.kind].server(http, 60.0)
+        return make_of(self.kind, http, 60.0)
 
     def run(self, work: Awaitable[Result]) -> Result:
         """Do something in the event loop of the server."""

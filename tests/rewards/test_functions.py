@@ -149,8 +149,8 @@ def test_a_function_an_object_and_a_partial_can_be_rewards(module: str, name: st
         ("our_rewards:many", ["is a generator", "by 'return' and not by 'yield'"]),
         ("our_rewards:streaming", ["is a generator"]),
         ("our_rewards:hurried", ["another signature"]),
-        (":f", ["cannot import ''"]),
-        ("our_rewards:", ["has no ''"]),
+        (":f", ["':f' names no reward", "'package.module:name'"]),
+        ("our_rewards:", ["'our_rewards:' names no reward"]),
     ],
 )
 def test_a_name_that_cannot_be_used_is_refused_with_the_way_out(module: str, name: str, words: list[str]) -> None:

@@ -19,7 +19,7 @@ from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.study.command import SHIPPED, find_study
 from stretto.study.definition import load_study
-from stretto.trainer.objective.algorithm import Truncate
+from stretto.trainer.objective.corrections import CORRECTIONS
 from tests.launch.running import TINY
 
 GRID = """
@@ -49,7 +49,7 @@ def test_every_combination_is_a_cell_and_seeds_go_on_from_the_recipes(tmp_path: 
         for correction in ("mask", "truncate high=3")
     ]
     last = study.cells[-1].runs[0].recipe
-    assert (last.rollout.max_staleness, last.algorithm.correction) == (math.inf, Truncate(high=3.0))
+    assert (last.rollout.max_staleness, last.algorithm.correction) == (math.inf, CORRECTIONS("truncate", high=3.0))
     assert [(run.cell, run.seed) for run in study.runs[4:8]] == [(4, 7), (5, 7), (0, 8), (1, 8)]
     assert len({run.digest for run in study.runs}) == 12
 

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from threading import Thread
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,7 +27,8 @@ from stretto.core.records import Batch, Sampling
 from stretto.store.series.tokens import SampledTokens
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
-from stretto.trainer.objective.algorithm import AlgorithmConfig, LossConfig
+from stretto.trainer.objective import surrogates
+from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.outcomes import TokenSink, TrainedTokens
 from stretto.trainer.parallel.lora import adapt
 from stretto.trainer.parallel.ranks import ALONE, Ranks
@@ -82,7 +83,7 @@ SCENARIOS = {
 }
 
 #: Every loss that a recipe can name: one optimizer step each.
-LOSSES = tuple(kind.model_fields["kind"].default for kind in get_args(get_args(LossConfig)[0]))
+LOSSES = tuple(surrogates.LOSSES.built_in)
 SCENARIOS |= {loss: Scenario(steps=1, algorithm={"loss": loss}, trainer={"minibatches": 1}) for loss in LOSSES}
 
 #: What each number of ranks trains; 1 rank trains all.

@@ -8,7 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
-from stretto.trainer.objective.algorithm import AlgorithmConfig, DecoupledPPO, Mask
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.objective.corrections import CORRECTIONS
+from stretto.trainer.objective.surrogates import LOSSES
 
 
 def test_the_defaults_are_table_3_of_the_paper() -> None:
@@ -16,8 +18,8 @@ def test_the_defaults_are_table_3_of_the_paper() -> None:
     assert (config.learning_rate, config.schedule, config.weight_decay) == (2e-5, "constant", 0.05)
     assert (config.beta1, config.beta2, config.eps, config.max_grad_norm) == (0.9, 0.95, 1e-5, 1.0)
     assert config.minibatches == 4
-    assert algorithm.loss == DecoupledPPO(clip_low=0.2, clip_high=0.2)
-    assert algorithm.correction == Mask(low=0.0, high=math.inf)
+    assert algorithm.loss == LOSSES("decoupled_ppo", clip_low=0.2, clip_high=0.2)
+    assert algorithm.correction == CORRECTIONS("mask", low=0.0, high=math.inf)
 
 
 @pytest.mark.parametrize("config", [TrainerConfig(keep_versions="all"), AlgorithmConfig(), SupervisedConfig()])

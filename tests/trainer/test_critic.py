@@ -24,7 +24,7 @@ from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.config import CriticConfig, TrainerConfig
 from stretto.trainer.critic import Critic, explained_variance, value_loss
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.objective.estimators import GAE
+from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import EPS, LOGITS, RATE, assert_close, near
 from tests.trainer.batches import LONGEST, adamw, assert_same, batch
@@ -33,8 +33,8 @@ from tests.trainer.tiny import BACKWARD, FORWARD
 Build = Callable[[], PreTrainedModel]
 SETTINGS = CriticConfig(learning_rate=RATE, clip=0.05)
 CONFIG = TrainerConfig(learning_rate=RATE, eps=EPS, minibatches=2, weight_decay=0.1, max_grad_norm=0.7)
-ALGORITHM = AlgorithmConfig(advantages=GAE(gamma=0.9, lam=0.8, critic=SETTINGS))
-ALONE = AlgorithmConfig(advantages=GAE(gamma=0.9, lam=0.8))
+ALGORITHM = AlgorithmConfig(advantages=ESTIMATORS("gae", gamma=0.9, lam=0.8, critic=SETTINGS))
+ALONE = AlgorithmConfig(advantages=ESTIMATORS("gae", gamma=0.9, lam=0.8))
 SAMPLING = Sampling(max_tokens=LONGEST)
 
 
@@ -146,7 +146,7 @@ def test_returns_are_advantages_plus_values(build: Build) -> None:
 def test_normalised_advantages_leave_the_returns_alone(build: Build) -> None:
     values = knowing(build).token_values(batch(0))
     plain = samples_of(batch(0), ALGORITHM, LONGEST, values).samples
-    whitened = AlgorithmConfig(advantages=GAE(gamma=0.9, lam=0.8, critic=SETTINGS, normalised=True))
+    whitened = AlgorithmConfig(advantages=ESTIMATORS("gae", gamma=0.9, lam=0.8, critic=SETTINGS, normalised=True))
     samples = samples_of(batch(0), whitened, LONGEST, values).samples
     assert [sample.returns for sample in samples] == [sample.returns for sample in plain]
     scores = torch.tensor([a for sample in samples for a in sample.advantages], dtype=torch.float64)
@@ -201,7 +201,7 @@ def test_the_packing_changes_nothing(build: Build) -> None:
 
 
 CUT_OFF = AlgorithmConfig(
-    advantages=GAE(gamma=0.9, lam=0.8, critic=SETTINGS.model_copy(update={"truncated": "bootstrap"}))
+    advantages=ESTIMATORS("gae", gamma=0.9, lam=0.8, critic=SETTINGS.model_copy(update={"truncated": "bootstrap"}))
 )
 
 

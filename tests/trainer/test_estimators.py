@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from stretto.trainer.objective.estimators import Estimator, RewardedCompletion, advantages_of
+from stretto.trainer.objective.estimators import ESTIMATORS as DOOR
+from stretto.trainer.objective.estimators import EstimatorSection, RewardedCompletion, advantages_of
 
-ESTIMATORS: TypeAdapter[Estimator] = TypeAdapter(Estimator)
+ESTIMATORS: TypeAdapter[EstimatorSection] = TypeAdapter(Annotated[EstimatorSection, DOOR])
 GROUPS = [
     [RewardedCompletion(1.0, 2, range(2)), RewardedCompletion(0.0, 4, (2, 3))],
     [RewardedCompletion(1.0, 1, ())],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Annotated
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective import kl
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.objective.estimators import Estimator, RewardedCompletion, advantages_of
+from stretto.trainer.objective.estimators import ESTIMATORS as DOOR
+from stretto.trainer.objective.estimators import EstimatorSection, RewardedCompletion, advantages_of
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import LOGITS, assert_close, near
@@ -28,7 +30,7 @@ from tests.trainer.batches import LONGEST, assert_same, batch, sample_logprobs
 from tests.trainer.tiny import BACKWARD, FORWARD
 
 Build = Callable[[], PreTrainedModel]
-ESTIMATORS: TypeAdapter[Estimator] = TypeAdapter(Estimator)
+ESTIMATORS: TypeAdapter[EstimatorSection] = TypeAdapter(Annotated[EstimatorSection, DOOR])
 CONFIG = TrainerConfig(learning_rate=3e-3, eps=1e-3, minibatches=2, weight_decay=0.1, max_grad_norm=0.7)
 SAMPLING = Sampling(max_tokens=LONGEST)
 #: Rewards 4 and 1; the first answer's tokens cost 1 and 2, the second one's single token gains a half.

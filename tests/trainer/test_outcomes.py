@@ -24,7 +24,7 @@ from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective import corrections, decoupled_ppo, surrogates
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.objective.estimators import RawReward
+from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.objective.losses import Objective, evaluate
 from stretto.trainer.outcomes import TrainedTokens, outcomes
 from stretto.trainer.roles.token_writer import TokenWriter
@@ -177,7 +177,7 @@ def test_the_tokens_of_several_turns_and_of_a_branch_stand_in_the_order_of_their
     # versions 5 6 | 6 7, and a branch from the prompt with 6 7; tokens of version 5 are too old
     branch = type(SECOND)((6,), (-0.25,), (7,), stop_reason=SECOND.stop_reason, parent=-1)
     kept, config = Kept(), CONFIG.model_copy(update={"minibatches": 1})
-    algorithm = AlgorithmConfig(advantages=RawReward(credit="turn"))
+    algorithm = AlgorithmConfig(advantages=ESTIMATORS("reward", credit="turn"))
     given = conversation(FIRST, TOOL, SECOND, branch, oldest_trainable=6)
     Trainer(build(), config, algorithm, version=7, sink=kept).train(given)
     (record,) = kept.last().values()

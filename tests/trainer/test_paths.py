@@ -41,7 +41,7 @@ from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
-from stretto.trainer.objective.estimators import GAE, GroupMean, RawReward
+from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.objective.shaping import Shaping
 from stretto.trainer.optimizer import Learner
 from stretto.trainer.trainer import Trainer
@@ -80,7 +80,7 @@ def batch(*members: Sequence[Segment], rewards: Sequence[float] = (1.0,), oldest
 
 
 def test_each_branch_by_hand() -> None:
-    sampled = samples_of(batch(BRANCHES), AlgorithmConfig(advantages=RawReward()), LONGEST)
+    sampled = samples_of(batch(BRANCHES), AlgorithmConfig(advantages=ESTIMATORS("reward")), LONGEST)
     assert sampled.samples == (
         Sample("g/0", (5, 12, 4, 9, 7, 8), 2, (2, 3, 5), (-2.0, -4.5, -4.0), (1, 1, 1), (1.0, 1.0, 1.0)),
         Sample("g/0:1", (5, 12, 4, 9, 3, 2, 6), 2, (5, 6), (-1.0, -3.0), (1, 1), (1.0, 1.0)),
@@ -93,7 +93,7 @@ def test_each_branch_by_hand() -> None:
 
 def test_a_trajectory_of_many_paths_counts_once_in_its_group() -> None:
     # rewards 1 and 0: their mean is 0.5, however many paths have them
-    config = AlgorithmConfig(advantages=GroupMean())
+    config = AlgorithmConfig(advantages=ESTIMATORS("group_mean"))
     samples = samples_of(batch(BRANCHES, (turn(4),), rewards=(1.0, 0.0)), config, LONGEST).samples
     assert {sample.id: set(sample.advantages) for sample in samples} == {
         "g/0": {0.5},
@@ -129,7 +129,7 @@ def test_the_state_behind_a_branch_that_was_cut_off_has_a_value() -> None:
         continues=lambda path: path.stop_reason is StopReason.LENGTH,
     )
     assert {id: len(found) for id, found in scores.items()} == {"g/0": 3, "g/0:1": 3}
-    config = AlgorithmConfig(advantages=GAE(gamma=0.5, critic=CriticConfig()))
+    config = AlgorithmConfig(advantages=ESTIMATORS("gae", gamma=0.5, critic=CriticConfig()))
     (_, second) = samples_of(told, config, LONGEST, {"g/0": [0.0] * 3, "g/0:1": [0.0, 0.0, 4.0]}).samples
     # delta = 1 + 0.5 * 4 = 3 at the last token, and 0.5 * 3 before it
     assert (second.advantages, second.returns) == ((1.5, 3.0), (1.5, 3.0))
@@ -137,7 +137,10 @@ def test_the_state_behind_a_branch_that_was_cut_off_has_a_value() -> None:
 
 def test_a_step_on_branches_is_the_step_on_trajectories_that_are_their_paths_alone(build: Build) -> None:
     """Bit for bit: what an earlier path trains is given in the later ones; the subagent's is a prompt of its own."""
-    config, algorithm = TrainerConfig(learning_rate=3e-3, minibatches=2), AlgorithmConfig(advantages=RawReward())
+    config, algorithm = (
+        TrainerConfig(learning_rate=3e-3, minibatches=2),
+        AlgorithmConfig(advantages=ESTIMATORS("reward")),
+    )
     told, shared = Segment((4, 9)), Segment((3,))
     linear = batch(BRANCHES[:3], (told, shared, BRANCHES[4]), rewards=(1.0, 1.0))
     other = batch((BRANCHES[6],)).groups[0]
@@ -180,7 +183,7 @@ def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(
     segments: list[Segment], oldest: int
 ) -> None:
     told = batch(segments, oldest_trainable=oldest)
-    sampled = samples_of(told, AlgorithmConfig(advantages=RawReward()), LONGEST)
+    sampled = samples_of(told, AlgorithmConfig(advantages=ESTIMATORS("reward")), LONGEST)
     trained = Counter(sample.token_ids[place] for sample in sampled.samples for place in sample.loss_positions)
     young = [
         token
@@ -208,7 +211,9 @@ def test_a_linear_trajectory_makes_the_sample_that_it_always_made(shape: list[tu
     last = max((at for at, (sampled, _) in enumerate(shape) if sampled), default=-1)
     shape = shape[: last + 1]
     segments = [turn(*range(length)) if sampled else Segment((9,) * length) for sampled, length in shape]
-    samples = samples_of(batch(segments, oldest_trainable=oldest), AlgorithmConfig(advantages=RawReward()), LONGEST)
+    samples = samples_of(
+        batch(segments, oldest_trainable=oldest), AlgorithmConfig(advantages=ESTIMATORS("reward")), LONGEST
+    )
     whole = Trajectory("g/0", tuple(segments), Verdict(outcome=Outcome.RIGHT, reward=1.0), "")
     origins = [sampled for sampled, length in shape for _ in range(length)]
     places = tuple(place for place, sampled in enumerate(origins, start=2) if sampled)
@@ -266,7 +271,7 @@ def test_from_token_to_token_each_turn_s_reward_is_at_its_last_token() -> None:
 def test_a_kl_in_the_reward_is_that_of_the_turn_and_of_those_behind_it() -> None:
     # k1 = behavior - reference = 1, 0 | 2, weighted 0.5, 0 | 1: returns (1 + 2) - 1.5 and 2 - 1
     reference = ReferenceConfig(estimator="k1", weight=0.5, into="reward")
-    config = AlgorithmConfig(advantages=RawReward(credit="turn"), reference=reference)
+    config = AlgorithmConfig(advantages=ESTIMATORS("reward", credit="turn"), reference=reference)
     two = batch((turn(4, 4, reward=1.0), TOOL, turn(2, reward=2.0)))
     (sample,) = samples_of(two, config, LONGEST, reference_logprobs={"g/0": [-3.0, -2.0, -3.0]}).samples
     assert sample.advantages == (1.5, 1.5, 1.0)
@@ -276,9 +281,11 @@ def test_the_penalty_of_an_overlong_completion_is_that_of_its_longest_turn() -> 
     # 7 of 8 tokens with a buffer of 2: half the penalty; both turns together would have it all
     shaping = Shaping(overlong_buffer=2, overlong_penalty=4.0)
     segments = (turn(*range(3)), TOOL, turn(*range(7)))
-    (sample,) = samples_of(batch(segments), AlgorithmConfig(advantages=RawReward(), shaping=shaping), LONGEST).samples
+    (sample,) = samples_of(
+        batch(segments), AlgorithmConfig(advantages=ESTIMATORS("reward"), shaping=shaping), LONGEST
+    ).samples
     assert set(sample.advantages) == {1.0 - 2.0}
-    by_turn = AlgorithmConfig(advantages=RawReward(credit="turn"), shaping=shaping)
+    by_turn = AlgorithmConfig(advantages=ESTIMATORS("reward", credit="turn"), shaping=shaping)
     (sample,) = samples_of(batch(segments), by_turn, LONGEST).samples
     assert sample.advantages == (-1.0,) * 10, "0 of the first turn, 1 - 2 of the last"
 

@@ -13,10 +13,10 @@ from stretto.core.errors import BoundViolated
 from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
 from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.objective.estimators import GAE, GroupMean, RawReward
+from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.objective.shaping import Shaping
 
-CONFIG = AlgorithmConfig(advantages=GroupMean())
+CONFIG = AlgorithmConfig(advantages=ESTIMATORS("group_mean"))
 LONGEST = 4
 
 
@@ -84,12 +84,14 @@ def test_a_token_without_its_log_probability_stops_the_run() -> None:
 def test_rewards_are_shaped_before_they_become_advantages_and_reported_as_they_were() -> None:
     # 3 of 4 tokens with a buffer of 2: half the penalty of 4, so (1 - 2 + 0.5) * 3 = -1.5
     shaping = Shaping(scale=3.0, bias=0.5, overlong_buffer=2, overlong_penalty=4.0)
-    samples = samples_of(batch(answer(0, 1.0)), AlgorithmConfig(advantages=RawReward(), shaping=shaping), LONGEST)
+    samples = samples_of(
+        batch(answer(0, 1.0)), AlgorithmConfig(advantages=ESTIMATORS("reward"), shaping=shaping), LONGEST
+    )
     assert samples.samples[0].advantages == (-1.5, -1.5, -1.5)
     assert samples.reward_mean == 1.0
 
 
 def test_a_discount_counts_from_the_end_of_the_whole_answer() -> None:
-    config = AlgorithmConfig(advantages=GAE(gamma=0.5))
+    config = AlgorithmConfig(advantages=ESTIMATORS("gae", gamma=0.5))
     samples = samples_of(batch(answer(0, 1.0), oldest_trainable=6), config, LONGEST)
     assert samples.samples[0].advantages == (0.5, 1.0)

@@ -24,7 +24,7 @@ from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, OptimizerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig, objective
-from stretto.trainer.objective.estimators import GAE, RawReward
+from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.objective.losses import evaluate
 from stretto.trainer.objective.tokens import LossTokens
 from stretto.trainer.optimizer import Learner
@@ -51,7 +51,9 @@ def batch(*segments: Segment, oldest_trainable: int = 0, reward: float = 1.0) ->
 
 
 def test_two_turns_by_hand() -> None:
-    (sample,) = samples_of(batch(FIRST, TOOL, SECOND), AlgorithmConfig(advantages=RawReward()), LONGEST).samples
+    (sample,) = samples_of(
+        batch(FIRST, TOOL, SECOND), AlgorithmConfig(advantages=ESTIMATORS("reward")), LONGEST
+    ).samples
     assert sample == Sample(
         "g/0", TOKENS, 2, (2, 3, 7, 8), (-0.5, -1.0, -1.5, -2.0), (2, 1, 1, 0), (1.0, 1.0, 1.0, 1.0)
     )
@@ -59,7 +61,7 @@ def test_two_turns_by_hand() -> None:
 
 def test_sampled_tokens_that_are_too_old_are_context_like_given_ones_and_alone_are_counted_as_masked() -> None:
     old = batch(FIRST, TOOL, SECOND, oldest_trainable=6)
-    sampled = samples_of(old, AlgorithmConfig(advantages=RawReward()), LONGEST)
+    sampled = samples_of(old, AlgorithmConfig(advantages=ESTIMATORS("reward")), LONGEST)
     (sample,) = sampled.samples
     assert (sample.loss_positions, sample.behavior_logprobs) == ((3, 7, 8), (-1.0, -1.5, -2.0))
     assert sampled.masked_tokens == 1
@@ -67,7 +69,7 @@ def test_sampled_tokens_that_are_too_old_are_context_like_given_ones_and_alone_a
 
 def test_values_advantages_and_returns_go_from_sampled_token_to_sampled_token() -> None:
     # values 0.5 before each; gamma = 1, lam = 0.5: delta = 0, 0, 0, 0.5, so A = 0.0625, 0.125, 0.25, 0.5 and R = A + V
-    config = AlgorithmConfig(advantages=GAE(lam=0.5, critic=CriticConfig()))
+    config = AlgorithmConfig(advantages=ESTIMATORS("gae", lam=0.5, critic=CriticConfig()))
     (sample,) = samples_of(batch(FIRST, TOOL, SECOND), config, LONGEST, {"g/0": [0.5] * 4}).samples
     assert sample.advantages == (0.0625, 0.125, 0.25, 0.5)
     assert sample.values == (0.5, 0.5, 0.5, 0.5)
@@ -77,7 +79,7 @@ def test_values_advantages_and_returns_go_from_sampled_token_to_sampled_token() 
 def test_a_kl_in_the_reward_is_that_of_the_sampled_tokens() -> None:
     # k1 = behavior - reference = 0.5, 0, -0.5, 1: their sum is 1, their mean 0.25, and the reward 1 - 0.1
     reference = ReferenceConfig(estimator="k1", weight=0.1, into="reward")
-    config = AlgorithmConfig(advantages=RawReward(), reference=reference)
+    config = AlgorithmConfig(advantages=ESTIMATORS("reward"), reference=reference)
     said = {"g/0": [-1.0, -1.0, -1.0, -3.0]}
     sampled = samples_of(batch(FIRST, TOOL, SECOND), config, LONGEST, reference_logprobs=said)
     assert sampled.kl_reference == 0.25
@@ -117,7 +119,7 @@ def loss_of(model: PreTrainedModel, samples: list[Sample]) -> torch.Tensor:
 
 def test_two_turns_have_the_loss_and_the_gradient_of_two_single_turns_with_the_same_context(build: Build) -> None:
     """Of a mean over tokens, for a loss that looks at tokens."""
-    config = AlgorithmConfig(advantages=RawReward())
+    config = AlgorithmConfig(advantages=ESTIMATORS("reward"))
     (both,) = samples_of(batch(FIRST, TOOL, SECOND, reward=0.5), config, LONGEST).samples
     (first,) = samples_of(batch(FIRST, reward=0.5), config, LONGEST).samples
     history = replace(both, prompt_tokens=7, loss_positions=(7, 8), behavior_logprobs=SECOND.behavior_logprobs)
@@ -145,7 +147,7 @@ def test_given_tokens_never_get_a_gradient(shape: list[tuple[bool, int]], oldest
         segments.append(Segment((6,) * length, *logged))
         expected += [sampled and version >= oldest] * length
     samples = samples_of(
-        batch(*segments, oldest_trainable=oldest), AlgorithmConfig(advantages=RawReward()), LONGEST
+        batch(*segments, oldest_trainable=oldest), AlgorithmConfig(advantages=ESTIMATORS("reward")), LONGEST
     ).samples
     logprobs = torch.full((len(expected),), -1.0, requires_grad=True)
     total = logprobs.sum() * 0

@@ -19,7 +19,9 @@ from stretto.core.records import Batch, Trajectory
 from stretto.trainer.batch.packing import minibatches
 from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.objective.algorithm import PPO, AlgorithmConfig, Mask, ReferenceConfig
+from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
+from stretto.trainer.objective.corrections import CORRECTIONS
+from stretto.trainer.objective.surrogates import LOSSES
 from stretto.trainer.optimizer import UNCHANGED
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
@@ -32,7 +34,7 @@ Build = Callable[[], PreTrainedModel]
 CONFIG = TrainerConfig(
     learning_rate=RATE, eps=EPS, minibatches=3, micro_batch_tokens=24, weight_decay=0.1, max_grad_norm=0.7
 )
-ALGORITHM = AlgorithmConfig(correction=Mask(high=4.0))
+ALGORITHM = AlgorithmConfig(correction=CORRECTIONS("mask", high=4.0))
 EXACT = rounding(FORWARD, size=LOGITS)
 
 
@@ -115,7 +117,7 @@ def test_later_minibatches_are_anchored_before_the_first_update(build: Build) ->
 
 
 def test_ppo_is_anchored_at_the_behaviour_policy(build: Build) -> None:
-    algorithm = AlgorithmConfig(loss=PPO(), entropy=True)
+    algorithm = AlgorithmConfig(loss=LOSSES("ppo"), entropy=True)
     metrics = Trainer(build(), CONFIG, algorithm).train(batch(0)).metrics
     assert metrics["behavior_weight_mean"] == 1.0
     assert abs(metrics["ratio_mean"] - 1) > 1e-2
@@ -207,7 +209,7 @@ def test_a_batch_of_another_version_stops_the_run(build: Build) -> None:
 
 
 def test_a_batch_that_is_not_finite_changes_nothing_and_is_reported(build: Build) -> None:
-    trainer = Trainer(build(), CONFIG, AlgorithmConfig(loss=PPO()))
+    trainer = Trainer(build(), CONFIG, AlgorithmConfig(loss=LOSSES("ppo")))
     update = trainer.train(_poison(batch(0)))
     assert update.metrics["bad_steps"] == 3
     assert sorted(update.skipped) == sorted(t.id for group in batch(0).groups for t in group.trajectories)
@@ -218,7 +220,7 @@ def test_only_the_answers_of_a_step_that_was_not_taken_are_named(build: Build) -
     given = batch(0)
     (first, *others), rest = given.groups[0].trajectories, given.groups[1:]
     bad = msgspec.structs.replace(given.groups[0], trajectories=(_poisoned(first), *others))
-    trainer = Trainer(build(), CONFIG, AlgorithmConfig(loss=PPO()))
+    trainer = Trainer(build(), CONFIG, AlgorithmConfig(loss=LOSSES("ppo")))
     update = trainer.train(msgspec.structs.replace(given, groups=(bad, *rest)))
     assert update.metrics["bad_steps"] == 1
     samples = samples_of(given, ALGORITHM, LONGEST).samples
@@ -228,7 +230,7 @@ def test_only_the_answers_of_a_step_that_was_not_taken_are_named(build: Build) -
 
 
 def test_a_training_that_diverges_names_the_last_answers(build: Build) -> None:
-    trainer = Trainer(build(), CONFIG.model_copy(update={"max_bad_steps": 2}), AlgorithmConfig(loss=PPO()))
+    trainer = Trainer(build(), CONFIG.model_copy(update={"max_bad_steps": 2}), AlgorithmConfig(loss=LOSSES("ppo")))
     with pytest.raises(TrainingDiverged, match=r"2 optimizer steps in a row .* \(the last over .*1/\d.*\); lower"):
         trainer.train(_poison(batch(0)))
 

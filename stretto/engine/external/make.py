@@ -1,4 +1,9 @@
-"""What one make of inference server (vLLM, SGLang) does in its own way; one file per make implements it."""
+"""What one make of inference server (vLLM, SGLang) does in its own way; one file per make implements it.
+
+`engine.kind` names its class (`MAKES` in `engine.config`), a built-in or one of the user's own. Beside the methods of
+`Make` the class has `capabilities`, an `engine.capabilities.Capabilities`, and a static method ``launch(config, model,
+port)``, which says how a server is started (`Launch`).
+"""
 
 from __future__ import annotations
 
@@ -70,7 +75,10 @@ class Occupancy:
 
 
 class Make(Protocol):
-    """The wire of one server. Every method has a deadline of its own and raises EngineLost when nobody answers."""
+    """The wire of one server. Every method has a deadline of its own and raises EngineLost when nobody answers.
+
+    The class is called with an `engine.external.http.JsonServer` and the longest wait for a load, in seconds.
+    """
 
     def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
         """The tokens of a completion as they come. Leaving the iteration early aborts it on the server.
@@ -178,9 +186,3 @@ class Launch:
 def on_cpu(config: EngineConfig) -> bool:
     """Whether the server is to compute on the processor."""
     return config.device == "cpu" or (config.device == "auto" and shutil.which("nvidia-smi") is None)
-
-
-class Launcher(Protocol):
-    """The command line of one make."""
-
-    def __call__(self, config: EngineConfig, model: str, port: int) -> Launch: ...

@@ -17,12 +17,13 @@ import msgspec
 import uvloop
 
 from stretto.core.frames import LARGEST_FRAME
+from stretto.doors.loading import look_in
 from stretto.engine.config import EngineConfig
 from stretto.engine.external.collective import SglangByBroadcast
 from stretto.engine.external.engine import ExternalEngine, Limits
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Make, on_cpu
-from stretto.engine.external.makes import MAKES
+from stretto.engine.external.makes import launch_of, make_of
 from stretto.engine.external.server import GivenServer, Server, ServerProcess, free_port, lost, until_ready
 from stretto.engine.external.staging import FolderAsItIs, StagedWeights
 from stretto.engine.http.server import EngineApp, serve_app
@@ -53,13 +54,13 @@ def wire_to(address: str, spec: EngineSpec, config: EngineConfig) -> Make:
     )
     if spec.broadcast:
         return SglangByBroadcast(http, spec.load_seconds, address, "gloo" if on_cpu(config) else "nccl")
-    return MAKES[config.kind].server(http, spec.load_seconds)
+    return make_of(config.kind, http, spec.load_seconds)
 
 
 async def play(spec: EngineSpec) -> None:
     """Start or find the server, load the newest version, serve."""
+    look_in(spec.path)
     config = EngineConfig.model_validate_json(spec.config)
-    make = MAKES[config.kind]
     address = spec.server or f"127.0.0.1:{free_port()}"
     wire = wire_to(address, spec, config)
     if spec.server:
@@ -67,7 +68,7 @@ async def play(spec: EngineSpec) -> None:
     else:
         temporary = Path(spec.scratch) / "temporary"  # a server that is killed leaves sockets and caches in it
         temporary.mkdir(parents=True, exist_ok=True)
-        launch = make.launch(config, spec.model, int(address.rpartition(":")[2]))
+        launch = launch_of(config, spec.model, int(address.rpartition(":")[2]))
         environment = launch.environment | {"TMPDIR": str(temporary)}
         server = await ServerProcess.start(spec.name, replace(launch, environment=environment))
     try:

@@ -66,6 +66,8 @@ _EVENT = msgspec.json.Decoder(_Event)
 class SglangServer:
     """One server of SGLang (satisfies `engine.external.make.Make`)."""
 
+    capabilities = CAPABILITIES["sglang"]
+
     def __init__(self, http: JsonServer, load_seconds: float) -> None:
         self._http, self._load_seconds = http, load_seconds
         self._folder: Path | None = None
@@ -151,27 +153,27 @@ class SglangServer:
     async def close(self) -> None:
         await self._http.close()
 
-
-def launch(config: EngineConfig, model: str, port: int) -> Launch:
-    """How a server is started; `engine.arguments` come last, so that they override."""
-    options = {
-        "--model-path": model,
-        "--host": "127.0.0.1",
-        "--port": str(port),
-        "--dtype": config.dtype,
-        "--max-running-requests": str(config.slots),
-        "--stream-interval": "8",
-    }
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(config.threads), "PYTHONPATH": FOLDER}
-    flags: tuple[str, ...] = ("--incremental-streaming-output", "--skip-server-warmup", "--sleep-on-idle")
-    if on_cpu(config):
-        environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        options |= {"--device": "cpu", "--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
-        options |= {"--grammar-backend": "none", "--max-total-tokens": str(_tokens_of_cpu(config))}
-        flags += ("--disable-overlap-schedule", "--disable-radix-cache", "--disable-cuda-graph")
-    words = [word for option in options.items() for word in option]
-    module = ("-m", "sglang.launch_server")
-    return Launch((str(config.python), *module, *words, *flags, *config.arguments), environment)
+    @staticmethod
+    def launch(config: EngineConfig, model: str, port: int) -> Launch:
+        """How a server is started; `engine.arguments` come last, so that they override."""
+        options = {
+            "--model-path": model,
+            "--host": "127.0.0.1",
+            "--port": str(port),
+            "--dtype": config.dtype,
+            "--max-running-requests": str(config.slots),
+            "--stream-interval": "8",
+        }
+        environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(config.threads), "PYTHONPATH": FOLDER}
+        flags: tuple[str, ...] = ("--incremental-streaming-output", "--skip-server-warmup", "--sleep-on-idle")
+        if on_cpu(config):
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+            options |= {"--device": "cpu", "--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
+            options |= {"--grammar-backend": "none", "--max-total-tokens": str(_tokens_of_cpu(config))}
+            flags += ("--disable-overlap-schedule", "--disable-radix-cache", "--disable-cuda-graph")
+        words = [word for option in options.items() for word in option]
+        module = ("-m", "sglang.launch_server")
+        return Launch((str(config.python), *module, *words, *flags, *config.arguments), environment)
 
 
 def _tokens_of_cpu(config: EngineConfig) -> int:

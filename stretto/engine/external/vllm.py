@@ -75,6 +75,8 @@ _EVENT = msgspec.json.Decoder(_Event)
 class VllmServer:
     """One server of vLLM (satisfies `engine.external.make.Make`)."""
 
+    capabilities = CAPABILITIES["vllm"]
+
     def __init__(self, http: JsonServer, load_seconds: float) -> None:
         self._http, self._load_seconds = http, load_seconds
         self._folder: Path | None = None
@@ -147,36 +149,36 @@ class VllmServer:
     async def close(self) -> None:
         await self._http.close()
 
-
-def launch(config: EngineConfig, model: str, port: int) -> Launch:
-    """How a server is started; `engine.arguments` come last, so that they override."""
-    options = {
-        "--model": model,
-        "--host": "127.0.0.1",
-        "--port": str(port),
-        "--dtype": config.dtype,
-        "--max-num-seqs": str(config.slots),
-        "--kv-cache-memory-bytes": str(config.cache_bytes),
-        "--logprobs-mode": "processed_logprobs",
-        "--worker-extension-cls": "vllm_extension.Loader",
-        "--stream-interval": "8",  # tokens of an event: each costs the server as much as several tokens
-    }
-    words = [word for option in options.items() for word in option]
-    flags: tuple[str, ...] = ("--enable-scale-out", "--disable-uvicorn-access-log")
-    module = ("-m", "vllm.entrypoints.openai.api_server")
-    environment = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(config.threads),
-        "PYTHONPATH": FOLDER,
-    }
-    if on_cpu(config):  # compiling takes minutes, and threads that are bound to cores share them with other engines
-        # A prompt computed in parts ends a server on a CPU: it winds back the request's random generator, which there
-        # has no offset (RuntimeError: CPU Generator does not use offset).
-        flags += ("--enforce-eager", "--no-enable-chunked-prefill")
-        environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return Launch((str(config.python), *module, *words, *flags, *config.arguments), environment)
+    @staticmethod
+    def launch(config: EngineConfig, model: str, port: int) -> Launch:
+        """How a server is started; `engine.arguments` come last, so that they override."""
+        options = {
+            "--model": model,
+            "--host": "127.0.0.1",
+            "--port": str(port),
+            "--dtype": config.dtype,
+            "--max-num-seqs": str(config.slots),
+            "--kv-cache-memory-bytes": str(config.cache_bytes),
+            "--logprobs-mode": "processed_logprobs",
+            "--worker-extension-cls": "vllm_extension.Loader",
+            "--stream-interval": "8",  # tokens of an event: each costs the server as much as several tokens
+        }
+        words = [word for option in options.items() for word in option]
+        flags: tuple[str, ...] = ("--enable-scale-out", "--disable-uvicorn-access-log")
+        module = ("-m", "vllm.entrypoints.openai.api_server")
+        environment = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": str(config.threads),
+            "PYTHONPATH": FOLDER,
+        }
+        if on_cpu(config):  # compiling takes minutes, and threads that are bound to cores share them with other engines
+            # A prompt computed in parts ends a server on a CPU: it winds back the request's random generator, which
+            # there has no offset (RuntimeError: CPU Generator does not use offset).
+            flags += ("--enforce-eager", "--no-enable-chunked-prefill")
+            environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        return Launch((str(config.python), *module, *words, *flags, *config.arguments), environment)
 
 
 def _values(page: str, name: str) -> list[float]:

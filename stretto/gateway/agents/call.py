@@ -7,7 +7,6 @@ on. A number that it returns is the reward. With ``--check`` it is found and not
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import json
 import os
@@ -16,6 +15,8 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+from stretto.core.errors import RecipeError
+from stretto.doors.loading import load, look_in
 from stretto.gateway.agents.environment import SESSION, TASK
 
 _SECONDS = 60.0
@@ -24,13 +25,16 @@ _SECONDS = 60.0
 def function(place: str) -> Callable[[Any], Any]:
     """That of a module in the working folder, or of an installed one; ends the process with a sentence if it is not
     there."""
-    module, _, name = place.partition(":")
-    sys.path.insert(0, os.getcwd())
-    found = importlib.import_module(module)
-    if not callable(getattr(found, name, None)):
-        there = [known for known, value in vars(found).items() if callable(value) and not known.startswith("_")]
-        sys.exit(f"{module!r} has no function {name!r}; it has {', '.join(there) or 'none'}")
-    return getattr(found, name)  # type: ignore[no-any-return]  # it was asked above
+    look_in(os.getcwd())
+    try:
+        found = load(place, "workflow.function", "agent", {})
+    except RecipeError as error:
+        (problem,) = error.problems
+        sys.exit(f"{problem.found}; {problem.remedy}")
+    if not callable(found):
+        sys.exit(f"{place!r} is {type(found).__name__}, which cannot be called")
+    agent: Callable[[Any], Any] = found
+    return agent
 
 
 def main(place: str) -> None:

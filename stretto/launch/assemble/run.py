@@ -39,7 +39,7 @@ from stretto.outlets.supervision import followed
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import Controller, ControllerState
-from stretto.rollout.pacing import Continuous, InRounds
+from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import Position, PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
@@ -137,7 +137,13 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
         async with (
-            followed(plan.recipe.logging, folder, reporter.say, stopped=lambda: stop.requested),
+            followed(
+                plan.recipe.logging,
+                folder,
+                reporter.say,
+                stopped=lambda: stop.requested,
+                path=plan.recipe.path or "",
+            ),
             running_roles(
                 plan=plan,
                 folder=folder,
@@ -245,7 +251,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder, selectio
         selection,
         recipe.seed,
         version=context.start.version,
-        pacing=InRounds() if recipe.in_rounds else Continuous(),
+        pacing=pacing_of(recipe.rollout, recipe.in_rounds),
         state=state,
     )
     restored = restore(controller, state, unfinished := read_unfinished(context.folder.ledger))

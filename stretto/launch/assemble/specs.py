@@ -70,6 +70,7 @@ def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, 
         load_seconds=deadlines.load,
         start_seconds=deadlines.start,
         broadcast=recipe.weights.medium == "broadcast",
+        path=recipe.path or "",
     )
 
 
@@ -97,6 +98,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) ->
         held=recipe.engine.dtype,
         rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
         tls=str(Path(tls).absolute()) if recipe.trainer.remote_ranks and (tls := recipe.cluster.tls) else "",
+        path=recipe.path or "",
         tokens=kept if recipe.logging.tokens != "none" else None,
         canary=canary_text(folder.vocab_size, folder.context_length, plan.sampling.stop_token_ids, recipe.seed),
     )

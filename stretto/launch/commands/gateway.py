@@ -18,8 +18,8 @@ from stretto.conversation.session import Sampler, SessionRecord, TurnRequest, Wh
 from stretto.conversation.tool_calls import form_of
 from stretto.core.errors import EngineLost
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
-from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
+from stretto.engine.external.makes import capabilities_of
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.native.capacity import longest_row_of
 from stretto.gateway.agent_session import Speaker
@@ -179,13 +179,13 @@ def gateway(
 def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokenizer) -> str:
     """Why the engines follow no grammars; "" if they do."""
     if config.kind != "native":
-        return f"servers of {CAPABILITIES[config.kind].name} are given no grammars"
+        return f"servers of {capabilities_of(config.kind).name} are given no grammars"
     return Grammars(lambda: tokenizer, base.vocab_size).problem
 
 
 def _choices(config: EngineConfig) -> tuple[str, ...]:
     """The fields of the distribution that the log-probabilities of the engines follow."""
-    filtered = config.kind == "native" or CAPABILITIES[config.kind].filtered_logprobs
+    filtered = config.kind == "native" or capabilities_of(config.kind).filtered_logprobs
     return DISTRIBUTION if filtered else ("temperature",)
 
 

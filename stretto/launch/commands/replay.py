@@ -178,6 +178,7 @@ async def _trainer(
         threads=recipe.trainer.threads,
         checkpoint=str(checkpoint) if checkpoint is not None else None,
         kernels=str(folder.kernels) if folder.kernels.exists() else None,
+        path=recipe.path or "",
     )
     try:
         await link.start(spec, version, publish=False)

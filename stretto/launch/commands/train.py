@@ -89,7 +89,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
             print(f"resume      {sentence}")
     else:
         wanted = load_recipe(recipe_path, overrides)
-        plan = outline(wanted) if is_on_paper(wanted) else _fitting(make_plan(wanted))
+        plan = outline(wanted) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True))
     recipe = plan.recipe
     print(f"recipe      {recipe_path}")
     for label, sentence in zip(("a step", "the run"), step_and_run(plan), strict=True):
@@ -132,7 +132,8 @@ def prepare(
         raise RunFolderError([Problem("--resume", "without --run-dir", remedy)])
     recipe = load_recipe(recipe_path, overrides)
     path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    plan = _fitting(make_plan(recipe, has_policy=resume and RunFolder(path).policy(0).exists()))
+    has_policy = resume and RunFolder(path).policy(0).exists()
+    plan = _fitting(make_plan(recipe, has_policy=has_policy, dry=not write))
     if not resume:
         return Prepared(plan, _new(path, plan), StartState())
     folder = RunFolder.resume(path)

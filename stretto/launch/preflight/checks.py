@@ -25,6 +25,7 @@ from stretto.core.errors import (
     nearest,
 )
 from stretto.core.jsonl import nearest_file
+from stretto.doors.loading import is_own
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import bind
 from stretto.engine.native.capacity import longest_row_of
@@ -229,7 +230,7 @@ def check_logging(config: OutletsConfig) -> None:
     problems = [
         Problem("logging.to", f"{tool!r} is not installed", f"pip install 'stretto[{tool}]'")
         for tool in config.to
-        if not is_installed(tool)
+        if not is_own(tool) and not is_installed(tool)
     ]
     if config.prometheus_port is not None:
         try:

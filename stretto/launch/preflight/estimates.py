@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.engine.capabilities import CAPABILITIES
+from stretto.engine.external.makes import capabilities_of
 from stretto.launch.preflight.plan import Outline
 from stretto.worlds.workflows.config import WorkflowConfig
 
@@ -75,7 +75,7 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
     if recipe.engine.addresses:  # their servers run already, perhaps elsewhere
         engine = _PROCESS_BYTES
     elif recipe.engine.kind != "native":
-        engine += CAPABILITIES[recipe.engine.kind].process_bytes
+        engine += capabilities_of(recipe.engine.kind).process_bytes
     of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
     others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + 2 * base.parameters * 4
     return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory())

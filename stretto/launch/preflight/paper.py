@@ -22,7 +22,7 @@ from stretto.launch.preflight.odd_rows import repeated
 from stretto.launch.preflight.plan import Outline, encoded_within_limits
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim
 from stretto.launch.preflight.trainable import check_trainable
-from stretto.launch.preflight.trial import try_reward
+from stretto.launch.preflight.trial import try_parts, try_reward
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
 from stretto.model.hf.folder import ModelFolder
@@ -46,6 +46,7 @@ def outline(recipe: Recipe) -> Outline:
     Raises:
         RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
     """
+    told = try_parts(recipe, outlets=False)
     check_engine_keys(recipe, here=False)
     check_reward_function(recipe.rewards)
     check_in_flight(recipe.rollout)
@@ -83,6 +84,7 @@ def outline(recipe: Recipe) -> Outline:
         demonstrations=shown,
         kept_apart=len(questions.held_out),
         notes=(
+            *told,
             *_not_checked(recipe, base, tokenizer, (*training, *asked), longest),
             *filter(None, notes),
             *sifted.warnings,

@@ -47,7 +47,7 @@ from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated, strange_digits
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, check_servers
 from stretto.launch.preflight.trainable import check_trainable
-from stretto.launch.preflight.trial import try_reward
+from stretto.launch.preflight.trial import try_parts, try_reward
 from stretto.launch.recipe.recipe import Recipe
 from stretto.launch.recipe.sections import EvaluationSet
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
@@ -97,14 +97,15 @@ class Plan(Outline):
     details: QuestionDetails = field(default_factory=QuestionDetails)  # what a workflow gets beside the prompts
 
 
-def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
+def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:
     """Find, read and check everything that the recipe names. `has_policy`: version 0 of the policy exists already, so
-    the plan needs no demonstrations.
+    the plan needs no demonstrations; `dry`: nothing is to be started, and outlets of the user's own are tried too.
 
     Raises:
         RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
     """
     _check_descriptors(recipe)
+    told = try_parts(recipe, outlets=dry)
     check_engine_keys(recipe, here=recipe.cluster.placer == "local")
     medium_of(recipe)
     check_reward_function(recipe.rewards)
@@ -153,6 +154,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
         kept_apart=len(questions.held_out),
         kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
         notes=(
+            *told,
             *filter(None, (*questions.notes, training.note, held_out.note)),
             *_unused_template(questions.training, tokenizer),
             *_workflow_notes(recipe, tokenizer),

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from stretto.core.errors import Problem, RecipeError, StrettoError
-from stretto.engine.capabilities import CAPABILITIES, Capabilities
+from stretto.engine.capabilities import Capabilities
 from stretto.engine.config import EngineConfig
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Served, on_cpu
-from stretto.engine.external.makes import MAKES
+from stretto.engine.external.makes import capabilities_of, make_of
 from stretto.launch.preflight.base import digest
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.inspection import ModelFolder, read_config
@@ -73,13 +73,13 @@ def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
 
 def _make_of(recipe: Recipe) -> Capabilities:
     """What the recipe's make can do, from the release on that the recipe needs."""
-    make = CAPABILITIES[recipe.engine.kind]
+    make = capabilities_of(recipe.engine.kind)
     return replace(make, oldest=max(make.oldest, make.broadcast)) if recipe.weights.medium == "broadcast" else make
 
 
 def _keys(recipe: Recipe, make: Capabilities) -> Iterator[Problem]:
     config, sampling = recipe.engine, recipe.sampling
-    if config.python is None and not config.addresses:
+    if config.python is None and not config.addresses and make.packages:
         remedy = f"name the interpreter of an environment that has {make.needed}, or give engine.addresses"
         yield Problem("engine.python", f'missing, and engine.kind is "{config.kind}"', remedy)
     if config.addresses:
@@ -132,7 +132,7 @@ def _is_here(address: str) -> bool:
 
 def _interpreter(config: EngineConfig, make: Capabilities) -> Iterator[Problem]:
     python = config.python
-    if python is None or config.addresses:
+    if python is None or config.addresses or not make.packages:
         return
     if not (os.path.isfile(python) and os.access(python, os.X_OK)):
         remedy = f"the interpreter of an environment that has {make.needed}, as in /home/me/{config.kind}/bin/python"
@@ -166,7 +166,7 @@ def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
     config = recipe.engine
     if config.kind == "native" or config.addresses or recipe.cluster.placer != "local" or not on_cpu(config):
         return
-    make = CAPABILITIES[config.kind]
+    make = capabilities_of(config.kind)
     if make.cpu_head_dims and base.head_dim not in make.cpu_head_dims:
         place = "model.build.head_dim" if recipe.model.build is not None else f"{base.path}: head_dim"
         allowed = ", ".join(map(str, make.cpu_head_dims))
@@ -200,7 +200,7 @@ async def _ask(
     kind: str, make: Capabilities, address: str, base: ModelFolder, needed: int, probe: dict[str, list[int]]
 ) -> Problem | None:
     http = JsonServer(f"the server {address}", address, seconds=_ANSWER_SECONDS, token_seconds=_ANSWER_SECONDS)
-    wire = MAKES[kind].server(http, _ANSWER_SECONDS)
+    wire = make_of(kind, http, _ANSWER_SECONDS)
     try:
         served = await wire.describe()
         theirs = {text: await _tokens(http, text) for text in probe}

@@ -1,27 +1,106 @@
-"""The trial of a reward before a run: gold answers are judged as completions. Are the verdicts right, in time, and the
-same twice?"""
+"""The trial of what is the user's own, before a run.
+
+Of a reward gold answers are judged as completions: are the verdicts right, in time, and the same twice? The parts that
+a recipe names are called on made-up values.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from stretto.core.errors import Problem, RewardFunctionError, RoleError
+from stretto.core.errors import Problem, RecipeError, RewardFunctionError, RoleError
 from stretto.core.records import Outcome, Verdict
+from stretto.doors.door import Section, raised
+from stretto.doors.loading import is_own
+from stretto.engine.config import MAKES
+from stretto.engine.external.makes import make_faults
 from stretto.launch.preflight.encoding import place_of
+from stretto.launch.recipe.recipe import Recipe
+from stretto.outlets.config import OUTLETS
+from stretto.outlets.trial import outlet_faults
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.loading import PLACE
 from stretto.rewards.service.pool import TIMED_OUT, RewardPool
 from stretto.rewards.service.wire import ScoreItem
+from stretto.rollout.config import FILTERS, PACINGS
+from stretto.rollout.pacing import pacing_of
+from stretto.rollout.trial import admits_early, filter_faults, pacing_faults
+from stretto.trainer.objective.corrections import CORRECTIONS
+from stretto.trainer.objective.estimators import ESTIMATORS
+from stretto.trainer.objective.surrogates import LOSSES
+from stretto.trainer.trial import correction_faults, estimator_faults, loss_faults
 from stretto.worlds.data.task import Question
 
 _TRIED = 4
 _TRIED_BUILT_IN = 64  # built-in rewards are quick
 _PATIENCE = 10.0  # seconds for all calls together; one call may take as long
+_MOST_FAULTS = 3  # that are told of one part
+
+
+def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
+    """Warnings about the parts of the user's own, which are called on made-up values; `outlets`: these too, which may
+    show what they get to others.
+
+    Raises:
+        RecipeError: parts raise, return something else than they have to, or do not return; with every part.
+    """
+    trials = [(key, name, trial) for key, part, trial in _trials(recipe, outlets) if is_own(name := _name(part))]
+    if problems := [problem for key, name, trial in trials for problem in _faults(key, name, trial)]:
+        raise RecipeError(problems)
+    pacing = recipe.rollout.pacing
+    if not is_own(_name(pacing)) or not admits_early(pacing_of(recipe.rollout, in_rounds=False)):
+        return []
+    return [
+        f"{PACINGS.key}: {_name(pacing)!r} starts groups where equation 3 does not allow it: tokens may be older than "
+        "rollout.max_staleness when they are trained, and `stretto check` will say so"
+    ]
+
+
+def _trials(recipe: Recipe, outlets: bool) -> Iterator[tuple[str, str | Section, Callable[[], Iterator[str]]]]:
+    """The key, the part and its trial, of all parts of the recipe."""
+    algorithm, rollout, engine, logging = recipe.algorithm, recipe.rollout, recipe.engine, recipe.logging
+    correction = CORRECTIONS.bound(algorithm.correction)
+    yield LOSSES.key, algorithm.loss, partial(loss_faults, algorithm.loss)
+    yield CORRECTIONS.key, algorithm.correction, partial(correction_faults, correction)
+    yield ESTIMATORS.key, algorithm.advantages, partial(estimator_faults, algorithm.advantages)
+    for one in rollout.filters:
+        yield FILTERS.key, one, partial(filter_faults, FILTERS.bound(one))
+    yield PACINGS.key, rollout.pacing, partial(pacing_faults, rollout)
+    yield MAKES.key, engine.kind, partial(make_faults, engine, recipe.model.path or "model")
+    for tool in logging.to if outlets else ():
+        yield OUTLETS.key, tool, partial(outlet_faults, tool, logging)
+
+
+def _name(part: str | Section) -> str:
+    return part.kind if isinstance(part, Section) else part
+
+
+def _faults(place: str, name: str, trial: Callable[[], Iterator[str]]) -> list[Problem]:
+    """What is wrong with a part. It is tried in a thread of its own, which is left behind if it does not return."""
+    found: list[Problem] = []
+
+    def run() -> None:
+        try:
+            found.extend(Problem(place, f"{name!r} {fault}") for fault in trial())
+        except RecipeError as error:
+            found.extend(error.problems)
+        # The part is the user's: whatever it raises, SystemExit included, belongs into the message.
+        except (Exception, SystemExit) as error:
+            found.append(raised(place, name, error))
+
+    thread = threading.Thread(target=run, name=f"trial of {name}", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if thread.is_alive():
+        return [Problem(place, f"{name!r} has not returned after {_PATIENCE:g} s, on a few made-up values")]
+    return list(dict.fromkeys(found))[:_MOST_FAULTS]
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,12 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from stretto.core.errors import Problem, nearest
+from stretto.doors.door import Door
+from stretto.doors.loading import is_own, with_colon
 
 _HINT = "; did you mean "
 #: Sections whose keys are meant first.
@@ -51,7 +54,7 @@ def problems_of(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel
 
 
 def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Problem:
-    keys, beside, models = _keys(details["loc"], kind)
+    keys, beside, models, door = _keys(details["loc"], kind)
     where = f"{place}: {'.'.join(keys)}" if keys else place
     match details["type"]:
         case "extra_forbidden":
@@ -78,9 +81,11 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
         case "union_tag_invalid":
             tag, kinds = details["ctx"]["tag"], details["ctx"]["expected_tags"]
             near = nearest(tag, [kind.strip("'") for kind in kinds.split(", ")])
-            remedy = _OTHER_NAMES.get(f"{keys[-1]}={tag}") or (near if near.startswith("did") else "")
+            remedy = _OTHER_NAMES.get(f"{keys[-1]}={tag}") or (near if near.startswith("did") else with_colon(tag))
             return Problem(where, f"kind {tag!r} is unknown", f"allowed: {kinds}" + (f"; {remedy}" if remedy else ""))
-    return Problem(where, f"{details['input']!r}"[:80], details["msg"][0].lower() + details["msg"][1:] + _near(details))
+    own = with_colon(details["input"]) if door is not None and details["type"] == "literal_error" else ""
+    remedy = details["msg"][0].lower() + details["msg"][1:] + (_near(details) or (f"; {own}" if own else ""))
+    return Problem(where, f"{details['input']!r}"[:80], remedy)
 
 
 def _near(details: ErrorDetails) -> str:
@@ -135,23 +140,39 @@ def _a_section(value: object, models: Sequence[type[BaseModel]]) -> str:
     return said + (f", such as {{ weight = {value} }}" if is_number and "weight" in keys and not several else "")
 
 
-def _keys(location: tuple[int | str, ...], kind: type[BaseModel]) -> tuple[list[str], list[str], list[type[BaseModel]]]:
+def _keys(
+    location: tuple[int | str, ...], kind: type[BaseModel]
+) -> tuple[list[str], list[str], list[type[BaseModel]], Door[Any] | None]:
     """The keys of the file in pydantic's `location`, without its labels of union members ("task.jsonl.file"); the keys
-    that are allowed beside the last one; and the sections that the last one may be."""
+    that are allowed beside the last one; the sections that the last one may be; and the door that it is the key of."""
     keys: list[str] = []
     models: list[type[BaseModel]] = [kind]
     beside = list(kind.model_fields)
+    door: Door[Any] | None = None
     for part in map(str, location):
         if labelled := [model for model in models if _kind(model) == part]:
             models = labelled
+        elif door is not None and is_own(part):
+            models = [door.model(part)]
         elif models or part.isdecimal():  # a section's key, or a place in a list; behind a plain value: a label
             keys.append(part)
             if part.isdecimal():  # in a list of sections, which stay the candidates
                 continue
             beside = list(models[0].model_fields) if models else beside
             fields = [model.model_fields[part] for model in models if part in model.model_fields]
-            models = _models(fields[0].annotation) if fields else []
-    return keys, beside, models
+            door = next(iter(_doors(fields[0])), None) if fields else None
+            models = _models_of(fields[0]) if fields else []
+    return keys, beside, models, door
+
+
+def _doors(field: FieldInfo) -> list[Door[Any]]:
+    return [one for one in field.metadata if isinstance(one, Door)]
+
+
+def _models_of(field: FieldInfo) -> list[type[BaseModel]]:
+    """The sections that a key may hold; those of a door's key are its built-ins'."""
+    found = _models(field.annotation)
+    return [model for door in _doors(field) for model in door.models] if found and _doors(field) else found
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

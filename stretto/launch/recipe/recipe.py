@@ -24,11 +24,13 @@ from pydantic import (
 
 from stretto.cluster.config import ClusterConfig
 from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.doors.loading import look_in
 from stretto.engine.config import EngineConfig
 from stretto.gateway.config import AgentConfig, GatewayConfig
 from stretto.launch.recipe.functions import with_named_reward
 from stretto.launch.recipe.mistakes import problems_of
 from stretto.launch.recipe.overrides import Overrides, as_parsed, at_override, parsed_value, put
+from stretto.launch.recipe.parts import find_parts, is_beside
 from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
@@ -56,6 +58,7 @@ _PATHS = (
     "preferences.file",
     "preferences.reference",
     "cluster.tls",
+    "path",
 )
 
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -87,6 +90,12 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     """
 
     seed: int = Field(1, ge=0, lt=2**63, description="seed of all random draws")
+    path: str | None = Field(
+        None,
+        description="folder in which modules that the recipe names (package.module:name, docs/doors/index.md) are "
+        "looked for first, before the folder that stretto is started from; left out: the recipe's folder, if one is "
+        "there",
+    )
     model: ModelConfig
     task: Annotated[ArithmeticTask | DatasetTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
     warm_start: SupervisedConfig | None = Field(None, description="supervised training before the first version")
@@ -112,6 +121,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     @classmethod
     def _mistakes_are_problems(cls, tree: Any, build: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         """A recipe in code is refused as one in a file is; the context of the validation is the name of the file."""
+        if isinstance(tree, Mapping) and isinstance(path := tree.get("path"), str):
+            look_in(path)  # before the parts that it names are loaded
         try:
             return build(tree)
         except ValidationError as error:
@@ -151,7 +162,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
                 f"{self.trainer.ranks * self.trainer.minibatches} completions in a batch, or some ranks would be idle; "
                 f"rollout.batch_size * rollout.group_size is {completions}; use fewer of both, or a larger batch"
             )
-        if self.rollout.group_size == 1 and self.rollout.filter == "zero_variance":
+        if self.rollout.group_size == 1 and "zero_variance" in self.rollout.filters:
             raise ValueError(
                 'rollout.group_size = 1 and rollout.filter = "zero_variance" would filter every group; '
                 'use a larger group or filter = "none"'
@@ -161,6 +172,12 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
             raise ValueError(
                 f'rollout.group_size = 1 and algorithm.advantages = "{kind}" would make every advantage zero; '
                 'use a larger group or advantages = "batch"'
+            )
+        if self.in_rounds and self.rollout.pacing not in ("auto", "rounds"):
+            raise ValueError(
+                "rollout.pacing is given, and groups start and end together in a run in rounds (a synchronous one, or "
+                'engine.batching), so that it can be repeated bit for bit; use pacing = "auto", or '
+                'engine.batching = "shared"'
             )
         if self.workflow is not None and self.engine.batching == "rounds":
             raise ValueError(
@@ -214,6 +231,7 @@ def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
     override(tree, overrides)
     for section in ("rewards", "workflow"):
         _find_module(tree.get(section), path.parent)
+    find_parts(tree, path.parent)
     return tree
 
 
@@ -228,10 +246,8 @@ def _find_module(section: Any, folder: Path) -> None:
     listed = section.get("functions")
     parts = [section, *(listed if isinstance(listed, list) else [])]
     for name in [part.get("function") for part in parts if isinstance(part, dict)]:
-        if isinstance(name, str) and ":" in name:
-            module = folder / name.partition(":")[0].partition(".")[0]
-            if module.is_dir() or module.with_suffix(".py").is_file():
-                section["path"] = str(folder.resolve())
+        if is_beside(name, folder):
+            section["path"] = str(folder.resolve())
 
 
 def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = None) -> None:

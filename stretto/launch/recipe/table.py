@@ -129,6 +129,8 @@ def _one(choice: Schema, definitions: Schema) -> str:
         return _table(target) if "properties" in target else _one(target, definitions)
     if "enum" in choice or "const" in choice:
         return ", ".join(f"`{_toml(word)}`" for word in choice.get("enum", [choice.get("const")]))
+    if own := choice.get("format"):
+        return f"`{_toml(own)}`"
     kind = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
     bounds = " and ".join(f"{sign} {_number(choice[name])}" for name, sign in _BOUNDS.items() if name in choice)
     match choice.get("type"):

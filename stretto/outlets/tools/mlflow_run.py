@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import posixpath
 import re
@@ -24,7 +25,8 @@ class MlflowRun:
     """A run of MLflow in the experiment of the project. MLflow's databases keep a point that is sent twice once: it has
     the same time."""
 
-    def __init__(self, mlflow: Any, about: About, cursor: Cursor) -> None:
+    def __init__(self, about: About, cursor: Cursor) -> None:
+        mlflow: Any = importlib.import_module("mlflow")
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
         self._entities, self._client, self._began = mlflow.entities, mlflow.MlflowClient(), about.began

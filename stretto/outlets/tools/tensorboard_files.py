@@ -23,8 +23,8 @@ class TensorboardFiles:
     A file that goes on begins with the step that does: of later steps, TensorBoard forgets what earlier files have.
     """
 
-    def __init__(self, tensorboard: Any, about: About, cursor: Cursor) -> None:
-        package = tensorboard.__name__
+    def __init__(self, about: About, cursor: Cursor) -> None:
+        package = importlib.import_module("tensorboard").__name__
         self.run = _FOLDER
         self._began = about.began
         self._events, self._summaries, self._tensors, self._types = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -20,8 +21,9 @@ class TrackioRun:
     begins and finishes, which takes it hundredths of a second.
     """
 
-    def __init__(self, trackio: Any, about: About, cursor: Cursor) -> None:
-        self._trackio, self._about = trackio, about
+    def __init__(self, about: About, cursor: Cursor) -> None:
+        self._trackio: Any = importlib.import_module("trackio")
+        self._about = about
         self.run = cursor.run or f"{about.name}-{uuid.uuid4().hex[:8]}"
 
     def send(self, points: Sequence[MetricsPoint], first: int) -> None:

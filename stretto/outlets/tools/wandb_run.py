@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from stretto.audit.symptoms.evidence import Alarm
 from stretto.outlets.follower import About, Cursor
@@ -32,8 +32,8 @@ class WandbRun:
     W&B's file, and what the files of earlier processes have is not sent again.
     """
 
-    def __init__(self, wandb: Any, about: About, cursor: Cursor) -> None:
-        self._wandb = wandb
+    def __init__(self, about: About, cursor: Cursor) -> None:
+        self._wandb = wandb = importlib.import_module("wandb")
         self.run = cursor.run or uuid.uuid4().hex[:16]
         self._had = self._before = written(wandb, about.folder / "wandb", self.run) // _APART
         self._run = wandb.init(

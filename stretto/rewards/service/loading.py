@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from stretto.core.errors import Problem, RewardFunctionError, nearest
+from stretto.core.errors import Problem, RecipeError, RewardFunctionError
+from stretto.doors.loading import is_generator, load, why_not_called
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.functions import RewardFunction
 from stretto.rewards.service.awaiting import awaited
 
-_IMPORTERS = (importlib.__file__, __file__)
 PLACE = "rewards.function"
 _CONTRACT = "a reward is called as function(prompt, completion, answer) and returns a number or a bool"
 
@@ -28,62 +26,21 @@ def load_reward(name: str, settings: str = "{}", place: str = PLACE) -> RewardFu
             asynchronous generator, or that cannot be called with three arguments; a built-in that cannot work on this
             machine.
     """
-    if ":" not in name:
-        if name not in BUILT_IN:
-            remedy = f"{nearest(name, BUILT_IN)}; a function of your own is written 'package.module:function'"
-            raise _refused(place, f"no built-in reward is called {name!r}", remedy)
-        built_in = BUILT_IN[name]
-        found = _imported(place, *built_in.function.split(":"))
-        return _checked(place, name, found(settings) if built_in.configured and callable(found) else found)
-    module_name, _, attribute = name.partition(":")
-    return _checked(place, name, _imported(place, module_name, attribute))
-
-
-def _imported(place: str, module_name: str, attribute: str) -> object:
     try:
-        found: object = importlib.import_module(module_name)
-    # The module is the user's: whatever its import raises, SystemExit included, belongs into the message.
-    except (Exception, SystemExit) as error:
-        found = f"cannot import {module_name!r}: {type(error).__name__}: {error}"
-        raise _refused(place, found, _way_out(module_name, error)) from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
-            raise _refused(place, f"{module_name!r} has no {attribute!r}", nearest(part, public))
-        found = getattr(found, part)
-    return found
-
-
-def _way_out(module_name: str, error: BaseException) -> str:
-    """The remedy for an import that failed: of the module itself, of another one in it, or of its own lines."""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-        return "give a module of the environment or of the folder that stretto is started from"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if not one.filename.startswith("<frozen") and one.filename not in _IMPORTERS]
-    if isinstance(error, SyntaxError):
-        where = f"{error.filename}:{error.lineno}"
-    else:
-        where = f"{own[-1].filename}:{own[-1].lineno}" if own else module_name
-    if missing is not None:
-        return f"{where} imports {missing!r}, which is not in the environment of stretto: install it there"
-    return f"raised in {where}"
+        found = load(name, place, "reward", {kind: one.function for kind, one in BUILT_IN.items()})
+    except RecipeError as error:
+        raise RewardFunctionError(error.problems) from error
+    built_in = BUILT_IN.get(name)
+    return _checked(place, name, found(settings) if built_in and built_in.configured and callable(found) else found)
 
 
 def _checked(place: str, name: str, found: object) -> RewardFunction:
-    if not callable(found):
-        raise _refused(place, f"{name!r} is {type(found).__name__}, which cannot be called", _CONTRACT)
-    # Asking for `type(...)`: an instance's own attribute would not be what a call runs.
-    call = getattr(type(found), "__call__", None)  # noqa: B004
-    if any(map(inspect.isasyncgenfunction, (found, call))) or any(map(inspect.isgeneratorfunction, (found, call))):
+    further = _further(found) if callable(found) else ()
+    if why := why_not_called(found, name, ("prompt", "completion", "answer"), further):
+        raise _refused(place, why, _CONTRACT)
+    function: RewardFunction = found  # type: ignore[assignment]  # it is callable, as was asked above
+    if is_generator(function):
         raise _refused(place, f"{name!r} is a generator", f"{_CONTRACT}, by 'return' and not by 'yield'")
-    try:
-        inspect.signature(found).bind("prompt", "completion", "answer", **dict.fromkeys(_further(found)))
-    except TypeError as error:
-        raise _refused(place, f"{name!r} has another signature: {error}", _CONTRACT) from error
-    except ValueError:
-        pass  # some functions written in C have no signature to look at; the first call will tell
-    function: RewardFunction = found
     return awaited(function)
 
 

@@ -22,6 +22,7 @@ import msgspec
 from stretto.core.errors import RewardFunctionError
 from stretto.core.frames import Unframer, frame
 from stretto.core.records import Verdict
+from stretto.doors.loading import look_in
 from stretto.processes.heartbeat import bound_memory, die_with_parent, survive_a_full_disk
 from stretto.rewards.service.parts import LoadedPart, facts_of, judge_all, loaded
 from stretto.rewards.service.wire import (
@@ -113,8 +114,7 @@ def main(arguments: list[str]) -> None:
     survive_a_full_disk()
     die_with_parent(settings.parent)
     bound_memory(settings.memory)
-    if settings.path is not None:
-        sys.path.insert(0, settings.path)
+    look_in(settings.path or "")
     try:
         Worker(settings).run()
     except (BrokenPipeError, ConnectionResetError):

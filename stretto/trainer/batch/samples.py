@@ -20,7 +20,7 @@ from stretto.core.states import bounded_reward
 from stretto.trainer.batch.credit import ScoredPath, ScoredTrajectory, advantages_by_path, rewarded
 from stretto.trainer.batch.paths import PathTokens, Value, paths_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.objective.estimators import GAE, generalised
+from stretto.trainer.objective.estimators import targets
 
 #: A score for each own sampled token of each path, by its id (`scoring.py`).
 TokenScores = Mapping[str, Sequence[float]]
@@ -160,8 +160,8 @@ def _targets(
     config: AlgorithmConfig, longest: int, one: ScoredTrajectory, scored: ScoredPath
 ) -> dict[str, tuple[float, ...]]:
     """The values and returns of the loss tokens, where there is a critic: R = A + V (arXiv 1506.02438, section 5)."""
-    if not scored.values or not isinstance(config.advantages, GAE):
+    if not scored.values or not hasattr(config.advantages, "critic"):
         return {}
     values = tuple(scored.values[t] for t in scored.trained)
-    gaps = generalised(config.advantages, rewarded(config, longest, one, scored))
+    gaps = targets(config.advantages, rewarded(config, longest, one, scored))
     return {"values": values, "returns": tuple(a + v for a, v in zip(gaps, values, strict=True))}

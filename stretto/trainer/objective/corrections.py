@@ -1,25 +1,33 @@
-"""Off-policy corrections: what each token weighs because another policy sampled it, one function per equation.
+"""`algorithm.correction`: what each token weighs because another policy sampled it, one function per equation.
 
     w = anchor / behavior
 
 multiplies the token's part of the objective, without a gradient. Where the anchor is the policy that sampled, w is 1
 and there is nothing to correct. A weight of 0 takes a token out of the objective and *leaves it in the mean*: leaving
-tokens out never enlarges the step.
+tokens out never enlarges the step. `CORRECTIONS` has the names of a recipe.
 
 Axes: N loss token, S sequence.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from stretto.doors.door import Door, Section
 from stretto.trainer.objective.decoupled_ppo import behavior_weight
 from stretto.trainer.objective.tokens import LossTokens, ratio_of
 
+Low = Annotated[float, Field(ge=0, lt=1, description="smallest weight anchor / behavior")]
+High = Annotated[float, Field(gt=1, description="largest weight anchor / behavior")]
+LowMean = Annotated[float, Field(ge=0, lt=1, description="smallest geometric mean of anchor / behavior")]
+HighMean = Annotated[float, Field(gt=1, description="largest geometric mean of anchor / behavior")]
+Nats = Annotated[float, Field(gt=0, description="largest binary divergence, in nats")]
 _SURE = 1e-6  # probabilities are held this far from 0 and 1, where a binary divergence is infinite
 
 
@@ -31,29 +39,40 @@ class Weights(NamedTuple):
 Correction = Callable[[LossTokens], Weights]
 
 
-def mask(tokens: LossTokens, *, low: float, high: float) -> Weights:
-    """w within [low, high], else 0. IcePop (Ring-1T, arXiv 2510.18855); AReaL's published runs have low 0, high 5."""
+def mask(tokens: LossTokens, *, low: Low = 0.0, high: High = math.inf) -> Weights:
+    """Tokens whose weight is outside the bounds get weight 0 (IcePop). The default leaves every weight as it is.
+
+    w within [low, high], else 0. IcePop (Ring-1T, arXiv 2510.18855); AReaL's published runs have low 0, high 5.
+    """
     weight = behavior_weight(tokens)
     outside = (weight > high) | (weight < low) if low > 0 else weight > high
     return Weights(weight.masked_fill(outside, 0.0), outside)
 
 
-def truncate(tokens: LossTokens, *, high: float) -> Weights:
-    """min(w, high). Truncated importance sampling: IMPALA's rho-bar, arXiv 1802.01561, section 4.1; called TIS where
-    it corrects for an engine that differs from the trainer."""
+def truncate(tokens: LossTokens, *, high: High = 2.0) -> Weights:
+    """Weights above the bound become the bound (TIS).
+
+    min(w, high). Truncated importance sampling: IMPALA's rho-bar, arXiv 1802.01561, section 4.1; called TIS where it
+    corrects for an engine that differs from the trainer.
+    """
     weight = behavior_weight(tokens)
     return Weights(weight.clamp(max=high), weight > high)
 
 
 def uncorrected(tokens: LossTokens) -> Weights:
-    """1: PPO around recomputed old log-probabilities, as in trainers that take the policy before the step for the one
-    that sampled. Biased by whatever lies between the two."""
+    """Every weight is 1: the anchor is taken for the policy that sampled.
+
+    PPO around recomputed old log-probabilities, as in trainers that take the policy before the step for the one that
+    sampled. Biased by whatever lies between the two.
+    """
     weight = behavior_weight(tokens)
     return Weights(torch.ones_like(weight), weight != 1)
 
 
-def kpop(tokens: LossTokens, *, threshold: float) -> Weights:
-    """w, or 0 where the two policies disagree about the token: D(p || q) or D(q || p) above `threshold`, with
+def kpop(tokens: LossTokens, *, threshold: Nats = 0.1) -> Weights:
+    """Tokens about which the two policies disagree get weight 0.
+
+    w, or 0 where they disagree about the token: D(p || q) or D(q || p) above `threshold`, with
     D(p || q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)), the token against all others.
 
     KPop (Guo et al., 2026, "Taming training-inference mismatch with adaptive masking regions"). Wide in ratio for rare
@@ -67,12 +86,30 @@ def kpop(tokens: LossTokens, *, threshold: float) -> Weights:
     return Weights(behavior_weight(tokens).masked_fill(outside, 0.0), outside)
 
 
-def sequence_mask(tokens: LossTokens, *, low: float, high: float) -> Weights:
-    """w, or 0 for all tokens of a completion whose geometric mean of w is outside [low, high].
+def sequence_mask(tokens: LossTokens, *, low: LowMean = 0.99, high: HighMean = 1.01) -> Weights:
+    """Completions whose geometric mean weight is outside the bounds get weight 0.
 
-    Geometric sequence rejection (Liu et al., 2025, "When speed kills stability"; arXiv 2512.23075). A mean, so the
-    bounds are the same for long completions and short ones.
+    w, or 0 for all tokens of a completion whose geometric mean of w is outside [low, high]. Geometric sequence
+    rejection (Liu et al., 2025, "When speed kills stability"; arXiv 2512.23075). A mean, so the bounds are the same for
+    long completions and short ones.
     """
     mean_S = ratio_of(tokens.sequences.means(tokens.anchor_logprobs - tokens.behavior_logprobs))
     outside = tokens.sequences.spread((mean_S < low) | (mean_S > high))
     return Weights(behavior_weight(tokens).masked_fill(outside, 0.0), outside)
+
+
+_HERE = __name__
+#: The corrections of a recipe. One more is a function of this file, and its row here.
+CORRECTIONS = Door(
+    key="algorithm.correction",
+    what="correction",
+    arguments=("tokens",),
+    built_in={
+        "mask": f"{_HERE}:mask",
+        "truncate": f"{_HERE}:truncate",
+        "none": f"{_HERE}:uncorrected",
+        "kpop": f"{_HERE}:kpop",
+        "sequence_mask": f"{_HERE}:sequence_mask",
+    },
+    section=Section,
+)

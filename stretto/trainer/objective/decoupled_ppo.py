@@ -15,14 +15,18 @@ Axes: N loss token. All probabilities are natural logarithms.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from stretto.doors.door import declare
 from stretto.trainer.objective.tokens import LossTokens, ratio_of
 
 Anchor = Literal["recomputed", "interpolated", "behavior"]
+ClipLow = Annotated[float, Field(gt=0, le=1, description="ratios below 1 - clip_low are clipped")]
+ClipHigh = Annotated[float, Field(gt=0, description="ratios above 1 + clip_high are clipped")]
 
 
 def anchor_logprobs(
@@ -68,10 +72,23 @@ class Terms(NamedTuple):
     bounded: Tensor  # [N] bool
 
 
-def ppo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: float, clip_high: float) -> Terms:
-    """min(u A, clip(u, 1 - clip_low, 1 + clip_high) A).
+@declare(anchors=("recomputed", "interpolated"))
+def decoupled_ppo(
+    policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
+) -> Terms:
+    """PPO's clip around the policy before the step (AReaL, equation 5).
 
-    PPO, arXiv 1707.06347, equation 7; with two bounds DAPO's clip-higher, arXiv 2503.14476, equation 10.
+    min(u A, clip(u, 1 - clip_low, 1 + clip_high) A).
+    """
+    return clipped(proximal_ratio(policy_logprobs, tokens), tokens.advantages, clip_low, clip_high)
+
+
+@declare(anchors=("behavior",))
+def ppo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2) -> Terms:
+    """PPO's clip around the policy that sampled.
+
+    The same term; PPO, arXiv 1707.06347, equation 7, and with two bounds DAPO's clip-higher, arXiv 2503.14476,
+    equation 10.
     """
     return clipped(proximal_ratio(policy_logprobs, tokens), tokens.advantages, clip_low, clip_high)
 

@@ -1,120 +1,31 @@
-"""`[algorithm.advantages]`: the estimators with their numbers, and the one place that calls them."""
+"""`algorithm.advantages`: the estimators with their numbers, and the one place that calls them.
+
+An estimator takes the completions of each group and gives one number for each completion. One that is declared to go
+`along` the tokens gives one for each loss token of each completion, in the same nesting. One that `compares` within a
+group says nothing about a group of one. `ESTIMATORS` has the names of a recipe; the equations are in `advantages.py`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, assert_never
+from itertools import chain
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, Field
 
+from stretto.core.errors import Problem, RecipeError
+from stretto.doors.door import Door, Section, declare, fact
+from stretto.doors.loading import is_own
 from stretto.trainer.config import CriticConfig
 from stretto.trainer.objective import advantages
 
 Eps = Annotated[float, Field(gt=0, allow_inf_nan=False, description="added to a deviation before dividing by it")]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class _Estimator(BaseModel, extra="forbid", frozen=True):
-    compares: ClassVar[bool] = False  #: compares within a group: a group of one teaches nothing
-    along: ClassVar[bool] = False  #: goes from token to token, and not from completion to completion
-    credit: Literal["trajectory", "turn"] = Field(
-        "trajectory",
-        description="turn: a turn has the rewards of its own and of later turns, not those of earlier ones",
-    )
-
-
-class GroupNormalised(_Estimator):
-    """(r - group mean) / group deviation (GRPO)."""
-
-    compares: ClassVar[bool] = True
-    kind: Literal["group"] = "group"
-    eps: Eps = 1e-6
-
-
-class GroupMean(_Estimator):
-    """r - group mean (Dr. GRPO)."""
-
-    compares: ClassVar[bool] = True
-    kind: Literal["group_mean"] = "group_mean"
-
-
-class LeaveOneOut(_Estimator):
-    """r - mean of the others (RLOO)."""
-
-    compares: ClassVar[bool] = True
-    kind: Literal["leave_one_out"] = "leave_one_out"
-
-
-class LitePPO(_Estimator):
-    """(r - group mean) / batch deviation."""
-
-    compares: ClassVar[bool] = True
-    kind: Literal["lite_ppo"] = "lite_ppo"
-    eps: Eps = 1e-6
-
-
-class RewardBatch(_Estimator):
-    """(r - mean) / deviation over all loss tokens of the batch (AReaL)."""
-
-    kind: Literal["batch"] = "batch"
-    eps: Eps = 1e-6
-
-
-class ReinforcePP(_Estimator):
-    """Discounted returns, normalised over all loss tokens of the batch (REINFORCE++)."""
-
-    along: ClassVar[bool] = True
-    kind: Literal["reinforce_pp"] = "reinforce_pp"
-    gamma: Fraction = Field(1.0, description="discount per token")
-    eps: Eps = 1e-6
-
-
-class ReinforcePPBaseline(_Estimator):
-    """r - group mean, normalised over all loss tokens of the batch (REINFORCE++ with a baseline)."""
-
-    compares: ClassVar[bool] = True
-    kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
-    eps: Eps = 1e-6
-
-
-class GAE(_Estimator):
-    """Generalised advantage estimation; without a critic that is the terminal reward, discounted."""
-
-    along: ClassVar[bool] = True
-    kind: Literal["gae"] = "gae"
-    gamma: Fraction = Field(1.0, description="discount per token")
-    lam: Fraction = Field(1.0, description="lambda")
-    normalised: bool = Field(False, description="subtract the mean over all loss tokens, divide by their deviation")
-    eps: Eps = 1e-6
-    critic: CriticConfig | None = Field(None, description="a critic, trained beside the policy")
-
-
-class RawReward(_Estimator):
-    """The reward itself."""
-
-    kind: Literal["reward"] = "reward"
-
-
-def named(value: object) -> object:
-    """``advantages = "group"`` says the same as ``advantages = {kind = "group"}``."""
-    return {"kind": value} if isinstance(value, str) else value
-
-
-Estimator = Annotated[
-    GroupNormalised
-    | GroupMean
-    | LeaveOneOut
-    | LitePPO
-    | RewardBatch
-    | ReinforcePP
-    | ReinforcePPBaseline
-    | GAE
-    | RawReward,
-    Field(discriminator="kind"),
-    BeforeValidator(named),
-]
+Discount = Annotated[float, Field(ge=0, le=1, description="discount per token")]
+Lambda = Annotated[float, Field(ge=0, le=1, description="lambda")]
+Normalised = Annotated[bool, Field(description="subtract the mean over all loss tokens, divide by their deviation")]
+WithCritic = Annotated[CriticConfig | None, Field(description="a critic, trained beside the policy")]
 
 
 @dataclass(frozen=True)
@@ -145,54 +56,172 @@ class RewardedCompletion:
         return self.reward - math.fsum(self.kl)
 
 
-def advantages_of(estimator: Estimator, groups: Sequence[Sequence[RewardedCompletion]]) -> list[list[list[float]]]:
-    """The advantage of each loss token of each completion of each group."""
-    match estimator:
-        case GAE():
-            found = [[generalised(estimator, completion) for completion in group] for group in groups]
-            return _normalised(found, estimator.eps) if estimator.normalised else found
-        case ReinforcePP():
-            returns = [[_discounted(completion, estimator.gamma) for completion in group] for group in groups]
-            return _normalised(returns, estimator.eps)
-        case _:
-            scores = _scores(estimator, groups)
-            return [
-                [[score] * len(completion.trained) for completion, score in zip(group, one, strict=True)]
-                for group, one in zip(groups, scores, strict=True)
-            ]
+Groups = Sequence[Sequence[RewardedCompletion]]
+Scores = list[list[float]]  # of each completion of each group
+TokenScores = list[list[list[float]]]  # of each loss token of each completion of each group
 
 
-def _scores(
-    estimator: GroupNormalised | GroupMean | LeaveOneOut | LitePPO | RewardBatch | ReinforcePPBaseline | RawReward,
-    groups: Sequence[Sequence[RewardedCompletion]],
-) -> list[list[float]]:
-    rewards = [[completion.total for completion in group] for group in groups]
-    tokens = [[len(completion.trained) for completion in group] for group in groups]
-    match estimator:
-        case GroupNormalised():
-            return advantages.group_normalised(rewards, estimator.eps)
-        case GroupMean():
-            return advantages.group_centred(rewards)
-        case LeaveOneOut():
-            return advantages.leave_one_out(rewards)
-        case LitePPO():
-            return advantages.lite_ppo(rewards, estimator.eps)
-        case RewardBatch():
-            return advantages.batch_normalised(rewards, tokens, estimator.eps)
-        case ReinforcePPBaseline():
-            return advantages.reinforce_pp_baseline(rewards, tokens, estimator.eps)
-        case RawReward():
-            return rewards
-        case _:
-            assert_never(estimator)
+@declare(compares=True)
+def group(groups: Groups, *, eps: Eps = 1e-6) -> Scores:
+    """(r - group mean) / group deviation (GRPO)."""
+    return advantages.group_normalised(_rewards(groups), eps)
 
 
-def generalised(estimator: GAE, completion: RewardedCompletion) -> list[float]:
+@declare(compares=True)
+def group_mean(groups: Groups) -> Scores:
+    """r - group mean (Dr. GRPO)."""
+    return advantages.group_centred(_rewards(groups))
+
+
+@declare(compares=True)
+def leave_one_out(groups: Groups) -> Scores:
+    """r - mean of the others (RLOO)."""
+    return advantages.leave_one_out(_rewards(groups))
+
+
+@declare(compares=True)
+def lite_ppo(groups: Groups, *, eps: Eps = 1e-6) -> Scores:
+    """(r - group mean) / batch deviation."""
+    return advantages.lite_ppo(_rewards(groups), eps)
+
+
+def batch(groups: Groups, *, eps: Eps = 1e-6) -> Scores:
+    """(r - mean) / deviation over all loss tokens of the batch (AReaL)."""
+    return advantages.batch_normalised(_rewards(groups), _lengths(groups), eps)
+
+
+@declare(along=True)
+def reinforce_pp(groups: Groups, *, gamma: Discount = 1.0, eps: Eps = 1e-6) -> TokenScores:
+    """Discounted returns, normalised over all loss tokens of the batch (REINFORCE++)."""
+    return _normalised([[_discounted(completion, gamma) for completion in one] for one in groups], eps)
+
+
+@declare(compares=True)
+def reinforce_pp_baseline(groups: Groups, *, eps: Eps = 1e-6) -> Scores:
+    """r - group mean, normalised over all loss tokens of the batch (REINFORCE++ with a baseline)."""
+    return advantages.reinforce_pp_baseline(_rewards(groups), _lengths(groups), eps)
+
+
+@declare(along=True)
+def gae(
+    groups: Groups,
+    *,
+    gamma: Discount = 1.0,
+    lam: Lambda = 1.0,
+    normalised: Normalised = False,
+    eps: Eps = 1e-6,
+    critic: WithCritic = None,
+) -> TokenScores:
+    """Generalised advantage estimation; without a critic that is the terminal reward, discounted."""
+    found = [[generalised(completion, gamma, lam) for completion in one] for one in groups]
+    return _normalised(found, eps) if normalised else found
+
+
+def reward(groups: Groups) -> Scores:
+    """The reward itself."""
+    return _rewards(groups)
+
+
+class _Credit(BaseModel):
+    credit: Literal["trajectory", "turn"] = Field(
+        "trajectory",
+        description="turn: a turn has the rewards of its own and of later turns, not those of earlier ones",
+    )
+
+
+class EstimatorSection(Section, _Credit):
+    """An estimator with its numbers."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares within a group: a group of one teaches nothing."""
+        return bool(fact(self.part, "compares", False))
+
+    @property
+    def along(self) -> bool:
+        """Whether it goes from token to token, and not from completion to completion."""
+        return bool(fact(self.part, "along", False))
+
+
+_HERE = __name__
+#: The estimators of a recipe. One more is a function of this file, and its row here.
+ESTIMATORS = Door(
+    key="algorithm.advantages",
+    what="estimator of advantages",
+    arguments=("groups",),
+    built_in={
+        "group": f"{_HERE}:group",
+        "group_mean": f"{_HERE}:group_mean",
+        "leave_one_out": f"{_HERE}:leave_one_out",
+        "lite_ppo": f"{_HERE}:lite_ppo",
+        "batch": f"{_HERE}:batch",
+        "reinforce_pp": f"{_HERE}:reinforce_pp",
+        "reinforce_pp_baseline": f"{_HERE}:reinforce_pp_baseline",
+        "gae": f"{_HERE}:gae",
+        "reward": f"{_HERE}:reward",
+    },
+    section=EstimatorSection,
+)
+
+
+def advantages_of(estimator: EstimatorSection, groups: Groups) -> TokenScores:
+    """The advantage of each loss token of each completion of each group.
+
+    Raises:
+        RecipeError: an estimator of the user's own gives something else.
+    """
+    found: Any = ESTIMATORS.bound(estimator)(groups)
+    if is_own(estimator.kind) and (fault := next(estimate_faults(estimator, groups, found), "")):
+        raise RecipeError([Problem(ESTIMATORS.key, f"{estimator.kind!r} {fault}")])
+    per_token: TokenScores = found
+    if estimator.along:
+        return per_token
+    return [
+        [[score] * len(completion.trained) for completion, score in zip(one, scores, strict=True)]
+        for one, scores in zip(groups, found, strict=True)
+    ]
+
+
+def estimate_faults(estimator: EstimatorSection, groups: Groups, found: Any) -> Iterator[str]:
+    """A sentence if an estimator has given something else than its numbers for these groups."""
+    needed: list[int] = [len(groups), *map(len, groups)]
+    what = "a number for each completion of each group"
+    if estimator.along:
+        needed += [len(completion.trained) for completion in chain.from_iterable(groups)]
+        what = "a number for each loss token of each completion of each group (it is declared to go along them)"
+    try:
+        got, numbers = [len(found), *map(len, found)], list(chain.from_iterable(found))
+        if estimator.along:
+            got, numbers = [*got, *map(len, numbers)], list(chain.from_iterable(numbers))
+        strange = [number for number in numbers if not math.isfinite(number)]
+    except TypeError:
+        got, strange = [], []
+    if got != needed:
+        yield f"returned {repr(found)[:80]}, and not {what}"
+    elif strange:
+        yield f"returned {strange[0]}, which is no finite number"
+
+
+def targets(estimator: EstimatorSection, completion: RewardedCompletion) -> list[float]:
+    """What is added to the values of a critic for its targets, of each loss token: the advantage before any
+    normalisation, by the estimator's gamma and lam."""
+    return generalised(completion, getattr(estimator, "gamma", 1.0), getattr(estimator, "lam", 1.0))
+
+
+def generalised(completion: RewardedCompletion, gamma: float, lam: float) -> list[float]:
     """The advantage of each loss token of one completion, before any normalisation."""
     if not completion.values:
-        return _discounted(completion, estimator.gamma * estimator.lam)
-    found = advantages.gae(completion.rewards, completion.values, estimator.gamma, estimator.lam)
+        return _discounted(completion, gamma * lam)
+    found = advantages.gae(completion.rewards, completion.values, gamma, lam)
     return [found[t] for t in completion.trained]
+
+
+def _rewards(groups: Groups) -> Scores:
+    return [[completion.total for completion in one] for one in groups]
+
+
+def _lengths(groups: Groups) -> list[list[int]]:
+    return [[len(completion.trained) for completion in one] for one in groups]
 
 
 def _discounted(completion: RewardedCompletion, decay: float) -> list[float]:

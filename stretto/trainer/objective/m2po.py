@@ -6,15 +6,18 @@ Axes: N loss token, of the whole minibatch; K those in the trust region's two qu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 #: log(policy / anchor) [N], advantages [N] -> [N] bool: the tokens that stay.
 Selection = Callable[[Tensor, Tensor], Tensor]
+Threshold = Annotated[float, Field(gt=0, description="largest mean of (log ratio)^2 over the tokens in the quadrants")]
 
 
-def m2po_mask(log_ratio: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:
+def m2po_mask(log_ratio: Tensor, advantages: Tensor, *, threshold: Threshold = 0.04) -> Tensor:
     """Leave out as few tokens as possible so that the mean of (log u)^2 over those in the quadrants is <= threshold.
 
     M2PO, arXiv 2510.01161, algorithm 1. The quadrants are those in which PPO clips: A > 0 and u > 1, A < 0 and u < 1;

@@ -1,9 +1,13 @@
-"""Surrogates in place of decoupled PPO's clipped term, one function per equation: what each token adds to J.
+"""`algorithm.loss`: surrogates in place of decoupled PPO's clipped term, one function per equation.
+
+They say what each token adds to J.
 
     u = policy / anchor      the proximal ratio (`decoupled_ppo.py`)
     A                        the advantage
 
-Each takes log-probabilities [N] and gives terms [N].
+Each takes log-probabilities [N] and gives terms [N]. Its facts are declared beside it: `anchors` that it may have, the
+default first (left out: all), and a `selection` of the tokens of a minibatch, whose numbers are numbers of the loss.
+`LOSSES` has their names.
 
 Axes: N loss token, S sequence.
 """
@@ -11,22 +15,35 @@ Axes: N loss token, S sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_args
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from stretto.trainer.objective.decoupled_ppo import Terms, clipped, ppo, proximal_ratio
+from stretto.doors.door import Door, Part, Section, declare, fact, numbers_of
+from stretto.trainer.objective.decoupled_ppo import Anchor, ClipHigh, ClipLow, Terms, clipped, ppo, proximal_ratio
+from stretto.trainer.objective.m2po import Selection, m2po_mask
 from stretto.trainer.objective.tokens import LossTokens, ratio_of
 
 Surrogate = Callable[[Tensor, LossTokens], Terms]
+Largest = Annotated[float, Field(gt=1, description="largest ratio of a token with a negative advantage")]
+Warmth = Annotated[float, Field(gt=0, description="temperature where the advantage is positive")]
+Elsewhere = Annotated[float, Field(gt=0, description="temperature elsewhere")]
 
 
 def dual_clip(
-    policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: float, clip_high: float, clip_negative: float
+    policy_logprobs: Tensor,
+    tokens: LossTokens,
+    *,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    clip_negative: Largest = 3.0,
 ) -> Terms:
-    """PPO's term, and max(that, clip_negative A) where A < 0: one unlucky token cannot dominate the step.
+    """PPO's clip, and a floor where the advantage is negative.
 
-    Dual-clip PPO, arXiv 1912.09729 (clip_negative is its c).
+    PPO's term, and max(that, clip_negative A) where A < 0: one unlucky token cannot dominate the step. Dual-clip PPO,
+    arXiv 1912.09729 (clip_negative is its c).
     """
     terms = ppo(policy_logprobs, tokens, clip_low=clip_low, clip_high=clip_high)
     negative = tokens.advantages < 0
@@ -35,8 +52,10 @@ def dual_clip(
     return Terms(torch.where(floored, floor, terms.objective), terms.ratio, terms.bounded | floored)
 
 
-def gspo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: float, clip_high: float) -> Terms:
-    """PPO's term with one ratio per completion: sg(s) policy / sg(policy), s = exp(mean over its loss tokens of log u).
+def gspo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> Terms:
+    """PPO's clip with one ratio per completion.
+
+    The ratio is sg(s) policy / sg(policy), s = exp(mean over the completion's loss tokens of log u).
 
     GSPO-token, arXiv 2507.18071, equations 13 and 14: the value is that of s, the gradient s A is each token's own.
     Where all tokens of a completion have the same advantage that is GSPO, equations 5 and 7. The paper's mean over
@@ -47,18 +66,21 @@ def gspo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: float, clip_h
     return clipped(tokens.sequences.spread(ratio_of(mean_S)) * own, tokens.advantages, clip_low, clip_high)
 
 
-def cispo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: float, clip_high: float) -> Terms:
-    """sg(clip(u, 1 - clip_low, 1 + clip_high)) A log policy: the weight is clipped, no token loses its gradient.
+def cispo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 1.0, clip_high: ClipHigh = 4.0) -> Terms:
+    """The policy gradient, weighed by the clipped ratio.
 
-    CISPO (MiniMax-M1), arXiv 2506.13585, equations 4 and 5.
+    sg(clip(u, 1 - clip_low, 1 + clip_high)) A log policy: the weight is clipped, no token loses its gradient. CISPO
+    (MiniMax-M1), arXiv 2506.13585, equations 4 and 5.
     """
     ratio = proximal_ratio(policy_logprobs.detach(), tokens)
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return Terms(weight * tokens.advantages * policy_logprobs, ratio, weight != ratio)
 
 
-def sapo(policy_logprobs: Tensor, tokens: LossTokens, *, positive: float, negative: float) -> Terms:
-    """sigmoid(tau (u - 1)) (4 / tau) A, tau = `positive` where A > 0 and `negative` elsewhere; 4 / tau makes the
+def sapo(policy_logprobs: Tensor, tokens: LossTokens, *, positive: Warmth = 1.0, negative: Elsewhere = 1.05) -> Terms:
+    """A soft gate in place of the clip.
+
+    sigmoid(tau (u - 1)) (4 / tau) A, tau = `positive` where A > 0 and `negative` elsewhere; 4 / tau makes the
     gradient on the anchor that of the policy gradient.
 
     SAPO, arXiv 2511.20347.
@@ -69,8 +91,11 @@ def sapo(policy_logprobs: Tensor, tokens: LossTokens, *, positive: float, negati
     return Terms(gate * tokens.advantages, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
 
 
+@declare(anchors=("behavior",))
 def topr(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
-    """sg(taper) A log policy; taper is 1 where A >= 0, and elsewhere the completion's whole ratio, min(prod u, 1).
+    """The policy gradient, tapered by the completion's ratio where the advantage is negative.
+
+    sg(taper) A log policy; taper is 1 where A >= 0, and elsewhere the completion's whole ratio, min(prod u, 1).
 
     Tapered off-policy REINFORCE, arXiv 2503.14286, section 3: wrong completions that have become unlikely are left
     alone, right ones are learnt however unlikely they are.
@@ -82,10 +107,11 @@ def topr(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     return Terms(taper * tokens.advantages * policy_logprobs, ratio_of(log_ratio), negative & (log_sequence > 0))
 
 
+@declare(anchors=("behavior",), selection=m2po_mask)
 def m2po(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
-    """u A for the tokens that `m2po.py` keeps, 0 for the others, which still count in the mean.
+    """No clip; the farthest tokens are left out until the second moment is small enough.
 
-    M2PO, arXiv 2510.01161.
+    u A for the tokens that `m2po.py` keeps, 0 for the others, which still count in the mean. M2PO, arXiv 2510.01161.
 
     Raises:
         ValueError: nothing was chosen; `tokens.kept` is of the whole minibatch and made before its losses.
@@ -98,6 +124,65 @@ def m2po(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
 
 
 def policy_gradient(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
-    """A log policy. REINFORCE (Williams, 1992)."""
+    """REINFORCE.
+
+    A log policy (Williams, 1992).
+    """
     ratio = proximal_ratio(policy_logprobs.detach(), tokens)
     return Terms(tokens.advantages * policy_logprobs, ratio, torch.zeros_like(ratio, dtype=torch.bool))
+
+
+_ANCHOR = (
+    "the policy around which the trust region lies; recomputed: before this step (decoupled); "
+    "interpolated: the same, estimated from versions; behavior: the one that sampled (not decoupled)"
+)
+
+
+class LossSection(Section):
+    """A surrogate with its anchor and its numbers."""
+
+    kind: str
+    anchor: Anchor
+
+    @classmethod
+    def fields_of(cls, part: Part) -> dict[str, Any]:
+        """The anchors that the surrogate declares, its numbers and those of its selection."""
+        anchors, allowed = fact(part, "anchors", get_args(Anchor)), get_args(Anchor)
+        if not (isinstance(anchors, tuple) and anchors and set(anchors) <= set(allowed)):
+            raise ValueError(f"declares anchors = {anchors!r}; a tuple of some of {', '.join(allowed)} is needed")
+        selection = fact(part, "selection", None)
+        chosen = numbers_of(selection) if callable(selection) else {}
+        anchor = Annotated[Literal[anchors], Field(description=_ANCHOR)]  # type: ignore[valid-type]  # made here
+        return {"anchor": (anchor, anchors[0]), **numbers_of(part), **chosen}
+
+    @property
+    def surrogate(self) -> Surrogate:
+        """The function of the loss, with its numbers."""
+        return self.bound(self.part)
+
+    @property
+    def selection(self) -> Selection | None:
+        """The function that selects tokens of a minibatch, with its numbers."""
+        selection = fact(self.part, "selection", None)
+        return None if selection is None else self.bound(selection)
+
+
+_HERE, _PPO = __name__, "stretto.trainer.objective.decoupled_ppo"
+#: The losses of a recipe. One more is a function of this file, and its row here.
+LOSSES = Door(
+    key="algorithm.loss",
+    what="loss",
+    arguments=("policy_logprobs", "tokens"),
+    built_in={
+        "decoupled_ppo": f"{_PPO}:decoupled_ppo",
+        "ppo": f"{_PPO}:ppo",
+        "dual_clip": f"{_HERE}:dual_clip",
+        "gspo": f"{_HERE}:gspo",
+        "cispo": f"{_HERE}:cispo",
+        "sapo": f"{_HERE}:sapo",
+        "m2po": f"{_HERE}:m2po",
+        "topr": f"{_HERE}:topr",
+        "policy_gradient": f"{_HERE}:policy_gradient",
+    },
+    section=LossSection,
+)

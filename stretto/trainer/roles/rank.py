@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from stretto.core.errors import StrettoError
+from stretto.doors.loading import look_in
 from stretto.processes.channel import ConductorGone
 from stretto.processes.handshake import call
 from stretto.processes.heartbeat import begin_role
@@ -129,7 +130,9 @@ def follow(spec: RankSpec, orders: RankOrders) -> None:
     here = orders.join()
     start = orders.receive()
     assert isinstance(start, RankStart), start
-    trainer = _as_here(msgspec.json.decode(start.trainer, type=TrainerSpec), spec)
+    trainer = msgspec.json.decode(start.trainer, type=TrainerSpec)
+    look_in(trainer.path)
+    trainer = _as_here(trainer, spec)
     config = TrainerConfig.model_validate_json(trainer.trainer)
     store = reach_store(orders.store_port(start), config.ranks)
     ranks = join(store, spec.rank, config.ranks, config.device, here, spec.gpu, trainer.collective)

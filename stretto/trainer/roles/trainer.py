@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from stretto.core.canary import Canary
 from stretto.core.errors import RoleFailed, StoreError, StrettoError
 from stretto.core.events import Span
+from stretto.doors.loading import look_in
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
 from stretto.model.kernels.choice import TRAINING, choose, unrecorded
 from stretto.model.kernels.matmul import use_onednn
@@ -73,6 +74,7 @@ class TrainerRole:
     ) -> None:
         """`tell` reports each checkpoint as written or failed, from the thread that writes it."""
         self._tell, self._writing = tell, threading.Thread()
+        look_in(spec.path)
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._publisher, self._ranks = spec, publisher, ranks
         model = self._trained(config)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 
 import msgspec
 
-from stretto.core.errors import Problem, WorkflowError, nearest
+from stretto.core.errors import Problem, RecipeError, WorkflowError, nearest
+from stretto.doors.loading import load
 from stretto.worlds.workflows.conversation import Workflow
 from stretto.worlds.workflows.wire import WorkflowReady
 
@@ -35,11 +35,10 @@ def load_workflow(name: str, settings: str = "{}") -> Workflow:
         WorkflowError: there is none of this name, its module cannot be imported, it is no workflow, or the settings do
             not fit.
     """
-    if ":" not in name and name not in BUILT_IN:
-        remedy = f"{nearest(name, BUILT_IN)}; one of your own is written 'package.module:Class'"
-        raise _refused(f"no built-in workflow is called {name!r}", remedy)
-    module_name, _, attribute = BUILT_IN.get(name, name).partition(":")
-    found = _imported(module_name, attribute)
+    try:
+        found = load(name, PLACE, "workflow", BUILT_IN)
+    except RecipeError as error:
+        raise WorkflowError(error.problems) from error
     if not (isinstance(found, type) and issubclass(found, Workflow)):
         raise _refused(f"{name!r} is {type(found).__name__ if not isinstance(found, type) else found}", _CONTRACT)
     if not inspect.iscoroutinefunction(found.run):
@@ -79,21 +78,6 @@ def _made(name: str, kind: type[Workflow], settings: dict[str, object]) -> Workf
     except (Exception, SystemExit) as error:
         found = f"{name!r} cannot be made: {type(error).__name__}: {error}"
         raise WorkflowError([Problem("workflow.settings", found, "they are the arguments of its class")]) from error
-
-
-def _imported(module_name: str, attribute: str) -> object:
-    try:
-        found: object = importlib.import_module(module_name)
-    # The module is the user's: whatever its import raises, SystemExit included, belongs into the message.
-    except (Exception, SystemExit) as error:
-        remedy = "give a module of the environment, of the recipe's folder or of that which stretto is started from"
-        raise _refused(f"cannot import {module_name!r}: {type(error).__name__}: {error}", remedy) from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [one for one in vars(found) if not one.startswith("_")] if hasattr(found, "__dict__") else []
-            raise _refused(f"{module_name!r} has no {attribute!r}", nearest(part, public))
-        found = getattr(found, part)
-    return found
 
 
 def _refused(found: str, remedy: str) -> WorkflowError:

@@ -18,6 +18,7 @@ import msgspec
 
 from stretto.core.errors import RefusedRequest, WireError, WorkflowError
 from stretto.core.states import why_no_reward
+from stretto.doors.loading import look_in
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.heartbeat import begin_role, bound_memory
 from stretto.worlds.workflows.conversation import Conversation, Workflow
@@ -238,8 +239,7 @@ def main(arguments: list[str]) -> int:
     spec = msgspec.json.decode(arguments[0], type=WorkflowSpec)
     begin_role()
     bound_memory(spec.memory)
-    if spec.path is not None:
-        sys.path.insert(0, spec.path)
+    look_in(spec.path or "")
     end = RoleEnd(spec.descriptor, _TO_WORKER, LARGEST_MESSAGE)
     try:
         try:

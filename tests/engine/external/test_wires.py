@@ -23,7 +23,7 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.external import http as wire
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Continuation, Delta, Make
-from stretto.engine.external.makes import MAKES
+from stretto.engine.external.makes import make_of
 from stretto.engine.external.role import wire_to
 from stretto.engine.spec import EngineSpec
 
@@ -148,7 +148,7 @@ def exchange(
     async def scenario() -> Any:
         async with serving(replies, asked, breaks=breaks) as address:
             http = JsonServer("engine-0", address, seconds=5, token_seconds=5)
-            make = MAKES[kind].server(http, 5)
+            make = make_of(kind, http, 5)
             try:
                 return await work(make)
             finally:
@@ -429,7 +429,7 @@ def test_a_server_that_accepts_and_never_replies_has_a_deadline(kind: str) -> No
             silent.listen()
             address = f"127.0.0.1:{silent.getsockname()[1]}"
             http = JsonServer("engine-0", address, seconds=0.05, token_seconds=0.05)
-            make = MAKES[kind].server(http, 0.05)
+            make = make_of(kind, http, 0.05)
             assert not await make.ready()
             with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for the next tokens of engine-0"):
                 await all_of(make)

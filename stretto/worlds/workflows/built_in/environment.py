@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from stretto.core.errors import RecipeError, WorkflowError
+from stretto.doors.loading import load
 from stretto.worlds.workflows.conversation import Conversation, Workflow
 from stretto.worlds.workflows.task import Reward, WorkflowTask
+
+_PLACE = "workflow.settings.make"
 
 
 class TextEnvironment(Protocol):
@@ -40,8 +43,10 @@ class EnvironmentPlay(Workflow):
     def __init__(
         self, make: str, arguments: Mapping[str, Any] | None = None, instructions: str = "", turns: int = 32
     ) -> None:
-        module, _, name = make.partition(":")
-        self._make: Callable[..., TextEnvironment] = getattr(importlib.import_module(module), name)
+        try:
+            self._make: Callable[..., TextEnvironment] = load(make, _PLACE, "environment", {})  # type: ignore[assignment]
+        except RecipeError as error:
+            raise WorkflowError(error.problems) from error
         self._arguments, self._instructions, self._turns = dict(arguments or {}), instructions, turns
 
     def words(self) -> Sequence[str]:

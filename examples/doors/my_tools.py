@@ -1,0 +1,39 @@
+"""An outlet: the numbers of each step as lines of a table, in the run's folder.
+
+[logging]
+to = ["wandb", "my_tools:Table"]
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+
+from stretto.audit.symptoms.evidence import Alarm
+from stretto.outlets.follower import About, Cursor
+from stretto.outlets.points import MetricsPoint
+from stretto.store.series.samples import SampledCompletion
+
+
+class Table:
+    """Made in a process of its own, and again after a death; `cursor.run` is then what `run` was."""
+
+    def __init__(self, about: About, cursor: Cursor) -> None:
+        self.run = cursor.run or about.name
+        self._path = about.folder / "table.csv"
+
+    def send(self, points: Sequence[MetricsPoint], first: int) -> None:
+        """`first` is the number of the first among all points: one that is sent a second time has the same."""
+        with self._path.open("a", newline="") as file:
+            rows = ((first + at, point.curve, point.step, dict(point.values)) for at, point in enumerate(points))
+            csv.writer(file).writerows(rows)
+
+    def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
+        """Completions are left out."""
+
+    def alarm(self, alarm: Alarm) -> None:
+        with self._path.open("a", newline="") as file:
+            csv.writer(file).writerow(("alarm", alarm.title, alarm.first_step, alarm.message))
+
+    def close(self) -> None:
+        """Nothing is open."""

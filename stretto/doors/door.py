@@ -1,0 +1,307 @@
+"""A door: one kind of part that a recipe may name, built-in or of the user's own, and its section.
+
+A part is a function or a class. Its numbers are its keyword-only parameters, with their bounds and descriptions::
+
+    def clipped(policy_logprobs, tokens, *, clip: Annotated[float, Field(gt=0, description="...")] = 0.2): ...
+
+From them a section of the recipe is made: ``loss = {kind = "my_losses:clipped", clip = 0.3}``. A built-in is a row of
+its door's table, ``"cispo": "stretto.trainer.objective.surrogates:cispo"``, and all else is the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial, wraps
+from types import MappingProxyType, SimpleNamespace
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    create_model,
+)
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import (
+    CoreSchema,
+    ErrorDetails,
+    InitErrorDetails,
+    PydanticCustomError,
+    SchemaValidator,
+    core_schema,
+)
+
+from stretto.core.errors import Problem, RecipeError, StrettoError
+from stretto.doors.loading import is_own, load, where_raised, why_not_called
+
+Part = Callable[..., Any]
+_create_model: Callable[..., Any] = create_model
+Declared = TypeVar("Declared", bound=Part)
+
+_FACTS = "stretto_facts"
+_TYPES = "a parameter by name is a number, a text, true or false, or a list of these, each with its type"
+#: In the JSON schema: the name of a part of the user's own.
+OWN_NAME: Mapping[str, str] = MappingProxyType({"type": "string", "format": "package.module:name"})
+
+
+def declare(**facts: object) -> Callable[[Declared], Declared]:
+    """Say facts about the part below: ``@declare(anchors=("behavior",))``. Each door says which it knows."""
+
+    def mark(part: Declared) -> Declared:
+        setattr(part, _FACTS, {**getattr(part, _FACTS, {}), **facts})
+        return part
+
+    return mark
+
+
+def fact(part: Part, name: str, default: Any) -> Any:
+    """A fact that was declared about a part, or the default."""
+    return getattr(part, _FACTS, {}).get(name, default)
+
+
+class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
+    """A part with its numbers, as a recipe holds them. A door makes the subclass of each part from its signature."""
+
+    kind: str
+    part: ClassVar[Part]
+    place: ClassVar[str]
+
+    @classmethod
+    def fields_of(cls, part: Part) -> dict[str, Any]:
+        """The keys behind `kind`, as pydantic's `create_model` takes them.
+
+        Raises:
+            ValueError: a recipe could not hold one; with the reason.
+        """
+        return numbers_of(part)
+
+    def bound(self, part: Part) -> Part:
+        """A function with its numbers of this section; what one of the user's own raises names it and its line."""
+        numbers = {name: getattr(self, name) for name in _by_name(part)}
+        return partial(guarded(self.place, self.kind, part) if is_own(self.kind) else part, **numbers)
+
+
+Kind = TypeVar("Kind", bound=Section)
+
+
+def numbers_of(part: Part) -> dict[str, Any]:
+    """The keyword-only parameters of a part as fields of a pydantic model.
+
+    Raises:
+        ValueError: a recipe could not hold one; with the reason.
+    """
+    return {name: _field(part, parameter) for name, parameter in _by_name(part).items()}
+
+
+def _by_name(part: Part) -> dict[str, inspect.Parameter]:
+    try:
+        parameters = inspect.signature(part).parameters
+    except ValueError:  # written in C, without a signature
+        return {}
+    return {name: one for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY}
+
+
+def _field(part: Part, parameter: inspect.Parameter) -> tuple[Any, Any]:
+    name, default = parameter.name, ... if parameter.default is parameter.empty else parameter.default
+    if hasattr(Section, name) or name in Section.model_fields or name.startswith("_"):
+        raise ValueError(f"the parameter {name!r} has a name that a section uses itself; choose another")
+    kind = parameter.annotation
+    if isinstance(kind, str):
+        holder = SimpleNamespace(__annotations__={name: kind})
+        try:
+            kind = typing.get_type_hints(holder, _names_around(part), include_extras=True)[name]
+        except Exception as error:  # whatever the text of an annotation comes to when it is read
+            raise ValueError(f"the type of {name!r} cannot be read: {error}; {_TYPES}") from error
+    if kind is parameter.empty:
+        if default in (None, ...):
+            raise ValueError(f"the parameter {name!r} has no type; {_TYPES}")
+        kind = type(default)
+    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if get_origin(plain) is tuple or plain is tuple:
+        kind = Annotated[kind, BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+    return kind, default
+
+
+def _names_around(part: Part) -> dict[str, Any]:
+    """The names that the module of a part knows."""
+    inner = inspect.unwrap(part)
+    module = sys.modules.get(getattr(inner, "__module__", None) or "")
+    found: dict[str, Any] = getattr(inner, "__globals__", None) or (vars(module) if module is not None else {})
+    return found
+
+
+def guarded(place: str, name: str, part: Part) -> Part:
+    """A part of the user's own; what it raises is a mistake at `place`, and names the part and its line."""
+
+    @wraps(part, updated=())
+    def call(*arguments: Any, **numbers: Any) -> Any:
+        try:
+            return part(*arguments, **numbers)
+        except StrettoError:
+            raise
+        # The part is the user's: whatever it raises, SystemExit included, belongs into the message.
+        except (Exception, SystemExit) as error:
+            raise RecipeError([raised(place, name, error)]) from error
+
+    return call
+
+
+def raised(place: str, name: str, error: BaseException) -> Problem:
+    """The mistake of a part that has raised."""
+    module = sys.modules.get(name.partition(":")[0])
+    where = where_raised(error, getattr(module, "__file__", None) or "")
+    return Problem(place, f"{name!r} raised {type(error).__name__}: {error}", f"in {where}" if where else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Door(Generic[Kind]):
+    """Where a recipe names parts of one kind: the type of a key, as ``loss: Annotated[LossSection, LOSSES]``.
+
+    A key of type ``Annotated[str, MAKES]`` holds a name alone, and its parts have no numbers. One of type
+    ``Annotated[str | Section, FILTERS]`` holds a name, or a section where the part has numbers; `words` of it are no
+    parts, as "auto", and `several` parts are given as a list.
+    """
+
+    key: str  # in the recipe
+    what: str  # "loss"
+    arguments: tuple[str, ...]  # that a part is called with, by place
+    built_in: Mapping[str, str]  # name: package.module:name
+    section: type[Kind]
+    words: tuple[str, ...] = ()
+    several: bool = False
+
+    def __call__(self, kind: str, **numbers: object) -> Kind:
+        """The section of a part, as ``LOSSES("ppo", clip_low=0.1)``."""
+        return self.model(kind)(kind=kind, **numbers)
+
+    def load(self, name: str) -> Part:
+        """The part called `name`.
+
+        Raises:
+            RecipeError: there is none, it cannot be imported, or not be called with the door's arguments.
+        """
+        found = load(name, self.key, self.what, self.built_in)
+        further = tuple(_by_name(found)) if callable(found) else ()
+        if why := why_not_called(found, name, self.arguments, further):
+            raise RecipeError([Problem(self.key, why, f"it is called with ({', '.join(self.arguments)})")])
+        part: Part = found  # type: ignore[assignment]  # it is callable, as was asked above
+        return part
+
+    def model(self, kind: str) -> type[Kind]:
+        """The section of the part called `kind`.
+
+        Raises:
+            RecipeError: as `load`, or its numbers are none that a recipe could hold.
+        """
+        part = self.load(kind)
+        try:
+            return _model(self, kind, part)
+        except ValueError as error:
+            raise RecipeError([Problem(self.key, f"{kind!r}: {error}")]) from error
+
+    @property
+    def models(self) -> list[type[Kind]]:
+        """The sections of the built-ins."""
+        return [self.model(kind) for kind in self.built_in]
+
+    def own(self, value: object) -> list[str | Kind]:
+        """Those of a key's value that are the user's own, by name or with their numbers."""
+        parts = value if isinstance(value, tuple) else (value,)
+        return [one for one in parts if is_own(one.kind if isinstance(one, Section) else one)]
+
+    def bound(self, value: str | Section) -> Part:
+        """The part of a key's value, with its numbers."""
+        section = value if isinstance(value, Section) else self(value)
+        return section.bound(section.part)
+
+    # What pydantic asks of the type of a key.
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        sections = isinstance(source, type) and issubclass(source, Section)
+        union = Annotated[Union[tuple(self.models)], Field(discriminator="kind")] if sections else None  # noqa: UP007
+        inner = handler.generate_schema(union if sections else Literal[*self.words, *self.built_in])
+        check = partial(self._checked, sections=sections, names=source is str)
+        anything = core_schema.simple_ser_schema("any")
+        return core_schema.no_info_wrap_validator_function(check, inner, serialization=anything)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        found = handler(schema)
+        choices = found.pop("oneOf", None) or [{"enum": found.pop("enum"), "type": found.pop("type")}]
+        found.pop("discriminator", None)  # knows no names of the user's own
+        return found | {"anyOf": [*choices, dict(OWN_NAME)]}
+
+    def _checked(self, value: Any, built_in: Callable[[Any], Any], *, sections: bool, names: bool) -> Any:
+        if not (self.several and isinstance(value, list | tuple)):
+            return self._one(value, built_in, sections=sections, names=names)
+        found: list[Any] = []
+        wrong: list[InitErrorDetails] = []
+        for at, one in enumerate(value):
+            try:
+                found.append(self._one(one, built_in, sections=sections, names=names))
+            except ValidationError as error:
+                wrong += [_at(at, details) for details in error.errors()]
+            except ValueError as error:
+                told = PydanticCustomError("value_error", "{error}", {"error": error})
+                wrong.append(InitErrorDetails(type=told, loc=(at,), input=one))
+        if wrong:
+            raise ValidationError.from_exception_data(self.what, wrong)
+        return tuple(found)
+
+    def _one(self, value: Any, built_in: Callable[[Any], Any], *, sections: bool, names: bool) -> Any:
+        if sections and isinstance(value, str):
+            value = {"kind": value}  # a name alone is the section with its defaults
+        kind: Any = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", value)
+        if not is_own(kind) or (names and not isinstance(value, str)):
+            return built_in(value)
+        if isinstance(value, Section):
+            return value
+        try:
+            if names:
+                self.load(kind)
+            model = self.section if names else self.model(kind)
+        except RecipeError as error:
+            (problem,) = error.problems
+            raise ValueError(f"{problem.found}; {problem.remedy}" if problem.remedy else problem.found) from None
+        if isinstance(value, str) and not sections and len(model.model_fields) == 1:
+            return kind
+        value = {"kind": kind} if isinstance(value, str) else value
+        return _labelled(model).validate_python(value, strict=True)
+
+
+@cache
+def _model(door: Door[Kind], kind: str, part: Part) -> type[Kind]:
+    """The section of a part, one class as long as the part is the same object."""
+    fields: dict[str, Any] = {"kind": (Literal[kind], kind)} | door.section.fields_of(part)
+    about = inspect.cleandoc(part.__doc__ or "").partition("\n\n")[0]
+    try:
+        # By another name, for mypy's plugin would take the model for a class of this file.
+        made = _create_model(kind, __base__=door.section, __doc__=about, **fields)
+    except PydanticUserError as error:
+        raise ValueError(f"{str(error).splitlines()[0]}; {_TYPES}") from error
+    made.part, made.place = staticmethod(part), door.key  # not a method of the section
+    model: type[Kind] = made
+    return model
+
+
+@cache
+def _labelled(model: type[Section]) -> SchemaValidator:
+    """Validates a section; a mistake has the kind in its place, as those of the built-ins of a union have."""
+    kind = model.model_fields["kind"].default
+    return SchemaValidator(core_schema.tagged_union_schema({kind: model.__pydantic_core_schema__}, "kind"))
+
+
+def _at(index: int, details: ErrorDetails) -> InitErrorDetails:
+    """A mistake in an item of a list."""
+    kind: str | PydanticCustomError = details["type"]
+    if kind == "value_error":
+        kind = PydanticCustomError("value_error", "{error}", details["ctx"])
+    location = (index, *details["loc"])
+    return InitErrorDetails(type=kind, loc=location, input=details["input"], ctx=details.get("ctx", {}))

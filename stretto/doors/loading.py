@@ -1,0 +1,139 @@
+"""Finds a part that a recipe names: a built-in by its name, or ``package.module:name`` from the import path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from stretto.core.errors import Problem, RecipeError, nearest
+
+_IMPORTERS = (importlib.__file__, __file__)
+_OWN = __name__.partition(".")[0]
+
+
+def look_in(folder: str) -> None:
+    """Look for modules first in `folder`, then in the working folder, then in the environment, from now on.
+
+    A module of the same name from the folder of another recipe is forgotten. An empty `folder` changes nothing.
+    """
+    if not folder:
+        return
+    first = [str(Path(folder).resolve()), os.getcwd()]
+    sys.path[:] = [*dict.fromkeys(first), *(path for path in sys.path if path not in first)]
+    importlib.invalidate_caches()
+    for name in _of_others(Path(first[0])):
+        for loaded in [one for one in sys.modules if f"{one}.".startswith(f"{name}.")]:
+            del sys.modules[loaded]
+
+
+def _of_others(folder: Path) -> list[str]:
+    """Modules of `folder` in whose place one of another folder is loaded, but for those of the environment."""
+    environment = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    found = []
+    for path in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
+        name = path.parent.name if path.name == "__init__.py" else path.stem
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded and name != _OWN and Path(loaded).resolve() != path and not loaded.startswith(environment):
+            found.append(name)
+    return found
+
+
+def is_own(name: object) -> bool:
+    """Whether a name is that of a part of the user's own, and not of a built-in.
+
+    >>> is_own("my_losses:clipped"), is_own("ppo")
+    (True, False)
+    """
+    return isinstance(name, str) and ":" in name
+
+
+def with_colon(name: object) -> str:
+    """The remedy for a name without a colon that may be meant for one of the user's own.
+
+    >>> with_colon("my_losses.clipped"), with_colon("cispo")
+    ("one of your own is written 'my_losses:clipped'", '')
+    """
+    module, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+    return f"one of your own is written '{module}:{attribute}'" if module and attribute else ""
+
+
+def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> object:
+    """The part called `name`; `what` it is ("loss"), and the `place` where the recipe names it, are for messages.
+
+    Raises:
+        RecipeError: no built-in has the name, the module cannot be imported, or does not have it.
+    """
+    if not is_own(name) and name not in built_in:
+        remedy = f"{nearest(name, built_in)}; one of your own is written 'package.module:name'"
+        raise RecipeError([Problem(place, f"no built-in {what} is called {name!r}", remedy)])
+    module, _, attribute = built_in.get(name, name).partition(":")
+    if not (module and attribute) or module.startswith("."):
+        raise RecipeError([Problem(place, f"{name!r} names no {what}", "it is written 'package.module:name'")])
+    return _attribute(place, module, attribute, _imported(place, module))
+
+
+def _imported(place: str, module: str) -> object:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:  # the program `stretto` begins with its own folder
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module)
+    # The module is the user's: whatever its import raises, SystemExit included, belongs into the message.
+    except (Exception, SystemExit) as error:
+        found = f"cannot import {module!r}: {type(error).__name__}: {error}"
+        raise RecipeError([Problem(place, found, _way_out(module, error))]) from error
+
+
+def _attribute(place: str, module: str, attribute: str, found: object) -> object:
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
+            raise RecipeError([Problem(place, f"{module!r} has no {attribute!r}", nearest(part, public))])
+        found = getattr(found, part)
+    return found
+
+
+def _way_out(module: str, error: BaseException) -> str:
+    """The remedy for an import that failed: of the module itself, of another one in it, or of its own lines."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is not None and f"{module}.".startswith(f"{missing}."):
+        return "give a module of the environment, of the recipe's folder or of the folder that stretto is started from"
+    where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else where_raised(error) or module
+    if missing is not None:
+        return f"{where} imports {missing!r}, which is not in the environment of stretto: install it there"
+    return f"raised in {where}"
+
+
+def where_raised(error: BaseException, file: str = "") -> str:
+    """``file:line`` of the innermost line of `file`, or else of any file, that raised or called what did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inner = [one for one in frames if not one.filename.startswith("<frozen") and one.filename not in _IMPORTERS]
+    found = [one for one in inner if one.filename == file] or inner
+    return f"{found[-1].filename}:{found[-1].lineno}" if found else ""
+
+
+def why_not_called(function: object, name: str, arguments: Sequence[str], further: Sequence[str] = ()) -> str:
+    """Why a part cannot be called with `arguments` by place and `further` ones by name; empty if it can."""
+    if not callable(function):
+        return f"{name!r} is {type(function).__name__}, which cannot be called"
+    try:
+        inspect.signature(function).bind(*arguments, **dict.fromkeys(further))
+    except TypeError as error:
+        return f"{name!r} has another signature: {error}"
+    except ValueError:
+        return ""  # some functions written in C have no signature: the first call tells
+    return ""
+
+
+def is_generator(function: Callable[..., object]) -> bool:
+    """Whether a call yields in place of returning."""
+    # Asking for `type(...)`: an instance's own attribute would not be what a call runs.
+    call = getattr(type(function), "__call__", None)  # noqa: B004
+    kinds = (inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    return any(kind(one) for kind in kinds for one in (function, call))
