@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from stretto.conversation.thoughts import said
 from stretto.rewards.functions import Undecided
-from stretto.rewards.thoughts import said
 
 _PACKAGE = "reasoning_gym"  # of the extra `reasoning`
 HIGHEST_FLOOR = 0.5  #: a task whose nonsense earns more is refused
@@ -60,7 +60,7 @@ def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
     """
     asked = Gold.of(answer)
     entry, floor = _entry(asked), floor_of(asked.task, asked.parameters)
-    text = said(completion)
+    text = said(completion, prompt)
     if completion.strip() and not text.strip():
         return 0.0
     tagged = _TAGGED.findall(text)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from stretto.conversation.thoughts import PIECES
 from stretto.core.errors import DataError, Problem
 from stretto.core.jsonl import Mistakes
 from stretto.core.records import Prompt, Sampling
@@ -117,7 +118,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False) -> Plan:
     check_kind(base)
     check_head_dim(recipe, base)
     check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
-    tokenizer = load_tokenizer(base.path, special_tokens_in_messages=recipe.model.special_tokens_in_messages)
+    tokenizer = load_tokenizer(base.path, recipe.model.special_tokens_in_messages, kept=PIECES)
     longest = longest_prompt_allowed(recipe, base)
     check_top_k(recipe, base)
     if (reference := recipe.algorithm.reference) is not None and reference.path is not None:

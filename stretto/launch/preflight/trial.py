@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stretto.conversation.thoughts import closed
 from stretto.core.errors import Problem, RewardFunctionError, RoleError
 from stretto.core.records import Outcome, Verdict
 from stretto.launch.preflight.encoding import place_of
@@ -93,7 +94,7 @@ async def _twice(config: RewardsConfig, rows: Sequence[Question], patience: floa
                 if calls and time.monotonic() - began > patience:
                     break
                 start = time.monotonic()
-                [verdict] = await pool.score([ScoreItem(row.text, row.answer, row.answer, row.fields)])
+                [verdict] = await pool.score([ScoreItem(closed(row.text), row.answer, row.answer, row.fields)])
                 calls.append(_Call(row, verdict, time.monotonic() - start))
     return first, second
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from stretto.rewards.thoughts import said
+from stretto.conversation.thoughts import said
 
 _FENCE = re.compile(
     r"^(?P<margin>[ \t]*(?P<bullet>(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)"

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from stretto.conversation.thoughts import said
 from stretto.core.deadlines import clock_limit
 from stretto.rewards.code.comparison import near, same_text, same_value
 from stretto.rewards.code.formats import parse_tests
@@ -80,7 +81,7 @@ class CodeReward:
             Undecided: the tests cannot be read, or the sandbox could not run them.
         """
         try:
-            found = self.judge(completion, parse_tests(answer), to_the_end=False)
+            found = self.judge(said(completion, prompt), parse_tests(answer), to_the_end=False)
             if found.unknown:
                 raise Undecided(found.problem)
             return found.right

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from stretto.conversation.thoughts import opened
 from stretto.rewards.functions import Undecided
 from stretto.rewards.math.compare.comparison import is_product, same
 from stretto.rewards.math.compare.equality import same_value
@@ -45,7 +46,7 @@ def math(prompt: str, completion: str, answer: str) -> bool:
         Undecided: the gold answer is empty, beyond the limits, or cannot be read. A completion that is, is wrong.
     """
     expected = gold_piece(answer)
-    if completion.strip() == answer.strip():
+    if completion.strip() == answer.strip() and not opened(prompt):
         return True
     if len(completion) > LONGEST_COMPLETION:
         return False

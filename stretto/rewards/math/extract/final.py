@@ -19,12 +19,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stretto.conversation.thoughts import closed, said
 from stretto.rewards.math.extract.boxes import boxed, last_box
 from stretto.rewards.math.extract.denial import denied, is_denying
 from stretto.rewards.math.limits import LONGEST_TAIL
 from stretto.rewards.math.parse.account import candidates, says_nothing
 from stretto.rewards.math.parse.units import MAGNITUDES, SPOKEN, without_unit
-from stretto.rewards.thoughts import said
 
 Span = tuple[int, int, str]  # start, end, content
 
@@ -135,8 +135,8 @@ _WHOLE_WORDS = re.compile(
 
 def without_frame(completion: str, prompt: str = "") -> str:
     """The text after rule 1."""
-    text = said(completion)[-LONGEST_TAIL:]
-    if len(question := prompt.strip()) >= 12:
+    text = said(completion, prompt)[-LONGEST_TAIL:]
+    if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
     text = _SLANTED.sub(lambda found: found[1] or found[2], text)
