@@ -1,6 +1,6 @@
 r"""Whether any completion is right for two golds.
 
-    python -m benchmarks.one_gold
+    python -m benchmarks.one_gold [--parts wide --seed 1]
 
 Completions are made of parts: candidates (letters, numbers, words, formulas), each in a wrapper of its own
 (``\mathbf{A}``, ``$A$``, ``(A)``), joined by a separator (``: ``, ``\\``, " or "), with a tail behind them (" 42",
@@ -8,8 +8,13 @@ Completions are made of parts: candidates (letters, numbers, words, formulas), e
 names, and for all of them as a list. The golds are pairwise different answers, so a completion that is right for two of
 them is right for more than it says.
 
-One form states an answer by two names: the letter of a choice and what it stands for, ``(A) 42``. It may be right for
-both, and for nothing else; such completions are counted apart.
+One form states an answer by two names: a marked letter and behind it what it stands for, ``(A) 42``
+(docs/decisions/0039-one-choice-two-names.md). It may be right for both, and for nothing else; such completions are
+counted apart. Whether a completion has that form is said here, by the parts that it was made of (`is_choice`), not by
+the verifier.
+
+The parts are those of one_gold.toml: "first", with which the rules were made, and "wide", with more of each: letters,
+numbers of every kind, wrappers, separators, tails, frames, and golds that a completion does not name.
 """
 
 from __future__ import annotations
@@ -17,11 +22,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import re
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from stretto_verify.math.reward import math
@@ -29,102 +37,84 @@ from stretto_verify.verdicts import Undecided
 
 from benchmarks.report import Table, save
 
-LETTERS: Final = ("A", "B", "C", "D", "E")
-VALUES: Final = ("42", "7", r"\frac{1}{2}", "(1,2)", "yes", "blue")
-INNER: Final = (
-    "{}",
-    r"\mathbf{{{}}}",
-    r"\text{{{}}}",
-    r"\textbf{{{}}}",
-    r"\mathrm{{{}}}",
-    "${}$",
-    r"\({}\)",
-    "**{}**",
-    "({})",
-    r"\textbf{{({})}}",
-    r"\boxed{{{}}}",
-    "{}.",
-    r"\underline{{{}}}",
-)
-SEPARATORS: Final = (
-    *(
-        "",
-        " ",
-        ": ",
-        ":",
-        ", ",
-        ",",
-        "; ",
-        ";",
-        " or ",
-        " and ",
-        r" \\ ",
-        "/",
-        " / ",
-        "\n",
-        " - ",
-        "-",
-        ". ",
-        ") ",
-        ").",
-        "|",
-    ),
-    *(" = ", r" \quad ", r"\ ", r" \text{ or } ", r" \mid ", " vs ", " \\cup ", "→", " & ", " also ", " is ", " not "),
-    *(". (", " => ", " if ", " ~ ", "\n\n", ", i.e. ", r" \qquad ", " then "),
-)
-TAILS: Final = (
-    *("", " 42", ": 42", ", 7", r" \\ 42", " apples", r" \text{ if } x>0", ", where x is any number", " or more", "."),
-    *(
-        " (or 7)",
-        r"\text{ or 42}",
-        " = 42",
-        r"\ \textbf{(D)}",
-        "; D",
-        " and nothing else",
-        r"\% ",
-        " 7 B",
-        r"\text{, 7}",
-        " A",
-    ),
-    *(". (D)", " is D: 42", "\nD. 7", r" \text{ (B)}", " (see 7)", " because 7 is too small", ". 42"),
-)
-FRAMES: Final = (
-    "{}",
-    r"\boxed{{{}}}",
-    r"$\boxed{{{}}}$",
-    "The answer is {}",
-    "The answer is {}.",
-    "**Answer:** {}",
-    "<answer>{}</answer>",
-    "<answer>The answer is {}</answer>",
-    "<answer>It could be {}</answer>",
-    r"So \[ {} \]",
-    "#### {}",
-    r"\boxed{{\text{{{}}}}}",
-    r"The final answer is \boxed{{{}}}.",
-    "It is {}, I think.",
-)
+FAULTS: Final = ("two", "one that it does not name")
+RUNS: Final = (("first", 0), ("wide", 20_261_124))  # parts and seed
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What completions are made of; @ stands for a name, or for the whole."""
+
+    letters: tuple[str, ...]
+    values: tuple[str, ...]
+    inner: tuple[str, ...]
+    separators: tuple[str, ...]
+    tails: tuple[str, ...]
+    frames: tuple[str, ...]
+    unnamed: tuple[str, ...]
+    triples: int  # one in so many triples of names
+    quadruples: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.letters, *self.values)
+
+
+def _read() -> tuple[dict[str, Parts], dict[str, list[str]]]:
+    """The parts by their name, and those of a choice with its content."""
+    known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    first, more = known["first"], known["wide"]
+    wide = {name: [*first[name], *more[name]] if isinstance(more[name], list) else more[name] for name in more}
+    made = {name: tuple(value) if isinstance(value, list) else value for name, value in first.items()}
+    return {
+        "first": Parts(**made),
+        "wide": Parts(**{name: tuple(value) if isinstance(value, list) else value for name, value in wide.items()}),
+    }, known["choice"]
+
+
+PARTS, CHOICE = _read()
+
+
+def is_choice(named: Sequence[str], inner: str, separator: str, tail: str, letters: Sequence[str]) -> bool:
+    """Whether the parts are a marked letter and one value behind it, and nothing else."""
+    if named[0] not in letters:
+        return False
+    if len(named) == 1:  # the tail is the value
+        space, _, value = tail.rpartition(" ") if tail.endswith("42") else ("", "", "")
+        return value == "42" and f"{space} " in _between(inner)
+    return len(named) == 2 and named[1] not in letters and tail in CHOICE["tails"] and separator in _between(inner)
+
+
+def _between(inner: str) -> Sequence[str]:
+    """What may stand between a letter that is marked so and its content."""
+    if inner in CHOICE["bracketed"]:
+        return ("", *CHOICE["signs"], *CHOICE["spaces"])
+    if inner in CHOICE["delimited"]:
+        return CHOICE["spaces"]
+    return CHOICE["signs"] if inner == "@" else (*CHOICE["signs"], *CHOICE["spaces"])
 
 
 @dataclass(frozen=True)
 class Case:
-    """A completion with the golds that it is judged for; `choice`: it is the letter of a choice with its content."""
+    """A completion with the golds that it is judged for, and those among them that it names; `choice`: it is a marked
+    letter with what it stands for."""
 
     completion: str
     golds: tuple[str, ...]
-    choice: frozenset[str] = frozenset()
+    named: frozenset[str]
+    choice: bool = False
 
 
-def cases(wanted: int, seed: int = 0) -> Iterator[Case]:
+def cases(wanted: int, seed: int = 0, parts: Parts = PARTS["first"]) -> Iterator[Case]:
     """So many different cases, spread over all combinations by a stride that has no factor in common with them."""
-    names = [*LETTERS, *VALUES]
+    names = parts.names
     tuples = [
         *itertools.permutations(names, 1),
         *itertools.permutations(names, 2),
-        *[found for found in itertools.permutations(names, 3) if _is_kept(found, 6)],
-        *[found for found in itertools.permutations(names, 4) if _is_kept(found, 60)],
+        *[found for found in itertools.permutations(names, 3) if _is_kept(found, parts.triples)],
+        *[found for found in itertools.permutations(names, 4) if _is_kept(found, parts.quadruples)],
     ]
-    axes: Sequence[Sequence[Any]] = (tuples, INNER, SEPARATORS, TAILS, FRAMES)
+    axes: Sequence[Sequence[Any]] = (tuples, parts.inner, parts.separators, parts.tails, parts.frames)
     total = 1
     for axis in axes:
         total *= len(axis)
@@ -136,25 +126,38 @@ def cases(wanted: int, seed: int = 0) -> Iterator[Case]:
         for axis in axes:
             rest, at = divmod(rest, len(axis))
             picked.append(axis[at])
-        case = _case(*picked)
+        case = _case(*picked, parts)
         if case.completion not in told:
             told.add(case.completion)
             yield case
 
 
 def _is_kept(found: tuple[str, ...], one_in: int) -> bool:
-    return hashlib.sha256("|".join(found).encode()).digest()[0] % one_in == 0
+    digest = hashlib.sha256("|".join(found).encode()).digest()
+    return (digest[0] if one_in < 256 else int.from_bytes(digest[:2], "little")) % one_in == 0
 
 
-def _case(named: tuple[str, ...], inner: str, separator: str, tail: str, frame: str) -> Case:
-    written = [inner.format(name) for name in named]
-    completion = frame.format(separator.join(written) + tail)
-    others = [name for name in ("42", "7", "D", "B", "A") if name in tail and name not in named]
+def _case(named: tuple[str, ...], inner: str, separator: str, tail: str, frame: str, parts: Parts) -> Case:
+    written = [inner.replace("@", name) for name in named]
+    completion = frame.replace("@", separator.join(written) + tail)
+    behind = [name for name in (*parts.names, *parts.unnamed) if _stands_in(name, tail)]
+    names = list(dict.fromkeys([*named, *behind]))
     joined = [", ".join(named)] if len(named) > 1 else []
-    choice = frozenset(named) if len(named) == 2 and named[0] in LETTERS and named[1] not in LETTERS else frozenset()
-    if len(named) == 1 and named[0] in LETTERS:
-        choice = frozenset({named[0], "42", "7"})
-    return Case(completion, (*named, *others, *joined), choice)
+    others = [
+        name for name in _unnamed(completion, parts) if not any(_stands_in(name, one) for one in (*names, *joined))
+    ]
+    choice = is_choice(named, inner, separator, tail, parts.letters)
+    return Case(completion, (*names, *joined, *others), frozenset([*names, *joined]), choice)
+
+
+def _stands_in(name: str, text: str) -> bool:
+    return re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w])", text) is not None
+
+
+def _unnamed(completion: str, parts: Parts) -> list[str]:
+    """Three golds that the completion does not name."""
+    at = int.from_bytes(hashlib.sha256(completion.encode()).digest()[:2], "little")
+    return [parts.unnamed[(at + 5 * step) % len(parts.unnamed)] for step in range(3)] if parts.unnamed else []
 
 
 def right_for(case: Case) -> list[str]:
@@ -171,9 +174,11 @@ def right_for(case: Case) -> list[str]:
 
 def kind(case: Case, right: Sequence[str]) -> str:
     """What the golds of a completion come to."""
+    if not set(right) <= case.named:
+        return "one that it does not name"
     if len(right) < 2:
         return ("none", "one")[len(right)]
-    return "a choice and its content" if len(right) == 2 and set(right) <= case.choice else "two"
+    return "a choice and its content" if len(right) == 2 and case.choice else "two"
 
 
 def _chunks(found: Iterator[Case]) -> Iterator[list[Case]]:
@@ -187,45 +192,53 @@ def judged(chunk: Sequence[Case]) -> list[tuple[str, str, list[str]]]:
     return [(kind(case, right), case.completion, right) for case, right in found]
 
 
-def measure(wanted: int, workers: int, minutes: float) -> dict[str, Any]:
+def measure(parts: str, seed: int, wanted: int, workers: int, minutes: float) -> dict[str, Any]:
     """All cases, judged in so many processes; as many of them as fit into the time."""
     start, counted = time.perf_counter(), Counter[str]()
-    two: list[dict[str, Any]] = []
+    faults: list[dict[str, Any]] = []
     with ProcessPoolExecutor(workers) as pool:
-        chunks = _chunks(cases(wanted))
+        chunks = _chunks(cases(wanted, seed, PARTS[parts]))
         waiting = (chunk for chunk in chunks if time.perf_counter() - start < 60 * minutes)
         for found in itertools.chain.from_iterable(
             pool.map(judged, some) for some in iter(lambda: list(itertools.islice(waiting, 4 * workers)), [])
         ):
             counted.update(name for name, _, _ in found)
-            two += [{"completion": text, "right for": right} for name, text, right in found if name == "two"]
+            faults += [{"completion": text, "right for": right} for name, text, right in found if name in FAULTS]
     return {
+        "parts": parts,
+        "seed": seed,
         "completions": sum(counted.values()),
-        "right for": {name: counted[name] for name in ("none", "one", "a choice and its content", "two")},
-        "two": two,
+        "right for": {name: counted[name] for name in ("none", "one", "a choice and its content", *FAULTS)},
+        "faults": faults,
         "seconds": round(time.perf_counter() - start),
     }
 
 
 def show(results: dict[str, Any]) -> None:
-    """Print the table, and every completion that is right for two golds."""
-    table = Table("right for", "completions")
-    for name, number in results["right for"].items():
-        table.add(name, f"{number:,}")
-    table.show()
-    for found in results["two"]:
-        print(found["completion"].replace("\n", "\\n"), found["right for"])
+    """Print a table for each run, and every completion that is right for more than it says."""
+    for row in results["runs"]:
+        print(f"parts {row['parts']}, seed {row['seed']}")
+        table = Table("right for", "completions")
+        for name, number in row["right for"].items():
+            table.add(name, f"{number:,}")
+        table.show()
+        for found in row["faults"]:
+            print(found["completion"].replace("\n", "\\n"), found["right for"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", choices=PARTS, help="only these, with --seed; nothing is saved then")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--completions", type=int, default=100_500)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=600.0, help="after which no more are begun")
     words = parser.parse_args()
-    results = measure(words.completions, words.workers, words.minutes)
+    runs = RUNS if words.parts is None else ((words.parts, words.seed),)
+    results = {"runs": [measure(parts, seed, words.completions, words.workers, words.minutes) for parts, seed in runs]}
     show(results)
-    save("one-gold", results)
+    if words.parts is None:
+        save("one-gold", results)
 
 
 if __name__ == "__main__":

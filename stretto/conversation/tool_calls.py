@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
+from stretto_verify.thoughts import MARKS, with_opening
 
 from stretto.conversation.messages import Tool, ToolCall
 from stretto.core.engine import json_rule
@@ -28,7 +29,6 @@ _CALL, _CALLED = "<tool_call>", "</tool_call>"
 _BETWEEN = re.compile(r"[; \n]*")
 _MISTRAL, _ARGUMENTS, _PYTHON = "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
 MOST_CALLS = 16  #: of one message that a grammar makes
-_THINK, _THOUGHT = "<think>", "</think>"
 
 
 class _Written(msgspec.Struct):
@@ -151,17 +151,24 @@ def form_of(chat_template: str) -> CallForm:
     return HermesForm()
 
 
-def split_reasoning(text: str) -> tuple[str, str]:
-    """The reasoning of a message, and the rest. Its beginning may stand in the prompt; an end that never comes makes
-    all of it reasoning.
+def split_reasoning(text: str, opens: str = "") -> tuple[str, str]:
+    """The reasoning of a message, and the rest. Its beginning may stand in the prompt, which ends with the mark `opens`
+    then; an end that never comes makes all of it reasoning.
 
-    >>> split_reasoning("<think>small</think>3")
-    ('small', '3')
+    >>> split_reasoning("<think>small</think>3"), split_reasoning("small", "<think>")
+    (('small', '3'), ('small', ''))
     """
-    before, ended, behind = text.partition(_THOUGHT)
-    if ended:
-        return before.removeprefix(_THINK).strip("\n"), behind.lstrip("\n")
-    return (text.removeprefix(_THINK).strip("\n"), "") if text.startswith(_THINK) else ("", text)
+    text = with_opening(text, opens)
+    for begin, end in MARKS:
+        before, ended, behind = text.partition(end)
+        if ended or text.startswith(begin):
+            return before.removeprefix(begin).strip("\n"), behind.lstrip("\n")
+    return "", text
+
+
+def knows_reasoning(chat_template: str) -> bool:
+    """Whether a chat template knows the reasoning of a message."""
+    return any(end in chat_template for _, end in MARKS)
 
 
 def instructions(tools: Sequence[Tool]) -> str:

@@ -69,6 +69,7 @@ class Prompt(Record, frozen=True):
     token_ids: tuple[int, ...]
     text: str
     answer: str
+    opens: str = ""  # the mark of a thought that is open at the end of its tokens
 
 
 class Sampling(Record, frozen=True):

@@ -281,7 +281,7 @@ class AgentSession:
             sampling = self.speaker.rule.sampling(asked, len(prompt.tokens))
             self._bridge.begin(history, prompt)
             turn = await self.session.turn(prompt.tokens, sampling, prompt.cause)
-            said = self.speaker.teller.said(asked, turn, len(prompt.tokens), self.id, self.created)
+            said = self.speaker.teller.said(asked, turn, prompt.tokens, self.id, self.created)
             self.as_json += prompt.likeness is Likeness.EQUAL_AS_JSON
             behind = prompt.behind
             new = prompt.history[len(behind.history) :] if behind else prompt.history

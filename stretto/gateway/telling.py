@@ -8,13 +8,17 @@ from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Protocol
 
+from stretto_verify.thoughts import opened
+
 from stretto.conversation.bridge import ChatTemplate
+from stretto.conversation.forest import Tokens
 from stretto.conversation.messages import AskedTurn, Message, SaidTurn, SampledToken
 from stretto.conversation.session import Turn
-from stretto.conversation.tool_calls import form_of, split_reasoning
+from stretto.conversation.tool_calls import form_of, knows_reasoning, split_reasoning
 from stretto.core.records import StopReason
 
 _CALL_ID = 9  # letters and digits: what Mistral's templates want
+_LAST = 64  # tokens of a prompt among which the mark of a thought may be
 
 
 class SpeakingTemplate(ChatTemplate, Protocol):
@@ -42,7 +46,7 @@ class Teller:
         """Most characters that one token can stand for."""
         return max(map(len, self.template.vocabulary))
 
-    def said(self, asked: AskedTurn, turn: Turn, prompt_tokens: int, session: str, created: int) -> SaidTurn:
+    def said(self, asked: AskedTurn, turn: Turn, prompt: Tokens, session: str, created: int) -> SaidTurn:
         """What the model said in a turn; a function of its arguments, so that a replay says it again."""
         segment = turn.segment
         ids = segment.token_ids
@@ -50,7 +54,7 @@ class Teller:
             ids = ids[:-1]
         text, stop = _cut(self.template.spell(ids), asked.wanted.stop)
         name = partial(_named, session, turn.node)
-        message = self._message(asked, text, name)
+        message = self._message(asked, text, opened(self.template.spell(prompt[-_LAST:])), name)
         if not message.calls and not message.reasoning:
             message = Message("assistant", _cut(self.template.decode(ids), asked.wanted.stop)[0])
         assert segment.stop_reason is not None
@@ -61,7 +65,7 @@ class Teller:
             message=message,
             stop_reason=segment.stop_reason,
             stop=stop,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=len(prompt),
             sampled_tokens=len(segment.token_ids),
             tokens=()
             if asked.wanted.logprobs is None
@@ -71,9 +75,10 @@ class Teller:
             ),
         )
 
-    def _message(self, asked: AskedTurn, text: str, name: Callable[[int], str]) -> Message:
+    def _message(self, asked: AskedTurn, text: str, opens: str, name: Callable[[int], str]) -> Message:
         """With its reasoning and its calls, as far as the model and the request know such."""
-        reasoning, rest = split_reasoning(text) if "think>" in self.template.chat_template else ("", text)
+        has_reasoning = opens or knows_reasoning(self.template.chat_template)
+        reasoning, rest = split_reasoning(text, opens) if has_reasoning else ("", text)
         if not asked.tools or asked.wanted.tool_choice == "none":
             return Message("assistant", rest, reasoning)
         form = form_of(self.template.chat_template)

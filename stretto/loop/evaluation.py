@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Protocol
 
 import msgspec
+from stretto_verify.thoughts import with_opening
 
 from stretto.core.engine import Generate
 from stretto.core.events import Span
@@ -119,7 +120,8 @@ class Evaluator:
         self, prompt: Prompt, trajectories: Sequence[Trajectory]
     ) -> tuple[QuestionResult, list[SampledCompletion]]:
         final = self.final_answer
-        finals = [final(prompt.text, one.text) for one in trajectories] if final is not None else None
+        texts = [with_opening(one.text, prompt.opens) for one in trajectories]
+        finals = [final(prompt.text, text) for text in texts] if final is not None else None
         samples = [SampledCompletion.of(prompt, one.versions, one.text, one.verdict) for one in trajectories]
         return QuestionResult.of(prompt, trajectories, finals), samples
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from stretto_verify.thoughts import said
+from stretto_verify.thoughts import opened, said
 from stretto_verify.verdicts import Undecided as Undecided
 
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)")
@@ -41,12 +41,12 @@ def final_answer(prompt: str, completion: str, answer: str) -> bool:
     >>> final_answer("3+8+5=", "3+8=11;11+5=16", "16"), final_answer("3+8+5=", "3+8=11;11+5=16=", "16")
     (True, False)
     """
-    return _canonical(said(completion).rpartition("=")[2]) == _canonical(answer)
+    return _canonical(said(completion, prompt).rpartition("=")[2]) == _canonical(answer)
 
 
 def exact_match(prompt: str, completion: str, answer: str) -> bool:
-    """Is the completion the gold answer, apart from spaces around it?"""
-    return completion.strip() == answer.strip()
+    """Is the completion the gold answer, apart from spaces around it? One within the prompt's thought is not."""
+    return completion.strip() == answer.strip() and not (opened(prompt) and not said(completion, prompt))
 
 
 def last_number(prompt: str, completion: str, answer: str) -> bool:
@@ -61,7 +61,7 @@ def last_number(prompt: str, completion: str, answer: str) -> bool:
         Undecided: the gold answer is no number.
     """
     gold = _number_of(answer)
-    numbers = _NUMBER.findall(said(completion))
+    numbers = _NUMBER.findall(said(completion, prompt))
     return bool(numbers) and _canonical_decimal(numbers[-1]) == gold
 
 

@@ -61,7 +61,7 @@ def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
     """
     asked = Gold.of(answer)
     entry, floor = _entry(asked), floor_of(asked.task, asked.parameters)
-    text = said(completion)
+    text = said(completion, prompt)
     if completion.strip() and not text.strip():
         return 0.0
     tagged = _TAGGED.findall(text)

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from stretto_verify.thoughts import with_opening
+
 from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, Trajectory, Verdict, trajectory_id
 from stretto.rollout.controller import Ticket
 
@@ -17,7 +19,7 @@ class Score(Protocol):
 
 
 class Detokenize(Protocol):
-    """Token ids to text, special tokens left out."""
+    """Token ids to text; special tokens are left out, but for marks of thoughts."""
 
     def __call__(self, token_ids: Sequence[int], /) -> str: ...
 
@@ -51,9 +53,12 @@ class SingleTurn:
 async def judge(
     group_id: str, prompt: Prompt, completions: Sequence[Completion], score: Score, detokenize: Detokenize
 ) -> list[Trajectory]:
-    """The trajectories of a group of single turns, judged together."""
+    """The trajectories of a group of single turns, judged together.
+
+    The reward gets a completion that ends within a thought of its prompt behind that thought's mark.
+    """
     texts = [detokenize(completion.token_ids) for completion in completions]
-    verdicts = await score(prompt.text, texts, prompt.answer)
+    verdicts = await score(prompt.text, [with_opening(text, prompt.opens) for text in texts], prompt.answer)
     return [
         Trajectory(
             id=trajectory_id(group_id, completion.member), segments=(completion.segment,), verdict=verdict, text=text

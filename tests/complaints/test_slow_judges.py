@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from stretto.sandbox.config import SandboxConfig
-from stretto.sandbox.sandbox import Sandbox, SandboxFailed
-from stretto.sandbox.walls import Walls, ladder
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.sandbox import Sandbox, SandboxFailed
+from stretto_verify.sandbox.walls import Walls, ladder
 
 from stretto.core.records import Batch, Update, Verdict
 from stretto.processes.tree import descendants
@@ -103,9 +103,9 @@ def test_a_sandbox_that_does_not_come_up_is_given_up_at_its_deadline(
     """By a bubblewrap that neither begins nor ends."""
     (program := tmp_path / "bwrap").write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
-    monkeypatch.setattr("stretto.sandbox.walls._BWRAP_PLACES", str(tmp_path))
-    monkeypatch.setattr("stretto.sandbox.sandbox._START_SECONDS", 1.0)
-    monkeypatch.setattr("stretto.sandbox.sandbox._END_SECONDS", 0.1)
+    monkeypatch.setattr("stretto_verify.sandbox.walls._BWRAP_PLACES", str(tmp_path))
+    monkeypatch.setattr("stretto_verify.sandbox.sandbox._START_SECONDS", 1.0)
+    monkeypatch.setattr("stretto_verify.sandbox.sandbox._END_SECONDS", 0.1)
     before, began = descendants(os.getpid()), time.monotonic()
     with Sandbox(walls, SandboxConfig()) as sandbox, pytest.raises(SandboxFailed):
         sandbox.run({"source": "print(1)"}, b"", seconds=5)

@@ -1,4 +1,5 @@
-"""Promises: text comes back as it went in; special tokens are left out; what cannot be encoded is a named error."""
+"""Promises: text comes back as it went in; special tokens are left out, but for
+those that are kept; what cannot be encoded is a named error."""
 
 from __future__ import annotations
 
@@ -41,6 +42,18 @@ def test_text_comes_back_as_it_went_in(tokenizer: Tokenizer, text: str) -> None:
 
 def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode((3, 3, 1, 0, 0)) == "11"
+
+
+def test_special_tokens_that_are_kept_are_text(folder: Path, tmp_path: Path) -> None:
+    whole = AutoTokenizer.from_pretrained(folder)
+    whole.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]", "[INST]"]})
+    whole.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, kept=frozenset({"[THINK]", "[/THINK]"}))
+    ids = tokenizer.encode("[INST][THINK]1+1[/THINK]2")
+    assert tokenizer.decode((*ids, 1)) == "[THINK]1+1[/THINK]2"
+    assert tokenizer.name(ids[0]) == "[INST]"
+    assert ids[0] in tokenizer.special_token_ids
+    assert ids[1] not in tokenizer.special_token_ids
 
 
 def test_a_character_outside_the_alphabet_is_a_named_error(tokenizer: Tokenizer) -> None:

@@ -1,26 +1,98 @@
-"""What a completion says when it has thought.
+"""Thoughts: how models mark them, and what a completion says when it has thought.
 
-Models think between ``<think>`` and ``</think>``; the chat template may have opened the thought in the prompt. Nothing
-in a thought is an answer, so a completion that was cut off inside of one has none.
+Models think between two marks, such as ``<think>`` and ``</think>``; the chat template may have written the first one
+at the end of the prompt. Nothing in a thought is an answer, so a completion that was cut off inside of one has none.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Final
 
-_NAMES = "(?:think|thinking|thought|reasoning)"
-_TAG = re.compile(  # in quotes it is a text
-    rf"(?P<end></{_NAMES}>)|(?<![`'\"])<{_NAMES}>|<{_NAMES}>(?![`'\"])", re.IGNORECASE
+_NAMES = ("think", "thinking", "thought", "thoughts", "reasoning", "scratchpad", "seed:think", "longcat_think")
+#: The marks where a thought begins and ends. The case of their letters does not matter.
+MARKS: Final = (
+    *((f"<{name}>", f"</{name}>") for name in _NAMES),
+    ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ("<|channel|>commentary<|message|>", "<|channel|>final<|message|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<unused94>thought", "<unused95>"),
 )
+#: What a tokenizer may count among its special tokens and a reader still has to see: marks, and parts of marks.
+PIECES: Final = frozenset(
+    {mark for pair in MARKS for mark in pair} | {"<|channel|>", "<|message|>", "<|channel>", "<unused94>"}
+)
+_MESSAGE = re.escape("<|message|>")
 
 
-def said(completion: str) -> str:
-    """The text behind the last thought; nothing, if that one never ends.
+def _pattern(marks: Iterable[str], message: str) -> str:
+    """Any of the marks. Between the name of a channel and its message may stand to whom it goes."""
+    return "|".join(sorted({re.escape(mark).replace(_MESSAGE, message) for mark in marks}))
+
+
+_ENDS = _pattern((end for _, end in MARKS), rf"[^<]{{0,60}}{_MESSAGE}")
+_BEGINNINGS = _pattern((begin for begin, _ in MARKS), f"(?:{_MESSAGE})?")
+# Both begin with a sign: the search skips everything else.
+_MARK = re.compile(f"{_ENDS}|{_BEGINNINGS}", re.IGNORECASE)
+_END = re.compile(_ENDS, re.IGNORECASE)
+_LAST = re.compile(rf"(?:{_BEGINNINGS})\s*\Z", re.IGNORECASE)
+_LONGEST = 200  # characters at the end of a prompt in which the mark of a thought is sought
+_QUOTES = "`'\""
+
+
+def said(completion: str, prompt: str = "") -> str:
+    """The text behind the last thought; nothing, if that one never ends. The prompt may have begun it.
 
     >>> said("<think>3 or 4</think>4"), said("3 or 4</think>4"), said("<think>3 or 4"), said("4")
     ('4', '4', '', '4')
+    >>> said("3 or 4", "How many? <think>"), said("4", "Think between <think> and </think>.")
+    ('', '4')
     """
-    tags = list(_TAG.finditer(completion))
-    if not tags:
-        return completion
-    return completion[tags[-1].end() :] if tags[-1]["end"] else ""
+    last = None
+    for found in _MARK.finditer(completion):
+        if _END.fullmatch(found[0]) or not _is_quoted(completion, found.start(), found.end()):
+            last = found
+    if last is None:
+        return "" if opened(prompt) else completion
+    return completion[last.end() :] if _END.fullmatch(last[0]) else ""
+
+
+def opened(prompt: str) -> str:
+    """The mark of a thought that a prompt leaves open at its very end; empty if there is none.
+
+    >>> opened("So <think>\\n"), opened("So <think>\\n\\n</think>\\n"), opened("Write <think> first.")
+    ('<think>', '', '')
+    """
+    found = _LAST.search(prompt, max(0, len(prompt) - _LONGEST))
+    return found[0].rstrip() if found is not None else ""
+
+
+def closed(prompt: str) -> str:
+    """The prompt without such a mark.
+
+    >>> closed("How many? <think>\\n"), closed("How many?")
+    ('How many?', 'How many?')
+    """
+    mark = opened(prompt)
+    return prompt.rstrip().removesuffix(mark).rstrip() if mark else prompt
+
+
+def with_opening(completion: str, mark: str) -> str:
+    """A completion that says nothing behind the thought that its prompt has begun, with the mark of that thought in
+    front: so it can be told from an answer. Every other completion as it is.
+
+    >>> with_opening("3 or 4", "<think>"), with_opening("3 or 4</think>4", "<think>"), with_opening("3 or 4", "")
+    ('<think>3 or 4', '3 or 4</think>4', '3 or 4')
+    """
+    return mark + completion if mark and not said(completion, mark) else completion
+
+
+def _is_quoted(text: str, start: int, end: int) -> bool:
+    """Whether a mark is a text that is spoken of."""
+    return start > 0 and end < len(text) and text[start - 1] in _QUOTES and text[end] in _QUOTES

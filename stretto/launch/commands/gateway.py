@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import uvloop
+from stretto_verify.thoughts import PIECES
 
 from stretto.conversation.bridge import Renderer
 from stretto.conversation.session import Sampler, SessionRecord, TurnRequest, WholeTurns
@@ -156,7 +157,7 @@ def gateway(
     check_key(api_key)
     check_engine_keys(recipe)
     base, as_tokens = inspect_model_folder(model.resolve()), recipe.model.special_tokens_in_messages
-    tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens)
+    tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens, kept=PIECES)
     check_head_dim(recipe, base)
     context = context_of(longest_row_of(base, recipe.engine), recipe.engine)
     unserved = _without_grammars(recipe.engine, base, tokenizer)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
+from stretto_verify.thoughts import opened
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt
@@ -17,6 +18,7 @@ from stretto.worlds.data.preferences import Pair
 from stretto.worlds.data.task import Question
 
 _SHOWN = 20
+_LAST = 64  # tokens of a prompt among which the mark of a thought may be
 
 
 def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest: int) -> tuple[Prompt, ...]:
@@ -35,7 +37,8 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
             problems += (Problem(place_of(question), problem.found, problem.remedy) for problem in error.problems)
             continue
         if 0 < len(ids) <= longest:
-            prompts.append(Prompt(id=question.id, token_ids=ids, text=question.text, answer=question.answer))
+            opens = opened(tokenizer.spell(ids[-_LAST:]))
+            prompts.append(Prompt(question.id, ids, question.text, question.answer, opens))
             continue
         remedy = f"at most {longest} fit (the context, or the engine's KV cache, less sampling.max_tokens)"
         problem = Problem(place_of(question), f"a prompt of {len(ids)} tokens", remedy if ids else "1 is needed")

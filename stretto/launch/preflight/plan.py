@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from stretto_verify.thoughts import PIECES
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.jsonl import Mistakes
@@ -118,7 +119,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     check_kind(base)
     check_head_dim(recipe, base)
     check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
-    tokenizer = load_tokenizer(base.path, special_tokens_in_messages=recipe.model.special_tokens_in_messages)
+    tokenizer = load_tokenizer(base.path, recipe.model.special_tokens_in_messages, kept=PIECES)
     longest = longest_prompt_allowed(recipe, base)
     check_top_k(recipe, base)
     if (reference := recipe.algorithm.reference) is not None and reference.path is not None:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from stretto_verify.thoughts import closed
+
 from stretto.core.errors import Problem, RecipeError, RewardFunctionError, RoleError
 from stretto.core.records import Outcome, Verdict
 from stretto.doors.door import Section, raised
@@ -172,7 +174,7 @@ async def _twice(config: RewardsConfig, rows: Sequence[Question], patience: floa
                 if calls and time.monotonic() - began > patience:
                     break
                 start = time.monotonic()
-                [verdict] = await pool.score([ScoreItem(row.text, row.answer, row.answer, row.fields)])
+                [verdict] = await pool.score([ScoreItem(closed(row.text), row.answer, row.answer, row.fields)])
                 calls.append(_Call(row, verdict, time.monotonic() - start))
     return first, second
 

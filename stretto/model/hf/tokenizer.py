@@ -27,7 +27,8 @@ class Tokenizer:
         tokenizer.decode((3, 3, 1))       # "11": special tokens are left out
         tokenizer.eos_token_ids           # (1,)
 
-    Special tokens that a message of a chat spells stay text, unless `special_tokens_in_messages`.
+    Special tokens that a message of a chat spells stay text, unless `special_tokens_in_messages`. Those whose text is
+    `kept` are read: without the marks of thoughts, which some models have among them, a thought would be an answer.
     """
 
     place: str
@@ -35,6 +36,7 @@ class Tokenizer:
     _whole: PreTrainedTokenizerFast
     _backend: Backend
     special_tokens_in_messages: bool = False
+    kept: frozenset[str] = frozenset()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of `text`.
@@ -126,11 +128,11 @@ class Tokenizer:
         if not text:
             return ()
         found: Sequence[int] = self._blind.encode(text, add_special_tokens=False).ids
-        if self.special_token_ids.isdisjoint(found):
+        if self._specials.keys().isdisjoint(found):
             return found
         # The model of some tokenizers has special tokens among its pieces; no single character is one.
         parts = [self._blind.encode(one, add_special_tokens=False).ids for one in text]
-        if unknown := [one for one, ids in zip(text, parts, strict=True) if not self.special_token_ids.isdisjoint(ids)]:
+        if unknown := [one for one, ids in zip(text, parts, strict=True) if not self._specials.keys().isdisjoint(ids)]:
             raise self._unknown("".join(unknown), "it becomes a special token")
         return list(chain.from_iterable(parts))
 
@@ -178,8 +180,12 @@ class Tokenizer:
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """The special tokens, which `decode` leaves out."""
-        return frozenset(self._specials)
+        """The special tokens that `decode` leaves out."""
+        return frozenset(self._specials) - self._kept
+
+    @cached_property
+    def _kept(self) -> frozenset[int]:
+        return frozenset(token for token, text in self._specials.items() if text in self.kept)
 
     def serialized(self) -> str:
         """The whole tokenizer as the JSON text of the package `tokenizers`, without padding and truncation."""
@@ -189,8 +195,10 @@ class Tokenizer:
         return backend.to_str()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens."""
-        return self._backend.decode(ids, skip_special_tokens=True)
+        """The text of `ids`, without special tokens but for those that are `kept`."""
+        if self._kept.isdisjoint(ids):
+            return self._backend.decode(ids, skip_special_tokens=True)
+        return self.spell([token for token in ids if token not in self.special_token_ids])
 
     def spell(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens too."""
@@ -208,7 +216,9 @@ class Tokenizer:
         return DataError([Problem(self.place, found, f"not in the vocabulary: {' '.join(map(repr, strange))}")])
 
 
-def load_tokenizer(folder: Path | str, *, special_tokens_in_messages: bool = False) -> Tokenizer:
+def load_tokenizer(
+    folder: Path | str, special_tokens_in_messages: bool = False, *, kept: frozenset[str] = frozenset()
+) -> Tokenizer:
     """The tokenizer of a model folder; see `Tokenizer`.
 
     Raises:
@@ -226,4 +236,4 @@ def load_tokenizer(folder: Path | str, *, special_tokens_in_messages: bool = Fal
         found = f"the tokenizer is a {type(whole).__name__}, which has no fast backend"
         raise ModelFolderError([Problem(place, found, "a folder with tokenizer.json is needed")])
     ends = eos_token_ids(Path(folder))
-    return Tokenizer(place, ends, whole, whole.backend_tokenizer, special_tokens_in_messages)
+    return Tokenizer(place, ends, whole, whole.backend_tokenizer, special_tokens_in_messages, kept)

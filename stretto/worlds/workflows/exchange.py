@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from stretto_verify.thoughts import with_opening
 
 from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
@@ -69,6 +70,7 @@ class Exchange:
         self._prompt, self._services = prompt, services
         self._rendering = rendering or services.plain
         self._turns = self._tokens = 0  # sampled, and sampled or wanted by turns under way
+        self._thoughts: set[str] = set()  # texts of turns that end within a thought of the prompt
 
     def again(self) -> Exchange:
         """For a workflow that begins again, when nothing is under way."""
@@ -98,8 +100,10 @@ class Exchange:
             raise
         segment = turn.segment
         self._tokens += len(segment.token_ids) - sampling.max_tokens
-        text = services.detokenize(segment.token_ids)
-        message = self._rendering.message(segment.token_ids, text, order.tools)
+        text, opens = services.detokenize(segment.token_ids), "" if order.token_ids else self._prompt.opens
+        if with_opening(text, opens) != text:
+            self._thoughts.add(text)
+        message = self._rendering.message(segment.token_ids, text, order.tools, opens)
         cut = segment.stop_reason is StopReason.LENGTH
         return OrderDone(order.run, order.order, TurnReply(turn.node, text, message, segment.token_ids, cut))
 
@@ -144,7 +148,8 @@ class Exchange:
         """The reward of a text; it is on record, since a judge may say something else the next time."""
 
         async def judged() -> bytes:
-            [verdict] = await self._services.score(self._prompt.text, [order.text], order.answer)
+            text = self._prompt.opens + order.text if order.text in self._thoughts else order.text
+            [verdict] = await self._services.score(self._prompt.text, [text], order.answer)
             if verdict.reward is None:
                 raise RefusedRequest("score", "undecided", verdict.reason)
             return msgspec.json.encode((verdict.reward, verdict.outcome is Outcome.RIGHT))

@@ -31,8 +31,9 @@ class Rendering(Protocol):
         """
         ...
 
-    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What the model said as a message; `text` is it without special tokens."""
+    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
+        """What the model said as a message; `text` is it without special tokens, `opens` the mark of a thought that the
+        prompt has begun."""
         ...
 
 
@@ -52,7 +53,7 @@ class PlainRendering:
         """See `Rendering`."""
         return held + self.encode("".join(_read(message).text for message in messages[known:])), ""
 
-    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
         """See `Rendering`; calls are those that Hermes writes."""
         return _told(text, HermesForm().parse(text, _name) if tools else None)
 
@@ -76,14 +77,14 @@ class TemplateRendering:
         tail = self._renderer.tail(history[known - 1], held, history[known:], offered)
         return (self._renderer.whole(history, offered), "drift") if tail is None else (held + tail, "")
 
-    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
         """See `Rendering`."""
-        reasoning, rest = split_reasoning(text)
+        reasoning, rest = split_reasoning(text, opens)
         parsed = None
         if tools:  # some calls begin with a special token
             ends = self._template.eos_token_ids
             spelt = self._template.spell(said[:-1] if said and said[-1] in ends else said)
-            parsed = self._form.parse(split_reasoning(spelt)[1], _name)
+            parsed = self._form.parse(split_reasoning(spelt, opens)[1], _name)
         told = _told(rest, parsed if parsed is not None and parsed.calls else None)
         return told | ({"reasoning_content": reasoning} if reasoning else {})
 

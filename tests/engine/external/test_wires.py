@@ -322,7 +322,7 @@ def test_a_load_that_goes_on_is_waited_for_and_ordered_once(kind: str, tmp_path:
         late = {order: 10 * seconds}
         async with serving({order: OK, "/update_weight_version": OK}, asked, late=late) as address:
             http = JsonServer("engine-0", address, seconds=5, token_seconds=5)
-            make = MAKES[kind].server(http, seconds)
+            make = make_of(kind, http, seconds)
             try:
                 await load(make, grows)
             finally:

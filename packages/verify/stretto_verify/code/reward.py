@@ -26,6 +26,7 @@ from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import Report
 from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
 from stretto_verify.sandbox.walls import Walls
+from stretto_verify.thoughts import said
 from stretto_verify.verdicts import Undecided
 
 _TRIES = 2  # a sandbox that fails is started again once
@@ -70,7 +71,7 @@ class CodeReward:
             Undecided: the tests cannot be read, or the sandbox could not run them.
         """
         try:
-            found = self.judge(completion, parse_tests(answer), to_the_end=False)
+            found = self.judge(said(completion, prompt), parse_tests(answer), to_the_end=False)
             if found.unknown:
                 raise Undecided(found.problem)
             return found.right

@@ -35,6 +35,7 @@ from stretto_verify.math.parse.structure import (
     Unreadable,
     Words,
 )
+from stretto_verify.thoughts import opened
 from stretto_verify.verdicts import Undecided
 
 
@@ -45,7 +46,7 @@ def math(prompt: str, completion: str, answer: str) -> bool:
         Undecided: the gold answer is empty, beyond the limits, or cannot be read. A completion that is, is wrong.
     """
     expected = gold_piece(answer)
-    if completion.strip() == answer.strip():
+    if completion.strip() == answer.strip() and not opened(prompt):
         return True
     if len(completion) > LONGEST_COMPLETION:
         return False

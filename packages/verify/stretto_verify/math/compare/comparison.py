@@ -69,7 +69,10 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
             return any_of([_same_words(Words(gold.letter), answer), same(gold.content, answer)])
         case _, Letter():
             as_letter = _same_words(gold, Words(answer.letter))
-            return as_letter if as_letter or _is_letter(gold) else same(gold, answer.content)
+            if as_letter or _is_letter(gold):
+                return as_letter
+            several = isinstance(answer.content, Listing) and not answer.content.opening and not _is_several(gold)
+            return False if several else same(gold, answer.content)  # a choice stands for one value
         case Relation(), Relation():
             return same_relation(gold, answer, same)
         case Relation(), _:
@@ -133,6 +136,10 @@ def _same_words(gold: Node, answer: Node) -> Opinion:
 def is_product(given: Node) -> bool:
     """Whether letters may be a product, in any order: ``xyz``."""
     return isinstance(given, Words) and given.text.islower() and given.text.isalpha() and len(given.text) < 5
+
+
+def _is_several(gold: Node) -> bool:
+    return isinstance(gold, Listing | Matrix | Union | Relation)
 
 
 def _is_letter(gold: Node) -> bool:

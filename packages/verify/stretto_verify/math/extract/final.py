@@ -24,7 +24,7 @@ from stretto_verify.math.extract.denial import denied, is_denying
 from stretto_verify.math.limits import LONGEST_TAIL
 from stretto_verify.math.parse.account import candidates, says_nothing
 from stretto_verify.math.parse.units import MAGNITUDES, SPOKEN, without_unit
-from stretto_verify.thoughts import said
+from stretto_verify.thoughts import closed, said
 
 Span = tuple[int, int, str]  # start, end, content
 
@@ -61,6 +61,8 @@ _CHOSEN = re.compile(
     re.IGNORECASE,
 )
 _LETTERED = re.compile(r"(?:\([A-J]\)|[A-J][).:])\s*[$\\\w(-]")  # (D) $5$
+_WRAPPER = re.compile(r"\\(?:text|math)(?:bf|it|rm|sf|tt|normal)?\s*\{\s*([^{}]*)\}")
+_SPACE = re.compile(r"\\[ ,;()\[\]]|~|\\q?quad(?![a-z])")
 _SENTENCES = re.compile(r"(?<=[.!?])\s+|\n")
 _STANDS_ALONE = re.compile(r"(?<![\w'(/-])\(?[A-HJ]\)?(?![\w'/-])(?!\s+[a-z]{2}(?<!is|it))")
 _NEXT_CHOICE = re.compile(  # another answer behind a choice, unless a sentence begins with it: "B is too small"
@@ -135,8 +137,8 @@ _WHOLE_WORDS = re.compile(
 
 def without_frame(completion: str, prompt: str = "") -> str:
     """The text after rule 1."""
-    text = said(completion)[-LONGEST_TAIL:]
-    if len(question := prompt.strip()) >= 12:
+    text = said(completion, prompt)[-LONGEST_TAIL:]
+    if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
     text = _SLANTED.sub(lambda found: found[1] or found[2], text)
@@ -255,9 +257,9 @@ def _piece_of(rest: str) -> FinalAnswer:
     told = _told(rest)
     if not _FEW_WORDS.fullmatch(told) and (letter := _letter(told)) is not None:
         return letter
-    if _LETTERED.match(rest):
-        is_one = _NEXT_CHOICE.match(rest, len(told)) is None
-        return FinalAnswer(told if is_one else rest.split("\n")[0], certain=True)
+    if _LETTERED.match(_bare(rest)):
+        behind = rest[len(told) :].lstrip(" .\n").split("\n")[0]
+        return FinalAnswer(f"{told}, {behind}" if _NEXT_CHOICE.match(_bare(behind)) else told, certain=True)
     if (first := _FORMULA.match(rest)) is not None:
         contents, end = _formulas(rest, first)
         if end >= len(told) or says_nothing(told[end:]):
@@ -333,7 +335,8 @@ def _is_title(words: str, of_choice: bool) -> bool:
 
 
 def _bare(text: str) -> str:
-    return text.replace("$", "").replace("**", "").lstrip()
+    """The text without marks of mathematics and emphasis."""
+    return _WRAPPER.sub(r"\1", _SPACE.sub(" ", text)).replace("$", "").replace("**", "").lstrip()
 
 
 def _letter(text: str) -> FinalAnswer | None:

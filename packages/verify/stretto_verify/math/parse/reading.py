@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Final
 
 from stretto_verify.math.limits import check_piece
-from stretto_verify.math.parse.account import accounts_for, candidates, texts
+from stretto_verify.math.parse.account import accounts_for
 from stretto_verify.math.parse.expressions import number
 from stretto_verify.math.parse.forms import reformed
 from stretto_verify.math.parse.spelling import closing_at, spelled
@@ -41,12 +41,18 @@ _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[+-]?[0-9]{1,
 _TEXT = re.compile(r"\(?\\text\{([^{}]*)\}\)?")
 _PLAIN_WORDS = re.compile(r"[A-Za-z][A-Za-z'-]*(?:[ ,]+[A-Za-z][A-Za-z'-]*)*")
 _CHOICE = re.compile(
-    r"(?:\\text\{\s*\(?([A-J])[).:]*\s*\}|\(([A-J])\)|([A-J])[).:](?=\s)(?!\s*[A-Z]{1,2}$))\s*[:.]?\s*"
+    r"(?:\\text\{\s*\(?([A-J])(?:[).:]+\s*\}|\s+\}|\}(?=[\s).:]))|\(([A-J])\)|([A-J])[).:](?=\s)(?!\s*[A-Z]{1,2}$))"
+    r"\s*[).:]?\s*"
     r"((?!\\(?:cdot|times|cup|cap|mid|to|in|neq|le|ge|approx|equiv|Rightarrow|pm|ldots)(?![a-z]))(?:(?<=\s)-(?=[0-9a-z\\.])|[^\W_]|[\\(\[{.\"'|√]).*)",
     re.DOTALL,
 )
 _OTHER_CHOICE = re.compile(
     r"(?:\\text\{\s*)?(?:(?<![\w})^\]])\([A-J]\)|(?<![\w})^\](])[A-J][).](?=\s|$))|(?<=\))\([A-J]\)"
+)
+_SEPARATED = re.compile(r"[\s({]*(?:\\text\{\s*)?[,;]")  # what goes on with a list
+_EQUATED = re.compile(  # sides of a choice's equation: AB, f(x), 2x+3y; no words, no other choice, no plain number
+    r"(?=(?:\\(?!text)[a-zA-Z]+|[^\\a-zA-Z])*[a-zA-Z])(?:\\(?!text)[a-zA-Z]+|(?<![a-zA-Z])[A-J](?=[A-Z(_])|(?<=[A-Z])[A-J]"
+    r"|(?<=[a-zA-Z]\()[A-J](?=\))|(?<![a-zA-Z])[a-zK-Z]{1,2}(?![a-z])|(?<=[A-Z])[K-Z]|[^\\a-zA-Z])+"
 )
 _ONE_CHOICE = re.compile(r"\(?[A-J]\)?")
 _ALL_BUT = re.compile(
@@ -149,11 +155,12 @@ def _chosen(found: re.Match[str]) -> Node:
     if (other := _OTHER_CHOICE.search(found[4])) is not None:
         at = found.start(4) + other.start()
         return _list("", "", (found[0][:at], found[0][at:]))
+    if _SEPARATED.match(found[4]):
+        raise LeftOver("a choice and another answer")
     letter, content = Words(found[1] or found[2] or found[3]), node(found[4])
     left = content.sides[:-1] if isinstance(content, Relation) else ()
     others = any(isinstance(part, Letter) or _is_choice(part) for part in _parts(content))
-    others = others or any(isinstance(side, Words) for side in left)
-    if others or any(candidates(text) for side in left for text in texts(side)):
+    if others or not all(map(_is_named, left)):
         return Listing("", "", (letter, content))
     return Letter(letter.text, content)
 
@@ -165,6 +172,15 @@ def _parts(given: Node) -> tuple[Node, ...]:
         case Listing(items=parts) | Union(parts=parts) | Ratio(parts=parts) | Relation(sides=parts):
             return parts
     return ()
+
+
+def _is_named(side: Node) -> bool:
+    """Whether a side of a choice's equation is a name or an expression in names, and no answer of its own."""
+    if isinstance(side, Listing):
+        return all(map(_is_named, side.items))
+    if isinstance(side, Words):
+        return re.fullmatch("[A-Z]{3,4}", side.text) is not None  # a triangle, a square
+    return isinstance(side, Scalar) and not side.unit and _EQUATED.fullmatch(side.latex) is not None
 
 
 def _is_choice(given: Node) -> bool:
@@ -293,6 +309,8 @@ def _bracketed(text: str) -> Node | None:
     if bar is not None and "|" not in inner[bar.end() :]:
         return node(inner[bar.end() :])
     items = split(inner, ",;")
+    if len(items) > 1 and not all(item.strip() for item in items[:-1]):
+        raise LeftOver("a list that lacks an item")
     if is_set:
         return _list("{", "}", items) if inner.strip() else Listing("{", "}", ())
     if len(items) > 1 and all(item.strip() for item in items):
