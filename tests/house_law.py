@@ -23,7 +23,7 @@ HEAVY = ("torch", "transformers")
 CORE_MAY_IMPORT = frozenset({"msgspec", "numpy"})
 LONGEST_FUNCTION = 60
 MOST_FILES = 14
-LONGEST_FILE = 400
+LONGEST_FILE = 480
 WALL_CLOCK = frozenset({"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"})
 #: Where the date is written down for a reader, and nothing is decided by it.
 WRITES_DATES = frozenset(
@@ -330,7 +330,7 @@ def undeclared(package: Path, dependencies: list[str]) -> list[str]:
 
 
 def too_long(folder: Path) -> list[str]:
-    """Files longer than 400 lines, functions longer than 60 (without their docstring)."""
+    """Files longer than 480 lines, functions longer than 60 (without their docstring)."""
     violations: list[str] = []
     for path in sources(folder):
         text = path.read_text(encoding="utf-8")

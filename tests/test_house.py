@@ -285,7 +285,7 @@ PLANTED: list[tuple[str, str, str, str]] = [
         "from stretto_report import check\n",
         "imports stretto_report, which is no dependency",
     ),
-    ("too_long", "rewards/long.py", "\n" * 401, "rewards/long.py: 401 lines"),
+    ("too_long", "rewards/long.py", "\n" * 481, "rewards/long.py: 481 lines"),
     ("too_long", "rewards/long.py", "def run():\n" + "    pass\n" * 60, "long.py:1: run has 61 lines"),
     ("by_wall_clock", "rewards/slow.py", "late = time.time() > 9\n", "rewards/slow.py:1: time.time may jump"),
     ("heavy", "rewards/learned.py", "from stretto.model import load\n", "rewards: importing it loads torch"),
