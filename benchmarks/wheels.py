@@ -43,13 +43,13 @@ def run(*words: str | Path, **where: str) -> str:
     return done.stdout
 
 
-def tried(interpreter: str, wheel: Path, folder: Path) -> dict[str, str]:
-    """What became of the wheel with one interpreter."""
+def tried(interpreter: str, wheels: Sequence[Path], folder: Path) -> dict[str, str]:
+    """What became of the wheels with one interpreter."""
     version = run(interpreter, "-c", "import platform; print(platform.python_version())").strip()
     try:
         run(interpreter, "-m", "venv", "--clear", folder / "venv")
         python = folder / "venv" / "bin" / "python"
-        run(python, "-m", "pip", "install", "--quiet", wheel)
+        run(python, "-m", "pip", "install", "--quiet", *wheels)
         run(python, "-c", IMPORTS)
         (folder / "recipe.toml").write_text(RECIPE)
         run(folder / "venv" / "bin" / "stretto", "train", "recipe.toml", "--run-dir", "run", cwd=str(folder))
@@ -62,12 +62,23 @@ def tried(interpreter: str, wheel: Path, folder: Path) -> dict[str, str]:
 def main(interpreters: Sequence[str]) -> None:
     table, rows = Table("python", "result"), []
     with tempfile.TemporaryDirectory(prefix="stretto-wheels-") as parent:
-        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", parent, ROOT)
-        (wheel,) = Path(parent).glob("stretto-*.whl")
+        run(
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--wheel-dir",
+            parent,
+            ROOT / "packages" / "verify",
+            ROOT,
+        )
+        wheels = sorted(Path(parent).glob("stretto*.whl"))
         for number, interpreter in enumerate(interpreters):
             folder = Path(parent) / str(number)
             folder.mkdir()
-            rows.append(tried(interpreter, wheel, folder))
+            rows.append(tried(interpreter, wheels, folder))
             table.add(rows[-1]["python"], rows[-1]["result"])
             table.show_last()
             save("wheels", {"rows": rows})

@@ -85,7 +85,7 @@ def environment() -> Path:
 
 
 def run(*command: str | Path) -> None:
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    surroundings = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'packages' / 'verify'}", "MPLBACKEND": "agg"}
     subprocess.run(list(map(str, command)), check=True, cwd=ROOT, env=surroundings, timeout=SECONDS)
 
 
