@@ -29,7 +29,7 @@ from stretto.core.canary import Agreement, Canary, TensorDigest
 from stretto.core.errors import BoundViolated, TrainingDiverged
 from stretto.core.events import Span
 from stretto.core.records import Batch, Sampling, Update
-from stretto.model.packed.logprobs import pack_tokens
+from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer import checkpoint
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.packing import minibatches
@@ -95,6 +95,7 @@ class Trainer:
         self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0
         self._longest = sampling.max_tokens
         self._spans: list[Span] = []
+        self._text: tuple[Sequence[int], PackedTokens] | None = None  # of the last canary; a run has one text
         self._frozen: dict[str, TensorDigest] = {}  # of what adapters are added to, from the first publication on
         self.agreement: tuple[Agreement, ...] = ()  #: of engines and trainer, in the last step
 
@@ -176,8 +177,9 @@ class Trainer:
 
     @torch.no_grad()
     def _canary(self, text: Sequence[int]) -> Canary:
-        packed = pack_tokens([text], device=self.learner.model.device)
-        logprobs = self.learner.logprobs(packed, sampling=UNCHANGED).logprobs
+        if self._text is None or self._text[0] != text:
+            self._text = text, pack_tokens([text], device=self.learner.model.device)
+        logprobs = self.learner.logprobs(self._text[1], sampling=UNCHANGED).logprobs
         depth: int = self.learner.model.config.get_text_config().num_hidden_layers
         return Canary(self.version, tuple(text), tuple(logprobs.tolist()), depth, self._config.dtype)
 

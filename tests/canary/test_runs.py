@@ -33,6 +33,7 @@ from tests.launch.running import Ended, Laboratory, exported, said, steps_done, 
 
 SECONDS = 300.0  # that a run may take, beside others
 FIRST = 3  # version from which on something is wrong
+pytestmark = pytest.mark.timeout(900)
 SABOTAGE = Path(__file__).parent / "sabotage"
 LORA = ("trainer.lora.rank=2", "trainer.lora.alpha=4")
 
@@ -66,8 +67,10 @@ def canary_of(laboratory: Laboratory, run_dir: Path) -> list[dict[str, Any]]:
     return found
 
 
-def assert_refused(ended: Ended, laboratory: Laboratory, run_dir: Path, engine: str = "engine-0") -> int:
-    """The version that the engine has not proven; none of whose tokens was trained on."""
+def assert_refused(
+    ended: Ended, laboratory: Laboratory, run_dir: Path, engine: str = "engine-0", *, alone: bool = True
+) -> int:
+    """The version that the engine has not proven; of an engine `alone` no token of it was trained on."""
     assert ended.code == 1, ended.out + ended.err
     assert (named := re.search(rf"{engine}: has not proven version (\d+): ", ended.err)), ended.err
     newest = {one.engine: one for one in inspect_run(run_dir).canary if one.which == "newest"}[engine]
@@ -75,7 +78,7 @@ def assert_refused(ended: Ended, laboratory: Laboratory, run_dir: Path, engine: 
     assert (newest.version, newest.proven) == (int(named[1]), False)
     proven = {one.engine: one.ranges for one in record_of(run_dir).proven}[engine]
     assert max(last for _, last in proven) < newest.version
-    assert all(
+    assert not alone or all(
         max(trajectory["versions"], default=0) < newest.version
         for trajectory in exported(laboratory, run_dir)
         if trajectory["state"] == "trained"
@@ -105,18 +108,27 @@ def test_a_run_ends_before_one_token_of_unproven_weights_is_trained_on(
     assert (newest["engine"], newest["which"], newest["proven"]) == ("engine-0", "newest", False)
     assert 0 < newest["compared"] == newest["tensors"]
     assert (worst["which"], worst["proven"]) == ("worst", False)
-    if settings != ():
-        return
-    assert newest["distance"] > newest["tolerance"], "in float32 the text alone shows it"
+    if settings == ():
+        assert newest["distance"] > newest["tolerance"], "in float32 the text alone shows it"
+
+
+def test_a_resume_whose_engine_is_wrong_ends_and_an_honest_one_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    laboratory.trained(run_dir, "--no-plots", "trainer.steps=3")
     text, steps = record_of(run_dir).token_ids, steps_done(run_dir)
-    with laboratory.start("train", "--resume", run_dir, run_dir=run_dir, before=sabotaged(first=0)) as again:
-        assert_refused(again.end(SECONDS), laboratory, run_dir)
-    assert steps_done(run_dir) == steps, "a resume whose engine is wrong trains nothing"
-    resumed = laboratory.run("train", "--resume", run_dir)
+    more = ("train", "--resume", run_dir, "trainer.steps=6")
+    with laboratory.start(*more, run_dir=run_dir, before=sabotaged(first=0)) as again:
+        ended = again.end(SECONDS)
+    assert ended.code == 1, ended.out + ended.err
+    assert "engine-0: has not proven version 3: " in ended.err
+    assert steps_done(run_dir) == steps == 3, "nothing was trained"
+    assert check_run(run_dir).kept, check_run(run_dir).breaches
+    resumed = laboratory.run(*more)
     assert resumed.code == 0, resumed.err
     assert check_run(run_dir).kept, check_run(run_dir).breaches
     assert all(one["proven"] for one in canary_of(laboratory, run_dir) if one["which"] == "newest")
     assert record_of(run_dir).token_ids == text, "the text of a run stays"
+    assert record_of(run_dir).refused >= 2
 
 
 def test_an_engine_that_is_wrong_from_its_replacement_on_ends_the_run(laboratory: Laboratory, tmp_path: Path) -> None:
@@ -134,7 +146,7 @@ def test_of_two_engines_the_wrong_one_is_named(laboratory: Laboratory, tmp_path:
     run_dir = tmp_path / "run"
     settings = ("--no-plots", "trainer.steps=100000", "trainer.keep_versions=1", "engine.count=2")
     with laboratory.train(run_dir, *settings, before=sabotaged(engine="engine-1")) as command:
-        assert_refused(command.end(SECONDS), laboratory, run_dir, "engine-1")
+        assert_refused(command.end(SECONDS), laboratory, run_dir, "engine-1", alone=False)
     assert all(one.proven for one in inspect_run(run_dir).canary if one.engine == "engine-0")
 
 
@@ -143,12 +155,14 @@ def test_a_machine_whose_engine_is_wrong_leaves_and_the_run_goes_on(laboratory: 
     run_dir = tmp_path / "run"
     listening = ("cluster.listen=127.0.0.1:0", "trainer.steps=100000", "trainer.keep_versions=1")
     train = laboratory.train(run_dir, "--no-plots", *listening)
-    with train as command, machine(laboratory, run_dir, sees_the_folder=False):
+    with train as command, machine(laboratory, run_dir, sees_the_folder=False) as honest:
         wait_until(lambda: "engine-1 has joined, at version" in said(run_dir), "an honest engine", command, SECONDS)
-        with machine(laboratory, run_dir, sees_the_folder=False, before=sabotaged(first=0)):
+        with machine(laboratory, run_dir, sees_the_folder=False, before=sabotaged(first=0)) as wrong:
             wait_until(lambda: "engine-2 has left: " in said(run_dir), "the departure of the other", command, SECONDS)
+            wrong.stop(signal.SIGTERM)
         wait_for_step(command, steps_done(run_dir) + 3, SECONDS)
         end_well(command, laboratory, run_dir)
+        honest.stop(signal.SIGTERM)
     assert re.search(r"engine-2 has left: .*has not proven version \d+", said(run_dir))
     newest = {one.engine: one.proven for one in inspect_run(run_dir).canary if one.which == "newest"}
     assert newest == {"engine-0": True, "engine-1": True, "engine-2": False}

@@ -1,7 +1,8 @@
 """How a version comes into an engine's model.
 
 Promises: a whole version is copied; of adapters the product is added to what was loaded last as a whole, however many
-came before; what is not of the model is refused, with its name, before anything is changed.
+came before; what is not of the model is refused, with its name, before anything is changed. What is in memory is
+compared with the digests of a publication; a tensor that the engine has rounded is not, and counts as such.
 """
 
 from __future__ import annotations
@@ -68,6 +69,32 @@ def test_adapters_after_a_whole_version_are_added_to_that_one() -> None:
     assert not any(parameter.any() for parameter in made.parameters())
     parameters.load({"first.lora_A": A, "first.lora_B": B})
     assert made.first.weight.tolist() == [[10, 0, 20], [-1, 0, -2]]
+
+
+def test_memory_is_compared_with_the_digests_of_a_publication(tmp_path: Path) -> None:
+    made, publisher = model(), SharedMemoryPublisher("run", tmp_path)
+    parameters = Parameters(made)
+    digests = publisher.publish(0, made.named_parameters())
+    assert parameters.differing(digests) == ((), 3)
+    made.second.weight.view(torch.int32)[1, 0] ^= 1
+    made.first.weight.data = made.first.weight.t().contiguous().t()  # how it lies is nobody's business
+    assert parameters.differing(digests) == (("second.weight",), 3)
+
+
+def test_a_tensor_that_the_engine_has_rounded_is_not_compared_and_counts_as_such(tmp_path: Path) -> None:
+    digests = SharedMemoryPublisher("run", tmp_path).publish(0, model().named_parameters())
+    assert Parameters(model(torch.bfloat16)).differing(digests) == ((), 0)
+
+
+def test_adapters_that_are_not_held_differ(tmp_path: Path) -> None:
+    tensors = {"first.lora_A": A, "first.lora_B": B}
+    digests = SharedMemoryPublisher("run", tmp_path).publish(0, tensors.items())
+    parameters = Parameters(model())
+    assert parameters.differing(digests) == (("first.lora_A", "first.lora_B"), 2)
+    parameters.load(tensors)
+    assert parameters.differing(digests) == ((), 2)
+    parameters.load({"first.lora_A": A, "first.lora_B": 2 * B})
+    assert parameters.differing(digests) == (("first.lora_B",), 2)
 
 
 @pytest.mark.parametrize(

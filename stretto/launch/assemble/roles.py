@@ -26,6 +26,7 @@ from stretto.launch.assemble.workflows import Conversing, workflow_pool
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.proving import Proving
 from stretto.loop.engines.router import ExclusiveRouter, Router
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.learner.recovery import Recovery
@@ -123,6 +124,7 @@ async def running_roles(
     stop: StopSignal,
     report: Callable[[str], None],
     spawner: Spawner,
+    proving: Proving,
 ) -> AsyncIterator[Roles]:
     """Start every role, unless a stop is requested meanwhile; afterwards no process, socket or shared memory is left.
 
@@ -146,6 +148,7 @@ async def running_roles(
             lag=recipe.cluster.lag,
             kind=recipe.engine.kind,
             patience=recipe.cluster.wait if recipe.cluster.placer != "local" else 0.0,
+            proving=proving,
         )
         cluster = Cluster(plan, folder, endpoints, engines, report, spawner, identity_of(folder), tenure)
         elsewhere = cluster.ranks if recipe.trainer.remote_ranks else None
@@ -155,8 +158,8 @@ async def running_roles(
         asked = (rewards.start,) if workflows is None else (rewards.start, workflows.start)
         trainer.report_to(report)
         engines.report_to(report)
-        trainer.tell_canaries(engines.proving)
-        engines.proving.expect(report)
+        trainer.tell_canaries(proving)
+        proving.expect(report)
         # Steps that are done again may take longer than an engine waits for its first weights.
         train = partial(trainer.start, trainer_spec(plan, model, endpoints, folder.tokens), version)
         serve = partial(engines.start, version)

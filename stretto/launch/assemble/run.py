@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from stretto.cluster.messages import Tenure
 from stretto.cluster.succession import next_tenure
-from stretto.core.canary import CANARY, CanaryRecord
 from stretto.core.records import Update
 from stretto.core.tasks import run_beside
 from stretto.launch.assemble.evaluations import evaluations
@@ -25,6 +24,7 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.engines.in_flight import GroupInFlight, InFlight
+from stretto.loop.engines.proving import kept_proving
 from stretto.loop.engines.restoring import restore
 from stretto.loop.engines.rounds import Rounds
 from stretto.loop.engines.sessions import TrajectorySessions, unfinished_sessions
@@ -153,6 +153,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
                 stop=stop,
                 report=context.report,
                 spawner=spawner,
+                proving=kept_proving(ledger, start.version),
             ) as roles,
         ):
             for fact in roles.rewards.facts.values():
@@ -185,11 +186,9 @@ def _roles_of(recipe: Recipe) -> str:
 
 def _keep_roster(context: RunContext, roles: Roles) -> None:
     """The engines of this process behind those of earlier ones, in the ledger from now on."""
-    ledger, roster, proving = context.ledger, roles.engines.roster, roles.engines.proving
+    ledger, roster = context.ledger, roles.engines.roster
     roster.restore(ledger.get(ENGINES, list[Membership]) or [], context.start.version)
     ledger.watch(ENGINES, roster.rows)
-    proving.restore(ledger.get(CANARY, CanaryRecord) or CanaryRecord(since=context.start.version))
-    ledger.watch(CANARY, lambda: proving.record)
 
 
 def _selection(context: RunContext) -> SelectionWatch:

@@ -22,6 +22,7 @@ import msgspec
 
 from stretto.core.canary import (
     AGREEING,
+    CANARY,
     FARTHEST,
     Agreement,
     Canary,
@@ -39,6 +40,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.engine import Engine
 from stretto.core.errors import UnprovenWeights
 from stretto.engine.spec import EngineSpec
+from stretto.store.ledger.ledger import Ledger
 
 _KEPT = 4  # canaries: engines load the newest version, or the one before
 _LOOK_SECONDS = 0.02
@@ -233,16 +235,20 @@ class Proving:
 
     def restore(self, record: CanaryRecord) -> None:
         """Go on from the record of an earlier process of the run."""
-        now, self._since = self.record, record.since
-        ours = {one.make: one for one in now.tolerances}
-        self._tolerances = {one.make: one for one in record.tolerances} | ours
-        own = self._ranges
+        self._since, self._refused, self._text = record.since, record.refused, record.token_ids
+        self._tolerances = {one.make: one for one in record.tolerances}
         self._ranges = {one.engine: list(one.ranges) for one in record.proven}
-        for engine, ranges in own.items():
-            self._ranges[engine] = [*self._ranges.get(engine, ()), *ranges]
-        self._newest = {one.engine: one for one in record.newest} | self._newest
-        self._worst = {one.engine: one for one in record.worst} | self._worst
-        self._refused += record.refused
+        self._newest = {one.engine: one for one in record.newest}
+        self._worst = {one.engine: one for one in record.worst}
+
+
+def kept_proving(ledger: Ledger, version: int) -> Proving:
+    """The canaries of a run that goes on at this version, with what its ledger has of them, and keeps from now on. An
+    earlier stretto has kept nothing."""
+    proving = Proving()
+    proving.restore(ledger.get(CANARY, CanaryRecord) or CanaryRecord(since=version))
+    ledger.watch(CANARY, lambda: proving.record)
+    return proving
 
 
 def _added(one: Agreement | None, other: Agreement) -> Agreement:

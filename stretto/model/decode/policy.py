@@ -125,20 +125,20 @@ class DecodePolicy:
 
     @torch.inference_mode()
     def forward_of_text(self, token_ids: Ints, decoded: int) -> Tensor:
-        """The logits after every token of a text [C, V], float32: the last `decoded` tokens, at least one, are fed one
-        at a time over the cache, the first of them in the pass that feeds all before it together. For a policy without
+        """The logits after every token of a text [C, V], float32, in one pass: the last `decoded` tokens, at least one,
+        are fed over the cache, each as the newest of a row of its own, all before them together. For a policy without
         rows; it has none afterwards."""
         assert not len(self), "the rows of the policy would be fed a token each"
-        together = len(token_ids) - decoded + 1
-        newest, lengths = token_ids[together - 1 : together].copy(), np.array([together])
-        step, _ = self._step(newest, lengths, [Context(token_ids[: together - 1], (0,))])
+        together, rows = len(token_ids) - decoded, range(decoded)
+        contexts = [Context(token_ids[: together + row], (row,), shared=together if row else 0) for row in rows]
+        lengths = np.array([together + row + 1 for row in rows])
+        step, order = self._step(token_ids[together:], lengths, contexts)
         every = self._logits(step, len(step.token_ids))
-        logits = [every[: together - 1], every[-1:]]  # between them stands the filler
-        for at in range(together, len(token_ids)):
-            newest[0], lengths[0] = token_ids[at], at + 1
-            logits.append(self.forward(newest, lengths, [])[1])
-        self.release(0)
-        return torch.cat(logits)
+        for row in rows:
+            self.release(row)
+        # The rows stand at the end; between them and the text stands what later rows add to the context, and a filler.
+        lasts = torch.from_numpy(len(every) - decoded + np.argsort(order)).to(every.device)
+        return torch.cat([every[:together], every[lasts]])
 
     @torch.inference_mode()
     def forward_of_texts(self, texts: Sequence[Ints]) -> Tensor:
