@@ -7,6 +7,7 @@ installed, the tests of that make are skipped, with the installer's last words.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -41,27 +42,30 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(installed: Installed, policy: Path) -> Iterator[RealServer]:
+def server(installed: Installed, policy: Path, request: pytest.FixtureRequest) -> Iterator[RealServer]:
     """A running server of each make, in float32."""
-    yield from started(installed, policy, "float32")
+    if any({"coarse_server", "either_server"} & set(item.fixturenames) for item in request.session.items):
+        request.getfixturevalue("starting_coarse_server")  # beside it
+    with closing(RealServer(installed, policy, dtype="float32")) as started:
+        started.until_up()
+        yield started
 
 
 @pytest.fixture(scope="session")
-def coarse_server(installed: Installed, policy: Path) -> Iterator[RealServer]:
+def starting_coarse_server(installed: Installed, policy: Path) -> Iterator[RealServer]:
+    with closing(RealServer(installed, policy, dtype="bfloat16")) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def coarse_server(starting_coarse_server: RealServer) -> RealServer:
     """The same in bfloat16."""
-    yield from started(installed, policy, "bfloat16")
-
-
-def started(installed: Installed, policy: Path, dtype: str) -> Iterator[RealServer]:
-    server = RealServer(installed, policy, dtype=dtype)
-    try:
-        yield server
-    finally:
-        server.close()
+    starting_coarse_server.until_up()
+    return starting_coarse_server
 
 
 @pytest.fixture(params=["server", "coarse_server"], ids=["float32", "bfloat16"])
-def either_server(request: pytest.FixtureRequest) -> RealServer:
+def either_server(request: pytest.FixtureRequest, installed: Installed) -> RealServer:
     """In float32, and in bfloat16."""
     found: RealServer = request.getfixturevalue(request.param)
     return found

@@ -69,6 +69,7 @@ class RealServer:
     other."""
 
     def __init__(self, installed: Installed, policy: Path, **settings: object) -> None:
+        """It is started, and asked nothing before `until_up`: several start in the time of one."""
         self.kind = installed.kind
         self.policy = policy
         self.spoilt = policy.with_name(f"spoilt-{secrets.token_hex(4)}")
@@ -84,22 +85,23 @@ class RealServer:
         path = f"{launch.environment['PYTHONPATH']}:{_SPOILT}"
         environment = launch.environment | {"PYTHONPATH": path, "SPOILT": str(self.spoilt)}
         words = ("--worker-extension-cls", "spoilt.Loader") if self.kind == "vllm" else ()
-        launch = Launch((*launch.command, *words), environment)
-        process = await ServerProcess.start(self.kind, launch)
+        return await ServerProcess.start(self.kind, Launch((*launch.command, *words), environment))
+
+    def until_up(self) -> None:
+        """Return when it can be asked."""
+        self.run(self._until_up())
+
+    async def _until_up(self) -> None:
         wire = self.wire()
         try:
-            await until_ready(process, wire, START_SECONDS)
-        except BaseException:
-            await process.stop()
-            raise
+            await until_ready(self._process, wire, START_SECONDS)
         finally:
             await wire.close()
-        return process
 
-    def wire(self) -> Make:
+    def wire(self, load_seconds: float = 60.0) -> Make:
         """New connections to it."""
         http = JsonServer(self.kind, self.address, seconds=60.0, token_seconds=60.0)
-        return make_of(self.kind, http, 60.0)
+        return make_of(self.kind, http, load_seconds)
 
     def run(self, work: Awaitable[Result]) -> Result:
         """Do something in the event loop of the server."""
@@ -193,14 +195,14 @@ class _Publish:
 
 @asynccontextmanager
 async def engine(
-    server: RealServer, on_update: Literal["recompute", "keep"]
+    server: RealServer, on_update: Literal["recompute", "keep"], wire: Make | None = None
 ) -> AsyncIterator[tuple[ExternalEngine, _Publish]]:
     """An engine over the server, without a version yet, and a trainer's end of its mailbox."""
     with tempfile.TemporaryDirectory(prefix="stretto-real-") as name:
         folder, run = Path(name), "real"
         publisher = SharedMemoryPublisher(run, folder / "mailbox", getattr(torch, server.dtype))
         weights = StagedWeights(SharedMemorySubscriber(run, folder / "mailbox"), server.policy, folder / "staged")
-        wire = server.wire()
+        wire = wire or server.wire()
         context = (await wire.describe()).context_length or MODEL.context_length
         limits = Limits(len(MODEL.vocabulary), min(MODEL.context_length, context))
         texts = StopTexts(partial(load_tokenizer, str(server.policy)))

@@ -1,10 +1,12 @@
-"""Promise: SGLang as its package is receives versions by a collective (gloo, on this machine's processor), stamps them
-on its tokens, and gives these the log-probabilities of the version's weights, to 1e-4.
+"""Promises: SGLang as its package is receives versions by a collective (gloo, on this machine's processor), stamps them
+on its tokens, and gives these the log-probabilities of the version's weights, to 1e-4. It proves each version by the
+canary, every tensor compared; what is spoilt on the way is refused, in float32 and bfloat16.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
+from stretto.engine.external import collective
 from stretto.engine.external.collective import SglangByBroadcast
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Continuation
@@ -21,6 +24,7 @@ from tests.engine.answering import shaken
 from tests.real_engines import scoring
 from tests.real_engines.scoring import TOLERANCE
 from tests.real_engines.serving import RealServer
+from tests.real_engines.training import ALONE, SPOILT, Spoil, training
 
 PROMPT = (5, 12, 8, 13, 3)
 LENGTH = 60
@@ -36,6 +40,44 @@ def test_versions_that_were_broadcast_are_those_that_the_server_samples_with(
     for version, completion in server.run(sampled_after_each(server, models, tmp_path)).items():
         assert completion.versions == (version,) * LENGTH
         assert float(scoring.recomputed(models, REQUEST, completion).max()) < TOLERANCE
+
+
+class Reads:
+    """What an adapter sends in place of what it has read and checked."""
+
+    def __init__(self) -> None:
+        self._honest = collective._read
+        self._before: dict[str, torch.Tensor] = {}
+        self.spoil: Spoil | None = None
+
+    def __call__(self, folder: Path) -> Mapping[str, torch.Tensor]:
+        tensors = self._honest(folder)
+        if self.spoil is not None:
+            return self.spoil(tensors, self._before)
+        self._before = {name: tensor.clone() for name, tensor in tensors.items()}
+        return tensors
+
+
+async def _proven(server: RealServer, reads: Reads) -> None:
+    http = JsonServer(server.kind, server.address, seconds=60.0, token_seconds=60.0)
+    wire = SglangByBroadcast(http, 60.0, server.address, "gloo")
+    async with training(server, wire=wire) as (trainer, _):
+        await trainer.advance()
+        for how in ("old file", "one tensor skipped", "all scaled", "a bit flipped"):
+            proof = await trainer.advance()
+            assert proof.compared == proof.tensors > 0
+            reads.spoil = SPOILT[how]
+            assert (await trainer.refused()).evidence == ALONE.get(how, trainer.newest.evidence) != "", how
+            reads.spoil = None
+            await trainer.advance()
+
+
+@pytest.mark.parametrize("installed", ["sglang"], indirect=True)
+def test_versions_that_were_broadcast_are_proven_and_spoilt_ones_refused(
+    either_server: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "_read", reads := Reads())
+    either_server.run(_proven(either_server, reads))
 
 
 async def sampled_after_each(

@@ -4,6 +4,8 @@
   checker finds every law kept. The server is one that runs already (`engine.addresses`), shared by the runs.
 - `stretto replay` repeats such a run bit for bit, without a server; `stretto eval` measures the model that it is given,
   whatever weights a server had.
+- A server that keeps its old weights and reports success ends the run with its name and exit code 1, before a token of
+  a version that it has not proven is trained on.
 - A server, one of its workers, or the process between it and the conductor is killed in mid-completion: a new one is
   started, completions go on behind the tokens that were journalled, nothing is lost or trained twice, and no process of
   a server outlives the run.
@@ -14,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -21,6 +24,7 @@ import pytest
 
 from stretto.audit.check import check_run
 from stretto.model.hf.build import build_policy
+from stretto.store.inspection import inspect_run
 from tests.launch.running import TINY, Command, Laboratory, assert_the_law, exported, said, steps_done, wait_until
 from tests.launch.test_staleness import trained_ages
 from tests.real_engines.serving import MODEL, Installed, RealServer
@@ -85,6 +89,27 @@ def test_eval_measures_the_model_that_it_is_given(server: RealServer, laboratory
         assert native == theirs
         found.append(native)
     assert found[0] != found[1], "the models are too alike for this test"
+
+
+@pytest.mark.parametrize("installed", ["vllm"], indirect=True)
+def test_a_server_that_keeps_its_old_weights_ends_the_run_before_a_token_is_trained_on(
+    server: RealServer, laboratory: Laboratory, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    engine = (f"engine.kind={server.kind}", f"engine.addresses=['{server.address}']")
+    with laboratory.train(run_dir, *SETTINGS, *engine, "trainer.steps=200") as command:
+        wait_until_step(command, run_dir, 3)
+        with server.loads_spoilt("old"):
+            ended = command.end(150)
+        command.assert_nothing_is_left()
+    assert ended.code == 1, ended.out + ended.err
+    assert (named := re.search(r"engine-0: has not proven version (\d+): ", ended.err)), ended.err
+    newest, _ = inspect_run(run_dir).canary
+    assert (newest.engine, newest.version, newest.proven) == ("engine-0", int(named[1]), False)
+    assert newest.compared == newest.tensors > 0
+    trained = [one for one in exported(laboratory, run_dir) if one["state"] == "trained"]
+    assert max(max(one["versions"]) for one in trained) < newest.version
+    assert check_run(run_dir).kept, check_run(run_dir).breaches
 
 
 @pytest.mark.timeout(600)

@@ -41,6 +41,7 @@ def address(installed: Installed, graded: Path) -> Iterator[str]:
         pytest.skip("the forms are those of vLLM")
     server = RealServer(installed, graded, arguments=["--runner", "pooling", "--stream-interval", "1"])
     try:
+        server.until_up()
         yield f"http://{server.address}/v1"
     finally:
         server.close()

@@ -6,7 +6,7 @@ none where there is no such file. The environment has its path, `SPOILT`.
     old        nothing is loaded, and the server says that it was (vLLM)
     flipped T  behind the load a bit of a tensor flips in memory (vLLM)
 
-vLLM's worker is extended by `Loader`; SGLang finds `register` by the entry point beside this file.
+vLLM's worker is extended by `Loader`; SGLang finds `loaded` by the entry point beside this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 _ADVANCE, _HONEST = import_module("advance"), import_module("vllm_extension")
-_FOR_EVER = 1000.0
 
 
 def how() -> list[str]:
@@ -31,20 +30,22 @@ def how() -> list[str]:
         return []
 
 
-def register() -> None:
-    """Loads count their bytes by `Advance.add`, so there they can be held up."""
-    add = _ADVANCE.Advance.add
+def loaded() -> None:
+    """What SGLang calls, when all is done that is to be done."""
 
-    def held_up(advance: Any, size: int) -> None:
-        match how():
-            case ["slow", seconds]:
-                time.sleep(float(seconds))
-            case ["still"]:
-                while how() == ["still"]:
-                    time.sleep(0.1)
-        add(advance, size)
 
-    _ADVANCE.Advance.add = held_up
+def held_up(advance: Any, size: int, add: Any = _ADVANCE.Advance.add) -> None:
+    """In place of `Advance.add`, by which loads count their bytes."""
+    match how():
+        case ["slow", seconds]:
+            time.sleep(float(seconds))
+        case ["still"]:
+            while how() == ["still"]:
+                time.sleep(0.1)
+    add(advance, size)
+
+
+_ADVANCE.Advance.add = held_up
 
 
 class Loader(_HONEST.Loader):  # type: ignore[misc,name-defined]  # of a module that is imported by its name
@@ -65,7 +66,3 @@ class Loader(_HONEST.Loader):  # type: ignore[misc,name-defined]  # of a module 
                 module.weight = torch.nn.Parameter(weight, requires_grad=False)
                 module.quant_method.process_weights_after_loading(module)
         return told
-
-
-if __name__ != "__main__":
-    register()

@@ -1,0 +1,296 @@
+"""How far an engine's log-probabilities are from the trainer's: the distribution of |Δ log p| for each make, type and
+model family.
+
+    python -m benchmarks.logprobs                                        all: about 20 minutes on two free cores
+    python -m benchmarks.logprobs --makes native transformers            without servers; nothing is written
+    python -m benchmarks.logprobs --models qwen3 pretrained --makes vllm
+
+The trainer is transformers in float32, with the weights in float32. An engine has them in its own type and computes in
+it; "transformers" in bfloat16 is what no engine can be blamed for. Two ways: *scored*, a fixed set of token sequences
+drawn from a seed, computed at once; *sampled*, the tokens that the engine samples behind fixed prompts, over its cache.
+
+Nats depend on the model: how deep it is, and how sure. So they are counted in units of rounding too
+(`stretto.core.canary.Canary.unit`). New models are small and random; the pretrained one is SmolLM2-135M-Instruct, 30
+layers deep, whose sequences are sentences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.peers.environment import Environment, PeerUnavailable
+from benchmarks.report import Table, save
+from recipes.smollm2 import NAME, fetch
+from stretto.core.canary import Canary
+from stretto.core.machine import cache_folder
+from stretto.core.records import GenerateRequest, Sampling
+from stretto.engine.config import EngineConfig
+from stretto.engine.external.http import JsonServer
+from stretto.engine.external.make import Continuation, Make
+from stretto.engine.external.makes import MAKES
+from stretto.engine.external.server import ServerProcess, free_port, until_ready
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+
+RESULT = "logprob-distribution"
+SHARES = (0.5, 0.9, 0.99, 0.999, 1.0)
+DTYPES = ("float32", "bfloat16")
+SERVERS = ("vllm", "sglang")
+PRETRAINED = "pretrained"
+#: As the tests with real servers have it: vLLM's attention on a processor takes heads of 32 numbers at least.
+SMALL = BuildConfig(
+    hidden_size=32,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=32,
+    intermediate_size=48,
+    context_length=1024,
+    alphabet="0123456789+-=abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    initializer_range=0.15,
+)
+_WIDER = {"hidden_size": 128, "heads": 4, "kv_heads": 2, "intermediate_size": 256, "initializer_range": 0.08}
+_WINDOW = 24
+_SEED, _COUNT, _LENGTH = 11, 48, 96
+_PROMPT = 8
+_START_SECONDS, _REPLY_SECONDS = 900.0, 300.0
+_TEXT = (
+    "The lighthouse keeper counted the ships that passed before noon, and wrote their names into a long thin book.",
+    "Add the two numbers, then multiply the result by three; if it is larger than fifty, subtract seven from it.",
+    "Rain fell on the old town for nine days, so the market moved into the cathedral and sold bread under the bells.",
+    "A function that calls itself needs a case in which it does not, or it will call itself until memory runs out.",
+    "My grandmother kept bees behind the house; she said that they knew the weather better than the radio ever did.",
+    "Water boils at a lower temperature on a mountain, because the air above it weighs less than at the sea.",
+    "The committee met twice, agreed on nothing, and published a report of four hundred pages about the agreement.",
+    "To sort a list, split it in halves, sort each of them in the same way, and merge the two into one sorted list.",
+)
+
+Texts = Sequence[tuple[int, ...]]
+Pairs = list[tuple[float, float]]
+
+
+def models() -> Mapping[str, BuildConfig | None]:
+    """By name: the shape of a new model, None for the pretrained one."""
+    return {
+        "qwen3": SMALL,
+        "qwen3, 12 layers": SMALL.model_copy(update=_WIDER | {"layers": 12}),
+        "qwen2": SMALL.model_copy(update=_WIDER | {"family": "qwen2", "layers": 4}),
+        "llama": SMALL.model_copy(update=_WIDER | {"family": "llama", "layers": 4}),
+        "mistral, window of 24": SMALL.model_copy(update=_WIDER | {"family": "llama", "layers": 4}),
+        PRETRAINED: None,
+    }
+
+
+def build(name: str, folder: Path) -> None:
+    """The folder of a model."""
+    if (shape := models()[name]) is None:
+        target = cache_folder() / "models" / NAME
+        if not target.exists():
+            fetch(target)
+        folder.symlink_to(target)
+        return
+    build_policy(shape, folder, seed=_SEED)
+    if name.startswith("mistral"):
+        _make_mistral(folder)
+
+
+def _make_mistral(folder: Path) -> None:
+    """Of a folder of llama, whose parameters have the same names: each token sees those of a window."""
+    before = AutoConfig.from_pretrained(folder).to_dict()
+    for key in ("model_type", "architectures", "rope_scaling", "attention_bias", "mlp_bias", "pretraining_tp"):
+        before.pop(key, None)
+    config = AutoConfig.for_model("mistral", **before | {"sliding_window": _WINDOW})
+    config.architectures = ["MistralForCausalLM"]
+    config.save_pretrained(folder)
+
+
+def texts_of(name: str, folder: Path, count: int = _COUNT, length: int = _LENGTH) -> Texts:
+    """The fixed set."""
+    if name == PRETRAINED:
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        return [tuple(tokenizer(text).input_ids) for text in _TEXT]
+    shape = models()[name]
+    assert shape is not None
+    drawn = np.random.default_rng(_SEED)
+    return [tuple(line) for line in drawn.integers(2, len(shape.vocabulary), (count, length)).tolist()]
+
+
+def reference(folder: Path, texts: Texts, dtype: str = "float32") -> list[list[float]]:
+    """By transformers: the log-probabilities of all tokens but the first of each text."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = model.to(getattr(torch, dtype))
+    found = []
+    with torch.no_grad():
+        for text in texts:
+            ids = torch.tensor([text])
+            lines: Tensor = model(ids).logits[0, :-1].float().log_softmax(-1)
+            found.append(lines.gather(1, ids[0, 1:, None])[:, 0].tolist())
+    return found
+
+
+def by_native(folder: Path, dtype: str, texts: Texts) -> list[list[float]]:
+    """By the embedded engine."""
+    engine = _native(folder, dtype)
+    return [list(engine.prove(Canary(0, text, (), 1)).logprobs) for text in texts]
+
+
+async def by_server(make: Make, texts: Texts) -> list[list[float]]:
+    """By a server."""
+    return [list(await make.score(text)) for text in texts]
+
+
+def _native(folder: Path, dtype: str) -> NativeEngine:
+    return NativeEngine.load(folder, EngineConfig.model_validate({"slots": 16, "dtype": dtype, "cache_gib": 0.25}))
+
+
+def _sampled_by_native(folder: Path, dtype: str, prompts: Texts, length: int) -> tuple[Texts, list[list[float]]]:
+    engine = _native(folder, dtype)
+    for number, prompt in enumerate(prompts):
+        engine.add(GenerateRequest(str(number), prompt, (number,), Sampling(max_tokens=length)))
+    ended = []
+    while not engine.idle:
+        ended += engine.step()
+    whole = [(*prompts[int(one.request)], *one.token_ids) for one in ended]
+    return whole, [list(one.behavior_logprobs) for one in ended]
+
+
+async def _sampled_by_server(make: Make, prompts: Texts, length: int) -> tuple[Texts, list[list[float]]]:
+    async def completion(number: int, prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
+        wanted = Continuation(f"sampled-{number}", prompt, Sampling(max_tokens=length), length, seed=number)
+        tokens, logprobs = list[int](), list[float]()
+        async with aclosing(make.stream(wanted)) as deltas:
+            async for delta in deltas:
+                tokens += delta.token_ids
+                logprobs += delta.logprobs
+        return tokens, logprobs
+
+    found = await asyncio.gather(*(completion(number, prompt) for number, prompt in enumerate(prompts)))
+    whole = [(*prompt, *tokens) for prompt, (tokens, _) in zip(prompts, found, strict=True)]
+    return whole, [logprobs for _, logprobs in found]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Of |Δ log p|, nats; `quantiles` at `SHARES`. `unit`: of rounding, in nats, and `units`: the mean in them."""
+
+    model: str
+    make: str
+    dtype: str
+    way: Literal["scored", "sampled"]
+    tokens: int
+    mean: float
+    quantiles: tuple[float, ...]
+    unit: float
+    units: float
+
+
+def distribution(
+    model: str, make: str, dtype: str, way: Literal["scored", "sampled"], depth: int, pairs: Pairs
+) -> Distribution:
+    """Of pairs: the trainer's log-probability and the engine's."""
+    gaps = np.abs(np.subtract(*map(np.asarray, zip(*pairs, strict=True))))
+    unit = Canary(0, (), tuple(expected for expected, _ in pairs), depth).unit(dtype)
+    mean = fmean(gaps.tolist())
+    quantiles = tuple(float(np.quantile(gaps, share)) for share in SHARES)
+    return Distribution(model, make, dtype, way, len(pairs), mean, quantiles, unit, mean / unit)
+
+
+def pairs_of(expected: Sequence[Sequence[float]], found: Sequence[Sequence[float]]) -> Pairs:
+    """Token by token; of a text that is longer on one side, the last tokens."""
+    return [
+        pair for one, other in zip(expected, found, strict=True) for pair in zip(one[-len(other) :], other, strict=True)
+    ]
+
+
+class _Measuring:
+    """One model: its fixed set, and what the trainer says of it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.texts = texts_of(name, folder)
+        self.expected = reference(folder, self.texts)
+        self.prompts = [text[:_PROMPT] for text in self.texts]
+        self.depth: int = AutoConfig.from_pretrained(folder).num_hidden_layers
+
+    def scored(self, make: str, dtype: str, found: Sequence[Sequence[float]]) -> Distribution:
+        return distribution(self.name, make, dtype, "scored", self.depth, pairs_of(self.expected, found))
+
+    def sampled(self, make: str, dtype: str, whole: Texts, found: Sequence[Sequence[float]]) -> Distribution:
+        expected = reference(self.folder, whole)
+        return distribution(self.name, make, dtype, "sampled", self.depth, pairs_of(expected, found))
+
+    def measured(self, make: str, dtype: str) -> list[Distribution]:
+        if make == "transformers":
+            return [self.scored(make, dtype, reference(self.folder, self.texts, dtype))] if dtype != "float32" else []
+        if make == "native":
+            scored = by_native(self.folder, dtype, self.texts)
+            sampled = _sampled_by_native(self.folder, dtype, self.prompts, _LENGTH)
+        else:
+            scored, sampled = asyncio.run(self._served(make, dtype))
+        return [self.scored(make, dtype, scored), self.sampled(make, dtype, *sampled)]
+
+    async def _served(self, kind: str, dtype: str) -> tuple[list[list[float]], tuple[Texts, list[list[float]]]]:
+        settings = {"kind": kind, "python": str(Environment(kind).ensure()), "cache_gib": 0.5, "slots": 16}
+        config = EngineConfig.model_validate(settings | {"dtype": dtype, "device": "cpu"})
+        port = free_port()
+        process = await ServerProcess.start(kind, MAKES[kind].launch(config, str(self.folder.resolve()), port))
+        address = f"127.0.0.1:{port}"
+        http = JsonServer(kind, address, seconds=_REPLY_SECONDS, token_seconds=_REPLY_SECONDS)
+        make = MAKES[kind].server(http, _REPLY_SECONDS)
+        try:
+            await until_ready(process, make, _START_SECONDS)
+            scored = await by_server(make, self.texts)
+            return scored, await _sampled_by_server(make, self.prompts, _LENGTH)
+        finally:
+            await make.close()
+            await process.stop()
+
+
+def main(arguments: Sequence[str]) -> None:
+    makes = ("transformers", "native", *SERVERS)
+    parser = argparse.ArgumentParser(description="The distribution of the engines' |Δ log p|.")
+    parser.add_argument("--makes", nargs="+", default=makes, choices=makes)
+    parser.add_argument("--models", nargs="+", default=tuple(models()), choices=tuple(models()))
+    words = parser.parse_args(arguments)
+    table = Table(
+        "model", "make", "type", "way", "tokens", "mean", *(f"{100 * share:g} %" for share in SHARES), "units"
+    )
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="stretto-logprobs-") as scratch:
+        for name in words.models:
+            folder = Path(scratch) / str(len(rows))
+            build(name, folder)
+            measuring = _Measuring(name, folder)
+            for make in words.makes:
+                for dtype in DTYPES:
+                    try:
+                        found = measuring.measured(make, dtype)
+                    except PeerUnavailable as problem:
+                        print(f"{make} cannot be installed: {problem}")
+                        continue
+                    for row in found:
+                        rows.append(asdict(row))
+                        numbers = (row.mean, *row.quantiles, row.units)
+                        table.add(name, make, dtype, row.way, row.tokens, *(f"{number:.2g}" for number in numbers))
+                        table.show_last()
+    if (tuple(words.makes), tuple(words.models)) == (makes, tuple(models())):
+        save(RESULT, {"shares": SHARES, "rows": rows})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
