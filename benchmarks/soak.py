@@ -14,12 +14,12 @@ broken; it looks at the whole run behind every ten minutes, and once more at the
 
 Flat: every two seconds each process is weighed (resident memory, and open descriptors). Processes are replaced all the
 time, so what counts is one number for each process: the median of its looks while the run did the 20th to the 100th
-step of its life, at least two of them. What a process has used depends on its work, and the seconds for that depend on
-the load of the machine. The median of a role in the last third of the minutes is that in the first third, to 2 %.
-Roles that were forked from the fork server are told apart from those that have an interpreter of their own, as all do
-once it has been killed. What only one process gathers over hours is measured elsewhere (`benchmarks.growth`); what a
-role takes over from a growing run shows here. Private memory, which is not shared with the fork server or through a
-file, is told beside it.
+step of its life, at least two of them; looks between which the run has done no step do not count, since nothing is in
+flight then. What a process has used depends on its work, and the seconds for that depend on the load of the machine.
+The median of a role in the last third of the minutes is that in the first third, to 2 %. Roles that were forked from
+the fork server are told apart from those that have an interpreter of their own, as all do once it has been killed. What
+only one process gathers over hours is measured elsewhere (`benchmarks.growth`); what a role takes over from a growing
+run shows here. Private memory, which is not shared with the fork server or through a file, is told beside it.
 
 Ten minutes are a part, which is added to a file as soon as it is there (`--add`), and its faults to that of all
 kills (`--kills`), as faults that came in turn (`benchmarks.tally`).
@@ -106,6 +106,7 @@ class Scales:
     def __init__(self) -> None:
         self._looks: dict[tuple[int, str], _Looks] = {}
         self._over: list[Life] = []
+        self._step = 0
 
     def look(self, roles: dict[int, str], step: int, minute: int) -> None:
         """At the processes that there are now; `step` is the newest of the run."""
@@ -113,10 +114,11 @@ class Scales:
             self._close(gone)
         for pid, role in roles.items():
             looks = self._looks.setdefault((pid, role), _Looks(_named(pid, role, roles), step, minute))
-            if OLD[0] <= step - looks.since < OLD[1]:
+            if OLD[0] <= step - looks.since < OLD[1] and step > self._step:
                 with suppress(OSError):  # it has ended meanwhile
                     looks.seen += _weigh(pid)
                     looks.minute = minute
+        self._step = step
 
     def _close(self, key: tuple[int, str]) -> None:
         if (looks := self._looks.pop(key, None)) and (life := looks.life()):

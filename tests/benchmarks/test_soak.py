@@ -38,10 +38,10 @@ def test_a_role_with_few_processes_is_not_judged() -> None:
 
 def test_a_process_counts_once_by_its_role_and_at_the_age_that_is_compared() -> None:
     scales, roles = Scales(), {os.getpid(): "engine", os.getppid(): "fork server"}
-    for minute, step in enumerate((5, 24, 25, 104, 105), start=1):  # the 20th to the 99th step of their lives
+    for minute, step in enumerate((5, 24, 25, 104, 104, 105), start=1):  # the 20th to the 99th step of their lives
         scales.look(roles, step, minute)
     assert scales.take() == []
-    scales.look({}, 106, 6)
+    scales.look({}, 106, 7)
     engine, server = scales.take()
     assert (engine.role, engine.minute, server.role) == ("engine, forked", 4, "fork server")
     assert engine.resident_mib >= engine.private_mib > 1
