@@ -255,6 +255,7 @@ class Cluster:
         """A machine of ranks may leave at any time: the trainer is then started anew with what is there."""
         await first_of(machine.leaving, machine.lost)
         if not machine.lost.done():
+            self.report(f"{machine.host} has left, with its rank(s) of the trainer: {machine.leaving.result()}")
             machine.dismiss(machine.leaving.result())
 
     def _join(self, machine: JoinedMachine, number: int) -> str:
