@@ -81,7 +81,20 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
         Raises:
             ValueError: a recipe could not hold one; with the reason.
         """
-        return numbers_of(part)
+        return cls.numbers_of(part)
+
+    @classmethod
+    def numbers_of(cls, part: Part) -> dict[str, Any]:
+        """The keyword-only parameters of a part as fields.
+
+        Raises:
+            ValueError: a recipe could not hold one; with the reason.
+        """
+        parameters = _by_name(part)
+        used = {*cls.model_fields, *cls.__class_vars__, *dir(cls)}
+        if taken := [name for name in parameters if name in used or name.startswith("_")]:
+            raise ValueError(f"the parameter {taken[0]!r} has a name that a section uses itself; choose another")
+        return {name: _field(part, parameter) for name, parameter in parameters.items()}
 
     def bound(self, part: Part) -> Part:
         """A function with its numbers of this section; what one of the user's own raises names it and its line."""
@@ -90,15 +103,6 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
 
 
 Kind = TypeVar("Kind", bound=Section)
-
-
-def numbers_of(part: Part) -> dict[str, Any]:
-    """The keyword-only parameters of a part as fields of a pydantic model.
-
-    Raises:
-        ValueError: a recipe could not hold one; with the reason.
-    """
-    return {name: _field(part, parameter) for name, parameter in _by_name(part).items()}
 
 
 def _by_name(part: Part) -> dict[str, inspect.Parameter]:
@@ -111,8 +115,6 @@ def _by_name(part: Part) -> dict[str, inspect.Parameter]:
 
 def _field(part: Part, parameter: inspect.Parameter) -> tuple[Any, Any]:
     name, default = parameter.name, ... if parameter.default is parameter.empty else parameter.default
-    if hasattr(Section, name) or name in Section.model_fields or name.startswith("_"):
-        raise ValueError(f"the parameter {name!r} has a name that a section uses itself; choose another")
     kind = parameter.annotation
     if isinstance(kind, str):
         holder = SimpleNamespace(__annotations__={name: kind})
@@ -211,11 +213,6 @@ class Door(Generic[Kind]):
     def models(self) -> list[type[Kind]]:
         """The sections of the built-ins."""
         return [self.model(kind) for kind in self.built_in]
-
-    def own(self, value: object) -> list[str | Kind]:
-        """Those of a key's value that are the user's own, by name or with their numbers."""
-        parts = value if isinstance(value, tuple) else (value,)
-        return [one for one in parts if is_own(one.kind if isinstance(one, Section) else one)]
 
     def bound(self, value: str | Section) -> Part:
         """The part of a key's value, with its numbers."""

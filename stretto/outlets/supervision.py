@@ -39,16 +39,16 @@ async def followed(
     folder: RunFolder,
     say: Callable[[str], None],
     stopped: Callable[[], bool],
-    hung: float = HUNG_SECONDS,
     path: str = "",
+    hung: float = HUNG_SECONDS,
 ) -> AsyncIterator[None]:
     """Have each tool of the recipe follow the run as long as the block lasts.
 
     Args:
         say: gets the sentences of the log.
         stopped: whether the run ends before its last step; then, or when it fails, tools have less time for its end.
-        hung: seconds in which a tool has to reply.
         path: a folder in which modules of the user's own tools are looked for first.
+        hung: seconds in which a tool has to reply.
     """
     tools = (*config.to, *((PROMETHEUS,) if config.prometheus_port is not None else ()))
     followers = [ToolFollower(tool, config, folder, say, hung, path) for tool in tools]

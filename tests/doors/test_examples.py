@@ -15,7 +15,7 @@ from stretto.launch.preflight.trial import try_parts
 from stretto.launch.recipe.parts import DOORS
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.series.metrics import StepMetrics, read_metrics
+from stretto.store.series.metrics import read_metrics
 from tests.launch.running import ROOT, TINY, Laboratory
 
 EXAMPLES = ROOT / "examples" / "doors"
@@ -68,7 +68,7 @@ def test_a_run_of_parts_of_ones_own(laboratory: Laboratory, tmp_path: Path) -> N
         "anchor": "recomputed",
         "width": 0.3,
     }
-    steps = [line for line in read_metrics(folder.metrics) if isinstance(line, StepMetrics)]
+    steps, _ = read_metrics(folder.metrics)
     assert [step.step for step in steps] == [1, 2, 3]
     assert all(step.trainer["clipped_fraction"] == 0 for step in steps)  # this loss has no clip
     with (run_dir / "table.csv").open() as file:

@@ -83,6 +83,9 @@ def tensor(policy, tokens, *, clip: torch.Tensor = None):
 def kind(policy, tokens, *, kind: str = "mine"):
     return terms(policy, tokens)
 
+def anchor(policy, tokens, *, anchor: str = "mine"):
+    return terms(policy, tokens)
+
 def negative(tokens):
     return Weights(torch.log(-torch.ones_like(tokens.advantages)), tokens.advantages > 9)
 
@@ -234,6 +237,7 @@ NAMED = [
     ("algorithm.loss", "broken:unreadable", "the type of 'clip' cannot be read: name 'Clip' is not defined"),
     ("algorithm.loss", "broken:tensor", "a parameter by name is a number, a text"),
     ("algorithm.loss", "broken:kind", "'kind' has a name that a section uses itself"),
+    ("algorithm.loss", "broken:anchor", "'anchor' has a name that a section uses itself"),
     ("algorithm.loss", "broken:anchored", "a tuple of some of recomputed, interpolated, behavior is needed"),
     ("algorithm.correction", "broken:bear", "'broken' has no 'bear'; did you mean 'bare'?"),
     ("algorithm.advantages", "broken.short", "one of your own is written 'broken:short'"),

@@ -137,13 +137,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
         async with (
-            followed(
-                plan.recipe.logging,
-                folder,
-                reporter.say,
-                stopped=lambda: stop.requested,
-                path=plan.recipe.path or "",
-            ),
+            followed(plan.recipe.logging, folder, reporter.say, lambda: stop.requested, plan.recipe.path or ""),
             running_roles(
                 plan=plan,
                 folder=folder,

@@ -161,11 +161,15 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
             *_workflow_notes(recipe, tokenizer),
             *sifted.warnings,
             *strange_digits(questions),
-            *schedule_notes(recipe),
-            *repeated(questions),
-            *try_reward(recipe.rewards, questions.training),
+            *_closing_notes(recipe, questions),
         ),
     )
+
+
+def _closing_notes(recipe: Recipe, questions: Questions) -> Iterator[str]:
+    yield from schedule_notes(recipe)
+    yield from repeated(questions)
+    yield from try_reward(recipe.rewards, questions.training)
 
 
 def schedule_notes(recipe: Recipe) -> Iterator[str]:

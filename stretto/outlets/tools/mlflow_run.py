@@ -15,6 +15,7 @@ from stretto.outlets.points import MetricsPoint, Value
 from stretto.outlets.tools.rows import COLUMNS, row_of
 from stretto.store.series.samples import SampledCompletion
 
+_PACKAGE = "mlflow"
 _METRICS, _PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # what one request may have
 _STRANGE = re.compile(r"[^\w\-. :/]")  # in the name of a metric, a parameter or a tag
 #: A server that does not answer: this process waits no longer, and another one asks it again.
@@ -26,7 +27,7 @@ class MlflowRun:
     the same time."""
 
     def __init__(self, about: About, cursor: Cursor) -> None:
-        mlflow: Any = importlib.import_module("mlflow")
+        mlflow: Any = importlib.import_module(_PACKAGE)
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
         self._entities, self._client, self._began = mlflow.entities, mlflow.MlflowClient(), about.began

@@ -14,6 +14,7 @@ from stretto.outlets.follower import About, Cursor
 from stretto.outlets.points import MetricsPoint
 from stretto.store.series.samples import SampledCompletion
 
+_PACKAGE = "tensorboard"
 _FOLDER = "tensorboard"
 
 
@@ -24,14 +25,13 @@ class TensorboardFiles:
     """
 
     def __init__(self, about: About, cursor: Cursor) -> None:
-        package = importlib.import_module("tensorboard").__name__
         self.run = _FOLDER
         self._began = about.began
         self._events, self._summaries, self._tensors, self._types = (
-            importlib.import_module(f"{package}.compat.proto.{name}_pb2")
+            importlib.import_module(f"{_PACKAGE}.compat.proto.{name}_pb2")
             for name in ("event", "summary", "tensor", "types")
         )
-        writer = importlib.import_module(f"{package}.summary.writer.event_file_writer")
+        writer = importlib.import_module(f"{_PACKAGE}.summary.writer.event_file_writer")
         self._writer = writer.EventFileWriter(str(about.folder / _FOLDER))
         if cursor.run:
             begin = self._events.SessionLog(status=self._events.SessionLog.START)

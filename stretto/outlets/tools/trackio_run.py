@@ -13,6 +13,8 @@ from stretto.outlets.points import MetricsPoint
 from stretto.outlets.tools.rows import COLUMNS, row_of
 from stretto.store.series.samples import SampledCompletion
 
+_PACKAGE = "trackio"
+
 
 class TrackioRun:
     """A run of trackio, gone on with by its name, which ends with a number of its own.
@@ -22,7 +24,7 @@ class TrackioRun:
     """
 
     def __init__(self, about: About, cursor: Cursor) -> None:
-        self._trackio: Any = importlib.import_module("trackio")
+        self._trackio: Any = importlib.import_module(_PACKAGE)
         self._about = about
         self.run = cursor.run or f"{about.name}-{uuid.uuid4().hex[:8]}"
 

@@ -15,6 +15,7 @@ from stretto.outlets.tools.rows import COLUMNS, row_of
 from stretto.outlets.tools.wandb_file import WrittenPoints, written
 from stretto.store.series.samples import SampledCompletion
 
+_PACKAGE = "wandb"
 _LONGEST_TITLE = 63  # characters
 _APART = 4  # W&B's steps from point to point: those between are for tables
 _FLUSH_SECONDS = 0.1  # between two writes of W&B's process to its file
@@ -33,7 +34,7 @@ class WandbRun:
     """
 
     def __init__(self, about: About, cursor: Cursor) -> None:
-        self._wandb = wandb = importlib.import_module("wandb")
+        self._wandb = wandb = importlib.import_module(_PACKAGE)
         self.run = cursor.run or uuid.uuid4().hex[:16]
         self._had = self._before = written(wandb, about.folder / "wandb", self.run) // _APART
         self._run = wandb.init(

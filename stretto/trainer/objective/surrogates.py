@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from stretto.doors.door import Door, Part, Section, declare, fact, numbers_of
+from stretto.doors.door import Door, Part, Section, declare, fact
 from stretto.trainer.objective.decoupled_ppo import Anchor, ClipHigh, ClipLow, Terms, clipped, ppo, proximal_ratio
 from stretto.trainer.objective.m2po import Selection, m2po_mask
 from stretto.trainer.objective.tokens import LossTokens, ratio_of
@@ -151,9 +151,9 @@ class LossSection(Section):
         if not (isinstance(anchors, tuple) and anchors and set(anchors) <= set(allowed)):
             raise ValueError(f"declares anchors = {anchors!r}; a tuple of some of {', '.join(allowed)} is needed")
         selection = fact(part, "selection", None)
-        chosen = numbers_of(selection) if callable(selection) else {}
+        chosen = cls.numbers_of(selection) if callable(selection) else {}
         anchor = Annotated[Literal[anchors], Field(description=_ANCHOR)]  # type: ignore[valid-type]  # made here
-        return {"anchor": (anchor, anchors[0]), **numbers_of(part), **chosen}
+        return {"anchor": (anchor, anchors[0]), **cls.numbers_of(part), **chosen}
 
     @property
     def surrogate(self) -> Surrogate:
