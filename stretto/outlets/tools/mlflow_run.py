@@ -24,6 +24,8 @@ class MlflowRun:
     """A run of MLflow in the experiment of the project. MLflow's databases keep a point that is sent twice once: it has
     the same time."""
 
+    had: Mapping[str, int] = {}
+
     def __init__(self, mlflow: Any, about: About, cursor: Cursor) -> None:
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class WandbRun:
     W&B hands what it is given to a process of its own, which dies with this one: a point counts as sent when it is in
     W&B's file, and what the files of earlier processes have is not sent again.
     """
+
+    had: Mapping[str, int] = {}  # points have numbers of their own
 
     def __init__(self, wandb: Any, about: About, cursor: Cursor) -> None:
         self._wandb = wandb
