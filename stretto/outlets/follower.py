@@ -93,7 +93,13 @@ class Outlet(Protocol):
 
     @property
     def run(self) -> str:
-        """The tool's own name for the run, with which it is gone on with."""
+        """Run id in the tool, needed to resume logging."""
+        ...
+
+    @property
+    def had(self) -> Mapping[str, int]:
+        """The newest step of each curve that is in the tool already. Empty where the tool keeps a point that is sent
+        twice once, or cannot be asked."""
         ...
 
     def send(self, points: Sequence[MetricsPoint], first: int) -> None:
@@ -127,7 +133,10 @@ class RunFollower:
             cursor.samples.restore(self._samples)
         self._alarms = AlarmFollower(folder)
         self._waiting: deque[SampledCompletion] = deque(maxlen=ROWS)
-        self._cursor = msgspec.structs.replace(cursor, run=outlet.run)
+        # A process may have died between the tool's having a point and the note of it.
+        curves = cursor.sent.keys() | outlet.had.keys()
+        sent = {curve: max(cursor.sent.get(curve, -1), outlet.had.get(curve, -1)) for curve in sorted(curves)}
+        self._cursor = msgspec.structs.replace(cursor, run=outlet.run, sent=sent)
         self._write()  # before anything is sent: another process goes on in the same run of the tool
 
     def advance(self) -> bool:

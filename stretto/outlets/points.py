@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from stretto.store.series.metrics import MetricsLine, SetEvaluationLine, StepMet
 
 Value = str | int | float | bool
 
+_EVERYWHERE = "wall_seconds"  # is in each point of each curve
 _BOUNDS = ("low", "high")  # of an interval
 
 
@@ -68,6 +69,22 @@ def _numbers(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield from ((f"{name}/{inner}", number) for inner, number in _numbers(value))
             case [float() | int(), float() | int()]:
                 yield from _numbers({f"{name}/{end}": bound for end, bound in zip(_BOUNDS, value, strict=True)})
+
+
+def newest_steps(found: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
+    """The newest step of each curve, by the points of a tool: the step of each, and the names of its numbers.
+
+    >>> newest_steps([(7, ["reward", "wall_seconds"]), (4, ["evaluation/wall_seconds"]), (9, ["samples"])])
+    {'step': 7, 'evaluation': 4}
+    """
+    newest: dict[str, int] = {}
+    for step, names in found:
+        for name in names:
+            section, slash, last = name.rpartition("/")
+            if last == _EVERYWHERE:
+                curve = section if slash else "step"
+                newest[curve] = max(step, newest.get(curve, step))
+    return newest
 
 
 def flat_recipe(path: Path) -> dict[str, Value]:

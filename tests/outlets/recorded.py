@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stretto.audit.symptoms.evidence import Alarm
@@ -77,6 +77,7 @@ class JsonLines:
     """An outlet: a file with a line for each point and for each table. It is out of order while `fault` is there."""
 
     run = "a run"
+    had: Mapping[str, int] = {}
 
     def __init__(self, path: Path, fault: Path) -> None:
         self._path, self._fault = path, fault

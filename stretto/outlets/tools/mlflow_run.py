@@ -26,6 +26,8 @@ class MlflowRun:
     """A run of MLflow in the experiment of the project. MLflow's databases keep a point that is sent twice once: it has
     the same time."""
 
+    had: Mapping[str, int] = {}
+
     def __init__(self, about: About, cursor: Cursor) -> None:
         mlflow: Any = importlib.import_module(_PACKAGE)
         for name, value in _PATIENCE.items():

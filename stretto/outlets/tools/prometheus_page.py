@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import getaddrinfo
@@ -26,6 +26,7 @@ _LABELS = {
     "queues": "queue",
     "busy": "role",
     "memory": "role",
+    "canary": "engine",
     "rewards": "reward",
     "goodput": "category",
     "selection_bias": "measure",
@@ -44,6 +45,7 @@ class PrometheusPage:
     between two processes, and each reads the run from its beginning."""
 
     run = "prometheus"
+    had: Mapping[str, int] = {}
 
     def __init__(self, about: About, host: str, port: int) -> None:
         """

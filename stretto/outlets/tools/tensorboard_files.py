@@ -6,23 +6,27 @@ By the writer of the package tensorboard itself, which loads no torch, and whose
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from stretto.audit.symptoms.evidence import Alarm
 from stretto.outlets.follower import About, Cursor
-from stretto.outlets.points import MetricsPoint
+from stretto.outlets.points import MetricsPoint, newest_steps
 from stretto.store.series.samples import SampledCompletion
 
 _PACKAGE = "tensorboard"
 _FOLDER = "tensorboard"
+_NAME = "events.out.tfevents"
+_PATIENCE, _POLL_SECONDS = 2.0, 0.05
+_HEAD, _CHECKSUM = struct.Struct("<QI"), 4  # size and checksum before a record, and the bytes of one behind it
 
 
 class TensorboardFiles:
-    """One more file of events beside those of the run; TensorBoard reads them all as one curve.
-
-    A file that goes on begins with the step that does: of later steps, TensorBoard forgets what earlier files have.
-    """
+    """One more file of events beside those of the run; TensorBoard reads them all as one curve, in the order of their
+    names."""
 
     def __init__(self, about: About, cursor: Cursor) -> None:
         self.run = _FOLDER
@@ -31,15 +35,21 @@ class TensorboardFiles:
             importlib.import_module(f"{_PACKAGE}.compat.proto.{name}_pb2")
             for name in ("event", "summary", "tensor", "types")
         )
+        folder = about.folder / _FOLDER
+        self.had = self._newest_steps(folder)
         writer = importlib.import_module(f"{_PACKAGE}.summary.writer.event_file_writer")
-        self._writer = writer.EventFileWriter(str(about.folder / _FOLDER))
-        if cursor.run:
-            begin = self._events.SessionLog(status=self._events.SessionLog.START)
-            step = max(cursor.sent.values(), default=-1) + 1
-            self._writer.add_event(self._events.Event(wall_time=about.began, step=step, session_log=begin))
-        else:
+        self._writer = _behind_the_others(folder, lambda: writer.EventFileWriter(str(folder)))
+        if not cursor.run:
             self._text("recipe", 0, (f"{key} = {value}" for key, value in about.config.items()))
             self._text("tags", 0, about.tags)
+
+    def _newest_steps(self, folder: Path) -> dict[str, int]:
+        """Those in the newest file that has points: the process that wrote it had read the files before."""
+        for path in sorted(folder.glob(f"{_NAME}.*"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
+            events = map(self._events.Event.FromString, _records(path))
+            if found := newest_steps((event.step, (one.tag for one in event.summary.value)) for event in events):
+                return found
+        return {}
 
     def send(self, points: Sequence[MetricsPoint], first: int) -> None:
         for point in points:
@@ -71,6 +81,35 @@ class TensorboardFiles:
     def _add(self, step: int, values: list[Any], seconds: float) -> None:
         summary = self._summaries.Summary(value=values)
         self._writer.add_event(self._events.Event(wall_time=self._began + seconds, step=step, summary=summary))
+
+
+def _behind_the_others(folder: Path, make: Callable[[], Any]) -> Any:
+    """A writer whose file is read after those that are there. A name has the second in which the file was made, then
+    the number of its process: of two files of one second the later may come first, and is made again."""
+    before, until = _names(folder), time.monotonic() + _PATIENCE
+    while True:
+        writer = make()
+        own = min(_names(folder) - before)
+        if own > max(before, default="") or time.monotonic() > until:
+            return writer
+        writer.close()
+        (folder / own).unlink()
+        time.sleep(_POLL_SECONDS)
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob(f"{_NAME}.*")}
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """The whole records of a file; the last may have been cut off by the death of its process."""
+    with path.open("rb") as file:
+        while len(head := file.read(_HEAD.size)) == _HEAD.size:
+            size, _ = _HEAD.unpack(head)
+            record = file.read(size + _CHECKSUM)
+            if len(record) < size + _CHECKSUM:
+                return
+            yield record[:size]
 
 
 def _lines(sample: SampledCompletion) -> list[str]:

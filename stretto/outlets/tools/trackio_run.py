@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import os
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from stretto.audit.symptoms.evidence import Alarm
 from stretto.outlets.follower import About, Cursor
-from stretto.outlets.points import MetricsPoint
+from stretto.outlets.points import MetricsPoint, newest_steps
 from stretto.outlets.tools.rows import COLUMNS, row_of
 from stretto.store.series.samples import SampledCompletion
 
 _PACKAGE = "trackio"
+_REMOTE = frozenset({"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"})  # variables of a database elsewhere
 
 
 class TrackioRun:
@@ -27,6 +29,17 @@ class TrackioRun:
         self._trackio: Any = importlib.import_module(_PACKAGE)
         self._about = about
         self.run = cursor.run or f"{about.name}-{uuid.uuid4().hex[:8]}"
+        self.had = self._newest_steps() if cursor.run and not _REMOTE & os.environ.keys() else {}
+
+    def _newest_steps(self) -> dict[str, int]:
+        """Those in the database of this machine. trackio's interface offers no such question, so that another version
+        may keep its points elsewhere: then a point is there twice if its process died before it noted it."""
+        try:
+            storage = importlib.import_module(f"{self._trackio.__name__}.sqlite_storage").SQLiteStorage
+            points = storage.get_logs(self._about.project, self.run)
+        except (ImportError, AttributeError, TypeError):
+            return {}
+        return newest_steps((point["step"], point) for point in points)
 
     def send(self, points: Sequence[MetricsPoint], first: int) -> None:
         self._log([(point.step, dict(point.values)) for point in points])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stretto.audit.symptoms.evidence import Alarm
@@ -32,6 +32,8 @@ class WandbRun:
     W&B hands what it is given to a process of its own, which dies with this one: a point counts as sent when it is in
     W&B's file, and what the files of earlier processes have is not sent again.
     """
+
+    had: Mapping[str, int] = {}  # points have numbers of their own
 
     def __init__(self, about: About, cursor: Cursor) -> None:
         self._wandb = wandb = importlib.import_module(_PACKAGE)
