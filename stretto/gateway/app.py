@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from stretto.gateway.dialects.dialect import Dialect, TokenCount, refusal
 from stretto.gateway.dialects.openai import ChoiceDialect
 from stretto.gateway.model import ServedModel
 from stretto.gateway.requests import NotServed, Request
-from stretto.processes.http.asgi import HttpExchange, header, read_body, when_gone
+from stretto.processes.http.asgi import HttpExchange, header, read_body, unless_gone
 from stretto.processes.http.names import HostNames, foreign_host
 
 _KEEP_ALIVE_SECONDS = 15.0  # the shortest usual idle timeouts, of proxies and of load balancers, are 30 to 60 s
@@ -205,21 +204,14 @@ class ChatServer:
                 call.add_headers({"x-stretto-unapplied": ", ".join(unapplied)})
         return request
 
-    async def send(self, dialect: Dialect, call: Call, turns: Awaitable[Sequence[SampledTurn]]) -> None:
+    async def send(self, dialect: Dialect, call: Call, turns: Coroutine[Any, Any, Sequence[SampledTurn]]) -> None:
         """Send turns when they are there. A stream is kept alive until then; a client that leaves cancels them."""
         request = call.request
         assert isinstance(request, ChatRequest)
-        sampling, gone = asyncio.ensure_future(turns), asyncio.ensure_future(when_gone(call.receive, lambda: None))
-        wait = _KEEP_ALIVE_SECONDS if request.stream else None  # the turns have a deadline of their own
-        try:
-            while not (await asyncio.wait((sampling, gone), timeout=wait, return_when=asyncio.FIRST_COMPLETED))[0]:
-                await call.write(dialect.keep_alive)
-            if not sampling.done():
-                return  # the client has gone
-            found = sampling.result()
-        finally:
-            gone.cancel()
-            sampling.cancel()
+        seconds = _KEEP_ALIVE_SECONDS if request.stream else None
+        found = await unless_gone(call.receive, turns, lambda: call.write(dialect.keep_alive), seconds)
+        if found is None:
+            return
         call.add_headers(dialect.reply_headers(found[0].id))
         if request.stream:
             await call.write(b"".join(dialect.events(request, found)), last=True)

@@ -14,17 +14,16 @@ import hmac
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from operator import itemgetter
 from typing import Protocol, cast
 
 import msgspec
 from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.conversation.messages import ChatRequest, SampledTurn
-from stretto.core.engine import EngineHealth, Progress
+from stretto.conversation.messages import ChatRequest
+from stretto.core.engine import EngineHealth
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, derive_seed
 from stretto.gateway.app import Call, ChatServer, Handler, unknown_key
@@ -32,11 +31,12 @@ from stretto.gateway.dialects.chat import ChatDialect
 from stretto.gateway.dialects.completions import CompletionsDialect
 from stretto.gateway.dialects.dialect import Dialect, TokenCount
 from stretto.gateway.dialects.messages import MessagesDialect
-from stretto.gateway.dialects.openai import ChoiceDialect, Part, usage_of
+from stretto.gateway.dialects.openai import ChoiceDialect
 from stretto.gateway.dialects.responses import ResponsesDialect
 from stretto.gateway.dialects.token_ids import TokenIdsDialect
 from stretto.gateway.model import ServedModel
 from stretto.gateway.requests import PromptRequest, Request
+from stretto.gateway.serve.completing import Completing, Stream
 from stretto.gateway.serve.metrics import Counters
 from stretto.processes.http.asgi import header, unless_gone
 from stretto.processes.http.names import HostNames
@@ -47,7 +47,6 @@ _TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/partials",
 _MOST_COMPLETIONS = 4096
 _SEEDS = 2**64
 Tokens = tuple[int, ...]
-Stream = AsyncIterator[list[Progress]]
 
 
 class ServedEngine(Protocol):
@@ -149,18 +148,19 @@ class ServeApp(ChatServer):
         request: Request = await self.parsed(dialect.parse, call)
         requests = self._requests(request, await self._prompts(request), name, strict=dialect.strict)
         await self._engine.prepare(requests)
+        completing = Completing(request, requests, name, self.model, began)
         # Whether a message has calls is known at its end.
-        by_choice = isinstance(request, PromptRequest) or (request.stream and not request.tools)
-        by_choice = by_choice and isinstance(dialect, ChoiceDialect)
-        with self._engine.streaming(requests, every_token=by_choice and request.stream) as stream:
-            counted = self._counted(stream, requests, began, streamed=request.stream)
-            if isinstance(dialect, ChoiceDialect) and by_choice:
-                call.add_headers(dialect.reply_headers(name))
-                await unless_gone(call.receive, self._write(dialect, call, request, requests, name, counted))
+        in_parts = isinstance(request, PromptRequest) or (request.stream and not request.tools)
+        choices = dialect if in_parts and isinstance(dialect, ChoiceDialect) else None
+        with self._engine.streaming(requests, every_token=request.stream and choices is not None) as stream:
+            if choices is None:
+                await self.send(cast(Dialect, dialect), call, completing.turns(stream))
             else:
-                assert isinstance(request, ChatRequest)
-                turns = self._turns(request, requests[0], name, counted)
-                await self.send(cast(Dialect, dialect), call, turns)
+                call.add_headers(choices.reply_headers(name))
+                await unless_gone(call.receive, completing.write(choices, call, stream))
+        if completing.last_token is not None:
+            first = completing.first_token if request.stream else None
+            self._counters.completed(completing.prompt_tokens, completing.sampled, first, completing.last_token)
 
     async def _prompts(self, request: Request) -> list[Tokens]:
         """
@@ -206,68 +206,3 @@ class ServeApp(ChatServer):
                 )
             )
         return engine_requests
-
-    async def _counted(
-        self, stream: Stream, requests: Sequence[GenerateRequest], began: float, *, streamed: bool
-    ) -> Stream:
-        """The same tokens, which the counters have once all completions have ended."""
-        sampled, first = 0, None
-        async for new in stream:
-            first = time.monotonic() - began if first is None else first
-            sampled += _sampled(new)
-            yield new
-        prompts = sum(len(request.prompt_token_ids) for request in requests)
-        self._counters.completed(prompts, sampled, first if streamed else None, time.monotonic() - began)
-
-    async def _turns(
-        self, request: ChatRequest, asked: GenerateRequest, name: str, stream: Stream
-    ) -> Sequence[SampledTurn]:
-        found = {progress.member: progress async for new in stream for progress in new}
-        return [
-            self.model.turn(
-                request,
-                progress.segment,
-                id=name,
-                created=int(time.time()),
-                prompt_tokens=len(asked.prompt_token_ids),
-                call_id=lambda call: secrets.token_hex(5)[:9],
-                top_logprobs=progress.top_logprobs,
-            )
-            for _, progress in sorted(found.items())
-        ]
-
-    async def _write(
-        self,
-        dialect: ChoiceDialect,
-        call: Call,
-        request: Request,
-        requests: Sequence[GenerateRequest],
-        name: str,
-        stream: Stream,
-    ) -> None:
-        """Send every choice in pieces, or all of them as a whole."""
-        streamed = request.stream
-        members = [(asked.id, member) for asked in requests for member in range(len(asked.seeds))]
-        writers = {member: dialect.writer(request, index, self.model) for index, member in enumerate(members)}
-        head = dialect.head(request, name, int(time.time()), self.model.name, whole=not streamed)
-        whole, sampled = list[Part](), 0
-        if streamed:
-            opening = (part for index in range(len(members)) for part in dialect.opening(index))
-            await call.write(b"".join(dialect.event(request, head, [part]) for part in opening))
-        async for new in stream:
-            parts = [part for progress in new for part in writers[progress.request, progress.member](progress)]
-            sampled += _sampled(new)
-            if not streamed:
-                whole += parts
-            elif parts:
-                await call.write(b"".join(dialect.event(request, head, [part]) for part in parts))
-        usage = usage_of(sum(len(asked.prompt_token_ids) for asked in requests), sampled)
-        if streamed:
-            await call.write(dialect.closing(request, head, usage), last=True)
-        else:
-            whole.sort(key=itemgetter("index"))
-            await call.reply(msgspec.json.encode({**head, "choices": whole, "usage": usage}))
-
-
-def _sampled(new: Sequence[Progress]) -> int:
-    return sum(len(progress.segment.token_ids) for progress in new)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -24,6 +24,7 @@ _STREAMED = [
 ]
 
 Header = tuple[bytes, bytes]
+T = TypeVar("T")
 
 
 async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY) -> bytes | None:
@@ -81,13 +82,20 @@ async def when_gone(receive: Receive, leave: Callable[[], None]) -> None:
     leave()
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`; it is cancelled when the client closes its connection."""
+async def unless_gone(
+    receive: Receive,
+    work: Coroutine[Any, Any, T],
+    alive: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    seconds: float | None = None,
+) -> T | None:
+    """The result of `work`; None if the client closes its connection before, which cancels the work. `alive` is awaited
+    every `seconds` until then. The deadline is that of the work or of the client."""
     working, gone = asyncio.create_task(work), asyncio.create_task(when_gone(receive, lambda: None))
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)  # the client has the deadline
-        if working.done():
-            working.result()
+        while not (await asyncio.wait((working, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
+            if alive is not None:
+                await alive()
+        return working.result() if working.done() else None
     finally:
         await cancel_and_wait([working, gone])
 
