@@ -37,13 +37,12 @@ from benchmarks.report import Table, save
 from stretto.conversation.session import WholeTurns
 from stretto.core.records import Completion, GenerateRequest, StopReason
 from stretto.engine.http.connections import Connections
-from stretto.gateway.app import GatewayApp
-from stretto.gateway.beside import serving_beside
-from stretto.gateway.chat import ChatDialect
-from stretto.gateway.sessions import RecordedSessions, SessionTable
-from stretto.launch.commands.gateway import speaker_of
+from stretto.gateway.sessions.app import GatewayApp
+from stretto.gateway.sessions.sessions import RecordedSessions, SessionTable
+from stretto.launch.commands.gateway import session_model
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.http.server import serving_beside
 from stretto.processes.tree import cpu_ticks
 
 SESSIONS = (1, 32, 256)
@@ -104,11 +103,11 @@ class InstantModel:
 
 def serve_instantly(model: Path, folder: Path) -> None:
     """A gateway before `InstantModel`, in this process."""
-    speaker = speaker_of("tiny", load_tokenizer(model), CONTEXT)
+    served = session_model("tiny", load_tokenizer(model), CONTEXT)
     folder.mkdir()
     generate = InstantModel()
-    host = RecordedSessions(folder, speaker, lambda name, record: WholeTurns(generate, record, name))
-    app = GatewayApp(SessionTable(), host, speaker, [ChatDialect()])
+    host = RecordedSessions(folder, served, lambda name, record: WholeTurns(generate, record, name))
+    app = GatewayApp(SessionTable(), host, served)
 
     async def serve() -> None:
         async with serving_beside(app, socket.create_server(("127.0.0.1", 0))) as address:

@@ -1,11 +1,14 @@
 """The messages of a conversation, in the dialect of no client: what every dialect is read into and written from.
 
-    chat completions ─┐                                        ┌─ chat completions
-    responses        ─┼─► AskedTurn ─► tokens ─► SaidTurn ─────┼─ responses
-    Anthropic's      ─┘   (messages, tools, how to sample)     └─ Anthropic's
+    chat completions ─┐                                          ┌─ chat completions
+    responses        ─┼─► ChatRequest ─► tokens ─► SampledTurn ──┼─ responses
+    Anthropic's      ─┘   (messages, tools, how to sample)       └─ Anthropic's
 
 Two histories are compared message by message: the texts, the reasoning and the calls of a message are what counts, not
 how a client spells them.
+
+Sessions on record hold these records as JSON, and find the reply to a request by a digest of it: a field keeps its name
+there, and a new one is `UNSET` where earlier requests did not have it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType, field
 
 from stretto.core.records import Record, StopReason
 
@@ -61,8 +66,8 @@ class Tool(Record, frozen=True):
         return {"type": "function", "function": told}
 
 
-class Wanted(Record, frozen=True):
-    """How the next message is to be sampled; None leaves it to the session."""
+class SamplingOptions(Record, frozen=True):
+    """How the client wants the next message sampled. None leaves it to the session, or to the server."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -74,32 +79,43 @@ class Wanted(Record, frozen=True):
     tool_choice: str = "auto"  # or "none", "required", or the name of a tool
     parallel_calls: bool = True
     json: bool = False  # the text has to be a JSON object
-    schema: Mapping[str, Any] | None = None  # that it has to follow
-    logprobs: int | None = None  # likeliest tokens to tell with each token; None: no log-probabilities
+    schema: Mapping[str, Any] | None = None  # of that object
+    logprobs: int | None = None  # number of top log-probabilities for each token; None: no log-probabilities
 
 
-class AskedTurn(Record, frozen=True):
-    """What one HTTP request asks for. `previous` names the reply whose conversation `messages` go on with, or is empty
-    when they are the whole of it. `dialect_fields` are what a dialect has to say again in its reply."""
+class ChatRequest(Record, frozen=True):
+    """One HTTP request for the next message of a conversation.
+
+    Attributes:
+        previous: id of the reply that `messages` follow; empty if they are the whole conversation.
+        dialect_fields: what the dialect needs to write the reply.
+        n: number of completions, if the client wants several.
+        limit: the client's own name for `max_tokens`, if it is another.
+    """
 
     model: str
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    wanted: Wanted = Wanted()
+    options: SamplingOptions = field(default=SamplingOptions(), name="wanted")
     stream: bool = False
     previous: str = ""
     dialect_fields: Mapping[str, Any] = {}
+    n: int | UnsetType = UNSET
+    limit: str | UnsetType = UNSET
 
 
 class SampledToken(Record, frozen=True):
-    """A sampled token as its own text."""
+    """A sampled token as text. `likeliest` are the top tokens at its place, `offset` is where its text begins in that
+    of the completion; both where a dialect shows them."""
 
     text: str
     logprob: float
+    likeliest: tuple[tuple[str, float], ...] = ()
+    offset: int = 0
 
 
-class SaidTurn(Record, frozen=True):
-    """What the model said. `stop` is the stop text at which it ended, which is not part of the message."""
+class SampledTurn(Record, frozen=True):
+    """One sampled message. `stop` is the stop text that ended it, which is not part of the message."""
 
     id: str  # letters and digits; equal when the turn is replayed
     created: int  # seconds since 1970
@@ -110,24 +126,24 @@ class SaidTurn(Record, frozen=True):
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     reasoning_tokens: int = 0
-    tokens: tuple[SampledToken, ...] = ()  # where log-probabilities were asked for
+    tokens: tuple[SampledToken, ...] = ()  # if the request wants log-probabilities
 
 
-class Likeness(enum.Enum):
-    """How alike two messages are; in this order from the most to the least."""
+class Match(enum.Enum):
+    """How well two messages match, from best to worst."""
 
     EQUAL = "equal"
-    EQUAL_AS_JSON = "equal as JSON"  # but for how the arguments of calls are written
+    EQUAL_AS_JSON = "equal as JSON"  # the arguments of calls differ in spelling only
     DIFFERENT = "different"
 
 
-def likeness(one: Message, other: Message) -> Likeness:
-    """Compare what was said with what a client sends back.
+def compare(one: Message, other: Message) -> Match:
+    """Compare a sampled message with the one that a client sends back.
 
-    Ids of calls count; names of authors too. Reasoning that is left out makes a message different.
+    Ids of calls and names of authors count. A message without its reasoning is a different one.
     """
     if one == other:
-        return Likeness.EQUAL
+        return Match.EQUAL
     plain = [
         (
             message.role,
@@ -139,12 +155,12 @@ def likeness(one: Message, other: Message) -> Likeness:
         )
         for message in (one, other)
     ]
-    return Likeness.EQUAL_AS_JSON if plain[0] == plain[1] else Likeness.DIFFERENT
+    return Match.EQUAL_AS_JSON if plain[0] == plain[1] else Match.DIFFERENT
 
 
 def shared(one: Sequence[Message], other: Sequence[Message]) -> int:
-    """How many messages two histories begin with alike, the arguments of calls compared as JSON."""
-    alike = (likeness(*pair) is not Likeness.DIFFERENT for pair in zip(one, other, strict=False))
+    """Number of messages that two histories have in common at their beginning, with arguments compared as JSON."""
+    alike = (compare(*pair) is not Match.DIFFERENT for pair in zip(one, other, strict=False))
     return next((place for place, same in enumerate(alike) if not same), min(len(one), len(other)))
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from stretto.core.canary import Ask, Loaded
 from stretto.core.errors import RefusedRequest
 from stretto.core.events import Span
-from stretto.core.records import Completion, GenerateRequest, Partials, Record
+from stretto.core.records import Completion, GenerateRequest, Likeliest, Partials, Record, Segment
 
 MOST_STOPS = 64  #: stop texts of one request
 #: Stop tokens of one request; every row of an engine has room for the most that any request has had.
@@ -50,6 +50,15 @@ class EngineHealth(Record, frozen=True):
     needed: float = 0.0  # rows or KV cache for all open completions, over what there is, the larger; above 1 some wait
     checked: int = 0  # bytes of versions that it has read: they grow while it loads one
     resident: int = 0  # bytes of memory of its processes, as their machine sees them
+
+
+class Progress(NamedTuple):
+    """New tokens of a completion. The last ones have a stop reason."""
+
+    request: str
+    member: int
+    segment: Segment
+    top_logprobs: Sequence[Likeliest] = ()  # empty if not wanted
 
 
 class Generate(Protocol):

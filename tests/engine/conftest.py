@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.model.hf.build import build_policy
-from tests.engine.openai_serving import NAME, Serving, build_byte_policy, serve_process
+from tests.engine.byte_policy import NAME, build_byte_policy
 from tests.tiny_policy import TINY
 
 
@@ -32,10 +31,3 @@ def plain(folder: Path) -> PreTrainedModel:
 def byte_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy that writes any bytes, with a chat template."""
     return build_byte_policy(tmp_path_factory.mktemp("openai") / NAME)
-
-
-@pytest.fixture(scope="session")
-def serving(byte_folder: Path) -> Iterator[Serving]:
-    """The real command, once for all tests that only ask it something."""
-    with serve_process(byte_folder, "engine.slots=16") as running:
-        yield running

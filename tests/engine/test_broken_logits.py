@@ -26,7 +26,8 @@ from stretto.engine.native.sampling import BrokenLogits
 from stretto.model.hf.folder import save_policy
 from stretto.model.hf.tokenizer import load_tokenizer
 from tests.engine.answering import drain, engine_of, finish, request
-from tests.engine.openai_serving import NAME, openai_served, serve_process
+from tests.engine.byte_policy import NAME
+from tests.gateway.serve.serving import serve_process, served_engine
 
 COMPLETIONS = "/v1/completions"
 BREAKING = "Z"
@@ -132,7 +133,7 @@ def test_a_request_that_breaks_the_numbers_is_told_and_takes_no_other_with_it(
 ) -> None:
     async def main() -> None:
         engine = NativeEngine.load(fragile_folder, EngineConfig(slots=8), name="engine-0")
-        async with openai_served(engine, fragile_folder) as (client, _):
+        async with served_engine(engine, fragile_folder) as (client, _):
             alone = (await answer(client)).json()["choices"]
             before = engine.health().generated
             waiting = asyncio.create_task(answer(client))

@@ -27,7 +27,7 @@ from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.truncation import Truncation, truncate
 from tests.engine.answering import shaken, weights
-from tests.engine.openai_serving import VOCABULARY, generated
+from tests.engine.byte_policy import VOCABULARY, generated
 from tests.gateway.serving import in_a_loop
 from tests.tolerances import EXACT, LOGITS
 

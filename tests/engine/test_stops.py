@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
+from stretto.conversation.text import Detokenizer
 from stretto.core.errors import ModelFolderError, Problem, RefusedRequest
-from stretto.engine.native.detokenize import Detokenizer
 from stretto.engine.native.stops import StopFinder, StopTexts, Watch
 from tests.engine.decoders import KINDS, Decoder, byte_level
 

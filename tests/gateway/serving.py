@@ -19,18 +19,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from stretto.conversation.bridge import Renderer
 from stretto.conversation.session import Sampler, SessionRecord, TurnRequest
 from stretto.core.records import Sampling, Segment, StopReason
-from stretto.gateway.agent_session import Speaker
-from stretto.gateway.anthropic import AnthropicDialect
-from stretto.gateway.app import GatewayApp
-from stretto.gateway.chat import ChatDialect
 from stretto.gateway.config import GatewayConfig
-from stretto.gateway.responses import ResponsesDialect
+from stretto.gateway.model import ServedModel
 from stretto.gateway.sampling import CallForms, SamplingRule
-from stretto.gateway.sessions import RecordedSessions
-from stretto.gateway.telling import Teller
+from stretto.gateway.sessions.app import GatewayApp
+from stretto.gateway.sessions.sessions import RecordedSessions
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.processes.http.names import LOOPBACK, HostNames
@@ -107,7 +102,7 @@ class ScriptedModel:
     broken_off: int = 0
 
     def sampler(self, name: str, record: SessionRecord) -> Sampler:
-        """See `gateway.sessions.MakeSampler`."""
+        """See `gateway.sessions.sessions.MakeSampler`."""
 
         async def sample(request: TurnRequest) -> Segment:
             self.asked.append(request.prompt)
@@ -140,14 +135,14 @@ class ScriptedModel:
         )
 
 
-def speaker_of(
+def model_of(
     tokenizer: Tokenizer,
     config: GatewayConfig | None = None,
     context: int = CONTEXT,
     forms: CallForms | None = None,
-) -> Speaker:
+) -> ServedModel:
     rule = SamplingRule(Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids), context, forms=forms)
-    return Speaker(Renderer(tokenizer), Teller(MODEL, tokenizer), rule, config or GatewayConfig())
+    return ServedModel(MODEL, tokenizer, rule, config or GatewayConfig())
 
 
 @dataclass
@@ -198,13 +193,12 @@ async def served_gateway(
     names: HostNames | None = LOOPBACK,
 ) -> AsyncIterator[ServedGateway]:
     """A gateway that records into `folder`, with what is recorded there."""
-    speaker = speaker_of(model.tokenizer, config, context, forms)
-    host = RecordedSessions(folder, speaker, model.sampler, sessions)
+    served = model_of(model.tokenizer, config, context, forms)
+    host = RecordedSessions(folder, served, model.sampler, sessions)
     table = host.load()
     bound = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    dialects = (ChatDialect(), ResponsesDialect(), AnthropicDialect())
-    app = GatewayApp(table, host, speaker, dialects, operator_key=operator_key, names=names)
+    app = GatewayApp(table, host, served, operator_key=operator_key, names=names)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", ws="none"))
     serving = asyncio.create_task(server.serve([bound]))
     try:

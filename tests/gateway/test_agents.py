@@ -20,12 +20,11 @@ from stretto.core.errors import EngineLost, UserError
 from stretto.core.records import Outcome, Prompt, Trajectory, Verdict
 from stretto.gateway.agents.environment import environment_of
 from stretto.gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
-from stretto.gateway.app import GatewayApp
-from stretto.gateway.beside import serving_beside
-from stretto.gateway.chat import ChatDialect
 from stretto.gateway.config import AgentConfig
-from stretto.gateway.sessions import SessionTable
-from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, speaker_of
+from stretto.gateway.sessions.app import GatewayApp
+from stretto.gateway.sessions.sessions import SessionTable
+from stretto.processes.http.server import serving_beside
+from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, model_of
 
 HERE = Path(__file__).parent
 PROMPT = Prompt("17", (), "3+8=", "11")
@@ -55,12 +54,12 @@ class Run:
         if function:
             chosen["function"] = f"agents_own:{function}"
         config = AgentConfig.model_validate(chosen | settings)
-        table, host, speaker = SessionTable(), WaitingSessions(), speaker_of(self.model.tokenizer)
+        table, host, served = SessionTable(), WaitingSessions(), model_of(self.model.tokenizer)
         bound = socket.create_server(("127.0.0.1", 0))
-        async with serving_beside(GatewayApp(table, host, speaker, [ChatDialect()]), bound) as address:
+        async with serving_beside(GatewayApp(table, host, served), bound) as address:
             services = AgentServices(
                 table=table,
-                speaker=speaker,
+                model=served,
                 address=address,
                 room=asyncio.Semaphore(config.parallel),
                 score=self.score,

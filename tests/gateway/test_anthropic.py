@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from stretto.conversation.messages import AskedTurn, Message, SaidTurn, ToolCall
+from stretto.conversation.messages import ChatRequest, Message, SampledTurn, ToolCall
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import StopReason
-from stretto.gateway.anthropic import AnthropicDialect
-from stretto.gateway.dialects import NotServed
+from stretto.gateway.dialects.messages import MessagesDialect
+from stretto.gateway.requests import NotServed
 
-DIALECT = AnthropicDialect()
+DIALECT = MessagesDialect()
 CALL = ToolCall("toolu_0", "add", '{"a": 1, "b": 2}')
-SAID = SaidTurn(
+SAID = SampledTurn(
     id="n0", created=9, model="tiny", message=Message("assistant", "So:", reasoning="hm", calls=(CALL,)),
     stop_reason=StopReason.STOP, prompt_tokens=5, sampled_tokens=4,
 )  # fmt: skip
@@ -43,12 +43,12 @@ CLAUDE: dict[str, Any] = {
 }
 
 
-def parsed(**fields: Any) -> AskedTurn:
+def parsed(**fields: Any) -> ChatRequest:
     return DIALECT.parse(json.dumps({**CLAUDE, **fields}).encode())
 
 
-def events(said: SaidTurn) -> list[dict[str, Any]]:
-    lines = b"".join(DIALECT.events(parsed(), said)).split(b"\n")
+def events(said: SampledTurn) -> list[dict[str, Any]]:
+    lines = b"".join(DIALECT.events(parsed(), [said])).split(b"\n")
     told = [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
     assert [line[7:].decode() for line in lines if line.startswith(b"event: ")] == [event["type"] for event in told]
     return told
@@ -61,7 +61,7 @@ def test_a_request_of_claude_code_is_read() -> None:
         Message("user", "1+2?"),
         Message("system", "# Environment"),
     )
-    assert (asked.stream, asked.wanted.max_tokens, asked.wanted.tool_choice) == (True, 32000, "auto")
+    assert (asked.stream, asked.options.max_tokens, asked.options.tool_choice) == (True, 32000, "auto")
     assert (asked.tools[0].name, asked.tools[0].parameters) == ("add", {"type": "object"})
 
 
@@ -72,7 +72,7 @@ def test_where_a_cache_may_end_changes_no_message() -> None:
 
 
 def test_what_a_reply_says_comes_back_as_the_same_message() -> None:
-    said = json.loads(DIALECT.reply(parsed(), SAID))
+    said = json.loads(DIALECT.reply(parsed(), [SAID]))
     result = {"type": "tool_result", "tool_use_id": "toolu_0", "content": [{"type": "text", "text": "3"}]}
     turns = [
         {"role": "assistant", "content": said["content"]},
@@ -83,7 +83,7 @@ def test_what_a_reply_says_comes_back_as_the_same_message() -> None:
 
 
 def test_the_whole_reply_has_anthropics_form() -> None:
-    assert json.loads(DIALECT.reply(parsed(), SAID)) == {
+    assert json.loads(DIALECT.reply(parsed(), [SAID])) == {
         "id": "msg_n0",
         "type": "message",
         "role": "assistant",
@@ -119,7 +119,7 @@ def test_the_events_tell_the_blocks_of_the_whole_reply() -> None:
             for name, value in delta.items():
                 blocks[event["index"]][name] += value
     blocks[2]["input"] = json.loads(arguments)
-    assert list(blocks.values()) == json.loads(DIALECT.reply(parsed(), SAID))["content"]
+    assert list(blocks.values()) == json.loads(DIALECT.reply(parsed(), [SAID]))["content"]
     assert arguments == CALL.arguments  # as the model wrote them
     assert told[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert told[-1] == {"type": "message_stop"}
@@ -128,12 +128,12 @@ def test_the_events_tell_the_blocks_of_the_whole_reply() -> None:
 @pytest.mark.parametrize(
     ("said", "reason", "sequence"),
     [
-        (SaidTurn("a", 9, "tiny", Message("assistant", "3"), StopReason.STOP), "end_turn", None),
-        (SaidTurn("a", 9, "tiny", Message("assistant", "3"), StopReason.STOP, stop="END"), "stop_sequence", "END"),
-        (SaidTurn("a", 9, "tiny", Message("assistant", calls=(CALL,)), StopReason.LENGTH), "max_tokens", None),
+        (SampledTurn("a", 9, "tiny", Message("assistant", "3"), StopReason.STOP), "end_turn", None),
+        (SampledTurn("a", 9, "tiny", Message("assistant", "3"), StopReason.STOP, stop="END"), "stop_sequence", "END"),
+        (SampledTurn("a", 9, "tiny", Message("assistant", calls=(CALL,)), StopReason.LENGTH), "max_tokens", None),
     ],
 )
-def test_why_a_message_ended(said: SaidTurn, reason: str, sequence: str | None) -> None:
+def test_why_a_message_ended(said: SampledTurn, reason: str, sequence: str | None) -> None:
     assert events(said)[-2]["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
 
 
@@ -141,12 +141,12 @@ def test_why_a_message_ended(said: SaidTurn, reason: str, sequence: str | None) 
     ("choice", "read"), [("auto", "auto"), ("any", "required"), ("none", "none"), ("tool", "add")]
 )  # fmt: skip
 def test_the_choice_of_a_tool_is_read(choice: str, read: str) -> None:
-    wanted = parsed(tool_choice={"type": choice, "name": "add", "disable_parallel_tool_use": True}).wanted
+    wanted = parsed(tool_choice={"type": choice, "name": "add", "disable_parallel_tool_use": True}).options
     assert (wanted.tool_choice, wanted.parallel_calls) == (read, False)
 
 
 def test_a_schema_for_the_text_is_read() -> None:
-    wanted = parsed(output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}}).wanted
+    wanted = parsed(output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}}).options
     assert (wanted.json, wanted.schema) == (True, {"type": "object"})
 
 

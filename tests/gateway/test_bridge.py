@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.conversation.bridge import Bridge, HeldTurn, Renderer
-from stretto.conversation.messages import Likeness, Message, Tool, ToolCall
+from stretto.conversation.bridge import Bridge, CompletedTurn, Renderer
+from stretto.conversation.messages import Match, Message, Tool, ToolCall
 from stretto.core.errors import DataError
 from tests.gateway.serving import ENDS, tokenizer_of
 
@@ -69,7 +69,7 @@ def test_a_template_that_drops_old_reasoning_leaves_what_was_sampled_where_it_is
     first = bridge.next((USER,), ())
     written = "<think>\nhm\n</think>\n\nIt is 3.<|im_end|>"
     held = first.tokens + tokenizer.encode(written, special_tokens=False)
-    bridge.hold(HeldTurn("0", (USER, thought), (), held))
+    bridge.add(CompletedTurn("0", (USER, thought), (), held))
     second = bridge.next((USER, thought, MORE), ())
     assert second.tokens[: len(held)] == held
     assert second.cause == ""
@@ -80,7 +80,7 @@ def test_reasoning_is_what_is_missing_however_the_arguments_are_written() -> Non
     bridge = Bridge(Renderer(tokenizer_of("qwen3")))
     thought = Message("assistant", "", reasoning="hm", calls=CALLED.calls)
     held = (*bridge.next((USER,), ()).tokens, 1, 2, 3)
-    bridge.hold(HeldTurn("0", (USER, thought), (), held))
+    bridge.add(CompletedTurn("0", (USER, thought), (), held))
     stripped = Message("assistant", calls=(ToolCall("abcdefghi", "add", '{"a":1}'),))
     assert bridge.next((USER, stripped, RESULT), ()).cause == "reasoning_stripped"
 
@@ -89,7 +89,7 @@ def test_messages_that_the_template_refuses_are_refused() -> None:
     tokenizer = tokenizer_of("mistral")
     bridge = Bridge(Renderer(tokenizer))
     held = bridge.next((USER,), ()).tokens + sampled("mistral", SAID)
-    bridge.hold(HeldTurn("0", (USER, SAID), (), held))
+    bridge.add(CompletedTurn("0", (USER, SAID), (), held))
     with pytest.raises(DataError, match="length 9"):
         bridge.next((USER, SAID, Message("tool", "3", call_id="short")), ())
 
@@ -102,7 +102,7 @@ def test_a_template_that_rewrites_an_answer_by_what_follows_is_a_drift() -> None
     )
     bridge = Bridge(Renderer(tokenizer))
     held = bridge.next((USER,), ()).tokens + sampled("qwen2_5", SAID)
-    bridge.hold(HeldTurn("0", (USER, SAID), (), held))
+    bridge.add(CompletedTurn("0", (USER, SAID), (), held))
     prompt = bridge.next((USER, SAID, MORE), ())
     assert prompt.cause == "drift"
     assert tokenizer.spell(prompt.tokens) == "user: 1+2?assistant: It is 3.<|endoftext|>user: Sure?"
@@ -126,10 +126,10 @@ def test_the_ladder_accepts_arguments_that_mean_the_same() -> None:
     tokenizer = tokenizer_of("qwen2_5")
     bridge = Bridge(Renderer(tokenizer))
     held = bridge.next((USER,), (ADD,)).tokens + sampled("qwen2_5", CALLED)
-    bridge.hold(HeldTurn("0", (USER, CALLED), (ADD,), held))
+    bridge.add(CompletedTurn("0", (USER, CALLED), (ADD,), held))
     rewritten = Message("assistant", "", calls=(ToolCall("abcdefghi", "add", '{"a":1}'),))
     prompt = bridge.next((USER, rewritten, RESULT), (ADD,))
-    assert (prompt.likeness, prompt.cause, prompt.tokens[: len(held)]) == (Likeness.EQUAL_AS_JSON, "", held)
+    assert (prompt.match, prompt.cause, prompt.tokens[: len(held)]) == (Match.EQUAL_AS_JSON, "", held)
     assert prompt.history == (USER, CALLED, RESULT)
     other = Message("assistant", "", calls=(ToolCall("abcdefghi", "add", '{"a": 2}'),))
     assert bridge.next((USER, other, RESULT), (ADD,)).cause == "arguments"
@@ -143,13 +143,13 @@ def test_an_answer_that_was_given_twice_in_other_tokens_is_not_guessed() -> None
     piece = prompt + tokenizer.encode("the<|im_end|>", special_tokens=False)
     assert tokenizer.spell(letters) == tokenizer.spell(piece)
     said = Message("assistant", "the")
-    bridge.hold(HeldTurn("0", (USER, said), (), letters, live=False))
-    bridge.hold(HeldTurn("1", (USER, said), (), piece))
+    bridge.add(CompletedTurn("0", (USER, said), (), letters, live=False))
+    bridge.add(CompletedTurn("1", (USER, said), (), piece))
     assert bridge.next((USER, said, MORE), ()).tokens[: len(piece)] == piece  # the other was an earlier process's
-    bridge.hold(HeldTurn("0", (USER, said), (), letters))
+    bridge.add(CompletedTurn("0", (USER, said), (), letters))
     again = Message("user", "Really?")
     assert bridge.next((USER, said, again), ()).cause == "ambiguous"
-    bridge.hold(HeldTurn("1", (USER, said), (), letters))
+    bridge.add(CompletedTurn("1", (USER, said), (), letters))
     third = bridge.next((USER, said, Message("user", "Yes?")), ())
     assert (third.cause, third.tokens[: len(letters)]) == ("", letters)
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from examples.agents.calculator_model import conversations, rendered, tokenizer
-from stretto.conversation.bridge import Bridge, HeldTurn, Renderer
+from stretto.conversation.bridge import Bridge, CompletedTurn, Renderer
 from stretto.conversation.messages import Message, Tool, ToolCall
 from stretto.conversation.tool_calls import form_of
 from stretto.model.hf.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def test_the_gateway_asks_with_the_tokens_that_were_shown(words: Tokenizer) -> N
     assert (call.name, json.loads(call.arguments)) == ("calculator", {"expression": numbers})
     answer = Message("assistant", calls=(ToolCall(call.id, call.name, call.arguments),))
     held = first.tokens + words.encode(said, special_tokens=False)
-    bridge.hold(HeldTurn("0", (*history, answer), TOOLS, held))
+    bridge.add(CompletedTurn("0", (*history, answer), TOOLS, held))
     second = bridge.next((*history, answer, Message("tool", shown[3]["content"], call_id=call.id)), TOOLS)
     assert (second.cause, words.spell(second.tokens)) == ("", rendered(shown[:4], opening=True))
 

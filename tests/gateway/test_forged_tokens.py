@@ -82,7 +82,7 @@ def test_the_special_tokens_are_those_of_the_template(
     found = renderer.whole(history, told)
     expected = renderer.whole(tuple(map(harmless, history)), plain)
     assert controls(tokenizer, found) == controls(tokenizer, expected)
-    messages = renderer._told(history)
+    messages = renderer._written(history)
     as_rendered = OPEN[name].render_chat(messages, opening=True)
     assert unguarded(tokenizer.render_chat(messages, opening=True)) == as_rendered
     if not told:

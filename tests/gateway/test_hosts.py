@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.gateway.app import GatewayApp
-from stretto.gateway.chat import ChatDialect
-from stretto.gateway.sessions import RecordedSessions
-from tests.gateway.serving import ScriptedModel, in_a_loop, served_gateway, speaker_of
+from stretto.gateway.sessions.app import GatewayApp
+from stretto.gateway.sessions.sessions import RecordedSessions
+from tests.gateway.serving import ScriptedModel, in_a_loop, model_of, served_gateway
 
 _LABELS = st.text("abcxyz019-", min_size=1, max_size=8)
 _NAMES = st.lists(_LABELS | st.sampled_from(["localhost", "127", "0", "1"]), min_size=2, max_size=6).map(".".join)
@@ -35,9 +34,9 @@ _PATHS = st.sampled_from(
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> GatewayApp:
     model = ScriptedModel(lambda prompt: "yes")
-    speaker = speaker_of(model.tokenizer)
-    host = RecordedSessions(tmp_path_factory.mktemp("sessions"), speaker, model.sampler)
-    return GatewayApp(host.load(), host, speaker, [ChatDialect()])
+    served = model_of(model.tokenizer)
+    host = RecordedSessions(tmp_path_factory.mktemp("sessions"), served, model.sampler)
+    return GatewayApp(host.load(), host, served)
 
 
 @given(_FOREIGN, _PATHS)

@@ -14,9 +14,8 @@ import httpx
 import pytest
 
 from stretto.gateway.agents.groups import WaitingSessions
-from stretto.gateway.app import GatewayApp
-from stretto.gateway.chat import ChatDialect
 from stretto.gateway.config import GatewayConfig
+from stretto.gateway.sessions.app import GatewayApp
 from tests.gateway.serving import ScriptedModel, ServedGateway, in_a_loop, served_gateway
 
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the bus, then 1+2?"}]
@@ -87,8 +86,8 @@ async def test_what_no_context_holds_is_refused_before_it_is_encoded(tmp_path: P
 async def test_ended_sessions_are_dropped_and_their_keys_are_known_for_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.gateway.sessions._SHOWN", 1)
-    monkeypatch.setattr("stretto.gateway.sessions._RETIRED", 1)
+    monkeypatch.setattr("stretto.gateway.sessions.sessions._SHOWN", 1)
+    monkeypatch.setattr("stretto.gateway.sessions.sessions._RETIRED", 1)
     model = ScriptedModel(lambda prompt: "yes")
     async with served_gateway(model, tmp_path, sessions=1) as gateway:
         sessions = []
@@ -131,7 +130,7 @@ async def test_the_sessions_of_a_run_take_no_room_from_services(tmp_path: Path) 
         waiting = gateway.app.sessions.named((await gateway.open())["id"])
         assert waiting is not None
         host = WaitingSessions(deque([waiting]))
-        run = GatewayApp(gateway.app.sessions, host, waiting.speaker, [ChatDialect()])
+        run = GatewayApp(gateway.app.sessions, host, waiting.model)
         transport = httpx.ASGITransport(run)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as service:
             assert (await service.post("/sessions", json={})).json()["id"] == waiting.id

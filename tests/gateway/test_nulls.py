@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import RefusedRequest
-from stretto.gateway.anthropic import AnthropicDialect
-from stretto.gateway.chat import ChatDialect
-from stretto.gateway.dialects import Dialect
-from stretto.gateway.responses import ResponsesDialect
+from stretto.gateway.dialects.chat import ChatDialect
+from stretto.gateway.dialects.dialect import Dialect
+from stretto.gateway.dialects.messages import MessagesDialect
+from stretto.gateway.dialects.responses import ResponsesDialect
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1], "default": None}}, "x": None}
 OWN = {"parameters", "input_schema", "schema", "input_json", "metadata"}  # JSON of the client's own
@@ -51,7 +51,7 @@ BODIES: dict[Dialect, dict[str, Any]] = {
         "tool_choice": {"type": "function", "name": "add"},
         "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}},
     },
-    AnthropicDialect(): {
+    MessagesDialect(): {
         "model": "m",
         "max_tokens": 9,
         "system": [{"type": "text", "text": "be brief"}],

@@ -15,22 +15,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stretto.conversation.bridge import Renderer
 from stretto.core.records import Batch, Group, Outcome, Prompt, Sampling, Trajectory, Verdict
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
-from stretto.gateway.agent_session import Speaker
 from stretto.gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
-from stretto.gateway.app import GatewayApp
-from stretto.gateway.beside import serving_beside
-from stretto.gateway.chat import ChatDialect
-from stretto.gateway.config import AgentConfig, GatewayConfig
+from stretto.gateway.config import AgentConfig
+from stretto.gateway.model import ServedModel
 from stretto.gateway.sampling import SamplingRule
-from stretto.gateway.sessions import SessionTable
-from stretto.gateway.telling import Teller
+from stretto.gateway.sessions.app import GatewayApp
+from stretto.gateway.sessions.sessions import SessionTable
 from stretto.loop.engines.sessions import sessions_of_evaluation
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.http.server import serving_beside
 from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from tests.engine.answering import shaken, weights
@@ -65,13 +62,13 @@ class Policy:
         table, host, tokenizer = SessionTable(), WaitingSessions(), self._tokenizer
         sampling = Sampling(max_tokens=LONGEST, stop_token_ids=tokenizer.eos_token_ids)
         rule = SamplingRule(sampling, self.engine.longest_row, chosen=())
-        speaker = Speaker(Renderer(tokenizer), Teller(MODEL, tokenizer), rule, GatewayConfig())
-        app = GatewayApp(table, host, speaker, [ChatDialect()])
+        model = ServedModel(MODEL, tokenizer, rule)
+        app = GatewayApp(table, host, model)
         bound = socket.create_server(("127.0.0.1", 0))
         async with served(self.engine, self._socket) as engine, serving_beside(app, bound) as address:
             services = AgentServices(
                 table=table,
-                speaker=speaker,
+                model=model,
                 address=address,
                 room=asyncio.Semaphore(2),
                 score=self._unscored,

@@ -10,15 +10,15 @@ import pytest
 from openai.types.responses import Response, ResponseCompletedEvent, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from stretto.conversation.messages import Message, SaidTurn, SampledToken, ToolCall
+from stretto.conversation.messages import Message, SampledToken, SampledTurn, ToolCall
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import StopReason
-from stretto.gateway.dialects import NotServed
-from stretto.gateway.responses import ResponsesDialect
+from stretto.gateway.dialects.responses import ResponsesDialect
+from stretto.gateway.requests import NotServed
 
 DIALECT = ResponsesDialect()
 CALLS = (ToolCall("call_0", "add", '{"a": 1,  "b": 2}'), ToolCall("call_1", "add", '{"a": 3}'))
-SAID = SaidTurn(
+SAID = SampledTurn(
     id="n0", created=9, model="tiny", message=Message("assistant", "So:", reasoning="hm", calls=CALLS),
     stop_reason=StopReason.STOP, prompt_tokens=5, sampled_tokens=4, reasoning_tokens=1,
 )  # fmt: skip
@@ -34,11 +34,11 @@ def test_a_text_is_a_message_of_the_user_behind_the_instructions() -> None:
     asked = parsed(instructions="Be brief.", tools=[TOOL], max_output_tokens=7, temperature=0.5)
     assert asked.messages == (Message("system", "Be brief."), Message("user", "1+2?"))
     assert asked.tools[0].function["function"]["parameters"] == {"type": "object"}
-    assert (asked.wanted.max_tokens, asked.wanted.temperature) == (7, 0.5)
+    assert (asked.options.max_tokens, asked.options.temperature) == (7, 0.5)
 
 
 def test_what_a_reply_says_comes_back_as_the_same_message() -> None:
-    reply = json.loads(DIALECT.reply(parsed(), SAID))
+    reply = json.loads(DIALECT.reply(parsed(), [SAID]))
     result = {"type": "function_call_output", "call_id": "call_0", "output": [{"type": "input_text", "text": "3"}]}
     history = parsed(input=[{"role": "user", "content": "1+2?"}, *reply["output"], result]).messages
     assert history == (Message("user", "1+2?"), SAID.message, Message("tool", "3", call_id="call_0"))
@@ -58,12 +58,12 @@ def test_a_developer_is_the_system() -> None:
 
 
 def test_a_reply_names_the_reply_that_it_goes_on_with() -> None:
-    reply = json.loads(DIALECT.reply(parsed(), SAID))
+    reply = json.loads(DIALECT.reply(parsed(), [SAID]))
     assert parsed(previous_response_id=reply["id"]).previous == SAID.id
 
 
 def test_the_whole_reply_is_a_response_to_openais_library() -> None:
-    response = Response.model_validate_json(DIALECT.reply(parsed(tools=[TOOL], instructions="Be brief."), SAID))
+    response = Response.model_validate_json(DIALECT.reply(parsed(tools=[TOOL], instructions="Be brief."), [SAID]))
     assert response.output_text == "So:"
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
     assert response.usage is not None
@@ -73,31 +73,31 @@ def test_the_whole_reply_is_a_response_to_openais_library() -> None:
 
 def test_the_events_tell_the_same_response() -> None:
     asked = parsed()
-    lines = b"".join(DIALECT.events(asked, SAID)).split(b"\n")
+    lines = b"".join(DIALECT.events(asked, [SAID])).split(b"\n")
     events = [
         TypeAdapter[Any](ResponseStreamEvent).validate_json(line[6:]) for line in lines if line.startswith(b"data: ")
     ]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "So:"
     assert isinstance(events[-1], ResponseCompletedEvent)
-    assert events[-1].response == Response.model_validate_json(DIALECT.reply(asked, SAID))
+    assert events[-1].response == Response.model_validate_json(DIALECT.reply(asked, [SAID]))
     told = [event.item for event in events if event.type == "response.output_item.done"]
     assert told == events[-1].response.output
 
 
 def test_a_reply_that_was_cut_is_incomplete() -> None:
-    cut = SaidTurn("n1", 9, "tiny", Message("assistant", "On and"), StopReason.LENGTH)
-    response = json.loads(DIALECT.reply(parsed(), cut))
+    cut = SampledTurn("n1", 9, "tiny", Message("assistant", "On and"), StopReason.LENGTH)
+    response = json.loads(DIALECT.reply(parsed(), [cut]))
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert response["output"][-1]["status"] == "incomplete"
-    assert b"event: response.incomplete\n" in b"".join(DIALECT.events(parsed(), cut))
+    assert b"event: response.incomplete\n" in b"".join(DIALECT.events(parsed(), [cut]))
 
 
 def test_logprobs_are_told_where_they_were_asked_for() -> None:
     asked = parsed(include=["message.output_text.logprobs"], top_logprobs=2)
-    assert (asked.wanted.logprobs, parsed(top_logprobs=0).wanted.logprobs, parsed().wanted.logprobs) == (2, 0, None)
-    said = SaidTurn("n2", 9, "tiny", Message("assistant", "hi"), StopReason.STOP, tokens=(SampledToken("hi", -0.5),))
-    part = json.loads(DIALECT.reply(asked, said))["output"][0]["content"][0]
+    assert (asked.options.logprobs, parsed(top_logprobs=0).options.logprobs, parsed().options.logprobs) == (2, 0, None)
+    said = SampledTurn("n2", 9, "tiny", Message("assistant", "hi"), StopReason.STOP, tokens=(SampledToken("hi", -0.5),))
+    part = json.loads(DIALECT.reply(asked, [said]))["output"][0]["content"][0]
     assert part["logprobs"] == [{"token": "hi", "logprob": -0.5, "bytes": [104, 105], "top_logprobs": []}]
 
 
@@ -110,7 +110,7 @@ def test_logprobs_are_told_where_they_were_asked_for() -> None:
     ],
 )
 def test_the_form_of_the_text_is_read(form: dict[str, Any], wanted: object) -> None:
-    asked = parsed(text={"format": form}).wanted
+    asked = parsed(text={"format": form}).options
     assert (asked.json, asked.schema) == wanted
 
 
@@ -118,7 +118,7 @@ def test_the_form_of_the_text_is_read(form: dict[str, Any], wanted: object) -> N
     ("choice", "read"), [("none", "none"), ("required", "required"), ({"type": "function", "name": "add"}, "add")]
 )
 def test_the_choice_of_a_tool_is_read(choice: object, read: str) -> None:
-    assert parsed(tool_choice=choice, tools=[TOOL]).wanted.tool_choice == read
+    assert parsed(tool_choice=choice, tools=[TOOL]).options.tool_choice == read
 
 
 @pytest.mark.parametrize(
@@ -147,6 +147,6 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], field: str) -> None:
 
 def test_an_error_has_openais_form() -> None:
     refused = NotServed(404, "no such model", "model", "model_not_found")
-    assert json.loads(DIALECT.refuse(refused)) == {
-        "error": {"message": "no such model", "type": "not_found_error", "param": "model", "code": "model_not_found"}
-    }
+    named = {"param": "model", "code": "model_not_found"}
+    error = {"message": "no such model", "type": "invalid_request_error", **named}
+    assert json.loads(DIALECT.refuse(refused)) == {"error": error}

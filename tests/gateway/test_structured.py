@@ -19,7 +19,7 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from stretto.conversation.messages import AskedTurn, Tool, Wanted
+from stretto.conversation.messages import ChatRequest, SamplingOptions, Tool
 from stretto.conversation.session import Sampler, SessionRecord, WholeTurns
 from stretto.conversation.tool_calls import form_of
 from stretto.engine.config import EngineConfig
@@ -88,7 +88,7 @@ class RandomModel:
     tokenizer: Tokenizer
 
     def sampler(self, name: str, record: SessionRecord) -> Sampler:
-        """See `gateway.sessions.MakeSampler`."""
+        """See `gateway.sessions.sessions.MakeSampler`."""
         return WholeTurns(self.engine.generate, record, name)
 
 
@@ -189,7 +189,7 @@ def test_forced_calls_are_read_in_the_form_of_each_family(template: str) -> None
     tools = (Tool("add", "", SUM), Tool('wei"rd é', "", {"type": "object", "additionalProperties": False}))
     numbers = count()
     for choice, parallel in (("required", True), ("required", False), ("add", True)):
-        asked = AskedTurn(MODEL, (), tools, Wanted(tool_choice=choice, parallel_calls=parallel))
+        asked = ChatRequest(MODEL, (), tools, SamplingOptions(tool_choice=choice, parallel_calls=parallel))
         for seed in range(4):
             said = tokenizer.spell(walked(grammars, forms.grammar(asked), tokenizer.eos_token_ids, seed))
             parsed = form.parse(said, lambda _: str(next(numbers)))
@@ -205,7 +205,7 @@ def test_forced_calls_are_read_in_the_form_of_each_family(template: str) -> None
 def test_text_of_a_schema_may_be_a_call_where_tools_are_offered() -> None:
     tokenizer = tokenizer_of()
     forms, grammars = CallForms(form_of(tokenizer.chat_template), tokenizer.vocabulary), Grammars(lambda: tokenizer, 0)
-    asked = AskedTurn(MODEL, (), (Tool("add", "", SUM),), Wanted(json=True, schema=SUM))
+    asked = ChatRequest(MODEL, (), (Tool("add", "", SUM),), SamplingOptions(json=True, schema=SUM))
     said = [tokenizer.spell(walked(grammars, forms.grammar(asked), tokenizer.eos_token_ids, seed)) for seed in range(8)]
     calls = [text for text in said if text.startswith("<tool_call>")]
     assert 0 < len(calls) < len(said)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stretto.conversation.messages import AskedTurn, Tool, Wanted
+from stretto.conversation.messages import ChatRequest, SamplingOptions, Tool
 from stretto.core.records import Sampling
 from stretto.gateway.sampling import DISTRIBUTION, SamplingRule
 from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway
@@ -78,6 +78,8 @@ def test_what_a_client_may_not_choose_of_the_distribution_is_not_applied(
     chosen: tuple[str, ...], names: tuple[str, ...]
 ) -> None:
     rule = SamplingRule(Sampling(max_tokens=8, temperature=0.7), context=32, chosen=chosen)
-    wanted = Wanted(temperature=0.7, top_p=0.5, seed=3, parallel_calls=False)
-    assert rule.unapplied(AskedTurn(MODEL, (), (Tool("add"),), wanted)) == names
-    assert rule.unapplied(AskedTurn(MODEL, (), wanted=Wanted(tool_choice="none", parallel_calls=False))) == ()
+    wanted = SamplingOptions(temperature=0.7, top_p=0.5, seed=3, parallel_calls=False)
+    assert rule.unapplied(ChatRequest(MODEL, (), (Tool("add"),), wanted)) == names
+    assert (
+        rule.unapplied(ChatRequest(MODEL, (), options=SamplingOptions(tool_choice="none", parallel_calls=False))) == ()
+    )

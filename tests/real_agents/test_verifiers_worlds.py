@@ -23,7 +23,8 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.reading import read_batches
-from tests.engine.openai_serving import build_byte_policy, generated, serve_cold
+from tests.engine.byte_policy import build_byte_policy, generated
+from tests.gateway.serve.serving import serve_cold
 from tests.gateway.serving import build_chat_model, in_a_loop, served_gateway
 from tests.real_agents.running import PROGRAMS, ScoredModel, check_scores, run
 

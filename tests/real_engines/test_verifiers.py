@@ -14,7 +14,8 @@ from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.tokenizer import load_tokenizer
-from tests.engine.openai_serving import build_byte_policy, generated, serve_cold
+from tests.engine.byte_policy import build_byte_policy, generated
+from tests.gateway.serve.serving import serve_cold
 
 CLIENT = Path(__file__).with_name("verifiers_client.py")
 

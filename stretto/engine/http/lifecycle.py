@@ -50,14 +50,17 @@ class GracefulServer(HttpServer):
     A second signal ends it at once. Ending is what it was asked to do, so the signal is not raised again.
     """
 
-    def __init__(self, app: ASGIApp, work: OpenWork, *, keep_alive_seconds: int, patience: float) -> None:
+    def __init__(
+        self, app: ASGIApp, work: OpenWork, *, keep_alive_seconds: int, patience: float, signals: bool = True
+    ) -> None:
         """
         Args:
             patience: seconds that open requests have to end.
+            signals: see `HttpServer`.
         """
         config = _config(app, keep_alive_seconds, None)
         # Any client may be served: many may wait, and be idle for as long as between two requests.
-        super().__init__(config, strangers=_BACKLOG, patience=keep_alive_seconds)
+        super().__init__(config, strangers=_BACKLOG, patience=keep_alive_seconds, signals=signals)
         self._work, self._patience = work, patience
         self._until: float | None = None
 

@@ -10,8 +10,6 @@ Axes: R rows of this step, in the order of the logits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +17,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from stretto.core.engine import Progress
 from stretto.core.records import Completion, Likeliest, Segment, StopReason
 from stretto.engine.native.sampling import Filtered, SamplingColumns, top_logprobs
 from stretto.engine.native.scheduler import Member
@@ -29,21 +28,6 @@ Ints = npt.NDArray[np.int64]
 
 _FIRST_WIDTH = 128
 _NO_TOKEN = -1
-
-
-class Progress(NamedTuple):
-    """What a completion has beyond its known tokens."""
-
-    request: str
-    member: int
-    segment: Segment
-    top_logprobs: Sequence[Likeliest] = ()  # empty if not wanted
-
-
-def rest_of(completion: Completion, known: int) -> Progress:
-    """What a whole completion has beyond its first `known` tokens."""
-    segment, likeliest = completion.segment.after(known), completion.top_logprobs[known:]
-    return Progress(completion.request, completion.member, segment, likeliest)
 
 
 class Completions:

@@ -21,16 +21,16 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from stretto.conversation.text import Detokenizer
 from stretto.core.canary import Canary, Scores
-from stretto.core.engine import EngineHealth
+from stretto.core.engine import EngineHealth, Progress
 from stretto.core.errors import BoundViolated, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.busy_spans import BusySpans
 from stretto.engine.native.capacity import longest_row
-from stretto.engine.native.completions import Completions, Progress
-from stretto.engine.native.detokenize import Detokenizer
+from stretto.engine.native.completions import Completions
 from stretto.engine.native.parameters import Parameters
 from stretto.engine.native.proving import Proving
 from stretto.engine.native.sampling import BrokenLogits, sample

@@ -9,19 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
 
 from stretto.core.canary import Challenge, Loaded
 from stretto.core.deadlines import deadline
-from stretto.core.engine import MOST_COMPLETIONS, EngineHealth
+from stretto.core.engine import MOST_COMPLETIONS, EngineHealth, Progress
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.engine.backend import ENDED, Stream
-from stretto.engine.native.completions import Progress
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.sampling import BrokenLogits
 from stretto.engine.native.validate import BrokenGrammar
@@ -70,6 +71,59 @@ class FrameListener(Stream):
 
     def progressed(self, progress: Progress) -> None:
         """Ignored: frames hold whole completions."""
+
+
+class TokenStream:
+    """The tokens of requests that were submitted together, as they come (a `CompletionListener`)."""
+
+    def __init__(self, engine: str, completions: int) -> None:
+        self.missing = completions
+        self._engine = engine
+        self._new: list[Progress] = []
+        self._known = Counter[tuple[str, int]]()  # tokens of each completion so far
+        self._error: RefusedRequest | EngineLost | None = None
+        self._wake = asyncio.Event()
+
+    def progressed(self, progress: Progress) -> None:
+        """See `CompletionListener`."""
+        self._known[progress.request, progress.member] += len(progress.segment.token_ids)
+        self._new.append(progress)
+        self._wake.set()
+
+    def ended(self, completion: Completion) -> None:
+        """See `CompletionListener`."""
+        self.missing -= 1
+        known = self._known[completion.request, completion.member]
+        rest, likeliest = completion.segment.after(known), completion.top_logprobs[known:]
+        self.progressed(Progress(completion.request, completion.member, rest, likeliest))
+
+    def refuse(self, error: RefusedRequest | EngineLost) -> None:
+        """See `CompletionListener`."""
+        self._error = self._error or error
+        self._wake.set()
+
+    def break_off(self, why: str = ENDED) -> None:
+        """See `CompletionListener`."""
+        self.refuse(EngineLost(self._engine, why))
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> list[Progress]:
+        """The new tokens, once there are some. The client keeps the deadline.
+
+        Raises:
+            RefusedRequest: the request turns out not to be served.
+            EngineLost: no more tokens will come.
+        """
+        if not self.missing and not self._new:
+            raise StopAsyncIteration
+        await self._wake.wait()
+        self._wake.clear()
+        if self._error is not None and self.missing:
+            raise self._error
+        new, self._new = self._new, []
+        return new
 
 
 class Generation:
@@ -125,6 +179,23 @@ class Generation:
                 self.close(id)
             raise
         return stream
+
+    @contextmanager
+    def streaming(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> Iterator[TokenStream]:
+        """Submit requests whose tokens are streamed as they come, or with `every_token` false as completions end. They
+        are closed when the block ends.
+
+        Raises:
+            RefusedRequest, EngineLost: as for `submit_all`.
+        """
+        stream = TokenStream(self.engine.name, sum(len(request.seeds) for request in requests))
+        try:
+            for request in requests:
+                self.submit(request, stream, every_token=every_token)
+            yield stream
+        finally:
+            for request in requests:
+                self.close(request.id)
 
     def submit(self, request: GenerateRequest, listener: CompletionListener, *, every_token: bool) -> None:
         """Submit a request; `listener` gets its completions until `close`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from stretto.conversation.text import NO_CHARACTER
 from stretto.core.engine import (
     COLDEST,
     LONGEST_STOP,
@@ -15,7 +16,6 @@ from stretto.core.engine import (
 )
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling, Segment
-from stretto.engine.native.detokenize import NO_CHARACTER
 from stretto.model.hf.grammar import Grammars
 
 _GRAMMAR = "sampling.grammar"

@@ -26,11 +26,12 @@ from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
 from stretto.core.records import Outcome, Prompt, Record, Trajectory, Verdict, trajectory_id
 from stretto.core.tasks import cancel_and_wait, first_of, gather_or_cancel
-from stretto.gateway.agent_session import AgentSession, GivenRewards, Speaker
 from stretto.gateway.agents.environment import environment_of
 from stretto.gateway.agents.programs import run_program
 from stretto.gateway.config import AgentConfig
-from stretto.gateway.sessions import NothingWaits, SessionTable, new_key
+from stretto.gateway.model import ServedModel
+from stretto.gateway.sessions.agent_session import AgentSession, GivenRewards
+from stretto.gateway.sessions.sessions import NothingWaits, SessionTable, new_key
 from stretto.rollout.controller import Ticket
 from stretto.rollout.failures import RecentFailures
 
@@ -57,7 +58,7 @@ class AgentServices:
     """
 
     table: SessionTable
-    speaker: Speaker
+    model: ServedModel
     address: str
     room: asyncio.Semaphore
     score: ScoreText
@@ -88,7 +89,7 @@ class Sealed(Record, frozen=True):
 
 @dataclass
 class WaitingSessions:
-    """Sessions that wait for a service (a `gateway.sessions.Host`)."""
+    """Sessions that wait for a service (a `gateway.sessions.sessions.Host`)."""
 
     waiting: deque[AgentSession] = field(default_factory=deque)
 
@@ -165,7 +166,7 @@ class AgentGroups:
         created = int(await session.call(_CREATED, _now, repeatable=True))
         # New ones at each opening: an evaluation has the same trajectories again, and old keys must not open them.
         name, key = new_key(), new_key()
-        found = AgentSession(name, key, created, services.task(prompt, member, seed), session, services.speaker)
+        found = AgentSession(name, key, created, services.task(prompt, member, seed), session, services.model)
         for call in session.calls:
             if call.reply is not None and call.asked.startswith(_REWARDED):
                 found.given = msgspec.json.decode(call.reply, type=GivenRewards)
@@ -196,9 +197,7 @@ class AgentGroups:
         task = json.dumps(dict(session.about))
         if len(task) > _TASK_BYTES:
             return f"{_NOT_STARTED}: its task has {len(task):,} bytes, and its environment holds {_TASK_BYTES:,}"
-        environment = environment_of(
-            os.environ, services.address, session.id, session.key, services.speaker.model, task
-        )
+        environment = environment_of(os.environ, services.address, session.id, session.key, services.model.name, task)
         command = config.command
         if config.function is not None:
             command = (sys.executable, "-m", "stretto.gateway.agents.call", config.function)

@@ -9,30 +9,23 @@ from collections.abc import Callable
 
 import msgspec
 
-from stretto.conversation.bridge import Renderer
 from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
 from stretto.core.records import Verdict
 from stretto.engine.http.lifecycle import bind
-from stretto.gateway.agent_session import Speaker
 from stretto.gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
-from stretto.gateway.anthropic import AnthropicDialect
-from stretto.gateway.app import GatewayApp
-from stretto.gateway.beside import serving_beside
-from stretto.gateway.chat import ChatDialect
 from stretto.gateway.checks import KEY, check_reach
 from stretto.gateway.config import AgentConfig
-from stretto.gateway.responses import ResponsesDialect
+from stretto.gateway.model import ServedModel
 from stretto.gateway.sampling import SamplingRule
-from stretto.gateway.sessions import SessionTable
-from stretto.gateway.telling import Teller
+from stretto.gateway.sessions.app import GatewayApp
+from stretto.gateway.sessions.sessions import SessionTable
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
 from stretto.processes.http.names import HostNames, is_loopback
+from stretto.processes.http.server import serving_beside
 from stretto.store.folder.run_folder import RunFolder
 from stretto.worlds.single_turn import Score
-
-DIALECTS = (ChatDialect, ResponsesDialect, AnthropicDialect)  #: in which a gateway is asked
 
 
 class RunGateway:
@@ -45,8 +38,7 @@ class RunGateway:
         self._room, self._table = asyncio.Semaphore(config.parallel), SessionTable()
         context = longest_prompt_allowed(plan.recipe, plan.base) + plan.sampling.max_tokens
         rule = SamplingRule(plan.sampling, context, chosen=())
-        teller = Teller(config.model, plan.tokenizer)
-        self._speaker = Speaker(Renderer(plan.tokenizer), teller, rule, plan.recipe.gateway)
+        self._model = ServedModel(config.model, plan.tokenizer, rule, plan.recipe.gateway)
         self._open, self._address = contextlib.AsyncExitStack(), ""
 
     async def start(self) -> None:
@@ -59,8 +51,7 @@ class RunGateway:
         bound = bind(config.host, config.port, "gateway.port")
         check_reach(bound, key or None, "gateway.host")
         names = HostNames(config.host, loopback=True) if is_loopback(bound) else None
-        dialects = [kind() for kind in DIALECTS]
-        app = GatewayApp(self._table, self._host, self._speaker, dialects, operator_key=key, names=names)
+        app = GatewayApp(self._table, self._host, self._model, operator_key=key, names=names)
         self._address = await self._open.enter_async_context(serving_beside(app, bound))
         if self._folder is not None:
             self._folder.write(self._folder.gateway.name, self._address)
@@ -84,7 +75,7 @@ class RunGateway:
         details = self._plan.details
         services = AgentServices(
             table=self._table,
-            speaker=self._speaker,
+            model=self._model,
             address=self._address,
             room=self._room,
             score=score,

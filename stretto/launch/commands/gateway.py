@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import uvloop
 from stretto_verify.thoughts import PIECES
 
-from stretto.conversation.bridge import Renderer
 from stretto.conversation.session import Sampler, SessionRecord, TurnRequest, WholeTurns
-from stretto.conversation.tool_calls import form_of
 from stretto.core.errors import EngineLost
-from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
+from stretto.core.records import Completion, GenerateRequest, Segment
 from stretto.engine.config import EngineConfig
 from stretto.engine.external.makes import capabilities_of
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.native.capacity import longest_row_of
-from stretto.gateway.agent_session import Speaker
-from stretto.gateway.app import GatewayApp
 from stretto.gateway.checks import check_chat, check_reach
-from stretto.gateway.config import GatewayConfig
-from stretto.gateway.sampling import DISTRIBUTION, CallForms, SamplingRule
-from stretto.gateway.sessions import RecordedSessions
-from stretto.gateway.telling import Teller
-from stretto.launch.assemble.agents import DIALECTS
+from stretto.gateway.model import ServedModel
+from stretto.gateway.sampling import DISTRIBUTION
+from stretto.gateway.sessions.app import GatewayApp
+from stretto.gateway.sessions.sessions import RecordedSessions
 from stretto.launch.assemble.specs import engines_of_folder, socket_folder
 from stretto.launch.commands.serve import (
     KEEP_ALIVE_SECONDS,
@@ -39,6 +33,7 @@ from stretto.launch.commands.serve import (
     check_key,
     context_of,
     recipe_of_engines,
+    rule_of,
     say_aloud,
 )
 from stretto.launch.preflight.servers import check_engine_keys, check_head_dim, check_servers
@@ -90,7 +85,8 @@ class Turns:
             self.break_off()
 
     def sampler(self, session: str, record: SessionRecord) -> Sampler:
-        """See `gateway.sessions.MakeSampler`; what a lost engine had is sampled again, while the gateway stops too."""
+        """See `gateway.sessions.sessions.MakeSampler`. Another engine repeats what a lost one had, while the gateway
+        stops too."""
         turns = PersistentTurns(WholeTurns(self, record, session))
 
         async def sample(request: TurnRequest) -> Segment:
@@ -105,28 +101,25 @@ class Turns:
         return sample
 
 
-def speaker_of(
+def session_model(
     name: str,
     tokenizer: Tokenizer,
     context: int,
     *,
     grammars: bool = False,
     chosen: tuple[str, ...] = DISTRIBUTION,
-) -> Speaker:
-    """The words of a model.
+) -> ServedModel:
+    """The model behind the sessions.
 
     Args:
         grammars: whether its engines follow them.
-        chosen: the fields of the distribution that clients may choose.
+        chosen: the options of the distribution that clients may choose.
 
     Raises:
         ModelFolderError: the tokenizer has no chat template.
     """
     check_chat(tokenizer, tokenizer.place)
-    sampling = Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids)
-    forms = CallForms(form_of(tokenizer.chat_template), tokenizer.vocabulary) if grammars else None
-    rule = SamplingRule(sampling, context, chosen, forms)
-    return Speaker(Renderer(tokenizer), Teller(name, tokenizer), rule, GatewayConfig())
+    return ServedModel(name, tokenizer, rule_of(tokenizer, context, grammars=grammars, chosen=chosen))
 
 
 def gateway(
@@ -162,19 +155,19 @@ def gateway(
     context = context_of(longest_row_of(base, recipe.engine), recipe.engine)
     unserved = _without_grammars(recipe.engine, base, tokenizer)
     chosen = _choices(recipe.engine)
-    speaker = speaker_of(name or base.path.name, tokenizer, context, grammars=not unserved, chosen=chosen)
+    served = session_model(name or base.path.name, tokenizer, context, grammars=not unserved, chosen=chosen)
     check_servers(recipe, base, tokenizer, [tokenizer.encode_chat(_PROBE)] if recipe.engine.addresses else [])
     bound = bind(host, port, "--port")
     check_reach(bound, api_key, "--host")
     folder.mkdir(parents=True, exist_ok=True)
     lock.acquire(folder)  # for as long as the process lives
     allow_many_connections()
-    say(f"{speaker.model}: context {context:,}, sessions recorded in {folder}")
+    say(f"{served.name}: context {context:,}, sessions recorded in {folder}")
     if unserved:
         say(f"response_format and tool_choice do not constrain what is sampled: {unserved}")
     engines = partial(engines_of_folder, recipe, base.path, logs=folder, spawner=spawner)
     names = HostNames(host, loopback=True) if is_loopback(bound) else None
-    until_cut_short(_serve(engines, folder, speaker, bound, api_key or "", names, say), uvloop.new_event_loop)
+    until_cut_short(_serve(engines, folder, served, bound, api_key or "", names, say), uvloop.new_event_loop)
 
 
 def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokenizer) -> str:
@@ -190,18 +183,10 @@ def _choices(config: EngineConfig) -> tuple[str, ...]:
     return DISTRIBUTION if filtered else ("temperature",)
 
 
-class _Server(GracefulServer):
-    """Signals come by a `StopSignal`, which hears them while the engines start too."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _serve(
     engines_in: Callable[[Path], EnginePool],
     folder: Path,
-    speaker: Speaker,
+    model: ServedModel,
     bound: socket.socket,
     key: str,
     names: HostNames | None,
@@ -212,13 +197,14 @@ async def _serve(
     engines.report_to(say)
     turns = Turns(engines)
     try:
-        recorded = RecordedSessions(folder, speaker, turns.sampler)
-        dialects = [kind() for kind in DIALECTS]
-        app = GatewayApp(recorded.load(), recorded, speaker, dialects, operator_key=key, names=names)
+        recorded = RecordedSessions(folder, model, turns.sampler)
+        app = GatewayApp(recorded.load(), recorded, model, operator_key=key, names=names)
         await stopped.unless(engines.start(0))
         if stopped.requested:
             sys.exit(stopped.exit_code)
-        server = _Server(app, turns, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS)
+        server = GracefulServer(
+            app, turns, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS, signals=False
+        )  # a `StopSignal` hears signals, while the engines start too
         stopped.call(partial(server.handle_exit, signal.SIGTERM, None))
         bound.listen()  # from here on connections wait instead of being refused
         host, port = bound.getsockname()[:2]

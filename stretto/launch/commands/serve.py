@@ -1,4 +1,4 @@
-"""`stretto serve`: one model folder behind OpenAI's HTTP interface, in this process."""
+"""`stretto serve`: one model folder over HTTP, by an engine in this process."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from typing import Any
 import torch
 import uvloop
 
+from stretto.conversation.tool_calls import form_of
 from stretto.core.errors import Problem, RecipeError
+from stretto.core.records import Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.http.server import EngineApp
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import SharedGeneration
-from stretto.engine.openai.app import OpenAIApp
-from stretto.engine.openai.translate import ServedModel
+from stretto.gateway.model import ServedModel
+from stretto.gateway.sampling import DISTRIBUTION, CallForms, SamplingRule
+from stretto.gateway.serve.app import ServeApp
 from stretto.launch.preflight.servers import check_embedded
 from stretto.launch.recipe.recipe import Recipe, override, validate
 from stretto.model.hf.folder import inspect_model_folder
-from stretto.model.hf.tokenizer import load_tokenizer
-from stretto.processes.http.names import HostNames, OwnNames, is_loopback
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.processes.http.names import HostNames, is_loopback
 
 _KEY = re.compile(r"[!-~]+")
 KEEP_ALIVE_SECONDS = 120
@@ -116,10 +119,11 @@ def serve(
     engine = NativeEngine.load(model, config)
     generation = SharedGeneration(engine)
     context = context_of(engine.longest_row, config)
-    served = ServedModel(model.resolve().name if name is None else name, context, folder.vocab_size)
-    app = OpenAIApp(generation, served, tokenizer, EngineApp(generation), api_key or "")
-    asked = OwnNames(app, HostNames(host, loopback=True)) if api_key is None and is_loopback(bound) else app
-    server = GracefulServer(asked, generation, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS)
+    rule = rule_of(tokenizer, context, grammars=True, seeds=True, vocabulary=folder.vocab_size)
+    served = ServedModel(model.resolve().name if name is None else name, tokenizer, rule, reasoning=False)
+    names = HostNames(host, loopback=True) if api_key is None and is_loopback(bound) else None
+    app = ServeApp(generation, served, EngineApp(generation), api_key=api_key or "", names=names)
+    server = GracefulServer(app, generation, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS)
     allow_many_connections()
     bound.listen()  # from here on connections wait instead of being refused
     shown = f"[{host}]" if ":" in host else host
@@ -130,6 +134,21 @@ def serve(
         say("warning: other machines may use this server without a key; give --api-key (docs/serve.md)")
     say(f"serving at http://{shown}:{bound.getsockname()[1]}/v1")
     uvloop.run(run_app(server, [bound], generation))
+
+
+def rule_of(
+    tokenizer: Tokenizer,
+    context: int,
+    *,
+    grammars: bool,
+    chosen: tuple[str, ...] = DISTRIBUTION,
+    seeds: bool = False,
+    vocabulary: int = 2**31,
+) -> SamplingRule:
+    """How clients may have a model sampled; see `SamplingRule`. `grammars`: its engines follow them."""
+    default = Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids)
+    forms = CallForms(form_of(tokenizer.chat_template), tokenizer.vocabulary) if grammars else None
+    return SamplingRule(default, context, chosen, forms, seeds, vocabulary)
 
 
 def context_of(longest_row: int, config: EngineConfig) -> int:

@@ -1,26 +1,25 @@
-"""Prometheus: a page with the numbers of the newest step, in the text format, version 0.0.4.
+"""Prometheus: a page with the numbers of the newest step.
 
-No client library, as for the page of a server of completions: the numbers are on record, and the format is a line each.
-A scrape is answered by the process that follows the run, and never by the run.
+The process that follows the run replies to a scrape, never the run.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import groupby
 from socket import getaddrinfo
 from typing import Any
 
 from stretto.audit.symptoms.evidence import Alarm
 from stretto.outlets.follower import About
 from stretto.outlets.points import MetricsPoint
+from stretto.processes.http.prometheus import CONTENT_TYPE, Labels, Metric, page_of
 from stretto.store.series.samples import SampledCompletion
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 #: Of the maps of a step, what tells its numbers apart; a map without one, as that of the trainer, is part of the names.
 _LABELS = {
     "queues": "queue",
@@ -37,7 +36,7 @@ _OF_A_STEP = frozenset({"trained_tokens", "masked_tokens", "trainer/bad_steps"})
 _STRANGE = re.compile(r"\W", re.ASCII)
 _PATIENCE_SECONDS = 5.0  # for one that asks, and says nothing
 
-Series = tuple[str, tuple[tuple[str, str], ...]]
+Series = tuple[str, Labels]
 
 
 class PrometheusPage:
@@ -78,7 +77,7 @@ class PrometheusPage:
         """The page."""
         with self._lock:
             series = sorted(self._values.items())
-        return "".join(f"{line}\n" for line in _lines(series, self._name))
+        return page_of(_metrics(series, self._name))
 
     def _take(self, point: MetricsPoint) -> None:
         for name, value in {"step": point.step, **point.values}.items():
@@ -104,19 +103,11 @@ def series_of(name: str) -> Series:
     return _STRANGE.sub("_", "_".join(["stretto", section, *parts])) + ending, labels
 
 
-def _lines(series: Sequence[tuple[Series, float]], run: str) -> Iterator[str]:
-    before = ""
-    for (name, labels), value in series:
-        if name != before:
-            yield f"# HELP {name} docs/metrics.md of stretto"
-            yield f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}"
-            before = name
-        inner = ",".join(f'{label}="{_escaped(text)}"' for label, text in (("run", run), *labels))
-        yield f"{name}{{{inner}}} {value if math.isfinite(value) else 'NaN'}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _metrics(series: Sequence[tuple[Series, float]], run: str) -> Iterator[Metric]:
+    for name, group in groupby(series, key=lambda one: one[0][0]):
+        samples = [("", (("run", run), *labels), value) for (_, labels), value in group]
+        kind = "counter" if name.endswith("_total") else "gauge"
+        yield Metric(name, kind, "docs/metrics.md of stretto", samples)
 
 
 class _Server(ThreadingHTTPServer):

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +24,9 @@ from stretto.core.tasks import cancel_and_wait
 
 STRANGERS = 256
 PATIENCE_SECONDS = 10.0
+_BACKLOG = 4096
+_SHUTDOWN_SECONDS = 1
+_KEEP_ALIVE_SECONDS = 120
 _LOOK_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
 _AT_ONCE = 128  # callers: then others have their turn
@@ -67,11 +71,24 @@ class HttpServer(uvicorn.Server):
     """See the module. What is said of strangers holds for sockets, not for a path of the file system."""
 
     def __init__(
-        self, config: uvicorn.Config, *, strangers: int = STRANGERS, patience: float = PATIENCE_SECONDS
+        self,
+        config: uvicorn.Config,
+        *,
+        strangers: int = STRANGERS,
+        patience: float = PATIENCE_SECONDS,
+        signals: bool = True,
     ) -> None:
+        """`signals`: SIGINT and SIGTERM end the server; else the process handles them."""
         super().__init__(config)
+        self._signals = signals
         self._most_strangers, self._idle_seconds = strangers, patience
         self._strangers: dict[_Stranger, None] = {}
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Called by `serve`."""
+        with super().capture_signals() if self._signals else contextlib.nullcontext():
+            yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by `serve`."""
@@ -164,3 +181,22 @@ class HttpServer(uvicorn.Server):
         del self._strangers[stranger]
         with contextlib.suppress(OSError):  # it has gone by itself
             stranger.connection.shutdown(socket.SHUT_RDWR)  # its transport hears of it as of an end
+
+
+@contextlib.asynccontextmanager
+async def serving_beside(app: ASGIApp, bound: socket.socket) -> AsyncIterator[str]:
+    """Serve on a bound socket while the block runs, beside other work of the process. Yields the address as
+    ``http://host:port``."""
+    settings = settings_of(
+        app, backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=_SHUTDOWN_SECONDS
+    )
+    server = HttpServer(settings, patience=_KEEP_ALIVE_SECONDS, signals=False)
+    bound.listen(_BACKLOG)
+    host, port = bound.getsockname()[:2]
+    serving = asyncio.create_task(server.serve([bound]))
+    try:
+        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        await serving  # it has a deadline of its own for open requests
+        bound.close()

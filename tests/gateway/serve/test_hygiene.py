@@ -25,9 +25,10 @@ from stretto.engine.backend import Stream
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import MOST_WAITING, Generation
-from stretto.engine.openai.app import OpenAIApp
+from stretto.gateway.serve.app import ServeApp
 from stretto.model.hf.tokenizer import load_tokenizer
-from tests.engine.openai_serving import MODEL, NAME, Serving, openai_served
+from tests.engine.byte_policy import NAME
+from tests.gateway.serve.serving import Serving, served_engine, served_model
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -58,7 +59,7 @@ def asked(**fields: Any) -> dict[str, Any]:
 def test_the_mistakes_of_others_do_not_change_an_answer(byte_folder: Path) -> None:
     async def main() -> None:
         engine = engine_of(byte_folder)
-        async with openai_served(engine, byte_folder) as (client, _):
+        async with served_engine(engine, byte_folder) as (client, _):
             alone = (await client.post(COMPLETIONS, json=asked())).json()["choices"]
             waiting = asyncio.create_task(client.post(COMPLETIONS, json=asked()))
             while not engine.health().running:
@@ -92,7 +93,7 @@ def test_bytes_that_are_no_request_end_their_connection_and_nothing_else(byte_fo
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: ".encode()
 
     async def main() -> None:
-        async with openai_served(engine_of(byte_folder), byte_folder) as (client, _):
+        async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
             for parts in (
                 [b"\x16\x03\x01\x02\x00\x01\x00"],  # TLS
                 [b"SSH-2.0-OpenSSH_9.6\r\n"],
@@ -112,7 +113,7 @@ def test_bytes_that_are_no_request_end_their_connection_and_nothing_else(byte_fo
 def test_a_client_that_does_not_listen_holds_up_nobody(byte_folder: Path) -> None:
     async def main() -> None:
         engine = engine_of(byte_folder, slots=64)
-        async with openai_served(engine, byte_folder) as (client, _):
+        async with served_engine(engine, byte_folder) as (client, _):
             alone = (await client.post(COMPLETIONS, json=asked())).json()["choices"]
             body = json.dumps(asked(n=60, stream=True, logprobs=5)).encode()
             _, deaf = await asyncio.open_connection(client.base_url.host, client.base_url.port)
@@ -137,7 +138,7 @@ def test_a_fault_of_the_servers_is_told_without_its_insides(
 
     async def main() -> httpx.Response:
         generation = Generation(engine_of(byte_folder))
-        app = OpenAIApp(generation, MODEL, load_tokenizer(byte_folder), faulty)
+        app = ServeApp(generation, served_model(load_tokenizer(byte_folder)), faulty)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
             return await client.get("/spans")

@@ -30,8 +30,9 @@ from stretto.engine.native.generation import Generation
 from stretto.engine.wire import Refusal
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.http.asgi import LARGEST_BODY
-from tests.engine.openai_serving import CONTEXT, NAME, Serving, generated, openai_served, serve_cold, serve_process
+from tests.engine.byte_policy import CONTEXT, NAME, generated
 from tests.engine.serving import Mailbox
+from tests.gateway.serve.serving import Serving, serve_cold, serve_process, served_engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKEN_BYTES = 2 * 2 * 1 * 16 * 4  # keys and values, layers, heads, width, float32
@@ -69,7 +70,7 @@ def assert_error(response: httpx.Response, status: int, param: str | None = None
 def test_a_stream_delivers_each_piece_when_its_token_is_there(byte_folder: Path) -> None:
     async def main() -> None:
         engine = engine_of(byte_folder)
-        async with openai_served(engine, byte_folder) as (client, _):
+        async with served_engine(engine, byte_folder) as (client, _):
             seen, text = [], ""
             async for event in events(client, asked()):
                 text += event["choices"][0]["text"]
@@ -86,7 +87,7 @@ def test_stop_texts_end_answers_wherever_they_are_cut(byte_folder: Path) -> None
     async def main() -> None:
         tokenizer = load_tokenizer(byte_folder)
         engine = engine_of(byte_folder)
-        async with openai_served(engine, byte_folder) as (client, _):
+        async with served_engine(engine, byte_folder) as (client, _):
             plain = (await client.post(COMPLETIONS, json=asked(logprobs=0))).json()["choices"][0]
             text, offsets = plain["text"], plain["logprobs"]["text_offset"]
             for begin, length in ((20, 1), (31, 3), (40, 7)):
@@ -115,7 +116,7 @@ def test_requests_during_an_update_are_served_and_later_ones_by_the_new_weights(
 
     async def main() -> None:
         engine, mailbox = engine_of(byte_folder), Mailbox({})
-        async with openai_served(engine, byte_folder, mailbox) as (client, _):
+        async with served_engine(engine, byte_folder, mailbox) as (client, _):
             old = (await client.post(COMPLETIONS, json=asked(seed=0))).json()
             before = asyncio.create_task(client.post(COMPLETIONS, json=asked()))
             while engine.health().running == 0:
@@ -137,7 +138,7 @@ def test_requests_during_an_update_are_served_and_later_ones_by_the_new_weights(
 def test_a_client_that_leaves_frees_its_rows(byte_folder: Path, stream: bool) -> None:
     async def main() -> None:
         engine = engine_of(byte_folder, slots=2)
-        async with openai_served(engine, byte_folder) as (client, _):
+        async with served_engine(engine, byte_folder) as (client, _):
             body = asked(n=6, max_tokens=250, stream=stream)
             leaver = asyncio.create_task(client.post(COMPLETIONS, json=body))
             while engine.health().running < 2:
@@ -168,7 +169,7 @@ def test_a_thousand_connections_at_once_are_all_served(byte_folder: Path) -> Non
 
     async def main() -> None:
         engine = engine_of(byte_folder, slots=64)
-        async with openai_served(engine, byte_folder) as (client, _):
+        async with served_engine(engine, byte_folder) as (client, _):
             gate = asyncio.Event()
             bodies = [json.dumps(asked(max_tokens=3, stream=bool(number % 2))).encode() for number in range(1000)]
             host, port = client.base_url.host, int(client.base_url.port or 0)
@@ -187,7 +188,7 @@ def test_a_thousand_connections_at_once_are_all_served(byte_folder: Path) -> Non
 def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte_folder: Path) -> None:
     async def main() -> None:
         engine = engine_of(byte_folder)
-        async with openai_served(engine, byte_folder, patience=20.0) as (client, server):
+        async with served_engine(engine, byte_folder, patience=20.0) as (client, server):
             stream = asyncio.create_task(text_of(client, asked(max_tokens=200)))
             await client.get("/health")  # a second connection, from before the end
             while engine.health().generated < 5:
@@ -211,7 +212,7 @@ def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte_folde
 def test_patience_ends_and_a_second_signal_ends_it_at_once(byte_folder: Path) -> None:
     async def main() -> None:
         engine = engine_of(byte_folder, slots=1)
-        async with openai_served(engine, byte_folder, patience=60.0) as (client, server):
+        async with served_engine(engine, byte_folder, patience=60.0) as (client, server):
             whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=100, max_tokens=250)))
             stream = asyncio.create_task(collected(client, asked(n=100, max_tokens=250)))
             while engine.health().generated < 5:
@@ -234,7 +235,7 @@ def test_an_engine_that_fails_is_told_to_its_clients(byte_folder: Path) -> None:
 
     async def main() -> None:
         engine = engine_of(byte_folder, slots=2)
-        async with openai_served(engine, byte_folder, Mailbox({1: broken}), kind=Generation) as (client, _):
+        async with served_engine(engine, byte_folder, Mailbox({1: broken}), kind=Generation) as (client, _):
             whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=8)))
             stream = asyncio.create_task(collected(client, asked(n=8)))
             while engine.health().waiting < 10:
@@ -283,7 +284,7 @@ TOKEN_PATHS = ["/generate", "/abort", "/partials", "/spans", "/update_weights"]
 
 def test_without_its_key_a_server_serves_its_health_alone(byte_folder: Path) -> None:
     async def main() -> None:
-        async with openai_served(engine_of(byte_folder), byte_folder, api_key="s3cret") as (client, _):
+        async with served_engine(engine_of(byte_folder), byte_folder, api_key="s3cret") as (client, _):
             assert (await client.get("/health")).status_code == 200
             assert (await client.get("/health", headers={"accept": "application/msgpack"})).status_code == 200
             for key in ("", "Bearer", "Bearer s3cre", "Bearer s3crets", "Basic s3cret", "s3cret", "Bearer \xe9"):
@@ -314,7 +315,7 @@ def test_a_server_that_other_machines_reach_has_a_key_or_warns(
 
 def test_metrics_count_what_was_served(byte_folder: Path) -> None:
     async def main() -> None:
-        async with openai_served(engine_of(byte_folder), byte_folder) as (client, _):
+        async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
             await client.post(COMPLETIONS, json=asked(max_tokens=7, prompt=[[5, 6, 7], [8]]))
             await text_of(client, asked(max_tokens=5))
             await client.post(COMPLETIONS, json={})
@@ -381,7 +382,7 @@ def test_a_cache_that_holds_no_answer_ends_the_command_with_a_message(byte_folde
 def test_a_lost_engine_is_an_error_of_its_own_for_the_client(byte_folder: Path) -> None:
     async def main() -> None:
         engine = engine_of(byte_folder)
-        async with openai_served(engine, byte_folder, patience=20.0) as (http, server):
+        async with served_engine(engine, byte_folder, patience=20.0) as (http, server):
             open_request = asyncio.create_task(text_of(http, asked()))
             while not engine.health().generated:
                 await asyncio.sleep(0)

@@ -1,9 +1,9 @@
-"""The sessions of a gateway, by their keys and by their names; those without a run are recorded in a folder.
+"""The sessions of a gateway, by key and by name. Without a run, a folder records them.
 
     FOLDER/ID.jsonl    opened, pieces of segments, calls with their replies, the reward, the end: one record a line
 
-A record is written before the reply that it is about is sent. What a killed process leaves is read back, a line that
-was cut short is cut off, and the agent's next request finds its session as it was.
+A record is written before the client gets its reply. A new process reads the files of a killed one, cuts off a line
+that is not whole, and has every session as it was.
 """
 
 from __future__ import annotations
@@ -19,89 +19,91 @@ from typing import Any, Protocol
 import msgspec
 
 from stretto.conversation.session import CallInMemory, Sampler, Session, SessionRecord, joined_pieces
-from stretto.core.errors import Problem, RefusedRequest, RunFolderError
+from stretto.core.errors import Problem, RunFolderError
 from stretto.core.records import Record, Segment, derive_seed
-from stretto.gateway.agent_session import AgentSession, GivenRewards, Speaker
+from stretto.gateway.model import ServedModel
+from stretto.gateway.requests import NotServed
+from stretto.gateway.sessions.agent_session import AgentSession, GivenRewards
 
 _SECRET_BYTES = 18
-_SHOWN = 64  # sessions that have ended and are kept whole
-_RETIRED = 16_384  # keys of sessions that are not kept: their error names the end of the session, not a wrong key
-_IDLE_SECONDS = 3600.0  # without a request: such a session gives way to a new one
+_SHOWN = 64  # ended sessions that are kept whole
+_RETIRED = 16_384  # keys of dropped sessions: their error says that the session has ended, not that the key is wrong
+_IDLE_SECONDS = 3600.0  # without a request; such a session ends when a new one needs room
 
 
-class TooManySessions(RefusedRequest):
+class TooManySessions(NotServed):
     """There are as many open sessions as the gateway allows."""
 
     def __init__(self, most: int) -> None:
-        super().__init__("sessions", "another one", f"at most {most:,} are open at once")
+        super().__init__(429, f"sessions: another one; at most {most:,} are open at once", "sessions")
 
 
-class NothingWaits(RefusedRequest):
-    """No trajectory of the run waits for a service now; another may later."""
+class NothingWaits(NotServed):
+    """No trajectory of the run waits for a service now. One may later."""
 
     def __init__(self) -> None:
-        super().__init__("", "no trajectory of the run waits for a service", "try again later")
+        super().__init__(503, "no trajectory of the run waits for a service; try again later", code="unavailable")
 
 
 class Host(Protocol):
-    """Where sessions are opened."""
+    """Opens sessions, and records what clients do with them."""
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
-        """A new session.
+        """Open a session for a task.
 
         Raises:
-            RefusedRequest: there is none for this task.
+            NotServed: there is none.
         """
         ...
 
     async def rewarded(self, session: AgentSession) -> None:
-        """It has been given a reward, which is to be on record."""
+        """Record the rewards of the session."""
         ...
 
     async def ended(self, session: AgentSession) -> None:
-        """It is to be sealed."""
+        """Record the end of the session."""
         ...
 
 
 class SessionTable:
-    """Every session that a gateway knows, by name and by key."""
+    """The sessions of a gateway."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, AgentSession] = {}
         self._by_key: dict[str, AgentSession] = {}
         self._ended: deque[AgentSession] = deque()
-        self._over: dict[str, str] = {}  # keys of sessions that are dropped, with their names
+        self._dropped: dict[str, str] = {}  # names of dropped sessions by key
 
     def add(self, session: AgentSession) -> None:
-        """A session that may be asked from now on; it takes the place of one with its name."""
+        """Add a session, in place of the one with its name."""
         self._by_id[session.id] = self._by_key[session.key] = session
-        self._over.pop(session.key, None)
+        self._dropped.pop(session.key, None)
 
     def retire(self, session: AgentSession) -> None:
-        """It has ended. It is shown for a while, and its key is known for longer."""
+        """Note that a session has ended. It is shown for a while, and its key is known for longer."""
         self._ended.append(session)
         while len(self._ended) > _SHOWN:
             old = self._ended.popleft()
             if self._by_id.get(old.id) is old:
                 del self._by_id[old.id], self._by_key[old.key]
-                self._over[old.key] = old.id
-        while len(self._over) > _RETIRED:
-            del self._over[next(iter(self._over))]
+                self._dropped[old.key] = old.id
+        while len(self._dropped) > _RETIRED:
+            del self._dropped[next(iter(self._dropped))]
 
     def of_key(self, key: str) -> AgentSession | None:
-        """The session whose key this is."""
+        """The session with this key."""
         return self._by_key.get(key)
 
-    def over(self, key: str) -> str | None:
-        """The name of the session whose key this was."""
-        return self._over.get(key)
+    def dropped(self, key: str) -> str | None:
+        """The name of the dropped session with this key."""
+        return self._dropped.get(key)
 
     def named(self, id: str) -> AgentSession | None:
         """The session with this name."""
         return self._by_id.get(id)
 
     def open_ones(self) -> list[AgentSession]:
-        """Those that have not ended."""
+        """The sessions that have not ended."""
         return [session for session in self._by_id.values() if session.state == "open"]
 
 
@@ -142,13 +144,13 @@ MakeSampler = Callable[[str, SessionRecord], Sampler]
 
 
 class FolderRecord:
-    """A session's file (a `SessionRecord`)."""
+    """The file of a session (a `SessionRecord`)."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, line: Line) -> None:
-        """Append a line, which survives the process; whole, or nothing of it.
+        """Append a line so that it survives the process, or nothing of it.
 
         Raises:
             OSError: it cannot be written.
@@ -177,15 +179,15 @@ class FolderRecord:
 
 
 class RecordedSessions:
-    """Sessions of a gateway without a run (a `Host`)."""
+    """The sessions of a gateway without a run (a `Host`)."""
 
-    def __init__(self, folder: Path, speaker: Speaker, sampler: MakeSampler, most: int = 4096) -> None:
-        """`most`: open sessions."""
-        self._folder, self._speaker, self._sampler, self._most = folder, speaker, sampler, most
+    def __init__(self, folder: Path, model: ServedModel, sampler: MakeSampler, most: int = 4096) -> None:
+        """`most`: number of open sessions."""
+        self._folder, self._model, self._sampler, self._most = folder, model, sampler, most
         self._table = SessionTable()
 
     def load(self) -> SessionTable:
-        """The sessions of earlier processes, and from now on of this one.
+        """Load the sessions of earlier processes. Those of this one join them.
 
         Raises:
             RunFolderError: a file holds something else.
@@ -221,7 +223,7 @@ class RecordedSessions:
         self._table.retire(session)
 
     async def _make_room(self) -> None:
-        """End the session that was idle for longest, if there is no room without."""
+        """End the session that has been idle for longest, if a new one needs its room."""
         found = self._table.open_ones()
         if len(found) < self._most:
             return
@@ -243,7 +245,7 @@ class RecordedSessions:
         segments = joined_pieces((line.node, line.segment) for line in lines if isinstance(line, Written))
         sampler, seed = self._sampler(opened.id, record), derive_seed(opened.key)
         session = Session(opened.id, (), seed, sampler, record, segments, calls)
-        found = AgentSession(opened.id, opened.key, opened.created, opened.about, session, self._speaker)
+        found = AgentSession(opened.id, opened.key, opened.created, opened.about, session, self._model)
         for line in lines:
             if isinstance(line, Rewarded):
                 found.given = line
@@ -255,7 +257,7 @@ class RecordedSessions:
 
 
 def _read(path: Path) -> list[Line]:
-    """The lines of a session's file; a last one that was cut short is cut off."""
+    """The lines of a session's file. A last one that is not whole is cut off."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
@@ -270,5 +272,5 @@ def _read(path: Path) -> list[Line]:
 
 
 def new_key() -> str:
-    """A capability, or a name, that nobody can guess."""
+    """A key, or a name, that nobody can guess."""
     return secrets.token_hex(_SECRET_BYTES)

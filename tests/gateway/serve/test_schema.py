@@ -13,10 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
-from tests.engine.openai_serving import NAME, Serving
+from tests.engine.byte_policy import NAME
+from tests.gateway.serve.serving import Serving
 
 #: Of bodies that are right, as little work as possible; the fuzzing tests have the bounds.
-SMALL = {"max_tokens": 2, "n": 1}
+SMALL: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"max_tokens": 2, "n": 1},
+    "/v1/chat/completions": {"max_tokens": 2, "n": 1},
+    "/v1/responses": {"max_output_tokens": 2},
+    "/v1/messages": {"max_tokens": 2},
+}
 
 
 def described(serving: Serving) -> Any:
@@ -36,14 +42,14 @@ def test_the_description_knows_the_model_and_the_bounds(serving: Serving) -> Non
 def test_nothing_that_the_description_allows_makes_the_server_fail(serving: Serving) -> None:
     schema = schemathesis.openapi.from_dict(described(serving))
     operations = [found.ok() for found in schema.get_all_operations() if isinstance(found, Ok)]
-    assert len(operations) == 7
+    assert len(operations) == 11
     statuses: set[int] = set()
 
     @settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
     @given(case=st.one_of([operation.as_strategy() for operation in operations]))
     def check(case: schemathesis.Case[Any]) -> None:
         if isinstance(case.body, dict):
-            case.body = case.body | SMALL
+            case.body = case.body | SMALL.get(case.operation.path, {})
         response = case.call(base_url=serving.url)
         statuses.add(response.status_code)
         assert response.status_code < 500, (case.body, response.text)

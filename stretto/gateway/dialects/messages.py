@@ -1,27 +1,29 @@
-"""Anthropic's Messages: how a client of ``/v1/messages`` asks and is answered.
+"""Anthropic's Messages.
 
-A message is a text or a list of *blocks*. A user's message that holds results of tools is one message per result, then
-its text. The interface grows by beta fields: top-level fields that are not known here are ignored, as they say nothing
-of the conversation; blocks that are not known would lose a part of it, and are refused by name.
+A message is a text or a list of *blocks*. A user's message with results of tools becomes one message per result, and
+one for its text. The interface grows by beta fields, so unknown top-level fields are ignored: they change nothing of
+the conversation. Unknown blocks would lose a part of it, and are refused by name.
 
-Claude Code tells its version in a block of its system prompt (``x-anthropic-billing-header``). It is no instruction to
-a model, and this dialect takes it out.
+Claude Code sends its version in a block of its system prompt (``x-anthropic-billing-header``). It is no instruction to
+a model, and this dialect removes it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from stretto.conversation.messages import AskedTurn, Message, SaidTurn, Tool, ToolCall, Wanted
-from stretto.core.engine import LONGEST_STOP, MOST_STOPS
+from stretto.conversation.messages import ChatRequest, Message, SampledTurn, SamplingOptions, Tool, ToolCall
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record, StopReason
-from stretto.gateway.dialects import NotServed
+from stretto.gateway.dialects.dialect import TokenCount
+from stretto.gateway.dialects.openai import MostTokens, Stops, Temperature, TopK, TopP
+from stretto.gateway.requests import NotServed
+from stretto.processes.http.asgi import sent_event
 from stretto.processes.http.bodies import parse_record
 
 _BILLING = "x-anthropic-billing-header:"
@@ -36,7 +38,7 @@ _KINDS = {
 
 
 class Block(Record, frozen=True, tag_field="type", kw_only=True):
-    """A part of a message. Where a prompt cache may end says nothing here."""
+    """A part of a message. `cache_control` has no effect here."""
 
     cache_control: dict[str, Any] | None = None
 
@@ -59,7 +61,7 @@ class ToolUseBlock(Block, frozen=True, tag="tool_use", kw_only=True):
 
 
 class ToolReferenceBlock(Block, frozen=True, tag="tool_reference", kw_only=True):
-    """A tool that the client has found for the model, and now has among its tools."""
+    """A tool that the client has found for the model, and offers from now on."""
 
     tool_name: str
 
@@ -80,7 +82,7 @@ class AnthropicMessage(Record, frozen=True):
 
 
 class AnthropicTool(Record, frozen=True, forbid_unknown_fields=False):
-    """A tool that the client runs; those that Anthropic's servers run have a type of their own, and are refused."""
+    """A tool that the client runs. Those that Anthropic's servers run have types of their own, and are refused."""
 
     name: Annotated[str, Meta(min_length=1)]
     input_schema: dict[str, Any]
@@ -107,7 +109,7 @@ class OutputConfig(Record, frozen=True):
 
 
 class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """POST /v1/messages/count_tokens: what a prompt is made of."""
+    """POST /v1/messages/count_tokens, the fields of a prompt."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
@@ -116,96 +118,106 @@ class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """POST /v1/messages, the fields that choose something."""
+    """POST /v1/messages, the fields that have an effect."""
 
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: MostTokens
     tool_choice: ToolChoice | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    stop_sequences: (
-        Annotated[list[Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]], Meta(max_length=MOST_STOPS)] | None
-    ) = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stop_sequences: Stops | None = None
     stream: bool | None = None
     output_config: OutputConfig | None = None
 
 
-class AnthropicTokenCount:
-    """How clients of Anthropic ask for a count (a `dialects.TokenCount`)."""
-
-    path = "/v1/messages/count_tokens"
-    body = CountBody
-
-    def parse(self, body: bytes) -> AskedTurn:
-        asked = parse_record(body, CountBody)
-        return AskedTurn(asked.model, tuple(_messages(asked)), _tools(asked))
-
-    def counted(self, tokens: int) -> bytes:
-        return msgspec.json.encode({"input_tokens": tokens})
-
-
-class AnthropicDialect:
-    """The dialect of ``/v1/messages`` (a `dialects.Dialect`)."""
+class MessagesDialect:
+    """The dialect of ``/v1/messages`` (a `dialect.Dialect`)."""
 
     path = "/v1/messages"
     body = MessagesBody
-    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
-    counts = (AnthropicTokenCount(),)
+    keep_alive = sent_event({"type": "ping"}, "ping")
+    strict = False
+    fields: Mapping[str, str] = {"prompt_token_ids": "messages"}
 
-    def parse(self, body: bytes) -> AskedTurn:
-        asked = parse_record(body, MessagesBody)
-        choice = asked.tool_choice or ToolChoice("auto")
-        form = asked.output_config.format if asked.output_config else None
-        return AskedTurn(
-            model=asked.model,
-            messages=tuple(_messages(asked)),
-            tools=_tools(asked),
-            wanted=Wanted(
-                max_tokens=asked.max_tokens,
-                temperature=asked.temperature,
-                top_p=asked.top_p,
-                top_k=asked.top_k,
-                stop=tuple(asked.stop_sequences or ()),
+    @property
+    def counts(self) -> Sequence[TokenCount]:
+        """See `Dialect`."""
+        return [TokenCount(f"{self.path}/count_tokens", CountBody, _counted, _count)]
+
+    def parse(self, body: bytes) -> ChatRequest:
+        """See `Dialect`."""
+        found = parse_record(body, MessagesBody)
+        choice = found.tool_choice or ToolChoice("auto")
+        form = found.output_config.format if found.output_config else None
+        return ChatRequest(
+            model=found.model,
+            messages=tuple(_messages(found)),
+            tools=_tools(found),
+            options=SamplingOptions(
+                max_tokens=found.max_tokens,
+                temperature=found.temperature,
+                top_p=found.top_p,
+                top_k=found.top_k,
+                stop=tuple(found.stop_sequences or ()),
                 tool_choice=_chosen(choice),
                 parallel_calls=not choice.disable_parallel_tool_use,
                 json=form is not None,
                 schema=form.schema if form else None,
             ),
-            stream=bool(asked.stream),
+            stream=bool(found.stream),
         )
 
-    def reply(self, asked: AskedTurn, said: SaidTurn) -> bytes:
+    def reply(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> bytes:
+        """See `Dialect`."""
+        [turn] = turns
         return msgspec.json.encode(
-            {**_beginning(said), "content": _blocks(said), **_ending(said), "usage": _usage(said)}
+            {**_beginning(turn), "content": _blocks(turn), **_ending(turn), "usage": _usage(turn)}
         )
 
-    def events(self, asked: AskedTurn, said: SaidTurn) -> Iterable[bytes]:
-        for kind, fields in _story(said):
-            yield b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
+    def events(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> Iterable[bytes]:
+        """See `Dialect`."""
+        for kind, fields in _events(turns[0]):
+            yield sent_event({"type": kind, **fields}, kind)
 
     def refuse(self, why: NotServed) -> bytes:
-        place = f"{why.field}: " if why.field and not why.message.startswith(why.field) else ""
-        told = {"type": _KINDS.get(why.status, "invalid_request_error"), "message": place + why.message}
-        return msgspec.json.encode({"type": "error", "error": told})
+        """See `Dialect`."""
+        return msgspec.json.encode(_error(why))
 
     def fail(self, why: NotServed) -> bytes:
-        return b"event: error\ndata: " + self.refuse(why) + b"\n\n"
+        """See `Dialect`."""
+        return sent_event(_error(why), "error")
 
-    def headers(self, said: SaidTurn) -> Mapping[str, str]:
-        return {"request-id": f"req_{said.id}"}
+    def reply_headers(self, id: str) -> Mapping[str, str]:
+        """See `Dialect`."""
+        return {"request-id": f"req_{id}"}
 
 
-def _tools(asked: CountBody) -> tuple[Tool, ...]:
-    offered = asked.tools or ()
+def _counted(body: bytes) -> ChatRequest:
+    found = parse_record(body, CountBody)
+    return ChatRequest(found.model, tuple(_messages(found)), _tools(found))
+
+
+def _count(tokens: int) -> bytes:
+    return msgspec.json.encode({"input_tokens": tokens})
+
+
+def _error(why: NotServed) -> dict[str, Any]:
+    kind = "api_error" if why.status == 500 else _KINDS.get(why.status, "invalid_request_error")
+    place = f"{why.field}: " if why.field and not why.message.startswith(why.field) else ""
+    return {"type": "error", "error": {"type": kind, "message": place + why.message}}
+
+
+def _tools(body: CountBody) -> tuple[Tool, ...]:
+    offered = body.tools or ()
     return tuple(Tool(tool.name, tool.description or "", tool.input_schema, tool.strict) for tool in offered)
 
 
-def _messages(asked: CountBody) -> Iterator[Message]:
-    system = asked.system
+def _messages(body: CountBody) -> Iterator[Message]:
+    system = body.system
     if system is not None:
         blocks = [TextBlock(text=system)] if isinstance(system, str) else system
         yield Message("system", _text([block for block in blocks if not block.text.startswith(_BILLING)]))
-    for place, message in enumerate(asked.messages):
+    for place, message in enumerate(body.messages):
         if isinstance(message.content, str):
             yield Message(message.role, message.content)
         elif message.role == "assistant":
@@ -233,7 +245,7 @@ def _assistant(message: AnthropicMessage, place: str) -> Message:
 
 
 def _others(message: AnthropicMessage, place: str) -> Iterator[Message]:
-    """Of a user or of the system: the results first, as Anthropic wants them, then the text."""
+    """The messages for one of the user or of the system: the results, which Anthropic wants first, then the text."""
     texts = list[TextBlock]()
     for block in message.content:
         if isinstance(block, ToolResultBlock):
@@ -261,33 +273,33 @@ def _chosen(choice: ToolChoice) -> str:
     return choice.name
 
 
-def _beginning(said: SaidTurn) -> dict[str, Any]:
-    return {"id": f"msg_{said.id}", "type": "message", "role": "assistant", "model": said.model, "content": []}
+def _beginning(turn: SampledTurn) -> dict[str, Any]:
+    return {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "model": turn.model, "content": []}
 
 
-def _ending(said: SaidTurn) -> dict[str, Any]:
-    if said.stop_reason is StopReason.LENGTH:
+def _ending(turn: SampledTurn) -> dict[str, Any]:
+    if turn.stop_reason is StopReason.LENGTH:
         reason = "max_tokens"
-    elif said.message.calls:
+    elif turn.message.calls:
         reason = "tool_use"
     else:
-        reason = "stop_sequence" if said.stop else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": said.stop if reason == "stop_sequence" else None}
+        reason = "stop_sequence" if turn.stop else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": turn.stop if reason == "stop_sequence" else None}
 
 
-def _usage(said: SaidTurn, sampled: int | None = None) -> dict[str, int]:
+def _usage(turn: SampledTurn, sampled: int | None = None) -> dict[str, int]:
     return {
-        "input_tokens": said.prompt_tokens,
+        "input_tokens": turn.prompt_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
-        "output_tokens": said.sampled_tokens if sampled is None else sampled,
+        "output_tokens": turn.sampled_tokens if sampled is None else sampled,
     }
 
 
-def _blocks(said: SaidTurn) -> list[dict[str, Any]]:
-    message, blocks = said.message, list[dict[str, Any]]()
+def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
+    message, blocks = turn.message, list[dict[str, Any]]()
     if message.reasoning:
-        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": said.id})
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": turn.id})
     if message.text or not (blocks or message.calls):
         blocks.append({"type": "text", "text": message.text})
     blocks += [
@@ -298,18 +310,18 @@ def _blocks(said: SaidTurn) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; calls whose arguments are no JSON object are text of their message."""
+    """The arguments of a call: a JSON object, as any other call is part of the text."""
     read = json.loads(arguments or "{}")
     assert isinstance(read, dict)
     return read
 
 
-def _story(said: SaidTurn) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events of the turn: their types and fields. The turn is whole before its first event: one delta a block."""
-    started = {**_beginning(said), "stop_reason": None, "stop_sequence": None, "usage": _usage(said, sampled=0)}
+def _events(turn: SampledTurn) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Types and fields of the events, with one delta for each block: events are made from the whole turn."""
+    started = {**_beginning(turn), "stop_reason": None, "stop_sequence": None, "usage": _usage(turn, sampled=0)}
     yield "message_start", {"message": started}
-    calls = {call.id: call.arguments for call in said.message.calls}
-    for place, block in enumerate(_blocks(said)):
+    calls = {call.id: call.arguments for call in turn.message.calls}
+    for place, block in enumerate(_blocks(turn)):
         if block["type"] == "thinking":
             empty = {**block, "thinking": "", "signature": ""}
             deltas = [
@@ -325,5 +337,5 @@ def _story(said: SaidTurn) -> Iterator[tuple[str, dict[str, Any]]]:
         for delta in deltas:
             yield "content_block_delta", {"index": place, "delta": delta}
         yield "content_block_stop", {"index": place}
-    yield "message_delta", {"delta": _ending(said), "usage": _usage(said)}
+    yield "message_delta", {"delta": _ending(turn), "usage": _usage(turn)}
     yield "message_stop", {}

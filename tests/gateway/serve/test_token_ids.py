@@ -22,11 +22,13 @@ from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Continuation
 from stretto.engine.external.vllm import VllmServer
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.openai.token_ids import PATH, spans
+from stretto.gateway.dialects.token_ids import TokenIdsDialect, spans
 from tests.engine.answering import weights
-from tests.engine.openai_serving import NAME, generated, openai_served
+from tests.engine.byte_policy import NAME, generated
 from tests.engine.serving import Mailbox
+from tests.gateway.serve.serving import served_engine
 
+PATH = TokenIdsDialect.path
 PROMPT = (5, 12, 8)
 TOKENS = 40
 P = ParamSpec("P")
@@ -70,7 +72,7 @@ def told(choices: list[dict[str, Any]]) -> tuple[list[int], list[float]]:
 @in_a_loop
 async def test_a_whole_reply_has_the_engines_tokens(byte_folder: Path) -> None:
     completion = expected(byte_folder)
-    async with openai_served(engine_of(byte_folder), byte_folder) as (client, _):
+    async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
         reply = (await client.post(PATH, json=body())).json()
     (choice,) = reply["choices"]
     tokens, logprobs = told([choice])
@@ -87,7 +89,7 @@ async def test_a_stream_brings_tokens_as_they_come_and_their_versions_at_the_end
     shaken = {name: parameter + 0.1 for name, parameter in weights(model).items()}
     choices: list[dict[str, Any]] = []
     async with (
-        openai_served(engine, byte_folder, Mailbox({1: shaken})) as (client, _),
+        served_engine(engine, byte_folder, Mailbox({1: shaken})) as (client, _),
         client.stream("POST", PATH, json=body() | {"stream": True}) as reply,
     ):
         async for line in reply.aiter_lines():
@@ -106,7 +108,7 @@ async def test_a_stream_brings_tokens_as_they_come_and_their_versions_at_the_end
 @in_a_loop
 async def test_the_client_for_a_server_of_vllm_reads_it(byte_folder: Path) -> None:
     completion = expected(byte_folder, top_p=0.9)
-    async with openai_served(engine_of(byte_folder), byte_folder) as (client, _):
+    async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
         address = str(client.base_url).removeprefix("http://").rstrip("/")
         server = VllmServer(JsonServer("engine-0", address, seconds=20, token_seconds=20), 20)
         sampling = Sampling(max_tokens=TOKENS, top_p=0.9)
@@ -122,7 +124,7 @@ async def test_the_client_for_a_server_of_vllm_reads_it(byte_folder: Path) -> No
 @in_a_loop
 async def test_a_stop_token_ends_a_completion_and_is_told(byte_folder: Path) -> None:
     third = expected(byte_folder).token_ids[2]
-    async with openai_served(engine_of(byte_folder), byte_folder) as (client, _):
+    async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
         reply = (await client.post(PATH, json=body(stop_token_ids=[third]))).json()
     (choice,) = reply["choices"]
     assert (choice["finish_reason"], choice["stop_reason"], choice["token_ids"][-1]) == ("stop", third, third)
@@ -143,12 +145,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 @in_a_loop
 async def test_what_it_cannot_do_is_refused_by_name(byte_folder: Path, mistake: str) -> None:
     changed, field = MISTAKES[mistake]
-    async with openai_served(engine_of(byte_folder), byte_folder) as (client, _):
+    async with served_engine(engine_of(byte_folder), byte_folder) as (client, _):
         reply: httpx.Response = await client.post(PATH, json=body() | changed)
     assert reply.status_code in (400, 404)
     assert reply.json()["error"]["param"] == field
 
 
 def test_spans_join_tokens_of_one_version() -> None:
-    assert [(span.version, span.start, span.end) for span in spans([3, 3, 5])] == [("3", 0, 2), ("5", 2, 3)]
+    assert [(span["version"], span["start"], span["end"]) for span in spans([3, 3, 5])] == [("3", 0, 2), ("5", 2, 3)]
     assert spans([]) == []

@@ -1,4 +1,4 @@
-"""A model that writes any bytes, the OpenAI server on it in the test's own event loop, and the real command."""
+"""`stretto serve` of a model that writes any bytes: in the test's own event loop, and as the real command."""
 
 from __future__ import annotations
 
@@ -13,75 +13,31 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.http.server import EngineApp
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation, SharedGeneration
-from stretto.engine.openai.app import OpenAIApp
-from stretto.engine.openai.translate import ServedModel
-from stretto.model.hf.folder import quiet_transformers
-from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.gateway.model import ServedModel
+from stretto.gateway.serve.app import ServeApp
+from stretto.launch.commands.serve import rule_of
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from tests.engine.byte_policy import CONTEXT, NAME, VOCABULARY
 from tests.engine.serving import Mailbox
 from tests.launch.running import service
 from tests.launch.warm import WarmCommand
 
-ROOT = Path(__file__).parents[2]
-NAME = "bytes"
-CONTEXT = 256
-VOCABULARY = 261
-MODEL = ServedModel(NAME, CONTEXT, VOCABULARY)
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-)
+ROOT = Path(__file__).parents[3]
 
 
-def build_byte_policy(folder: Path) -> Path:
-    """A tiny Llama over bytes: pieces of characters, whole words never."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: at for at, token in enumerate(["<pad>", "<s>", "</s>", *alphabet, "th", "the"])}
-    backend = Backend(models.BPE(vocabulary, [("t", "h"), ("th", "e")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=()), quiet_transformers():
-        torch.manual_seed(5)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def generated(engine: NativeEngine, request: GenerateRequest) -> list[Completion]:
-    """What the engine makes of a request by itself."""
-    engine.add(request)
-    ended: list[Completion] = []
-    while not engine.idle:
-        ended += engine.step()
-    return sorted(ended, key=lambda completion: completion.member)
+def served_model(tokenizer: Tokenizer) -> ServedModel:
+    """The model as ``stretto serve`` has it."""
+    rule = rule_of(tokenizer, CONTEXT, grammars=True, seeds=True, vocabulary=VOCABULARY)
+    return ServedModel(NAME, tokenizer, rule, reasoning=False)
 
 
 @asynccontextmanager
-async def openai_served(
+async def served_engine(
     engine: NativeEngine,
     folder: Path,
     mailbox: Mailbox | None = None,
@@ -92,7 +48,7 @@ async def openai_served(
     """An HTTP client of a running server, and that server."""
     generation = kind(engine, mailbox or Mailbox())
     tokens = EngineApp(generation)
-    app = OpenAIApp(generation, MODEL, load_tokenizer(folder), tokens, api_key)
+    app = ServeApp(generation, served_model(load_tokenizer(folder)), tokens, api_key=api_key)
     server = GracefulServer(app, generation, keep_alive_seconds=60, patience=patience)
     listening = bind("127.0.0.1", 0, "--port")
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.engine.wire import Refusal
-from tests.engine.openai_serving import NAME, Serving
+from tests.engine.byte_policy import NAME
+from tests.gateway.serve.serving import Serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -1,4 +1,4 @@
-"""Streaming detokenization.
+"""The text of a completion while its tokens come: whole characters only, and nothing behind a stop text.
 
 A character may be spread over several tokens, and a decoder may treat the first token of a text differently (it drops
 its leading space). So new tokens are decoded together with a few before them, whose text is then cut off::
@@ -9,6 +9,12 @@ its leading space). So new tokens are decoded together with a few before them, w
 
 Bytes at the end that are no character yet are pending. When there are none, the newer tokens become the base; so a
 token costs the same however long the completion is.
+
+Stop texts are found in that text, so they may begin and end inside tokens. A server sends text through a `StopFinder`,
+which holds back what may be the beginning of a stop text::
+
+    text        ... "ca" | "f" | "é" | " <" | "/s>" ...
+    StopFinder      "ca"   "f"   "é"   " "    found      "<" may begin the stop text "</s>": it waits
 """
 
 from __future__ import annotations
@@ -78,3 +84,47 @@ class RunningText:
         del self._tokens[:first]
         self._base = len(self._tokens)
         self._sent = len(self._detokenizer.decode(self._tokens)) - len(self.pending)
+
+
+class StopFinder:
+    """Cuts a text off where the first stop text begins.
+
+    The first is the one that is complete first; of those that end at the same place, the longest. Neither depends on
+    how the text was cut into pieces.
+
+    >>> finder = StopFinder(("</s>", "\\n\\n"))
+    >>> finder.push("a <"), finder.push("b> <"), finder.push("/s> c"), finder.found
+    ('a ', '<b> ', '', '</s>')
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.found = ""  #: the stop text that was found
+
+    def push(self, text: str) -> str:
+        """The new text that is certainly no part of a stop text."""
+        if not self._stops:
+            return text
+        if self.found:
+            return ""
+        self._held += text
+        ends = [(at + len(stop), -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if ends:
+            end, size, self.found = min(ends)
+            return self._give_out(end + size)
+        return self._give_out(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
+
+    def end(self) -> str:
+        """The text that was held back; no more comes."""
+        return self._give_out(len(self._held))
+
+    def _give_out(self, ready: int) -> str:
+        piece, self._held = self._held[:ready], "" if self.found else self._held[ready:]
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of a text that may begin a stop text."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

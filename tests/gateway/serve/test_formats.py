@@ -10,7 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.engine.openai_serving import NAME, Serving
+from tests.engine.byte_policy import NAME
+from tests.gateway.serve.serving import Serving
 
 
 class Town(BaseModel):

@@ -19,7 +19,8 @@ from stretto.core.records import Completion, GenerateRequest, Sampling, StopReas
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from tests.engine.openai_serving import CONTEXT, NAME, Serving, generated
+from tests.engine.byte_policy import CONTEXT, NAME, generated
+from tests.gateway.serve.serving import Serving
 from tests.tolerances import EXACT
 
 PROMPT = "the cat"

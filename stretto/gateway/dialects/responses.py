@@ -1,7 +1,7 @@
-"""OpenAI's Responses: how a client of ``/v1/responses`` asks and is answered.
+"""OpenAI's Responses.
 
-One message of the assistant is up to three kinds of *items*, in this order: its reasoning, its text, its calls. Back
-from the client, the items of one turn are one message again. Fields that choose nothing here (`store`, `metadata`,
+One message of the assistant has up to three kinds of *items*, in this order: its reasoning, its text, its calls. When
+the client sends them back, they become one message again. Fields that change nothing here (`store`, `metadata`,
 `service_tier` ...) are accepted and ignored; built-in tools, images and files are refused by name.
 """
 
@@ -14,16 +14,28 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from stretto.conversation.messages import AskedTurn, Message, SaidTurn, Tool, ToolCall, Wanted
-from stretto.core.engine import MOST_LIKELIEST
+from stretto.conversation.messages import ChatRequest, Message, SampledTurn, SamplingOptions, Tool, ToolCall
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record, StopReason
-from stretto.gateway.dialects import COMMENT, NotServed
+from stretto.gateway.dialects.openai import (
+    MinP,
+    MostTokens,
+    OpenAIDialect,
+    Seed,
+    Temperature,
+    TopK,
+    TopLogprobs,
+    TopP,
+    error_of,
+    logprob_of,
+)
+from stretto.gateway.requests import NotServed
+from stretto.processes.http.asgi import sent_event
 from stretto.processes.http.bodies import parse_record
 
 _LOGPROBS = "message.output_text.logprobs"
 _RESPONSE = "resp_"
-#: What a reply says again of its request, with the values of a request that says nothing.
+#: The fields of a request that its reply repeats, with their values where the request has none.
 _ECHOED: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -40,13 +52,12 @@ _ECHOED: Mapping[str, Any] = {
     "truncation": "disabled",
     "user": None,
 }
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "server_error"}
 
 Role = Literal["system", "developer", "user", "assistant"]
 
 
 class Part(Record, frozen=True):
-    """A part of an item's content. Refusals are never sent from here, and read as text."""
+    """A part of an item's content. A refusal is read as text."""
 
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
     text: str = ""
@@ -60,7 +71,7 @@ Content = str | list[Part]
 
 
 class Item(Record, frozen=True):
-    """One item of the input, of any kind; which fields it needs depends on its type."""
+    """One item of the input. Its type decides which fields it needs."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Role | None = None
@@ -79,7 +90,7 @@ class Item(Record, frozen=True):
 
 
 class FunctionTool(Record, frozen=True):
-    """A function that the client runs. The tools that OpenAI's servers run are not there."""
+    """A function that the client runs. Tools that OpenAI's servers run are refused."""
 
     type: Literal["function"]
     name: Annotated[str, Meta(min_length=1)]
@@ -116,14 +127,14 @@ class ResponsesBody(Record, frozen=True, kw_only=True):
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_output_tokens: MostTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
     text: TextOptions | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)] | None = None
+    top_logprobs: TopLogprobs | None = None
     include: list[str] | None = None
     stream: bool | None = None
     background: bool | None = None
@@ -143,67 +154,52 @@ class ResponsesBody(Record, frozen=True, kw_only=True):
     context_management: list[Any] | None = None
 
 
-class ResponsesDialect:
-    """The dialect of ``/v1/responses`` (a `dialects.Dialect`)."""
+class ResponsesDialect(OpenAIDialect):
+    """The dialect of ``/v1/responses`` (a `dialect.Dialect`)."""
 
     path = "/v1/responses"
     body = ResponsesBody
-    keep_alive = COMMENT
-    counts = ()
 
-    def parse(self, body: bytes) -> AskedTurn:
-        asked = parse_record(body, ResponsesBody)
-        items = [Item(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
-        system = (Message("system", asked.instructions),) if asked.instructions is not None else ()
+    def parse(self, body: bytes) -> ChatRequest:
+        """See `Dialect`."""
+        found = parse_record(body, ResponsesBody)
+        items = [Item(role="user", content=found.input)] if isinstance(found.input, str) else found.input
+        system = (Message("system", found.instructions),) if found.instructions is not None else ()
         tools = tuple(
-            Tool(tool.name, tool.description or "", tool.parameters or {}, tool.strict) for tool in asked.tools or ()
+            Tool(tool.name, tool.description or "", tool.parameters or {}, tool.strict) for tool in found.tools or ()
         )
-        if asked.background:
+        if found.background:
             raise RefusedRequest("background", "true", "only false or null: a response is made while its client waits")
-        previous = asked.previous_response_id or ""
+        previous = found.previous_response_id or ""
         if previous and not previous.startswith(_RESPONSE):
             raise RefusedRequest("previous_response_id", repr(previous[:80]), "the id of a response of this session")
-        return AskedTurn(
-            model=asked.model,
+        return ChatRequest(
+            model=found.model,
             messages=(*system, *messages_of(items)),
             tools=tools,
-            wanted=_wanted(asked),
-            stream=bool(asked.stream),
+            options=_options(found),
+            stream=bool(found.stream),
             previous=previous.removeprefix(_RESPONSE),
-            dialect_fields=_echoed(asked),
+            dialect_fields=_echoed(found),
         )
 
-    def reply(self, asked: AskedTurn, said: SaidTurn) -> bytes:
-        return msgspec.json.encode(_response(asked, said, _items(said)))
+    def reply(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> bytes:
+        """See `Dialect`."""
+        return msgspec.json.encode(_response(request, turns[0], _items(turns[0])))
 
-    def events(self, asked: AskedTurn, said: SaidTurn) -> Iterable[bytes]:
-        for number, (kind, fields) in enumerate(_story(asked, said)):
-            data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
-            yield b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-
-    def refuse(self, why: NotServed) -> bytes:
-        return msgspec.json.encode({"error": _error(why)})
+    def events(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> Iterable[bytes]:
+        """See `Dialect`."""
+        for number, (kind, fields) in enumerate(_events(request, turns[0])):
+            yield sent_event({"type": kind, "sequence_number": number, **fields}, kind)
 
     def fail(self, why: NotServed) -> bytes:
+        """See `Dialect`."""
         # OpenAI's event has the fields of the error beside its type; its clients raise where there is an `error`.
-        told = {**_error(why), "type": "error", "sequence_number": 0, "error": _error(why)}
-        return b"event: error\ndata: " + msgspec.json.encode(told) + b"\n\n"
-
-    def headers(self, said: SaidTurn) -> Mapping[str, str]:
-        return {"x-request-id": f"req_{said.id}"}
-
-
-def _error(why: NotServed) -> dict[str, Any]:
-    return {
-        "message": why.message,
-        "type": _KINDS.get(why.status, "invalid_request_error"),
-        "param": why.field or None,
-        "code": why.code or None,
-    }
+        return sent_event({**error_of(why), "type": "error", "sequence_number": 0, "error": error_of(why)}, "error")
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """The items of a turn of the assistant as one message, every other item as its own.
+    """One message for the items of one turn of the assistant, and one for every other item.
 
     Raises:
         RefusedRequest: an item lacks a field of its type.
@@ -225,7 +221,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 
 def _goes_on(last: Message, new: Message) -> bool:
-    """Whether both are of one turn: its reasoning comes before its text, its text before its calls."""
+    """Whether both are of one turn: reasoning comes before text, and text before calls."""
     if new.calls:
         return True
     return not last.calls and not last.text
@@ -263,104 +259,102 @@ def _text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
 
 
-def _wanted(asked: ResponsesBody) -> Wanted:
-    form = (asked.text.format if asked.text else None) or TextFormat("text")
-    choice = asked.tool_choice or "auto"
-    logprobs = asked.top_logprobs if asked.top_logprobs or _LOGPROBS not in (asked.include or ()) else 0
-    return Wanted(
-        max_tokens=asked.max_output_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        seed=asked.seed,
+def _options(body: ResponsesBody) -> SamplingOptions:
+    form = (body.text.format if body.text else None) or TextFormat("text")
+    choice = body.tool_choice or "auto"
+    logprobs = body.top_logprobs if body.top_logprobs or _LOGPROBS not in (body.include or ()) else 0
+    return SamplingOptions(
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
         tool_choice=choice if isinstance(choice, str) else choice.name,
-        parallel_calls=asked.parallel_tool_calls is not False,
+        parallel_calls=body.parallel_tool_calls is not False,
         json=form.type != "text",
         schema=form.schema,
         logprobs=logprobs,
     )
 
 
-def _echoed(asked: ResponsesBody) -> dict[str, Any]:
+def _echoed(body: ResponsesBody) -> dict[str, Any]:
     """The fields of `_ECHOED` that the request has, as JSON."""
-    told = msgspec.to_builtins(asked)
-    return {field: told[field] for field in _ECHOED if told[field] is not None}
+    fields = msgspec.to_builtins(body)
+    return {field: fields[field] for field in _ECHOED if fields[field] is not None}
 
 
-def _items(said: SaidTurn) -> list[dict[str, Any]]:
-    """The items of the turn; what a cut turn said last is incomplete."""
-    message, items = said.message, list[dict[str, Any]]()
+def _items(turn: SampledTurn) -> list[dict[str, Any]]:
+    """The items of the turn. The last one of a turn that was cut is incomplete."""
+    message, items = turn.message, list[dict[str, Any]]()
     if message.reasoning:
         thought = [{"type": "reasoning_text", "text": message.reasoning}]
-        items.append({"id": f"rs_{said.id}", "type": "reasoning", "summary": [], "content": thought})
+        items.append({"id": f"rs_{turn.id}", "type": "reasoning", "summary": [], "content": thought})
     if message.text or not message.calls:
-        part = {"type": "output_text", "text": message.text, "annotations": [], "logprobs": _logprobs(said)}
-        items.append({"id": f"msg_{said.id}", "type": "message", "role": "assistant", "content": [part]})
+        part = {
+            "type": "output_text",
+            "text": message.text,
+            "annotations": [],
+            "logprobs": list(map(logprob_of, turn.tokens)),
+        }
+        items.append({"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "content": [part]})
     for number, call in enumerate(message.calls):
-        kind = {"id": f"fc_{said.id}{number}", "type": "function_call"}
+        kind = {"id": f"fc_{turn.id}{number}", "type": "function_call"}
         items.append({**kind, "call_id": call.id, "name": call.name, "arguments": call.arguments})
     for item in items:
         item["status"] = "completed"
-    if said.stop_reason is StopReason.LENGTH:
+    if turn.stop_reason is StopReason.LENGTH:
         items[-1]["status"] = "incomplete"
     return items
 
 
-def _logprobs(said: SaidTurn) -> list[dict[str, Any]]:
-    return [
-        {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
-        for token in said.tokens
-    ]
-
-
-def _response(asked: AskedTurn, said: SaidTurn, items: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
-    """The whole response; before there are items, as it begins."""
-    cut = said.stop_reason is StopReason.LENGTH
+def _response(request: ChatRequest, turn: SampledTurn, items: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
+    """The whole response; without items, as a stream begins it."""
+    cut = turn.stop_reason is StopReason.LENGTH
     status = "in_progress" if items is None else "incomplete" if cut else "completed"
     return {
         **_ECHOED,
-        **asked.dialect_fields,
-        "id": _RESPONSE + said.id,
+        **request.dialect_fields,
+        "id": _RESPONSE + turn.id,
         "object": "response",
-        "created_at": said.created,
+        "created_at": turn.created,
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "model": said.model,
+        "model": turn.model,
         "output": items or [],
-        "usage": None if items is None else _usage(said),
+        "usage": None if items is None else _usage(turn),
     }
 
 
-def _usage(said: SaidTurn) -> dict[str, Any]:
+def _usage(turn: SampledTurn) -> dict[str, Any]:
     return {
-        "input_tokens": said.prompt_tokens,
+        "input_tokens": turn.prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": said.sampled_tokens,
-        "output_tokens_details": {"reasoning_tokens": said.reasoning_tokens},
-        "total_tokens": said.prompt_tokens + said.sampled_tokens,
+        "output_tokens": turn.sampled_tokens,
+        "output_tokens_details": {"reasoning_tokens": turn.reasoning_tokens},
+        "total_tokens": turn.prompt_tokens + turn.sampled_tokens,
     }
 
 
-def _story(asked: AskedTurn, said: SaidTurn) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events of the turn: their types and fields."""
+def _events(request: ChatRequest, turn: SampledTurn) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Types and fields of the events."""
     empty: dict[str, Any]
-    beginning, items = _response(asked, said, None), _items(said)
+    beginning, items = _response(request, turn, None), _items(turn)
     yield "response.created", {"response": beginning}
     yield "response.in_progress", {"response": beginning}
     for place, item in enumerate(items):
         empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         started = {**item, **empty, "status": "in_progress"}
         yield "response.output_item.added", {"output_index": place, "item": started}
-        yield from _telling(item, {"item_id": item["id"], "output_index": place})
+        yield from _deltas(item, {"item_id": item["id"], "output_index": place})
         yield "response.output_item.done", {"output_index": place, "item": item}
-    whole = _response(asked, said, items)
+    whole = _response(request, turn, items)
     yield f"response.{whole['status']}", {"response": whole}
 
 
-def _telling(item: dict[str, Any], at: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What an item says, as one delta: the turn is whole before its first event is."""
+def _deltas(item: dict[str, Any], at: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The content of an item as one delta: events are made from the whole turn."""
     if item["type"] == "function_call":
         called = "response.function_call_arguments"
         yield f"{called}.delta", {**at, "delta": item["arguments"]}
