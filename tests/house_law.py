@@ -27,7 +27,7 @@ LONGEST_FILE = 480
 WALL_CLOCK = frozenset({"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"})
 #: Where the date is written down for a reader, and nothing is decided by it.
 WRITES_DATES = frozenset(
-    {"engine/openai/app.py", "gateway/agents/groups.py", "gateway/sessions.py", "store/ledger/ledger.py"}
+    {"gateway/agents/groups.py", "gateway/app.py", "gateway/sessions/sessions.py", "store/ledger/ledger.py"}
 )
 
 

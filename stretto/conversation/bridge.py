@@ -145,7 +145,7 @@ class Bridge:
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         self._turns: list[CompletedTurn] = []  # the longest first
-        self._begun: dict[tuple[History, bytes], NextPrompt] = {}
+        self._started: dict[tuple[History, bytes], NextPrompt] = {}
 
     def next(self, history: History, tools: tuple[Tool, ...]) -> NextPrompt:
         """The prompt for the next reply.
@@ -153,7 +153,7 @@ class Bridge:
         Raises:
             DataError: the template refuses the messages, or the tokenizer a character.
         """
-        if (known := self._begun.get((history, msgspec.json.encode(tools)))) is not None:
+        if (known := self._started.get((history, msgspec.json.encode(tools)))) is not None:
             return dataclasses.replace(known, cause="again")
         longest, ambiguous = self._longest(history, tools)
         cause, tail, how = self._cause(history, tools, longest), None, Match.EQUAL
@@ -169,7 +169,7 @@ class Bridge:
 
     def begin(self, history: History, prompt: NextPrompt) -> None:
         """Note that a turn began with `history`: the same messages later have the cause ``again``."""
-        self._begun.setdefault((history, msgspec.json.encode(prompt.tools)), prompt)
+        self._started.setdefault((history, msgspec.json.encode(prompt.tools)), prompt)
 
     def add(self, turn: CompletedTurn) -> None:
         """Add a completed turn, in place of the one with its id."""

@@ -43,7 +43,7 @@ _RESPONSES: Mapping[str, Any] = {
 }
 
 
-class Call(HttpExchange):
+class ChatExchange(HttpExchange):
     """One HTTP request to a chat server.
 
     Attributes:
@@ -68,7 +68,7 @@ class Call(HttpExchange):
         await self.reply(msgspec.json.encode(found))
 
 
-Handler = Callable[[Call], Awaitable[None]]
+Handler = Callable[[ChatExchange], Awaitable[None]]
 
 
 class ChatServer:
@@ -84,13 +84,13 @@ class ChatServer:
             dialects: the first one writes the errors of other paths.
             names: names of this server; requests to another ``Host`` are refused. None allows every name.
         """
-        self.model, self._names, self._created = model, names, int(time.time())
+        self.model, self._names, self._created = model, names, date_of_reply()
         self._dialects, self._plain = {dialect.path: dialect for dialect in dialects}, dialects[0]
         self._counts = {count.path: (count, dialect) for dialect in dialects for count in dialect.counts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, key = self.address(scope)
-        call = Call(scope, receive, send, path, key)
+        call = ChatExchange(scope, receive, send, path, key)
         call.dialect = self._dialects.get(path) or self._counts.get(path, (None, self._plain))[1]
         try:
             if self._names is not None and (host := self._names.foreign(scope)) is not None:
@@ -128,7 +128,7 @@ class ChatServer:
         """All paths that have a name of their own."""
         return frozenset({*self._dialects, *self._counts, *self.pages()})
 
-    async def serve(self, call: Call) -> None:
+    async def serve(self, call: ChatExchange) -> None:
         """Find the handler of a request, and call it.
 
         Raises:
@@ -141,22 +141,22 @@ class ChatServer:
             raise NotServed(405, f"{call.path[:80]} allows {route[0]}, not {method}", allow=route[0])
         await route[1](call)
 
-    async def complete(self, dialect: Any, call: Call) -> None:
+    async def complete(self, dialect: Any, call: ChatExchange) -> None:
         """Reply to a request for completions in this dialect."""
         raise NotImplementedError
 
-    async def count(self, count: TokenCount, call: Call) -> None:
+    async def count(self, count: TokenCount, call: ChatExchange) -> None:
         """Reply to a request for a number of tokens."""
         raise NotImplementedError
 
-    async def health(self, call: Call) -> None:
+    async def health(self, call: ChatExchange) -> None:
         """Reply to ``GET /health``."""
         await call.show({"status": "ok", "model": self.model.name})
 
-    def failed(self, call: Call, error: Exception) -> None:
+    def failed(self, call: ChatExchange, error: Exception) -> None:
         """Called with an error that is a bug."""
 
-    def error(self, call: Call, error: Exception) -> NotServed:
+    def error(self, call: ChatExchange, error: Exception) -> NotServed:
         """The reply for an error."""
         if isinstance(error, NotServed):
             return error
@@ -164,14 +164,14 @@ class ChatServer:
             return refusal(error, call.dialect.fields, call.request)
         return NotServed(503, str(error), code="unavailable")
 
-    async def _fail(self, call: Call, why: NotServed) -> None:
+    async def _fail(self, call: ChatExchange, why: NotServed) -> None:
         if call.status:
             await call.write(call.dialect.fail(why), last=True)
         else:
             call.headers = why.headers
             await call.reply(call.dialect.refuse(why), why.status)
 
-    async def body(self, call: Call) -> bytes:
+    async def body(self, call: ChatExchange) -> bytes:
         """The body of a request.
 
         Raises:
@@ -187,7 +187,7 @@ class ChatServer:
             raise NotServed(413, f"body: more than {most:,} bytes, which is the limit", "body", "body_too_large")
         return raw
 
-    async def parsed(self, parse: Callable[[bytes], Any], call: Call) -> Any:
+    async def parsed(self, parse: Callable[[bytes], Any], call: ChatExchange) -> Any:
         """The request in a body.
 
         Raises:
@@ -204,7 +204,9 @@ class ChatServer:
                 call.add_headers({"x-stretto-unapplied": ", ".join(unapplied)})
         return request
 
-    async def send(self, dialect: Dialect, call: Call, turns: Coroutine[Any, Any, Sequence[SampledTurn]]) -> None:
+    async def send(
+        self, dialect: Dialect, call: ChatExchange, turns: Coroutine[Any, Any, Sequence[SampledTurn]]
+    ) -> None:
         """Send turns when they are there. A stream is kept alive until then; a client that leaves cancels them."""
         request = call.request
         assert isinstance(request, ChatRequest)
@@ -218,7 +220,7 @@ class ChatServer:
         else:
             await call.reply(dialect.reply(request, found))
 
-    async def models(self, call: Call) -> None:
+    async def models(self, call: ChatExchange) -> None:
         """Reply to ``GET /v1/models`` and ``GET /v1/models/NAME``."""
         name, created, most = self.model.name, self._created, self.model.rule.context
         card = {"id": name, "created": created, "max_model_len": most, "object": "model", "owned_by": "stretto"}
@@ -233,7 +235,7 @@ class ChatServer:
         error = RefusedRequest("model", f"{name[:80]!r} is not served here", f"the model is {self.model.name!r}")
         return NotServed(404, str(error), "model", "model_not_found")
 
-    async def _describe(self, call: Call) -> None:
+    async def _describe(self, call: ChatExchange) -> None:
         await call.reply(self.openapi())
 
     def openapi(self) -> bytes:
@@ -253,6 +255,11 @@ class ChatServer:
         paths[f"{_MODELS}/{{model}}"] = {"parameters": [named], "get": _RESPONSES}
         described = {"openapi": "3.1.0", "info": {"title": self.title, "version": "1"}, "paths": paths}
         return msgspec.json.encode({**described, "components": {"schemas": schemas}})
+
+
+def date_of_reply() -> int:
+    """Seconds since 1970."""
+    return int(time.time())
 
 
 def unknown_key() -> NotServed:

@@ -26,7 +26,7 @@ from stretto.conversation.messages import ChatRequest
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, derive_seed
-from stretto.gateway.app import Call, ChatServer, Handler, unknown_key
+from stretto.gateway.app import ChatExchange, ChatServer, Handler, unknown_key
 from stretto.gateway.dialects.chat import ChatDialect
 from stretto.gateway.dialects.completions import CompletionsDialect
 from stretto.gateway.dialects.dialect import Dialect, TokenCount
@@ -110,7 +110,7 @@ class ServeApp(ChatServer):
 
         await super().__call__(scope, receive, counted)
 
-    async def serve(self, call: Call) -> None:
+    async def serve(self, call: ChatExchange) -> None:
         """See `ChatServer`."""
         if self._api_key and hmac.compare_digest(call.key.encode("latin-1"), self._api_key):
             admit(call.scope)
@@ -126,7 +126,7 @@ class ServeApp(ChatServer):
         """See `ChatServer`."""
         return {**super().pages(), "/metrics": self._metrics}
 
-    async def health(self, call: Call) -> None:
+    async def health(self, call: ChatExchange) -> None:
         """See `ChatServer`."""
         stopping = self._engine.stopping
         status = {"status": "stopping" if stopping else "ok", "model": self.model.name}
@@ -134,15 +134,15 @@ class ServeApp(ChatServer):
         body = msgspec.json.encode({**status, "engine": await self._engine.health()})
         await call.reply(body, 503 if stopping else 200)
 
-    async def _metrics(self, call: Call) -> None:
+    async def _metrics(self, call: ChatExchange) -> None:
         await call.reply(self._counters.text(await self._engine.health()).encode(), media=CONTENT_TYPE)
 
-    async def count(self, count: TokenCount, call: Call) -> None:
+    async def count(self, count: TokenCount, call: ChatExchange) -> None:
         """See `ChatServer`."""
         [prompt] = await self._prompts(await self.parsed(count.parse, call))
         await call.reply(count.reply(len(prompt)))
 
-    async def complete(self, dialect: Dialect | ChoiceDialect, call: Call) -> None:
+    async def complete(self, dialect: Dialect | ChoiceDialect, call: ChatExchange) -> None:
         """See `ChatServer`."""
         began, name = time.monotonic(), uuid.uuid4().hex
         request: Request = await self.parsed(dialect.parse, call)

@@ -14,7 +14,7 @@ import msgspec
 from stretto.conversation.messages import ChatRequest, SampledTurn
 from stretto.core.engine import Progress
 from stretto.core.records import GenerateRequest
-from stretto.gateway.app import Call
+from stretto.gateway.app import ChatExchange, date_of_reply
 from stretto.gateway.dialects.openai import ChoiceDialect, Part, usage_of
 from stretto.gateway.model import ServedModel
 from stretto.gateway.requests import Request
@@ -39,7 +39,7 @@ class Completing:
     name: str
     model: ServedModel
     began: float = field(default_factory=time.monotonic)
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(default_factory=date_of_reply)
     sampled: int = 0
     first_token: float | None = None
     last_token: float | None = None
@@ -66,7 +66,7 @@ class Completing:
             for _, progress in sorted(found.items())
         ]
 
-    async def write(self, dialect: ChoiceDialect, call: Call, stream: Stream) -> None:
+    async def write(self, dialect: ChoiceDialect, call: ChatExchange, stream: Stream) -> None:
         """Send the choices of a reply in pieces, or all of them as a whole."""
         request, streamed, whole = self.request, self.request.stream, list[Part]()
         members = [(prompt.id, member) for prompt in self.prompts for member in range(len(prompt.seeds))]

@@ -27,7 +27,7 @@ from starlette.types import Scope
 
 from stretto.conversation.messages import ChatRequest, SampledTurn
 from stretto.core.errors import RefusedRequest
-from stretto.gateway.app import Call, ChatServer, Handler, sent_key, unknown_key
+from stretto.gateway.app import ChatExchange, ChatServer, Handler, sent_key, unknown_key
 from stretto.gateway.dialects.chat import ChatDialect
 from stretto.gateway.dialects.dialect import Dialect, TokenCount
 from stretto.gateway.dialects.messages import MessagesDialect
@@ -97,13 +97,13 @@ class GatewayApp(ChatServer):
             return "POST" if found["rest"] else "GET", partial(self._control, found["id"], found["rest"])
         return super().route(path)
 
-    def failed(self, call: Call, error: Exception) -> None:
+    def failed(self, call: ChatExchange, error: Exception) -> None:
         """See `ChatServer`."""
         session = self.sessions.of_key(call.key)
         if session is not None and not session.broken:  # else it is the error of a turn, which may be tried again
             session.unanswered[b""] = f"the gateway failed: {type(error).__name__}: {error}"
 
-    async def _open(self, call: Call) -> None:
+    async def _open(self, call: ChatExchange) -> None:
         if not self._operates(call.key):
             raise self._unknown_key()
         if self._operator_key:
@@ -113,7 +113,7 @@ class GatewayApp(ChatServer):
         self.sessions.add(session)
         await call.show(opened(session, own_address(call.scope)))
 
-    async def _control(self, id: str, what: str, call: Call) -> None:
+    async def _control(self, id: str, what: str, call: ChatExchange) -> None:
         session = self._controlled(id, call.key)
         admit(call.scope)
         if what == "/reward":
@@ -146,7 +146,7 @@ class GatewayApp(ChatServer):
             raise
         session.end()
 
-    async def complete(self, dialect: Dialect, call: Call) -> None:
+    async def complete(self, dialect: Dialect, call: ChatExchange) -> None:
         """See `ChatServer`."""
         session = self._of_key(call.key)
         admit(call.scope)
@@ -160,14 +160,14 @@ class GatewayApp(ChatServer):
 
         await self.send(dialect, call, turn())
 
-    async def count(self, count: TokenCount, call: Call) -> None:
+    async def count(self, count: TokenCount, call: ChatExchange) -> None:
         """See `ChatServer`."""
         session = self._of_key(call.key)
         admit(call.scope)
         request = await self.parsed(count.parse, call)
         await call.reply(count.reply(await session.count(request)))
 
-    async def models(self, call: Call) -> None:
+    async def models(self, call: ChatExchange) -> None:
         """See `ChatServer`."""
         self._of_key(call.key)
         await super().models(call)
