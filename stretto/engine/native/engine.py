@@ -32,7 +32,7 @@ from stretto.engine.native.busy_spans import BusySpans
 from stretto.engine.native.capacity import longest_row
 from stretto.engine.native.completions import Completions
 from stretto.engine.native.parameters import Parameters
-from stretto.engine.native.proving import Proving
+from stretto.engine.native.proving import CanaryScorer
 from stretto.engine.native.sampling import BrokenLogits, sample
 from stretto.engine.native.scheduler import Member, Scheduler
 from stretto.engine.native.stops import StopTexts
@@ -86,7 +86,7 @@ class NativeEngine:
         self._busy_seconds = 0.0
         self._ended: Counter[str] = Counter()  # tokens of ended completions, by open request
         self._stale: tuple[str, ...] = ()  # what the last update has not dropped
-        self._proving = Proving(self._policy)
+        self._proving = CanaryScorer(self._policy)
 
     @classmethod
     def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:

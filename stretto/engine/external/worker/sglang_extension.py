@@ -19,13 +19,14 @@ _HERE = f"{__package__}." if __package__ else ""  # in a server, its path leads 
 _ADVANCE, _READBACK = (import_module(f"{_HERE}{name}") for name in ("advance", "readback"))
 
 ACTION = "stretto_held"
+_HOOKS = "sglang.srt.plugins.hook_registry"
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterator"
 
 
 def register() -> None:
     """What the entry point calls."""
-    hooks = import_module("sglang.srt.plugins.hook_registry")
+    hooks = import_module(_HOOKS)
     hooks.HookRegistry.register(_CHECKER, handle, hooks.HookType.AROUND)
     hooks.HookRegistry.register(_LOADER, counted, hooks.HookType.AROUND)
 
