@@ -25,8 +25,9 @@ from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.proving import Proving
 from stretto.loop.engines.roster import EngineState
-from stretto.processes.role import RESTART_DELAY_SECONDS, ReplaceableProcess, RestartBudget, RoleProcess
+from stretto.processes.role import ReplaceableProcess, RoleProcess
 from stretto.processes.spawn import Spawner
+from stretto.processes.supervisor import RestartBudget, Supervisor
 
 RETRY_SECONDS = 0.05
 _POLL_SECONDS = 0.005
@@ -90,8 +91,7 @@ class EngineHandle:
     ) -> Self:
         """An engine that is not started yet; `role` is the module of its process."""
         process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung, spawner)
-        answer, load = deadlines.answer, deadlines.load
-        # Of its health too an engine replies between two steps, and a step may be long.
+        answer, load = deadlines.answer, deadlines.load  # to ask for its health too waits for a step, which may be long
         client = HttpEngine(spec.name, spec.address, answer_seconds=answer, load_seconds=load, health_seconds=answer)
         restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
         return cls(spec, process, client, deadlines, restarts, changed, proving, load_interval)
@@ -141,17 +141,15 @@ class EngineHandle:
         now, allowed = asyncio.get_running_loop().time(), seconds + self.load_interval
         late = bool(self._missing) and now - self._missing[0][1] > allowed
         if late and self.counts:
-            self.lags = True
-            awaited = self._missing[0][0]
+            self.lags, awaited = True, self._missing[0][0]
             say(f"{self.name} has not loaded version {awaited} in {seconds:g} s: no groups until it has caught up")
             self.changed(self)
 
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
     async def start(self, publication: float = 0.0) -> None:
-        """Start its process; when this returns, it serves the newest published version.
-
-        `publication`: seconds that it may wait for the first publication, beyond those of `deadlines.start`.
+        """Start its process; when this returns, it serves the newest published version. `publication`: seconds that it
+        may wait for the first publication, beyond those of `deadlines.start`.
 
         Raises:
             RoleDied: it ended instead.
@@ -185,33 +183,37 @@ class EngineHandle:
 
     async def replace(self, how: str, say: Callable[[str], None], publication: float = 0.0) -> None:
         """A new process for one that ended, which happened as `how` says; `publication` as for `start`."""
-        while not self.leaving:
-            self._count_death(how)
-            say(f"{self.name} {how}: a new one is started")
-            try:
-                await self.start(publication)
-                break
-            except RoleDied as death:
-                how = death.how
-            except DeadlineExceeded as late:
-                await self.process.stop(0.0)
-                how = str(late)
-            await asyncio.sleep(RESTART_DELAY_SECONDS)
+        if self.leaving:
+            return
+        self._mark_dead(how)
+        log = str(self.process.log)
+        await Supervisor(self.name, lambda: self._start_anew(publication), self.restarts, say, log).replace(how)
 
-    def _count_death(self, how: str) -> None:
+    async def _start_anew(self, publication: float) -> None:
         """
         Raises:
-            RoleDied, UnprovenWeights: it has died too often, or is not to be replaced.
+            RoleDied: it ended, or was too late; it is down, unless it leaves the run.
         """
-        self._ended += 1
-        self.how = how
+        if self.leaving:
+            return
+        try:
+            await self.start(publication)
+        except RoleDied as death:
+            self._mark_dead(death.how)
+            raise
+        except DeadlineExceeded as late:
+            await self.process.stop(0.0)
+            self._mark_dead(str(late))
+            raise RoleDied(self.name, str(late), str(self.process.log)) from None
+
+    def _mark_dead(self, how: str) -> None:
+        """Its process has ended; raises UnprovenWeights where that was to be for good."""
+        self._ended, self.how = self._ended + 1, how
         self._retire_counters()
         self._becomes(EngineState.DOWN, None)
+        self.client.break_off()  # to another machine a connection stays open until its end is noticed
         if self._doubt is not None:
             raise self._doubt
-        self.client.break_off()  # to another machine a connection stays open until its end is noticed
-        if self.restarts.exceeded_by_one_more():
-            raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", str(self.process.log))
 
     def _retire_counters(self) -> None:
         """Those of a process that has ended; what it had not finished is wasted."""
@@ -336,8 +338,7 @@ class EngineHandle:
         """Return when it serves `version` or a newer one, which it then loads whether that is due or not.
 
         Raises:
-            EngineLeft: it is not up any more.
-            EngineLost: it does not for `deadlines.start` seconds.
+            EngineLeft, EngineLost: it is not up any more, or does not for `deadlines.start` seconds.
         """
         self._awaited += 1
         try:
@@ -396,5 +397,4 @@ class EngineHandle:
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
         """A counter summed over it and those that it replaced, up to their last poll."""
-        present = [self.health] if self.health is not None else []
-        return sum(counter(health) for health in [*present, *self._earlier])
+        return sum(counter(health) for health in (self.health, *self._earlier) if health is not None)
