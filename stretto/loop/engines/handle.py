@@ -91,8 +91,7 @@ class EngineHandle:
     ) -> Self:
         """An engine that is not started yet; `role` is the module of its process."""
         process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung, spawner)
-        answer, load = deadlines.answer, deadlines.load
-        # Of its health too an engine replies between two steps, and a step may be long.
+        answer, load = deadlines.answer, deadlines.load  # to ask for its health too waits for a step, which may be long
         client = HttpEngine(spec.name, spec.address, answer_seconds=answer, load_seconds=load, health_seconds=answer)
         restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
         return cls(spec, process, client, deadlines, restarts, changed, proving, load_interval)
@@ -142,17 +141,15 @@ class EngineHandle:
         now, allowed = asyncio.get_running_loop().time(), seconds + self.load_interval
         late = bool(self._missing) and now - self._missing[0][1] > allowed
         if late and self.counts:
-            self.lags = True
-            awaited = self._missing[0][0]
+            self.lags, awaited = True, self._missing[0][0]
             say(f"{self.name} has not loaded version {awaited} in {seconds:g} s: no groups until it has caught up")
             self.changed(self)
 
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
     async def start(self, publication: float = 0.0) -> None:
-        """Start its process; when this returns, it serves the newest published version.
-
-        `publication`: seconds that it may wait for the first publication, beyond those of `deadlines.start`.
+        """Start its process; when this returns, it serves the newest published version. `publication`: seconds that it
+        may wait for the first publication, beyond those of `deadlines.start`.
 
         Raises:
             RoleDied: it ended instead.
@@ -204,18 +201,13 @@ class EngineHandle:
             await Supervisor(self.name, start, self.restarts, say, str(self.process.log)).replace(how)
 
     def _mark_dead(self, how: str) -> None:
-        """Its process has ended.
-
-        Raises:
-            UnprovenWeights: it is not to be replaced.
-        """
-        self._ended += 1
-        self.how = how
+        """Its process has ended; raises UnprovenWeights where that was to be for good."""
+        self._ended, self.how = self._ended + 1, how
         self._retire_counters()
         self._becomes(EngineState.DOWN, None)
+        self.client.break_off()  # to another machine a connection stays open until its end is noticed
         if self._doubt is not None:
             raise self._doubt
-        self.client.break_off()  # to another machine a connection stays open until its end is noticed
 
     def _retire_counters(self) -> None:
         """Those of a process that has ended; what it had not finished is wasted."""
