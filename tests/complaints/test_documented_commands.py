@@ -40,7 +40,7 @@ _TINY = "rollout.batch_size=1 rollout.group_size=4 task.held_out=2 evaluation.pr
 _ARITHMETIC = f"{_TINY} warm_start.steps=2 trainer.steps=2 task.prompts=64 task.demonstrations=64"
 #: Words that make a command small, by how it begins.
 SMALLER = {
-    "stretto train recipes/from_hf.toml": f"{_TINY} trainer.steps=1",
+    "stretto train recipes/from_hf.toml": f"{_TINY} trainer.steps=1 rollout.filter=none",
     "stretto train my_recipe.toml": f"{_TINY} trainer.steps=2",
     "stretto train recipes/arithmetic.toml": _ARITHMETIC,
     "stretto plan recipes/arithmetic.toml": _ARITHMETIC,
