@@ -1,5 +1,6 @@
-"""Promises: docs/complaints.md has all twenty complaints with their threads, and shows each by a test or a campaign
-that exists; its tables of memory and disk are the committed results.
+"""Promises: docs/complaints.md has all twenty complaints with their threads, shows each by links to tests or campaigns
+that exist, and is linked from the README and the site's first page; its tables of memory and disk are the committed
+results, by which no role grows and no folder is above its ceiling.
 """
 
 from __future__ import annotations
@@ -7,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,8 @@ from tests.test_docs import names_in
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "complaints.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "results"
+ROLES = {"conductor", "engine-0", "fork server", "rewards", "trainer", "weights server", "workflow"}
+MOST_PER_1000_STEPS = 2.0  # MiB, of a line of least squares
 ROWS = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE, flags=re.MULTILINE)
 #: How many threads each complaint was seen in, at least, and one that says it best.
 THREADS = {
@@ -53,17 +57,44 @@ def test_all_twenty_are_there_with_their_threads() -> None:
 
 
 @pytest.mark.parametrize(("number", "shown"), [(number, shown) for number, *_, shown in ROWS])
-def test_each_is_shown_by_what_exists(number: str, shown: str) -> None:
-    places = re.findall(r"`([\w./-]+\.(?:py|json))(?::(\w+))?`", shown)
-    assert any(file.startswith("tests/") and name for file, name in places), f"{number} has no test"
+def test_each_is_shown_by_links_to_what_exists(number: str, shown: str) -> None:
+    links = re.findall(r"\[`([\w./-]+)`\]\(\.\./([\w./-]+)\)", shown)
+    assert re.sub(r"\[`[\w./-]+`\]\(\.\./[\w./-]+\)(, )?", "", shown).strip() == "", "every place is a link"
+    assert any(file.startswith("tests/") for _, file in links), f"{number} has no test"
     missing = [
-        (file, name)
-        for file, name in places
-        if not (ROOT / file).is_file() or (name and name not in names_in(ROOT / file))
+        (name, file)
+        for name, file in links
+        if not (ROOT / file).is_file() or (file.endswith(".py") and name not in names_in(ROOT / file))
     ]
     assert missing == []
 
 
+def test_the_page_is_linked_from_the_first_ones() -> None:
+    assert "](docs/complaints.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](complaints.md)" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["results"]
+    return found
+
+
 def test_the_tables_are_the_committed_results() -> None:
-    assert memory_table(json.loads((RESULTS / "growth-memory.json").read_text())["results"]) in PAGE
-    assert disk_table(json.loads((RESULTS / "growth-checkpoints.json").read_text())["results"]) in PAGE
+    assert memory_table(results("growth-memory")) in PAGE
+    assert disk_table(results("growth-checkpoints")) in PAGE
+
+
+def test_no_role_grows_over_the_run_of_2000_steps() -> None:
+    found = results("growth-memory")
+    assert found["setting"]["steps"] >= 2000
+    assert (found["alarms"], found["laws_kept"]) == ([], True)
+    assert set(found["roles"]) == ROLES
+    for role, one in found["roles"].items():
+        assert one["per_1000_steps"] <= MOST_PER_1000_STEPS, role
+        assert one["end"] <= 1.02 * one["begin"] + 1, role
+
+
+def test_no_folder_is_ever_above_its_ceiling() -> None:
+    for folder, one in results("growth-checkpoints")["folders"].items():
+        assert 0 < one["most"] <= one["ceiling"], folder
+        assert one["looks"] > 100
