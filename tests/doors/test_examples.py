@@ -70,7 +70,7 @@ def test_a_run_of_parts_of_ones_own(laboratory: Laboratory, tmp_path: Path) -> N
     }
     steps, _ = read_metrics(folder.metrics)
     assert [step.step for step in steps] == [1, 2, 3]
-    assert all(step.trainer["clipped_fraction"] == 0 for step in steps)  # this loss has no clip
+    assert all(step.trainer["clip_fraction"] == 0 for step in steps)  # this loss has no clip
     with (run_dir / "table.csv").open() as file:
         assert [row[2] for row in csv.reader(file) if row[1] == "step"] == ["1", "2", "3"]
     assert check_run(run_dir).kept
