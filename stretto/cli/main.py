@@ -90,6 +90,10 @@ def train(
         ),
     ] = None,
     plots: Annotated[bool, typer.Option(help="Draw the run into its folder once it has ended.")] = True,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Below each line of progress all measurements; a terminal has them anyway."),
+    ] = False,
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
     with importing():
@@ -116,7 +120,7 @@ def train(
         print(f"run folder {prepared.path}\nin the browser: stretto watch {prepared.path}", flush=True)
         alarms = AlarmWatch.of(prepared.path)
         prepared.recall(alarms.step, alarms.evaluated)
-        with open_display(prepared.steps, alarms=alarms) as display:
+        with open_display(prepared.steps, alarms=alarms, verbose=verbose) as display:
             code = prepared.train(display, spawner)
     from stretto.dashboard.terminal.summary import print_inspection
 

@@ -83,16 +83,29 @@ def test_a_file_gets_a_line_now_and_then_and_the_last_of_each_phase() -> None:
     lines = output.getvalue().splitlines()
     assert lines[:3] == [
         "policy/v000000 [8 MB]",
-        "warm start 10/300 | 12 s | loss 0.3100",
-        "warm start 300/300 | 12 s | loss 0.2500",
+        "warm start 10/300 0:12 left 5:48 | loss 0.3100",
+        "warm start 300/300 0:12 left 0:00 | loss 0.2500",
     ]
-    assert lines[3].startswith("training 1/600 | 0 s | held-out 41.5% (v0) | accuracy 71.2%")
+    assert lines[3] == (
+        "step 1/600 0:00 left 1:00 | held-out 41.5 % | reward .71 | len 31 | stale 1.5 | gen 100 % | train 90 %"
+    )
     # 100 tokens trained and 150 generated in each tenth of a second
     assert lines[4:] == [
-        "training 40/600 | 4 s | held-out 41.5% (v0) | accuracy 71.2% | reward 0.712 | length 31.2, longest 120 | "
-        "staleness 1.50, largest 3 | loss -0.0123 | KL to behavior 0.002 | grad norm 0.5 | learning rate 8e-05 | "
-        "in flight 24 | buffered 7 | 1,500 tokens/s generated | 1,000 tokens/s trained | "
-        "engine-0 100% | trainer 90%"
+        "step 40/600 0:04 left 0:56 | held-out 41.5 % | reward .71 | len 31 | stale 1.5 | gen 1.5k t/s 100 % | "
+        "train 1k 90 %"
+    ]
+
+
+def test_a_verbose_display_has_all_measurements_below_in_lines_of_the_same_length() -> None:
+    output = io.StringIO()
+    with open_display(600, Console(file=output), verbose=True) as display:
+        display.evaluated(EVALUATION)
+        for step in range(1, 41):
+            display.step(metrics(step))
+    assert output.getvalue().splitlines()[-3:] == [
+        "  held-out 41.5% (v0) | accuracy 71.2% | reward 0.712 | length 31.2, longest 120 | staleness 1.50, largest 3",
+        "  loss -0.0123 | KL to behavior 0.002 | grad norm 0.5 | learning rate 8e-05 | in flight 24 | buffered 7",
+        "  1,500 tokens/s generated | 1,000 tokens/s trained | engine-0 100% | trainer 90%",
     ]
 
 
@@ -117,7 +130,7 @@ def test_a_terminal_gets_a_panel_that_ends_with_the_last_step() -> None:
 
 def test_an_accuracy_says_how_many_answers_nobody_could_judge() -> None:
     output = io.StringIO()
-    with open_display(600, Console(file=output)) as display:
+    with open_display(600, Console(file=output), verbose=True) as display:
         display.evaluated(msgspec.structs.replace(EVALUATION, undecided=12))
         display.step(metrics(1))
     assert "held-out 41.5% (v0, 12 undecided)" in output.getvalue()

@@ -99,7 +99,7 @@ def test_lines_have_an_alarm_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (at,) = [number for number, line in enumerate(lines) if line.startswith("alarm")]
     # twenty steps make two windows; by then the newer one is below a fifth of the older
     assert lines[at].startswith("alarm  entropy collapse since step 19")
-    assert lines[at - 1].startswith("training 20/100")
+    assert lines[at - 1].startswith("step 20/100 ")
 
 
 def test_an_alarm_watch_finds_what_the_alarms_of_the_whole_run_find(tmp_path: Path) -> None:

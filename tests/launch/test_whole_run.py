@@ -23,6 +23,7 @@ from stretto.core.records import State
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.measures.goodput import CATEGORIES
 from stretto.store.series.metrics import read_metrics
+from stretto.store.series.progress import LONGEST
 from stretto.store.series.tokens import TokenOutcome, read_tokens
 from tests.launch.running import TINY, Laboratory, assert_the_law, exported
 from tests.tolerances import EXACT
@@ -116,6 +117,12 @@ def test_the_run_folder_holds_everything_that_explains_the_run(run_dir: Path) ->
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
     assert "torch" in json.loads((run_dir / "versions.json").read_text())
     assert json.loads((run_dir / "machine.json").read_text())["cores"] >= 1
+
+
+def test_no_line_of_the_log_is_longer_than_120_characters_but_warnings_and_paths(run_dir: Path) -> None:
+    lines = [line.partition("  ")[2] for line in (run_dir / "log.txt").read_text().splitlines()]
+    assert any(line.startswith(f"step {STEPS}/{STEPS} ") for line in lines)
+    assert [line for line in lines if len(line) > LONGEST and not line.startswith(("warning: ", "shown in "))] == []
 
 
 def test_what_became_of_each_token_is_on_record_and_adds_up_to_what_each_step_measured(

@@ -1,4 +1,5 @@
-"""``log.txt``: everything that is shown is written down first, and a run does not end because nobody looks."""
+"""``log.txt``: everything that is shown is written down first, steps now and then and the last one; a run does not end
+because nobody looks."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Broken(SilentReporter):
 
 
 def test_everything_is_written_down_with_its_time(tmp_path: Path) -> None:
-    logbook = RunLog(tmp_path / "log.txt", SilentReporter())
+    logbook = RunLog(tmp_path / "log.txt", SilentReporter(), steps=4, seconds=0.0)
     logbook.say("engine-0 was killed by SIGKILL: a new one is started")
     logbook.learning(SupervisedProgress(step=5, steps=10, loss=0.25, seconds=1.0))
     logbook.step(STEP)
@@ -48,11 +49,23 @@ def test_everything_is_written_down_with_its_time(tmp_path: Path) -> None:
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split("  ", 1)[1] for line in lines] == [
         "engine-0 was killed by SIGKILL: a new one is started",
-        "warm start 5/10: loss 0.2500",
-        "step 3: accuracy 0.500, reward 0.250, 640 tokens, staleness 1.50",
+        "warm start 5/10 0:01 left 0:01 | loss 0.2500",
+        "step 3/4 0:04 left 0:01 | reward .25 | len 12 | stale 1.5",
         "held-out accuracy of version 3: 0.7500",
         "held-out accuracy of version 3: 0.7500 (32 of 512 undecided)",
     ]
+
+
+def test_steps_have_a_line_now_and_then_and_the_last_has_its_line(tmp_path: Path) -> None:
+    for steps in (40, 60):  # the second is stopped before its last step
+        log = tmp_path / f"{steps}.txt"
+        logbook = RunLog(log, SilentReporter(), steps=steps, seconds=100.0)
+        for number in range(1, 41):
+            logbook.step(msgspec.structs.replace(STEP, step=number))
+        logbook.ends()
+        logbook.ends()
+        lines = [line.split("  ", 1)[1] for line in log.read_text().splitlines()]
+        assert [line.split()[1] for line in lines] == [f"1/{steps}", f"40/{steps}"]
 
 
 def test_a_run_goes_on_when_nobody_looks_any_more(tmp_path: Path) -> None:

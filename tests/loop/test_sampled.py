@@ -11,10 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.core.records import Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
 from stretto.loop.records.alarms import WatchedSamples, line
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.progress import LONGEST
 from stretto.store.series.samples import SampledCompletion, rewind_samples
 
 PROMPT = Prompt(id="17", token_ids=(5,), text="3+8=", answer="11")
@@ -42,8 +45,8 @@ def test_a_right_and_a_wrong_completion_are_shown_beside_each_other_and_kept(fol
     for _ in range(3):  # of which one is due
         sampled.judged(PROMPT, [trajectory(WRONG), trajectory(WRONG), trajectory(RIGHT, "3+8=11", (7,))])
     assert said == [
-        "sample of version 6 to 7: prompt '3+8=' | completion '3+8=12' | gold '11' | wrong, reward 0",
-        "sample of version 7: prompt '3+8=' | completion '3+8=11' | gold '11' | right, reward 1",
+        "sample v6-7: '3+8=' -> '3+8=12' | gold '11' | wrong, reward 0",
+        "sample v7: '3+8=' -> '3+8=11' | gold '11' | right, reward 1",
     ]
     kept = [msgspec.json.decode(row, type=SampledCompletion) for row in folder.samples.read_bytes().splitlines()]
     assert [(sample.completion, sample.versions, sample.reward) for sample in kept] == [
@@ -57,9 +60,19 @@ def test_a_right_and_a_wrong_completion_are_shown_beside_each_other_and_kept(fol
 
 def test_a_long_completion_is_shown_with_both_ends() -> None:
     shown = line(SampledCompletion.of(PROMPT, trajectory(WRONG).versions, f"first{'x' * 10_000}last", WRONG))
-    assert len(shown) < 600
+    assert len(shown) == LONGEST
     assert "'first" in shown
     assert "last'" in shown
+
+
+@given(st.text(max_size=300), st.text(max_size=300), st.text(max_size=300), st.text(max_size=300))
+def test_a_sample_has_one_line_of_bounded_length_whatever_its_texts_are(
+    prompt: str, completion: str, gold: str, reason: str
+) -> None:
+    sample = SampledCompletion(10_000, "17", prompt, gold, completion, Outcome.UNDECIDED, None, reason, (9_998, 10_000))
+    shown = line(sample)
+    assert len(shown) <= LONGEST
+    assert len(shown.splitlines()) == 1
 
 
 def test_that_no_completion_has_been_right_is_said_at_twice_as_many_groups_each_time(folder: RunFolder) -> None:

@@ -45,7 +45,7 @@ def test_a_finished_run_is_shown_with_its_state_and_not_touched(
     before = contents(run)
     watch_in_terminal([run], stay)
     *_, last, state = capsys.readouterr().out.splitlines()
-    assert last.startswith("training 2/3 | 4 s | held-out 50.0% (v2) | accuracy 50.0% | reward 0.200")
+    assert last.startswith("step 2/3 0:04 left 0:02 | held-out 50.0 % | reward .2 | len 3 | stale .5 | gen ")
     assert state == "first: finished"
     assert contents(run) == before
 
@@ -68,7 +68,7 @@ def test_a_run_that_grows_and_dies_is_followed_to_its_end(tmp_path: Path, capsys
 
     watch_in_terminal([run], grow)
     *_, last, alarm, state = capsys.readouterr().out.splitlines()
-    assert last.startswith("training 30/3 | 60 s | held-out 75.0% (v30)")
+    assert last.startswith("step 30/3 1:00 | held-out 75.0 %")
     assert alarm.startswith("alarm  entropy collapse since step")
     assert state == r"first: dead: engine-0 is gone\x1b[2J"
     assert waits == [0.5, 0.5]
@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_from_an_earlier_step_is_shown_from_there(
     watch_in_terminal([run], rewind)
     os.close(held)
     *_, last, state = capsys.readouterr().out.splitlines()
-    assert last.startswith("training 1/3 | 9 s | accuracy")  # without the held-out accuracy of before
+    assert last.startswith("step 1/3 0:09 left 0:18 | reward")  # without the held-out accuracy of before
     assert state == "first: running"
 
 

@@ -15,6 +15,7 @@ from stretto.dashboard.terminal.characters import harmless
 from stretto.dashboard.terminal.snapshot import Snapshot
 from stretto.dashboard.terminal.summary import bar, canary_rows
 from stretto.store.inspection import CanaryProof
+from stretto.store.series.progress import clock
 
 _LEVELS, _ASCII_LEVELS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
 _TREND_WIDTH = 60
@@ -85,9 +86,9 @@ def _courses(trends: Mapping[str, Sequence[float]], width: int, ascii_only: bool
 
 def _header(snapshot: Snapshot) -> Text:
     left = snapshot.remaining
-    rest = "" if left is None else f", about {_clock(left)} left"
+    rest = "" if left is None else f", about {clock(left)} left"
     step = (f"{snapshot.step}/{snapshot.steps}", "bold")
-    return Text.assemble(f"{snapshot.phase} ", step, f"   {_clock(snapshot.seconds)} elapsed{rest}", overflow="fold")
+    return Text.assemble(f"{snapshot.phase} ", step, f"   {clock(snapshot.seconds)} elapsed{rest}", overflow="fold")
 
 
 def _rows(rows: Sequence[tuple[str, str]], ascii_only: bool) -> Table:
@@ -109,8 +110,3 @@ def _work(snapshot: Snapshot, ascii_only: bool) -> Table:
     for what, rate in snapshot.tokens_per_second.items():
         table.add_row(what, f"{rate:,.0f} tokens/s")
     return table
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"

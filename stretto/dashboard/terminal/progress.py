@@ -55,8 +55,10 @@ def open_display(
     alarms: Alarms | None = None,
     title: str = "stretto",
     proofs: Proofs = tuple,
+    verbose: bool = False,
 ) -> Display:
-    """The display of a run of `steps` training steps; on a terminal with the `proofs` of its engines.
+    """The display of a run of `steps` training steps: a panel on a terminal, with the `proofs` of its engines;
+    elsewhere lines, below each all measurements if it is `verbose`.
 
     Example::
 
@@ -68,7 +70,7 @@ def open_display(
     alarms = alarms or _NoAlarms()
     if console.is_terminal and not console.is_dumb_terminal:
         return PanelDisplay(steps, console, alarms, title, proofs)
-    return LineDisplay(steps, console, alarms=alarms)
+    return LineDisplay(steps, console, alarms=alarms, verbose=verbose)
 
 
 class Display(ABC):
@@ -184,11 +186,17 @@ class LineDisplay(Display):
     """One plain line every few seconds, one at the end of each phase, and one for an alarm that begins."""
 
     def __init__(
-        self, steps: int, console: Console, seconds: float = _LINE_SECONDS, alarms: Alarms | None = None
+        self,
+        steps: int,
+        console: Console,
+        seconds: float = _LINE_SECONDS,
+        alarms: Alarms | None = None,
+        verbose: bool = False,
     ) -> None:
         super().__init__(steps, console, seconds, alarms or _NoAlarms())
+        self._verbose = verbose
 
     def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str]) -> None:
-        self.say(snapshot.line())
-        for line in fresh.values():
+        self.say(snapshot.line)
+        for line in [*(snapshot.details() if self._verbose else ()), *fresh.values()]:
             self.say(line)

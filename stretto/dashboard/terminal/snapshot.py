@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
@@ -10,6 +9,7 @@ from typing import Protocol
 from stretto.core.records import Record
 from stretto.dashboard.terminal.trend import Trend
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.store.series.progress import LONGEST, RunProgress, lesson_line, seconds_left
 
 TRAINING = "training"
 
@@ -21,7 +21,6 @@ _TRAINER = {
     "grad_norm": "grad norm",
     "learning_rate": "learning rate",
 }
-_RATE_SECONDS = 3.0  # window of the mean tokens per second
 
 
 class WarmStartProgress(Protocol):
@@ -51,6 +50,7 @@ class Snapshot(Record, frozen=True):
     step: int
     steps: int
     seconds: float  # since the phase started
+    line: str = ""  # the snapshot on one line
     facts: tuple[tuple[str, str], ...] = ()
     tokens_per_second: Mapping[str, float] = {}  # "generated" or "trained": rate
     busy: Mapping[str, float] = {}  # role: fraction since the previous step
@@ -59,15 +59,18 @@ class Snapshot(Record, frozen=True):
     @property
     def remaining(self) -> float | None:
         """Seconds until the last step at the pace so far; None before the first step, or if the last is not known."""
-        return self.seconds / self.step * (self.steps - self.step) if 0 < self.step <= self.steps else None
+        return seconds_left(self.step, self.steps, self.seconds)
 
-    def line(self) -> str:
-        """The snapshot on one line."""
-        parts = [f"{self.phase} {self.step}/{self.steps}", f"{self.seconds:.0f} s"]
-        parts += [f"{name} {value}" for name, value in self.facts]
+    def details(self) -> list[str]:
+        """All measurements, in lines of `LONGEST` characters at most."""
+        parts = [f"{name} {value}" for name, value in self.facts]
         parts += [f"{rate:,.0f} tokens/s {what}" for what, rate in self.tokens_per_second.items()]
         parts += [f"{role} {fraction:.0%}" for role, fraction in self.busy.items()]
-        return " | ".join(parts)
+        lines = [""]
+        for part in parts:
+            longer = f"{lines[-1]} | {part}" if lines[-1] else f"  {part}"
+            lines = [*lines[:-1], longer] if len(longer) <= LONGEST else [*lines, f"  {part}"]
+        return [line for line in lines if line]
 
 
 class Watcher:
@@ -75,12 +78,10 @@ class Watcher:
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
+        self._progress = RunProgress(steps)
         self._trends = {name: Trend() for name in ("accuracy", "held-out", "reward", "staleness", "entropy")}
-        self._held_out: EvaluationLine | None = None
         self._newest: StepMetrics | None = None
         self._make: Callable[[], Snapshot] | None = None
-        self._trained = 0
-        self._counts: deque[tuple[float, int, int]] = deque()  # rl seconds, tokens generated, tokens trained
 
     @property
     def snapshot(self) -> Snapshot | None:
@@ -92,13 +93,18 @@ class Watcher:
         if lesson.accuracy is not None:
             facts.append(("accuracy", f"{lesson.accuracy:.1%}"))
         made = Snapshot(
-            phase=lesson.phase, step=lesson.step, steps=lesson.steps, seconds=lesson.seconds, facts=tuple(facts)
+            phase=lesson.phase,
+            step=lesson.step,
+            steps=lesson.steps,
+            seconds=lesson.seconds,
+            line=lesson_line(lesson.phase, lesson.step, lesson.steps, lesson.seconds, lesson.loss, lesson.accuracy),
+            facts=tuple(facts),
         )
         self._make = lambda: made
 
     def step(self, metrics: StepMetrics) -> None:
         self._newest = metrics
-        self._trained += metrics.trained_tokens
+        self._progress.step(metrics)
         for name, value in (
             ("accuracy", metrics.accuracy),
             ("reward", metrics.reward),
@@ -106,14 +112,11 @@ class Watcher:
             ("entropy", metrics.trainer.get("entropy")),
         ):
             self._trends[name].add(value)
-        self._counts.append((metrics.rl_seconds, metrics.generated_tokens, self._trained))
-        while len(self._counts) > 2 and metrics.rl_seconds - self._counts[1][0] > _RATE_SECONDS:
-            self._counts.popleft()
         self._make = partial(self._snapshot, metrics)
 
     def evaluated(self, evaluation: EvaluationLine) -> bool:
         """Whether there is a step to show it with."""
-        self._held_out = evaluation
+        self._progress.evaluated(evaluation)
         self._trends["held-out"].add(evaluation.accuracy)
         return self._newest is not None
 
@@ -123,17 +126,18 @@ class Watcher:
             step=metrics.step,
             steps=self._steps,
             seconds=metrics.rl_seconds,
+            line=self._progress.line(),
             facts=tuple(self._facts(metrics)),
-            tokens_per_second=self._rates(),
+            tokens_per_second=self._progress.rates(),
             busy={role: fraction for role, fraction in sorted(metrics.busy.items()) if fraction is not None},
             trends={name: points for name, trend in self._trends.items() if len(points := trend.points) > 1},
         )
 
     def _facts(self, metrics: StepMetrics) -> list[tuple[str, str]]:
         facts = []
-        if self._held_out is not None:
-            unknown = f", {self._held_out.undecided} undecided" if self._held_out.undecided else ""
-            facts.append(("held-out", f"{self._held_out.accuracy:.1%} (v{self._held_out.version}{unknown})"))
+        if (held_out := self._progress.held_out) is not None:
+            unknown = f", {held_out.undecided} undecided" if held_out.undecided else ""
+            facts.append(("held-out", f"{held_out.accuracy:.1%} (v{held_out.version}{unknown})"))
         facts += [
             ("accuracy", f"{metrics.accuracy:.1%}"),
             ("reward", f"{metrics.reward:.3f}"),
@@ -151,13 +155,6 @@ class Watcher:
             facts.append(("canary", f"{share:.0%} of its tolerance ({engine})"))
         facts += [(name.replace("_", " "), f"{value:g}") for name, value in metrics.queues.items() if value is not None]
         return facts
-
-    def _rates(self) -> dict[str, float]:
-        (then, generated_then, trained_then), (now, generated, trained) = self._counts[0], self._counts[-1]
-        if now <= then:
-            return {}
-        seconds = now - then
-        return {"generated": (generated - generated_then) / seconds, "trained": (trained - trained_then) / seconds}
 
 
 def _bound(metrics: StepMetrics) -> str:

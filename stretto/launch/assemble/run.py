@@ -46,17 +46,13 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import UnfinishedGroup, last_step, read_batches, read_unfinished
 from stretto.store.series.metrics import rewind_metrics
+from stretto.store.series.progress import LEGEND
 from stretto.store.series.samples import rewind_samples
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto.worlds.single_turn import GroupWorkflow, SingleTurn
 from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.workflows.config import WorkflowConfig
 
-_LEGEND = (
-    "a line shows: held-out = accuracy on prompts that are never trained on (of which version) | accuracy = of the "
-    "completions judged since the step before | reward, length = means of the trained completions | staleness = "
-    "versions from sampling to training | in flight, buffered = groups | percentages = how busy each role is"
-)
 _DRAIN_SECONDS = 5.0  # for an engine to give the tokens of its completions
 #: Facts of the ledger: the state of the controller, and the tenure of the present conductor.
 CONTROLLER, CONDUCTOR = "standing", "conductor"
@@ -376,7 +372,7 @@ async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> N
         await checkpointing.save_policy(controller.published)
         recorder.spans(await roles.poll_unless(stop))
         say(f"{_phase(recipe, 3)}: reinforcement learning, steps {controller.published + 1} to {recipe.trainer.steps}")
-        say(_LEGEND)
+        say(LEGEND)
         recorder.rl_begins()
         await conductor.run()
     if stop.requested:

@@ -202,7 +202,7 @@ class Prepared:
             StrettoError: the run failed; it can be resumed from its last checkpoint.
         """
         with self.folder:
-            logbook = RunLog(self.folder.log, reporter)
+            logbook = RunLog(self.folder.log, reporter, self.steps)
             logbook.note(f"starts at version {self.beginning.version}")
             for sentence in destinations(self.plan.recipe.logging, self.path, os.environ):
                 logbook.say(sentence)
@@ -214,8 +214,10 @@ class Prepared:
             except SystemExit as end:
                 code = int(end.code or 0)  # the last checkpoint stands
             except (StrettoError, OSError) as error:
+                logbook.ends()
                 logbook.note(f"failed: {described(error) if isinstance(error, OSError) else error}")
                 raise
+            logbook.ends()
             logbook.note(f"ends with exit code {code}")
             return code
 

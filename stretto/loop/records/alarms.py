@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from stretto.core.records import Outcome, Prompt, Trajectory
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.lines import LineWriter
+from stretto.store.series.progress import LONGEST
 from stretto.store.series.samples import SampledCompletion
 
 _ALARM_GROUPS = 32  # without a right completion; then at twice as many each time
 _KINDS = 20  # of undecided verdicts that are reported
-_SHOWN = 240  # characters of one text on one line
+_PROMPT, _GOLD, _WORTH = 26, 14, 24  # characters of what stands beside a completion on its line
 WINDOW = 10.0  # seconds over which work is counted: a worker reports it when a completion is judged
 _SATURATED = 0.9
 
@@ -74,27 +75,33 @@ class WatchedSamples:
 
 
 def line(sample: SampledCompletion) -> str:
-    """A sample on one line.
+    """A sample on one line of `LONGEST` characters at most.
 
     >>> line(SampledCompletion(7, "17", "3+8=", "11", "3+8=11", Outcome.RIGHT, 1.0, "", (6, 7)))
-    "sample of version 6 to 7: prompt '3+8=' | completion '3+8=11' | gold '11' | right, reward 1"
+    "sample v6-7: '3+8=' -> '3+8=11' | gold '11' | right, reward 1"
     """
     first, last = sample.versions[0], sample.versions[-1]
-    version = f"{first}" if first == last else f"{first} to {last}"
-    worth = sample.reason if sample.reward is None else f"reward {sample.reward:g}"
+    version = f"{first}" if first == last else f"{first}-{last}"
+    worth = " ".join(sample.reason.split()) if sample.reward is None else f"reward {sample.reward:g}"
     if sample.rewards:
         worth += f" ({', '.join(f'{name} {value:g}' for name, value in sample.rewards.items())})"
-    prompt, completion, gold = map(_short, (sample.prompt, sample.completion, sample.answer))
-    return (
-        f"sample of version {version}: prompt {prompt} | completion {completion} | gold {gold} | "
-        f"{sample.outcome.value}, {worth}"
-    )
+    prompt, gold = _short(sample.prompt, _PROMPT), _short(sample.answer, _GOLD)
+    before, behind = f"sample v{version}: {prompt} -> ", f" | gold {gold} | "
+    behind += f"{sample.outcome.value}, {worth if len(worth) <= _WORTH else f'{worth[: _WORTH - 3]}...'}"
+    return f"{before}{_short(sample.completion, LONGEST - len(before) - len(behind))}{behind}"
 
 
-def _short(text: str) -> str:
-    """Both ends, since the final answer is at the end."""
-    half = _SHOWN // 2
-    return repr(text if len(text) <= _SHOWN else f"{text[:half]} ... {text[-half:]}")
+def _short(text: str, room: int) -> str:
+    """A text in quotes, both ends of it if it is longer than its room, since the final answer is at the end.
+
+    >>> _short("3+8=11", 20), _short("three and eight are eleven", 20)
+    ("'3+8=11'", "'three a ... eleven'")
+    """
+    shown, kept = repr(text[: room + 1]), min(len(text), room)
+    while len(shown) > room and kept > 0:
+        kept -= 1
+        shown = repr(f"{text[: kept - kept // 2]} ... {text[len(text) - kept // 2 :]}")
+    return shown
 
 
 class SlowReward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,17 +10,23 @@ from pathlib import Path
 from stretto.loop.records.reporter import Reporter, SilentReporter
 from stretto.store.files import identity
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.store.series.progress import RunProgress, lesson_line
 from stretto.trainer.messages import SupervisedProgress
+
+_LINE_SECONDS = 5.0
 
 
 class RunLog:
     """A reporter that writes everything down and passes it on to another reporter.
 
-    A run does not end because nobody looks any more: what cannot be written or shown is left out.
+    Steps have a line every `seconds`, and the last one has its line. A run does not end because nobody looks any more:
+    what cannot be written or shown is left out.
     """
 
-    def __init__(self, path: Path, reporter: Reporter) -> None:
-        self._path, self._reporter = path, reporter
+    def __init__(self, path: Path, reporter: Reporter, steps: int = 0, seconds: float = _LINE_SECONDS) -> None:
+        """`steps`: the last step of the run; 0: not known."""
+        self._path, self._reporter, self._seconds = path, reporter, seconds
+        self._progress, self._waiting, self._written = RunProgress(steps), "", -math.inf
         self._folder = identity(path.parent)
 
     def say(self, text: str) -> None:
@@ -27,20 +34,31 @@ class RunLog:
         self._show(lambda reporter: reporter.say(text))
 
     def learning(self, progress: SupervisedProgress) -> None:
-        self.note(f"warm start {progress.step}/{progress.steps}: loss {progress.loss:.4f}")
+        told = (progress.phase, progress.step, progress.steps, progress.seconds, progress.loss, progress.accuracy)
+        self._now_and_then(lesson_line(*told), progress.step == progress.steps)
         self._show(lambda reporter: reporter.learning(progress))
 
     def step(self, metrics: StepMetrics) -> None:
-        self.note(
-            f"step {metrics.step}: accuracy {metrics.accuracy:.3f}, reward {metrics.reward:.3f}, "
-            f"{metrics.trained_tokens} tokens, staleness {metrics.staleness_mean:.2f}"
-        )
+        self._progress.step(metrics)
+        self._now_and_then(self._progress.line(), metrics.step == self._progress.steps)
         self._show(lambda reporter: reporter.step(metrics))
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
         unknown = f" ({evaluation.undecided} of {evaluation.prompts} undecided)" if evaluation.undecided else ""
         self.note(f"held-out accuracy of version {evaluation.version}: {evaluation.accuracy:.4f}{unknown}")
+        self._progress.evaluated(evaluation)
         self._show(lambda reporter: reporter.evaluated(evaluation))
+
+    def ends(self) -> None:
+        """Write down the newest step, if it has no line yet."""
+        if self._waiting:
+            self._now_and_then(self._waiting, at_once=True)
+
+    def _now_and_then(self, line: str, at_once: bool) -> None:
+        self._waiting = line
+        if at_once or time.monotonic() - self._written >= self._seconds:
+            self.note(line)
+            self._waiting, self._written = "", time.monotonic()
 
     def _show(self, show: Callable[[Reporter], None]) -> None:
         try:

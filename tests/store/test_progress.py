@@ -1,0 +1,137 @@
+"""Promises: the line of a run's progress has step, time, held-out accuracy, reward, length, staleness and what is
+slowest, in 120 characters at most whatever the numbers are; what it leaves out first is what matters least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.store.series.progress import LEGEND, LONGEST, RunProgress, brief, clock, lesson_line
+
+BUSY = {"engine-0": 0.89, "engine-1": 0.93, "trainer": 0.74, "rewards": 0.2, "conductor": None}
+
+
+def step(number: int, busy: Mapping[str, float | None] = BUSY, **changed: float) -> StepMetrics:
+    """Steps of a tenth of a second, with 1,400 tokens trained and 1,800 generated in each."""
+    made = StepMetrics(
+        step=number,
+        version=number,
+        wall_seconds=9.0,
+        rl_seconds=0.1 * number,
+        accuracy=0.9,
+        reward=0.95,
+        length_mean=24.4,
+        length_max=64,
+        staleness_mean=1.6,
+        staleness_max=2,
+        trained_tokens=1400,
+        generated_tokens=1800 * number,
+        busy=busy,
+        max_staleness=2.0,
+    )
+    return msgspec.structs.replace(made, **changed)
+
+
+def evaluation(accuracy: float) -> EvaluationLine:
+    return EvaluationLine(step=0, version=0, wall_seconds=1.0, rl_seconds=0.0, accuracy=accuracy, prompts=512)
+
+
+def test_a_line_has_what_one_wants_to_know() -> None:
+    progress = RunProgress(2700)
+    assert progress.line() == ""
+    progress.evaluated(evaluation(0.924))
+    for number in range(1, 323):
+        progress.step(step(number))
+    assert progress.line() == (
+        "step 322/2700 0:32 left 3:58 | held-out 92.4 % | reward .95 | len 24 | stale 1.6/2 | gen 18k t/s 91 % | "
+        "train 14k 74 %"
+    )
+
+
+@pytest.mark.parametrize(
+    ("busy", "end"),
+    [
+        (
+            {"engine-0": 0.5, "trainer": 0.75, "rewards": 0.97, "workflow": 0.2},
+            "stale 1.6/2 | gen 50 % | train 75 % | rewards 97 %",
+        ),
+        ({"engine-0": 0.5, "trainer": 0.75, "rewards": 0.7}, "stale 1.6/2 | gen 50 % | train 75 %"),
+        ({"rewards": 0.7}, "stale 1.6/2 | rewards 70 %"),
+        ({}, "stale 1.6/2"),
+    ],
+)
+def test_a_role_that_is_busier_than_engines_and_trainer_is_named(busy: dict[str, float | None], end: str) -> None:
+    progress = RunProgress(0)
+    progress.step(step(7, busy))
+    assert progress.line() == f"step 7 0:01 | reward .95 | len 24 | {end}"
+
+
+def test_a_line_that_is_too_long_leaves_out_length_then_staleness_then_what_the_trainer_does() -> None:
+    progress = RunProgress(1_000_000)
+    progress.evaluated(evaluation(1.0))
+    busy = {"engine-0": 0.99, "trainer": 0.99, "workflow": 1.0}
+    for number in (900_000, 900_001):
+        progress.step(step(number, busy, staleness_mean=12.5, max_staleness=16.0))
+    assert progress.line() == (
+        "step 900001/1000000 25:00:00 left 2:46:40 | held-out 100.0 % | reward .95 | gen 18k t/s 99 % | workflow 100 %"
+    )
+
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(
+    st.integers(0, 1 << 62),
+    st.integers(0, 1 << 62),
+    NUMBERS,
+    NUMBERS,
+    NUMBERS,
+    st.floats(0, 1e9),
+    st.text(max_size=400),
+)
+def test_no_line_is_longer_whatever_the_numbers_are(
+    number: int, steps: int, reward: float, length: float, staleness: float, seconds: float, role: str
+) -> None:
+    progress = RunProgress(steps)
+    progress.evaluated(evaluation(0.5))
+    for at in (number, number + 1):
+        progress.step(
+            step(at, {role: 1.0}, reward=reward, length_mean=length, staleness_mean=staleness, rl_seconds=seconds)
+        )
+    assert 0 < len(progress.line()) <= LONGEST
+    assert progress.line().startswith("step ")
+
+
+def test_the_legend_and_the_line_of_a_lesson_are_no_longer() -> None:
+    assert len(LEGEND) <= LONGEST
+    assert (
+        lesson_line("warm start", 3, 4, 90.0, 0.5, 0.75)
+        == "warm start 3/4 1:30 left 0:30 | loss 0.5000 | accuracy 75.0 %"
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (0.0, "0"),
+        (0.052, ".052"),
+        (-0.25, "-.25"),
+        (1.0, "1"),
+        (9.96, "10"),
+        (1000, "1k"),
+        (-1.4e6, "-1.4M"),
+        (3e12, "3000G"),
+    ],
+)
+def test_a_number_has_two_digits(number: float, told: str) -> None:
+    assert brief(number) == told
+
+
+def test_a_duration_has_hours_where_it_has_any() -> None:
+    assert [clock(seconds) for seconds in (0, 59.6, 3599, 3600)] == ["0:00", "1:00", "59:59", "1:00:00"]
