@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from stretto.outlets.config import PROMETHEUS, OutletsConfig
 from stretto.outlets.follower import Cursor
 from stretto.outlets.role import MODULE, FollowerSpec
 from stretto.processes.role import RoleProcess
+from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.store.folder.run_folder import RunFolder
 
 HUNG_SECONDS = 120.0  #: in which a tool has to reply
@@ -79,30 +81,35 @@ class ToolFollower:
         self._process = RoleProcess(tool, MODULE, self._log, hung)
         self._ending = asyncio.Event()
         self._until: int | None = None  # our end of the pipe
+        self._last = False  # the process was started when the run had ended
+        self._told = False  # it was said that the tool takes nothing, and it has taken nothing since
+        self._before, self._fault, self._how = self._has(), "", ""
 
     async def run(self) -> None:
         """Start processes until one has handed on everything after `end`; no error but a cancellation leaves it."""
-        pause, told, before, fault = _FIRST_PAUSE, False, self._has(), ""
-        while True:
-            ending = self._ending.is_set()
-            how = await self._once()
-            if (after := self._has()) != before:  # the tool has taken something meanwhile
-                pause, told, before = _FIRST_PAUSE, False, after
-            if (found := _fault(after)) not in ("", fault):
-                self._say(f"{self.tool} lacks a line of the run: {found}")
-                fault = found
-            if ending or not how:
-                break
-            if not told:
-                self._say(
-                    f"{self.tool} takes nothing: {how}; the run goes on without it, and tries again ({self._log})"
-                )
-                told = True
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ending.wait(), pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        if how:
-            self._say(f"{self.tool} has not taken the end of the run: {how}")
+        restarts = RestartBudget(math.inf, delay=_FIRST_PAUSE, factor=2.0, longest=_LONGEST_PAUSE)
+        supervisor = Supervisor(
+            self.tool, self._start, restarts, lambda _: self._tell(), wanted=lambda: not self._last, sleep=self._pause
+        )
+        try:
+            await supervisor.begin()
+            while how := await self._how_it_ended(restarts):
+                await supervisor.replace(how)
+        except RoleDied as death:
+            self._say(f"{self.tool} has not taken the end of the run: {death.how}")
+
+    def _tell(self) -> None:
+        """Say that the tool takes nothing, once until it takes something."""
+        if not self._told:
+            self._say(
+                f"{self.tool} takes nothing: {self._how}; the run goes on without it, and tries again ({self._log})"
+            )
+            self._told = True
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait between two processes, until the run ends at most."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), seconds)
 
     def _has(self) -> bytes:
         """What the tool has, as its cursor says."""
@@ -111,12 +118,17 @@ class ToolFollower:
         except OSError:
             return b""
 
-    async def _once(self) -> str:
-        """One process from its start to its end; "" if it was asked to end and has handed on everything."""
+    async def _start(self) -> None:
+        """
+        Raises:
+            RoleDied: the system has no room for another process.
+        """
+        self._last = self._ending.is_set()
         try:
             far, self._until = os.pipe()
         except OSError as error:
-            return described(error)
+            self._how = described(error)
+            raise RoleDied(self.tool, self._how) from error
         if self._ending.is_set():
             self._close()
         try:
@@ -126,12 +138,23 @@ class ToolFollower:
             await self._process.start(spec, 1, (far,), environment=online)
         except RoleDied as error:
             self._close()
-            return error.how
+            self._how = error.how
+            raise
         finally:
             os.close(far)
+
+    async def _how_it_ended(self, restarts: RestartBudget) -> str:
+        """Wait until the process ends; "" if it was asked to and has handed on everything."""
         how = await self._process.ended()
         self._close()
-        return "" if how.endswith("exit code 0") else f"{_last_words(self._log)} ({how})"
+        if (has := self._has()) != self._before:
+            self._before, self._told = has, False
+            restarts.progressed()
+        if (found := _fault(has)) not in ("", self._fault):
+            self._say(f"{self.tool} lacks a line of the run: {found}")
+            self._fault = found
+        self._how = "" if how.endswith("exit code 0") else f"{_last_words(self._log)} ({how})"
+        return self._how
 
     async def end(self, task: asyncio.Task[None], seconds: float) -> None:
         """The run has ended: the process hands on the rest, `seconds` long at most."""

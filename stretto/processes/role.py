@@ -1,4 +1,4 @@
-"""The process of one role, from the conductor's side: started, watched, stopped, and how often it may be replaced."""
+"""The process of one role, from the conductor's side: started, watched, stopped."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import contextlib
 import math
 import os
 import signal
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -22,7 +20,6 @@ from stretto.processes.heartbeat import HEARTBEAT
 from stretto.processes.spawn import FRESH, RunningProcess, Spawn, Spawner
 from stretto.processes.tree import cpu_ticks
 
-RESTART_DELAY_SECONDS = 0.5  #: between two starts of a role: memory that was missing may be free then
 _END_SECONDS = 10.0
 _REAP_SECONDS = 5.0
 _LISTEN_SECONDS = 0.5
@@ -203,39 +200,6 @@ class Heartbeat:
             self.heard = self._beat = True
         else:  # the role has ended, which `ended` reports
             asyncio.get_running_loop().remove_reader(self._near)
-
-
-class RestartBudget:
-    """How often one role may be replaced: `allowed` times within `window` seconds, and as often without any progress,
-    so that a role which dies of the same work every time ends the run.
-
-    Example::
-
-        restarts = RestartBudget(allowed=3, window=3600.0)
-        if restarts.exceeded_by_one_more():    # the fourth within an hour, or the fourth since `progressed`
-            raise RoleDied(...)
-    """
-
-    def __init__(self, allowed: int, window: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._allowed, self._window, self._clock = allowed, window, clock
-        self._moments: deque[float] = deque()
-        self._in_a_row = 0
-
-    def exceeded_by_one_more(self) -> bool:
-        """Count one more death; whether that is too many."""
-        now = self._clock()
-        self._in_a_row += 1
-        self._moments.append(now)
-        while self._moments[0] <= now - self._window:
-            self._moments.popleft()
-        return len(self) > self._allowed
-
-    def progressed(self) -> None:
-        """The role has completed a request."""
-        self._in_a_row = 0
-
-    def __len__(self) -> int:
-        return max(len(self._moments), self._in_a_row)
 
 
 class ReplaceableProcess(Protocol):

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -63,8 +64,9 @@ def log_ratio(folder: Path, prompt: str, chosen: str, rejected: str) -> float:
 def test_it_learns_to_prefer_and_leaves_the_base_alone(write: Write, tmp_path: Path) -> None:
     seen, told = list[SupervisedProgress](), list[str]()
     dpo(write(), ["preferences.micro_batch_tokens=11"], tmp_path / "out", seen.append, told.append, session_server())
-    row = PAIRS[5]
-    assert log_ratio(tmp_path / "out", **row) > log_ratio(tmp_path / "policy", **row) + 1
+    # Over all pairs: how far a single one comes in 30 steps depends on the rounding of the processor.
+    before, after = ([log_ratio(tmp_path / folder, **row) for row in PAIRS] for folder in ("policy", "out"))
+    assert fmean(after) > fmean(before) + 1
     assert (seen[-1].step, seen[-1].steps, seen[-1].phase, seen[-1].accuracy) == (30, 30, "preferences", 1.0)
     assert seen[-1].loss < 0.3
     assert told == [

@@ -28,7 +28,7 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
-from stretto.processes.role import RestartBudget
+from stretto.processes.supervisor import RestartBudget
 from tests.faults.simulation import VirtualLoop
 from tests.loop.simulated_guests import Machine, SimulatedClient, SimulatedProcess, length
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.processes.role import RestartBudget
+from stretto.processes.supervisor import RestartBudget
 
 
 def test_one_more_than_allowed_within_the_window_is_too_many() -> None:

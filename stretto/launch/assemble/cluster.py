@@ -20,7 +20,7 @@ from stretto.cluster.machine import JoinedMachine
 from stretto.cluster.messages import AGENTS_TLS, Join, RunTerms, Tenure
 from stretto.cluster.placing import RayPlacerSpec
 from stretto.cluster.succession import RunSuperseded, tell
-from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied
+from stretto.core.errors import DeadlineExceeded, Problem, RecipeError
 from stretto.core.events import Span
 from stretto.core.tasks import NamedTasks, first_of
 from stretto.launch.assemble.ray_agents import RayAgents, placing_seconds
@@ -34,8 +34,9 @@ from stretto.loop.engines.guest import guest
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
 from stretto.processes.handshake import new_key
-from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
+from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import TOKEN, Spawner
+from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.processes.tls import client_context
 from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.config import ChosenMedium
@@ -213,15 +214,13 @@ class Cluster:
         deadlines = self.plan.recipe.deadlines
         process = RoleProcess("weights", _WEIGHTS_ROLE, self.folder.role_log("weights"), deadlines.hung, self.spawner)
         restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
+        supervisor = Supervisor(
+            "the server of weights", lambda: process.start(spec, 1), restarts, self.report, str(process.log)
+        )
         with reserved:  # nobody else gets its port
             try:
-                while True:
-                    await process.start(spec, 1)
-                    how = await process.ended()
-                    if restarts.exceeded_by_one_more():
-                        raise RoleDied("weights", f"{how}, {len(restarts)} times", str(process.log))
-                    self.report(f"the server of weights {how}: a new one is started")
-                    await asyncio.sleep(RESTART_DELAY_SECONDS)
+                await supervisor.begin()
+                await supervisor.keep(process.ended)
             finally:
                 await process.stop(_STOP_GRACE)
 

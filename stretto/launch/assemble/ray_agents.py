@@ -16,9 +16,10 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed
 from stretto.loop.config import DeadlinesConfig
 from stretto.processes.channel import ConductorEnd
-from stretto.processes.role import RestartBudget, RoleProcess
+from stretto.processes.role import RoleProcess
 from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, TOKEN
+from stretto.processes.supervisor import RestartBudget, Supervisor
 
 _NAME = "the placer of Ray"
 _GRACE = 5.0
@@ -52,7 +53,9 @@ class RayAgents:
     def __post_init__(self) -> None:
         # Ray's own threads start and stop its processes: no heartbeat is asked of them.
         self._process = RoleProcess(_NAME, self.module, self.log, spawner=FRESH)
-        self._restarts = RestartBudget(self.deadlines.engine_restarts, self.deadlines.restart_window)
+        allowed, window = self.deadlines.engine_restarts, self.deadlines.restart_window
+        restarts = RestartBudget(allowed, window, delay=self.pause, factor=2.0)
+        self._supervisor = Supervisor(_NAME, self._place_anew, restarts, self.say, str(self.log))
         self._channel: ConductorEnd[FromPlacer] | None = None
         self._order = PlaceAgents(engines=0)  # the last one that was carried out
         self._numbers = itertools.count(1)
@@ -110,17 +113,15 @@ class RayAgents:
             RoleDied: it dies too often, or its agents cannot be placed anew.
         """
         while True:
-            problem, pause = await self._process.ended(), self.pause
-            while problem:
-                if self._restarts.exceeded_by_one_more():
-                    raise RoleDied(_NAME, f"{problem}, {len(self._restarts)} times", str(self.log))
-                self.say(f"{_NAME}: {problem}; its agents are placed anew, and join anew")
-                await asyncio.sleep(pause)
-                problem, pause = await self._place_anew(), 2 * pause
-            self._restarts.progressed()
+            await self._supervisor.replace(await self._process.ended())
+            self._supervisor.restarts.progressed()
 
-    async def _place_anew(self) -> str:
-        """Give the last order again, to a new placer unless one is there; what is wrong, "" for nothing."""
+    async def _place_anew(self) -> None:
+        """Give the last order again, to a new placer unless one is there.
+
+        Raises:
+            RoleDied: the order failed.
+        """
         async with self._one:
             try:
                 if not self._process.running:
@@ -128,14 +129,16 @@ class RayAgents:
                 await self._ask(self._order)
             except DeadlineExceeded as error:
                 self._process.kill()  # it hangs, perhaps; a new one places the agents anew
-                return f"{error}; {await self._process.last_words()}"
+                how = f"{error}; {await self._process.last_words()}"
             except RoleDied as error:
-                return await self._process.last_words() if self._process.running else error.how
+                how = await self._process.last_words() if self._process.running else error.how
             except RoleFailed as error:
-                return error.problem
+                how = error.problem
             except RecipeError as error:  # of the cluster, which has shrunk: the recipe was kept to before
-                return str(error)
-        return ""
+                how = str(error)
+            else:
+                return
+        raise RoleDied(_NAME, how)
 
     async def close(self) -> None:
         """End the placer, and so its agents."""

@@ -25,7 +25,7 @@ from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.proving import Proving
-from stretto.processes.role import RestartBudget
+from stretto.processes.supervisor import RestartBudget
 
 _NEWS_SECONDS = 0.5
 

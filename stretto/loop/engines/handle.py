@@ -25,8 +25,9 @@ from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.proving import Proving
 from stretto.loop.engines.roster import EngineState
-from stretto.processes.role import RESTART_DELAY_SECONDS, ReplaceableProcess, RestartBudget, RoleProcess
+from stretto.processes.role import ReplaceableProcess, RoleProcess
 from stretto.processes.spawn import Spawner
+from stretto.processes.supervisor import RestartBudget, Supervisor
 
 RETRY_SECONDS = 0.05
 _POLL_SECONDS = 0.005
@@ -190,31 +191,36 @@ class EngineHandle:
 
     async def replace(self, how: str, say: Callable[[str], None], publication: float = 0.0) -> None:
         """A new process for one that ended, which happened as `how` says; `publication` as for `start`."""
-        while not self.leaving:
-            self._count_death(how)
-            say(f"{self.name} {how}: a new one is started")
-            try:
-                await self.start(publication)
-                break
-            except RoleDied as death:
-                how = death.how
-            except DeadlineExceeded as late:
-                await self.process.stop(0.0)
-                how = str(late)
-            await asyncio.sleep(RESTART_DELAY_SECONDS)
+        if self.leaving:
+            return
+        self._mark_dead(how)
+        log = str(self.process.log)
+        await Supervisor(self.name, lambda: self._start_anew(publication), self.restarts, say, log).replace(how)
 
-    def _count_death(self, how: str) -> None:
+    async def _start_anew(self, publication: float) -> None:
         """
         Raises:
-            RoleDied: it has died too often.
+            RoleDied: it ended, or was too late; it is down, unless it leaves the run.
         """
+        if self.leaving:
+            return
+        try:
+            await self.start(publication)
+        except RoleDied as death:
+            self._mark_dead(death.how)
+            raise
+        except DeadlineExceeded as late:
+            await self.process.stop(0.0)
+            self._mark_dead(str(late))
+            raise RoleDied(self.name, str(late), str(self.process.log)) from None
+
+    def _mark_dead(self, how: str) -> None:
+        """Its process has ended."""
         self._ended += 1
         self.how = how
         self._retire_counters()
         self._becomes(EngineState.DOWN, None)
         self.client.break_off()  # to another machine a connection stays open until its end is noticed
-        if self.restarts.exceeded_by_one_more():
-            raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", str(self.process.log))
 
     def _retire_counters(self) -> None:
         """Those of a process that has ended; what it had not finished is wasted."""

@@ -23,9 +23,10 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.replies import TrainerReplies
 from stretto.measures.goodput import AGAIN
 from stretto.processes.channel import ConductorEnd
-from stretto.processes.role import RESTART_DELAY_SECONDS, RestartBudget, RoleProcess
+from stretto.processes.role import RoleProcess
 from stretto.processes.run_role import Failed
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.store.folder.checkpoints import Checkpoint
 from stretto.trainer.messages import (
     FROM_TRAINER,
@@ -97,7 +98,15 @@ class TrainerLink:
         self._deadlines, self._recovery, self._elsewhere = deadlines, recovery, elsewhere
         self._spec: TrainerSpec | None = None
         self._version = 0  # trained, and the conductor knows
-        self._restarts = RestartBudget(deadlines.trainer_restarts, deadlines.restart_window)
+        restarts = RestartBudget(deadlines.trainer_restarts, deadlines.restart_window)
+        self._supervisor = Supervisor(
+            "trainer",
+            self._begin_anew,
+            restarts,
+            lambda told: self._say(f"{told} at version {self._version}"),
+            str(log),
+            wanted=lambda: self._recovery is not None and not self._retired,
+        )
         self._publishes = True
         self._orders_done = 0
         self._retired = False
@@ -192,7 +201,7 @@ class TrainerLink:
                 self._listener.published(trained.canary)
                 self._listener.agreed(trained.agreement)
             self._version = trained.update.version
-            self._restarts.progressed()
+            self._supervisor.restarts.progressed()
         return trained.update
 
     async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None] = lambda: None) -> None:
@@ -246,18 +255,14 @@ class TrainerLink:
         Raises:
             RoleDied: it has died too often, or cannot be replaced, or not any more.
         """
-        while True:
-            if self._restarts.exceeded_by_one_more() or self._recovery is None or self._retired:
-                raise death
-            self._say(f"trainer {death.how}: a new one is started at version {self._version}")
-            self._channel.close()
-            await self.process.stop(0.0)
-            self._new_process()
-            try:
-                return await self._begin()
-            except RoleDied as again:
-                death = again
-                await asyncio.sleep(RESTART_DELAY_SECONDS)
+        return await self._supervisor.replace(death.how)
+
+    async def _begin_anew(self) -> list[Update]:
+        """As `_begin`, after the process before it."""
+        self._channel.close()
+        await self.process.stop(0.0)
+        self._new_process()
+        return await self._begin()
 
     async def _ask(self, order: ToTrainer, kind: type[Reply], awaited: str, seconds: float) -> Reply:
         try:

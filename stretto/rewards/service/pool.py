@@ -25,6 +25,7 @@ from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireErro
 from stretto.core.events import Span
 from stretto.core.records import Outcome, Verdict
 from stretto.processes.spawn import cut_log
+from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.facts import Facts
 from stretto.rewards.service.judging import undecided
@@ -37,7 +38,7 @@ ROLE = "rewards"
 TIMED_OUT, DIED = "timeout after", "worker died"  # beginnings of reasons in which the machine has a part
 _DEPTH = 2  # chunks a worker holds: one in work, one at hand, so that it never waits for the conductor
 _LOSSES = 2  # workers that one completion may bring down before it is undecided
-_START_TRIES = 3
+_START_TRIES, _START_PAUSE_SECONDS = 3, 0.2
 _LOOK_SECONDS = 0.25
 _SPAN_GAP = 0.002  # seconds; work that follows so closely is one block of the timeline
 
@@ -161,21 +162,16 @@ class RewardPool:
     # Workers: start, watch, lose, start again.
 
     async def _start(self, slot: _Slot) -> None:
-        for tries_left in reversed(range(_START_TRIES)):
-            try:
-                return await self._start_once(slot)
-            except (RoleDied, OSError) as error:  # OSError: no room for another process, for the moment
-                if not tries_left and isinstance(error, OSError):
-                    raise RoleDied(ROLE, f"cannot be started: {described(error)}", str(self._log or "")) from error
-                if not tries_left:
-                    raise
-                await asyncio.sleep(0.2)
-        return None
+        restarts = RestartBudget(_START_TRIES - 1, delay=_START_PAUSE_SECONDS)
+        await Supervisor(slot.name, lambda: self._start_once(slot), restarts, log=str(self._log or "")).begin()
 
     async def _start_once(self, slot: _Slot) -> None:
         slot.begin(WorkerProcess(slot.name, lambda reply: self._replied(slot, reply), lambda: self._lost(slot)))
         assert slot.process is not None
-        await slot.process.start(self._config, self._log)
+        try:
+            await slot.process.start(self._config, self._log)
+        except OSError as error:  # no room for another process, for the moment
+            raise RoleDied(slot.name, f"cannot be started: {described(error)}", str(self._log or "")) from error
         slot.ready = True
         for sentence in self._facts.hear(slot.name, slot.process.facts):
             self._on_change(sentence)

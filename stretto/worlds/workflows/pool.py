@@ -20,8 +20,8 @@ from stretto.core.deadlines import waiting
 from stretto.core.errors import RoleDied
 from stretto.core.records import Trajectory
 from stretto.core.tasks import NamedTasks, cancel_and_wait, first_of, gather_or_cancel
-from stretto.processes.role import RestartBudget
 from stretto.processes.spawn import FRESH, Spawner, cut_log
+from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.processes.tree import kill_marked
 from stretto.rollout.failures import RecentFailures
 from stretto.worlds.workflows.config import WorkflowConfig
@@ -186,19 +186,17 @@ class WorkflowPool:
 
     async def _keep(self, name: str) -> NoReturn:
         """Replace the worker whenever it has ended, or is worn and empty."""
+        supervisor = Supervisor(name, lambda: self._start(name), self._restarts, self._say, str(self._log))
         while True:
             worker = self._workers[name]
             await first_of(worker.lost, worker.worn)
             while not worker.lost.done() and worker.load:
                 await asyncio.sleep(_LOOK_SECONDS)  # the others on it end first
             how = worker.lost.result() if worker.lost.done() else "has a trajectory that does not end"
-            self._say(f"{name} {how}: a new one is started")
             await worker.stop()
             # One that a suspect has ended is the suspect's affair, and `max_failed` bounds how many fail so.
-            if worker not in self._alone and self._restarts.exceeded_by_one_more():
-                raise RoleDied(name, f"{how}, too often", str(self._log))
+            await supervisor.replace(how, counted=worker not in self._alone)
             self._alone.discard(worker)
-            await self._start(name)
 
     async def _look(self) -> NoReturn:
         while True:

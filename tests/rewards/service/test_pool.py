@@ -314,7 +314,7 @@ def test_a_worker_for_which_the_system_has_no_room_ends_the_run(config: Make, mo
         monkeypatch.setattr("sys.executable", "/nowhere/python")
         await pool.score(items("exit", "ok"))
 
-    with pytest.raises(RoleDied, match=r"rewards cannot be started: /nowhere/python: No such file"):
+    with pytest.raises(RoleDied, match=r"rewards-0 cannot be started: /nowhere/python: No such file"):
         scored(config(patience=5.0), work)
     assert "stretto-progress" not in Path("/proc/self/maps").read_text()
 
@@ -329,7 +329,7 @@ def test_what_fails_behind_the_calls_fails_the_calls(config: Make, tmp_path: Pat
             shutil.rmtree(tmp_path / "logs")
             await pool.score(items("exit", "ok"))
 
-    with pytest.raises(RoleDied, match=r"rewards cannot be started: .*rewards\.txt: No such file"):
+    with pytest.raises(RoleDied, match=r"rewards-0 cannot be started: .*rewards\.txt: No such file"):
         run(main())
 
 

@@ -1,0 +1,151 @@
+"""How every role is replaced: its end is told, counted against a budget, and after a pause it is started again.
+
+ended ─► told ─► counted ─► pause ─► start ─► it serves
+           ▲        │ too often: RoleDied         │
+           └────────┴──── ends or is late ◄───────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Generic, NoReturn, TypeVar
+
+from stretto.core.errors import RoleDied
+
+RESTART_DELAY_SECONDS = 0.5  #: memory or room for a process that was missing may be free then
+
+T = TypeVar("T")
+
+
+class RestartBudget:
+    """How often a role may be replaced, and how long to wait before.
+
+    The limit is `allowed` times within `window` seconds, and as often in a row without progress: a role that dies of
+    the same work every time ends the run. The first replacement starts at once, the second waits for `delay` seconds,
+    each further one `factor` times as long, up to `longest` seconds.
+
+    Example::
+
+        restarts = RestartBudget(allowed=3, window=3600.0)
+        if restarts.exceeded_by_one_more():    # the fourth within an hour, or the fourth since `progressed`
+            raise RoleDied(...)
+    """
+
+    def __init__(
+        self,
+        allowed: float,
+        window: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        delay: float = RESTART_DELAY_SECONDS,
+        factor: float = 1.0,
+        longest: float = math.inf,
+    ) -> None:
+        self._allowed, self._window, self._clock = allowed, window, clock
+        self._delay, self._factor, self._longest = delay, factor, longest
+        self._moments: deque[float] = deque()
+        self._in_a_row = 0
+
+    def exceeded_by_one_more(self) -> bool:
+        """Count one more death; whether that is too many."""
+        now = self._clock()
+        self._in_a_row += 1
+        if math.isfinite(self._window):
+            self._moments.append(now)
+            while self._moments[0] <= now - self._window:
+                self._moments.popleft()
+        return len(self) > self._allowed
+
+    def progressed(self) -> None:
+        """The role has completed a request."""
+        self._in_a_row = 0
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before the next start."""
+        further = self._in_a_row - 2
+        return min(self._longest, self._delay * self._factor**further) if further >= 0 else 0.0
+
+    def __len__(self) -> int:
+        return max(len(self._moments), self._in_a_row)
+
+
+class Supervisor(Generic[T]):
+    """Starts one role again whenever it has ended, as long as its budget allows it.
+
+    Example::
+
+        supervisor = Supervisor("weights", start, RestartBudget(allowed=3, window=3600.0), say, log)
+        await supervisor.begin()
+        await supervisor.keep(process.ended)     # until RoleDied
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Awaitable[T]],
+        restarts: RestartBudget,
+        say: Callable[[str], None] = lambda sentence: None,
+        log: str = "",
+        *,
+        wanted: Callable[[], bool] = lambda: True,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        """
+        Args:
+            start: makes a new process and returns when it serves. It raises RoleDied where the process ended
+                instead, and leaves none behind; any other error ends the supervision.
+            say: gets one sentence for each replacement.
+            log: path of the role's log, for the error.
+            wanted: asked before each further start; False: the role's end is raised as it is.
+            sleep: the pause between two starts; it may return early.
+        """
+        self.name, self.restarts = name, restarts
+        self._start, self._say, self._log = start, say, log
+        self._wanted, self._sleep = wanted, sleep
+
+    async def begin(self) -> T:
+        """Start the role for the first time; a start that fails counts as a death.
+
+        Raises:
+            RoleDied: too many starts failed.
+        """
+        try:
+            return await self._start()
+        except RoleDied as death:
+            return await self.replace(death.how)
+
+    async def replace(self, how: str, *, counted: bool = True) -> T:
+        """Start the role again, which ended as `how` says ("was killed by SIGKILL").
+
+        Args:
+            counted: False for an end that was not the role's own fault; starts that fail afterwards count.
+
+        Raises:
+            RoleDied: it has died too often, or is not wanted any more.
+        """
+        while True:
+            if not self._wanted():
+                raise RoleDied(self.name, how, self._log)
+            if counted and self.restarts.exceeded_by_one_more():
+                raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", self._log)
+            self._say(f"{self.name} {how}: a new one is started")
+            await self._sleep(self.restarts.pause)
+            try:
+                return await self._start()
+            except RoleDied as death:
+                how, counted = death.how, True
+
+    async def keep(self, ended: Callable[[], Awaitable[str]]) -> NoReturn:
+        """Replace the role each time `ended` returns, with what it returns. The wait has no deadline, since a healthy
+        role runs as long as the run.
+
+        Raises:
+            RoleDied: it has died too often.
+        """
+        while True:
+            await self.replace(await ended())
