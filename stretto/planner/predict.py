@@ -29,7 +29,7 @@ _TRAJECTORIES = 12_000  # of one simulation
 _STEPS = 9  # of a simulation at least
 _ROUNDS = 3  # until roles that share cores agree on how much they slow each other down
 _SIMULATED = 6  # candidates
-_PATIENCE = 30.0  # processor seconds, after which no simulation begins
+_PATIENCE = 30.0  # processor seconds, after which no simulation begins and none goes on beyond its first step
 _CHANCE = 1.0  # of the best step that was simulated; a longer estimate cannot win
 _DRAWN = 4  # steps of a timeline
 _BUSY = 0.9  # share of a step; the trainer is what it waits for
@@ -107,16 +107,21 @@ def plan(
     say: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.process_time,
 ) -> RunPlan:
-    """The best layouts of this number of devices; without one, the recipe's own. `say` is told what is simulated; no
-    simulation begins after `_PATIENCE` seconds of the `clock`.
+    """The best layouts of this number of devices; without one, the recipe's own. `say` is told what is simulated; after
+    `_PATIENCE` seconds of the `clock` no simulation begins, and the one under way ends with its step.
 
     Raises:
         RecipeError: no layout has the memory.
     """
+    start = clock()
+
+    def over() -> bool:
+        return clock() - start > _PATIENCE
+
     if devices is None:
-        found = [predict(job, machine, fitting_own_layout(job, machine), seed)]
+        found = [predict(job, machine, fitting_own_layout(job, machine), seed, over, say)]
     else:
-        found = _search(job, machine, devices, goal, seed, say, clock)
+        found = _search(job, machine, devices, goal, seed, say, over)
     return RunPlan(machine.name, goal, round(job.lengths.mean, 1), tuple(best_first(found, goal)))
 
 
@@ -127,10 +132,10 @@ def _search(
     goal: str,
     seed: int,
     say: Callable[[str], None],
-    clock: Callable[[], float],
+    over: Callable[[], bool],
 ) -> list[LayoutPrediction]:
     """The candidates that may be the best, the least estimates first, and the best of them with other bounds."""
-    start, chosen = clock(), _chosen(job, machine, devices, goal)
+    chosen = _chosen(job, machine, devices, goal)
     found: list[tuple[LayoutPrediction, Candidate]] = []
 
     def simulate(which: Sequence[Candidate]) -> None:
@@ -138,13 +143,13 @@ def _search(
             if found and not _may_win(one, [done for done, _ in found], goal):
                 continue
             name = f"{one.layout.engines} x {one.layout.tensor} devices generate, {one.layout.ranks} train"
-            if found and clock() - start > _PATIENCE:
+            if found and over():
                 say(
                     f"{len(which) - number + 1} more layouts are not simulated, {_PATIENCE:.0f} s are over: {name}, ..."
                 )
                 return
             say(f"simulating {number} of {len(which)}: {name}, eta {one.job.rollout.max_staleness}")
-            found.append((predict(one.job, machine, one.layout, seed), one))
+            found.append((predict(one.job, machine, one.layout, seed, over, say), one))
 
     simulate(chosen)
     best = best_first([done for done, _ in found], goal)[0]
@@ -213,17 +218,28 @@ def _other_bounds(first: Candidate, machine: MachineProfile, goal: str) -> list[
     return [candidate(job, machine, first.layout, eta, tokens) for eta in sorted(others - {bound, 0.0})]
 
 
-def predict(job: Job, machine: MachineProfile, layout: Layout, seed: int = 1) -> LayoutPrediction:
+def predict(
+    job: Job,
+    machine: MachineProfile,
+    layout: Layout,
+    seed: int = 1,
+    over: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = lambda text: None,
+) -> LayoutPrediction:
     """Simulate some steps of the run, behind as many as fill its queues; all of a short run. In a synchronous run the
-    roles work in turn, and share no cores."""
+    roles work in turn, and share no cores. Where the time is `over`, one step has to do, which `say` is told."""
     costs = Costs(job, machine, layout)
     grain = max(1, round(job.lengths.mean / _GRAINS))
     steps = min(job.trainer.steps, max(_STEPS, _TRAJECTORIES // job.completions))
     warm = 0 if steps == job.trainer.steps else steps // 3
-    run = _simulated(job, costs, grain, steps, warm, seed)
+    run = _simulated(job, costs, grain, steps, warm, seed, over)
     for _ in range(_ROUNDS if machine.cores and job.rollout.staleness_bounds[1] else 0):
+        if over():
+            break
         costs = _sharing_cores(costs, run.report)
-        run = _simulated(job, costs, grain, steps, warm, seed)
+        run = _simulated(job, costs, grain, steps, warm, seed, over)
+    if run.report.steps < steps - warm:
+        say(f"{_PATIENCE:.0f} s are over: this layout is judged by {run.report.steps} of {steps - warm} steps")
     return msgspec.structs.replace(_prediction(costs, run.report, grain), timeline=newest_steps(run.spans))
 
 
@@ -238,7 +254,9 @@ def newest_steps(spans: Sequence[Span], steps: int = _DRAWN) -> tuple[Span, ...]
     )
 
 
-def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: int) -> SimulatedRun:
+def _simulated(
+    job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: int, over: Callable[[], bool]
+) -> SimulatedRun:
     rollout, engine = job.rollout, job.engine
     limits = EngineLimits(
         count=costs.layout.engines,
@@ -261,7 +279,7 @@ def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: 
         warm=warm,
         judges=job.reward_workers,
     )
-    run.run()
+    run.run(over)
     return run
 
 

@@ -35,6 +35,7 @@ from stretto.simulator.report import SimulationReport
 from stretto.simulator.workload import GroupLengths, Workload
 
 _PROMPTS = 997
+_LOOK = 64  # events between two looks at whether the time is over
 _POLL_SECONDS = 1.0  # as the conductor polls
 
 
@@ -96,13 +97,17 @@ class SimulatedRun:
         self._watched, self._preempted = False, 0  # the engines' pressure; completions, when it was last read
         self._free = [0.0] * judges  # a heap: the times at which each has judged what it was given
 
-    def run(self) -> SimulationReport:
-        """Run to the last step. Raises RuntimeError when no event is left before it: the run is stuck."""
+    def run(self, over: Callable[[], bool] = lambda: False) -> SimulationReport:
+        """Run to the last step; where the time is `over`, no more than to the first step that is reported.
+
+        Raises:
+            RuntimeError: no event is left before that step: the run is stuck.
+        """
         self._admit()
-        self._run_steps(self._warm)
+        self._run_steps(self._warm, over)
         began, before, gone = self.clock.now(), self._engine_counts(), len(self.accounts.expired)
         self.report = SimulationReport()
-        self._run_steps(self._steps - self._warm)
+        self._run_steps(self._steps - self._warm, lambda: self.report.steps > 0 and over())
         self.report.seconds = self.clock.now() - began
         counts = [now - then for now, then in zip(self._engine_counts(), before, strict=True)]
         self.report.generating, self.report.loading, self.report.recomputing = counts[:3]
@@ -114,10 +119,14 @@ class SimulatedRun:
             self.report.expire(length, sampled=length)
         return self.report
 
-    def _run_steps(self, steps: int) -> None:
+    def _run_steps(self, steps: int, over: Callable[[], bool]) -> None:
+        events = 0
         while self.report.steps < steps:
             if not self.clock.advance():
                 raise RuntimeError(f"stuck at step {self.report.steps}: {self.accounts.balance}")
+            events += 1
+            if not events % _LOOK and over():
+                return
 
     def _engine_counts(self) -> tuple[float, ...]:
         """Seconds busy, loading and recomputing, tokens sampled and recomputed, preemptions, of all engines."""

@@ -100,7 +100,7 @@ class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 class PreferenceConfig(OptimizerConfig):
     """Learning from pairs of completions (DPO)."""
 
-    learning_rate: float = Field(1e-6, gt=0, description="the highest learning rate")
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="the highest learning rate")
     steps: PositiveInt = Field(1000, description="optimizer steps")
     batch_size: PositiveInt = Field(64, description="pairs per step")
     beta: float = Field(0.1, gt=0, description="strength of the tie to the reference policy")

@@ -119,6 +119,7 @@ def test_all_bad_rows_are_named_together(write: Write, tmp_path: Path) -> None:
 BAD_RECIPES: list[tuple[str, list[str], type[StrettoError], str]] = [
     ("an unknown key", ["preferences.betta=1.0"], RecipeError, "preferences.betta: unknown key; did you mean 'beta'?"),
     ("a section of a run", ["trainer.steps=3"], RecipeError, "trainer: unknown key; allowed: model, preferences, seed"),
+    ("wild steps", ["preferences.learning_rate=10"], RecipeError, "10; input should be less than or equal to 1"),
     ("no price", ["preferences.beta=0.0"], RecipeError, "preferences.beta: 0.0; input should be greater than 0"),
     ("no pairs", ["preferences.file=nowhere.jsonl"], DataError, "nowhere.jsonl: no such file"),
     ("no model", ["model.path=nowhere"], ModelFolderError, "nowhere: no such folder"),
@@ -150,7 +151,7 @@ def test_a_folder_that_exists_is_not_touched(write: Write, tmp_path: Path) -> No
 
 
 def test_a_training_that_diverges_ends_with_its_reason(write: Write, tmp_path: Path) -> None:
-    wild = ["preferences.learning_rate=1e30", "preferences.max_bad_steps=1"]
+    wild = ["preferences.learning_rate=1", "preferences.beta=1e38", "preferences.max_bad_steps=1"]
     with pytest.raises(RoleFailed, match="NaN or infinite gradients"):
         dpo(write(), wild, tmp_path / "out", lambda _: None, spawner=session_server())
     assert not (tmp_path / "out").exists()

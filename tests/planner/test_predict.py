@@ -5,10 +5,12 @@
 - synchronous runs take the sum of generation and training, asynchronous ones the longer of the two;
 - of several devices every layout fits its memory, the best is first, and each goal has an order of its own;
 - what fits in no layout is refused with by how much, and with what would make it fit, before any step is estimated;
-- the search tells what it simulates, begins nothing after its patience, and shows no layout twice;
+- the search tells what it simulates, begins nothing after its patience, ends what is under way, and shows no layout
+  twice;
 - every profile of the package names the source of each of its numbers; an unknown machine is refused with the nearest.
 """
 
+import itertools
 from dataclasses import replace
 
 import msgspec
@@ -259,15 +261,30 @@ def test_an_unknown_machine_is_refused_with_the_nearest_and_how_to_measure_one()
 
 def test_what_is_simulated_is_told_and_nothing_begins_after_the_patience() -> None:
     told: list[str] = []
-    times = iter([0.0, *[29.0, 31.0] * 20])  # the start; in time before the second simulation, late before the third
-    found = plan(large(), machine_of("h200"), 16, say=told.append, clock=lambda: next(times))
+
+    def clock() -> float:  # the time is over as soon as the second simulation has begun
+        return 31.0 if sum(line.startswith("simulating") for line in told) > 1 else 0.0
+
+    found = plan(large(), machine_of("h200"), 16, say=told.append, clock=clock)
     simulating = [line for line in told if line.startswith("simulating")]
     assert len(simulating) >= len(found.layouts)
     assert any("more layouts are not simulated" in line for line in told)
+    assert any("this layout is judged by" in line for line in told)
     unhurried: list[str] = []
     everything = plan(large(), machine_of("h200"), 16, say=unhurried.append, clock=lambda: 0.0)
     assert len(unhurried) > len(simulating)
     assert everything.layouts[0].step_seconds <= found.layouts[0].step_seconds
+
+
+def test_one_long_simulation_ends_with_a_step_when_the_patience_is_over() -> None:
+    told: list[str] = []
+    times = itertools.chain([0.0], itertools.repeat(31.0))
+    found = plan(large(), machine_of("h200"), 16, say=told.append, clock=lambda: next(times))
+    assert len(found.layouts) == 1
+    assert "30 s are over: this layout is judged by" in "".join(told)
+    own = plan(job(), CLOCK, None, say=told.append, clock=lambda: 0.0)
+    hurried = plan(job(), CLOCK, None, clock=lambda: next(times))
+    assert hurried.layouts[0].step_seconds == pytest.approx(own.layouts[0].step_seconds, rel=0.5)
 
 
 def test_layouts_that_differ_in_a_bound_that_is_never_reached_are_one_row() -> None:

@@ -12,6 +12,8 @@ import json
 import re
 from pathlib import Path
 
+from stretto.watch.index.steps import _MAPS, _NUMBERS, DERIVED
+
 ROOT = Path(__file__).parent.parent.parent
 WEB = ROOT / "web"
 STATIC = ROOT / "stretto" / "watch" / "static"
@@ -96,6 +98,16 @@ def test_lines_are_seen_on_the_light_and_on_the_dark_ground() -> None:
 
 def test_the_lock_file_names_no_host() -> None:
     assert not re.findall(r"https?://registry", (WEB / "package-lock.json").read_text(encoding="utf-8"))
+
+
+def test_every_curve_says_whether_it_is_good() -> None:
+    sources = "".join(
+        (WEB / "src" / "data" / f"{name}.ts").read_text(encoding="utf-8") for name in ("curves", "further")
+    )
+    told = set(re.findall(r"^  '?([\w.]+)'?: ['`\"][^'`\"]+", sources, re.MULTILINE))
+    page = json.loads((WEB / "src" / "data" / "sentences.json").read_text(encoding="utf-8"))
+    curves = {*_NUMBERS, *DERIVED, *_MAPS, *(name for name in page if name.startswith("trainer."))}
+    assert curves - told == set()
 
 
 def test_the_sentences_below_the_curves_are_those_of_the_page_of_metrics() -> None:

@@ -1,4 +1,5 @@
 import type { Axis, Column, Evaluation, RunDetail, Series, StepEvent } from './api'
+import { FURTHER } from './further'
 import sentences from './sentences.json'
 import { words } from './words'
 
@@ -47,7 +48,7 @@ export function meaning(name: string): { title: string; read: string | undefined
   const family = name.split('.')[0] ?? name
   const found = DERIVED[name] ?? KNOWN[name] ?? KNOWN[family]
   const title = TITLES[name] ?? words(name.replace(/^trainer\./, ''))
-  return { title, read: READ[name] ?? READ[family], sentence: found?.sentence ?? '', unit: found?.unit ?? '' }
+  return { title, read: READ[name] ?? FURTHER[name] ?? FURTHER[family], sentence: found?.sentence ?? '', unit: found?.unit ?? '' }
 }
 
 export function firstOf(run: Pick<RunDetail, 'series'>): string[] {

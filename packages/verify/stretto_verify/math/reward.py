@@ -9,11 +9,12 @@ docs/rewards.md defines what is right, with reasons.
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 
 from stretto_verify.math.compare.comparison import is_product, same
 from stretto_verify.math.compare.equality import same_value
-from stretto_verify.math.compare.naming import name
+from stretto_verify.math.compare.naming import is_naming, name
 from stretto_verify.math.compare.opinion import accepts, parsed
 from stretto_verify.math.extract.denial import is_open
 from stretto_verify.math.extract.final import FinalAnswer, final_answer, without_frame
@@ -37,6 +38,11 @@ from stretto_verify.math.parse.structure import (
 )
 from stretto_verify.thoughts import opened
 from stretto_verify.verdicts import Undecided
+
+_DECIMAL = re.compile(r"[^0-9,()\[\]]*[0-9]+\.[0-9]+[^0-9,()\[\]]*")
+_COMMA = re.compile(  # three digits are a thousand
+    r"([^0-9,()\[\]]*[0-9]+),((?:[0-9]{1,2}|[0-9]{4,})[^0-9,()\[\]]*)"
+)
 
 
 def math(prompt: str, completion: str, answer: str) -> bool:
@@ -109,6 +115,7 @@ def gold_piece(answer: str) -> FinalAnswer:
 def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
     """Compare two final answers: strictly first, and by math-verify where that is unknown."""
     check_piece(given.text)
+    given = _with_point(given, gold)
     if is_open(gold.text) != is_open(given.text):
         return False
     if compact(spelled(gold.text)) == compact(spelled(given.text)):
@@ -117,11 +124,7 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         expected, found = _structure(gold.text), _structure(given.text, is_whole=True)
     except LeftOver:
         return False
-    if (
-        isinstance(expected, Relation)
-        and isinstance(found, Relation)
-        and _is_written_back(expected, given, found, prompt)
-    ):
+    if isinstance(found, Relation) and _is_written_back(expected, given, found, prompt):
         return False
     if expected is not None and found is not None:
         opinion = same(expected, found)
@@ -139,10 +142,19 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         raise Undecided(str(error)) from None
 
 
-def _is_written_back(gold: Relation, given: FinalAnswer, found: Relation, prompt: str) -> bool:
-    """Whether the answer is an equation of the question that was to be solved for a name."""
-    is_solved = name(gold.sides[0]) is not None and name(found.sides[0]) is None
-    return is_solved and compact(spelled(given.text)) in _asked(prompt)
+def _with_point(given: FinalAnswer, gold: FinalAnswer) -> FinalAnswer:
+    """A number with a decimal comma, where the gold answer is a decimal: ``2,75`` for 2.75. Else ``2,75`` is a list."""
+    if _DECIMAL.fullmatch(gold.text) is None or (found := _COMMA.fullmatch(given.text)) is None:
+        return given
+    return FinalAnswer(f"{found[1]}.{found[2]}", given.certain)
+
+
+def _is_written_back(gold: Node | None, given: FinalAnswer, found: Relation, prompt: str) -> bool:
+    """Whether the answer is an equation of the question that was to be solved for a name, or a range that it has."""
+    if not prompt or compact(spelled(given.text)) not in _asked(prompt):
+        return False
+    is_solved = not isinstance(gold, Relation) or name(gold.sides[0]) is not None
+    return is_solved and (name(found.sides[0]) is None or (isinstance(gold, Listing | Union) and not is_naming(found)))
 
 
 @lru_cache(maxsize=256)

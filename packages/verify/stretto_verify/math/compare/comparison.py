@@ -11,10 +11,24 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from string import ascii_lowercase
 
-from stretto_verify.math.compare.naming import as_named, has_one_name, is_naming, is_number, name, says_its_last_side
-from stretto_verify.math.compare.relations import as_asked, as_interval, same_relation
+from stretto_verify.math.compare.naming import (
+    as_named,
+    has_one_name,
+    in_order,
+    is_naming,
+    is_number,
+    is_numbered,
+    name,
+    says_its_last_side,
+    turned,
+    value_of_point,
+    without_zeros,
+)
+from stretto_verify.math.compare.relations import as_asked, as_interval, as_range, same_relation
 from stretto_verify.math.compare.scalars import Opinion, any_of, same_scalar
+from stretto_verify.math.compare.times import same_time
 from stretto_verify.math.parse.structure import (
     Dots,
     Letter,
@@ -36,18 +50,23 @@ def same(gold: Node, answer: Node) -> Opinion:
     Raises:
         Undecided: the numbers are too large.
     """
+    answer = turned(answer)
     if isinstance(answer, Relation) and all(map(is_number, answer.sides)) and not says_its_last_side(answer, same):
         return False
     named, given = as_named(gold), as_named(answer)
     if named is not None:
         if given is not None:
             return _same_values(named, given)
+        if isinstance(answer, Listing) and not answer.ordered and is_numbered(named):
+            return _same_listing(Listing("", "", tuple(named.values())), answer)  # x_1 and x_2 are the members of a set
         if isinstance(answer, Relation) and name(answer.sides[0]) in named:
             return False  # x = 1, 2 has one name; x = 1, y = 2 has two
         gold = Listing("(", ")", tuple(named.values()))
     elif given is not None:
-        if isinstance(gold, Relation) or list(given) != sorted(given):
-            return False  # a range, an equation; or the order of the names is unknown
+        if isinstance(gold, Relation) and not (gold := value_of_point(gold, given)):
+            return False  # a range, an equation
+        if (given := in_order(given)) is None:
+            return False  # the order of the names is unknown
         opening, closing = ("", "") if isinstance(answer, Listing) else ("(", ")")
         answer = Listing(opening, closing, tuple(given.values()))
     if isinstance(answer, Relation) and is_naming(answer) and not isinstance(gold, Relation):
@@ -57,6 +76,8 @@ def same(gold: Node, answer: Node) -> Opinion:
 
 def _same_values(gold: Mapping[str, Node], answer: Mapping[str, Node]) -> Opinion:
     """Named values, in any order."""
+    if gold.keys() != answer.keys():
+        gold, answer = without_zeros(gold), without_zeros(answer)
     return gold.keys() == answer.keys() and _in_order([*gold.values()], [answer[called] for called in gold])
 
 
@@ -79,17 +100,24 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
             asked = as_asked(gold)
             return None if asked is None and isinstance(answer, Union) else asked is not None and same(asked, answer)
         case (Words(), _) | (_, Words()):
-            return _same_words(gold, answer)
+            told = same_time(gold, answer)
+            return _same_words(gold, answer) if told is None else told
         case Listing(), Listing():
             return _same_listing(gold, answer)
         case Listing(), Union():
             return _same_ranges(gold.items, answer)
+        case (Union(), Listing(opening="", items=ranges)):
+            return _same_ranges(ranges, gold)  # "x < 1 or x > 2" for intervals
+        case (Union() | Listing(opening="(" | "[", items=(_, _)), Relation()):
+            asked = as_range(answer)
+            return False if asked is None else same(gold, asked)
         case Union(), Union():
             return _matched(gold.parts, answer.parts)
         case Matrix(), Matrix():
             return _same_matrix(gold, answer)
         case (Matrix() as matrix, Listing() as listing) | (Listing() as listing, Matrix() as matrix):
-            return _same_vector(matrix, listing)
+            rows = _as_rows(listing)
+            return _same_vector(matrix, listing) if rows is None else _same_matrix(matrix, rows)
         case Ratio(), Ratio():
             return _same_ratio(gold, answer)
         case Scalar(), Scalar():
@@ -130,12 +158,13 @@ def _same_words(gold: Node, answer: Node) -> Opinion:
         return None
     if first == second:
         return True
-    return None if sorted(first) == sorted(second) and is_product(gold) and is_product(answer) else False
+    return sorted(first) == sorted(second) and is_product(gold) and is_product(answer)
 
 
 def is_product(given: Node) -> bool:
-    """Whether letters may be a product, in any order: ``xyz``."""
-    return isinstance(given, Words) and given.text.islower() and given.text.isalpha() and len(given.text) < 5
+    """Whether letters are a product, in any order: ``xyz``, whose letters are neighbours in the alphabet."""
+    text = "".join(sorted(given.text)) if isinstance(given, Words) else ""
+    return len(text) < 5 and text in ascii_lowercase and text != "no"
 
 
 def _is_several(gold: Node) -> bool:
@@ -219,6 +248,12 @@ def _matched(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
         else:
             return False
     return None if unknown else True
+
+
+def _as_rows(listing: Listing) -> Matrix | None:
+    """``[[1,2],[3,4]]`` as a matrix; None if it is none."""
+    rows = [row.items for row in listing.items if isinstance(row, Listing) and row.opening == "["]
+    return Matrix(tuple(rows)) if len(rows) == len(listing.items) > 1 and listing.opening == "[" else None
 
 
 def _same_matrix(gold: Matrix, answer: Matrix) -> Opinion:

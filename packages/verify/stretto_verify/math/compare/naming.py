@@ -7,10 +7,13 @@ belongs to an equation that is still to be solved, such as the question's; its r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from string import ascii_lowercase
 
 import sympy
 from sympy.core.function import AppliedUndef
+from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
 from stretto_verify.math.compare.scalars import Opinion
 from stretto_verify.math.parse.expressions import expression, number
@@ -32,6 +35,10 @@ _NAMING = ("=", r"\in", r"\equiv")
 _TEXTS = re.compile(r"\\text\{[^{}]*\}")
 _LONG_WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{3}")
 _COMPUTED = re.compile(r"[0-9]\s*(?:\\\s*)?[a-zA-Z](?![a-zA-Z])|[a-zA-Z)]\s*\^\s*\{?[0-9]|[-+]\s*[0-9]|[0-9]\s*[-+]")
+_MEASURED = re.compile(r"[A-Z]{2}\s*\^\s*\{?2\}?|[a-zA-Z]'+\s*\([^()]*\)")  # a square on a line, f'(2)
+_POWER_OF_MATRIX = re.compile(r"[A-Z]\s*\^\s*\{?-?[0-9A-Z]+\}?")
+_NUMBERED = re.compile(r"_\{?[0-9]\}?$")
+_ZERO = re.compile(r"_\{?0\}?$")
 _UNKNOWNS = frozenset("tuvwxyz")
 _OPERATORS = (
     *(sympy.Derivative, sympy.Integral, sympy.Limit, sympy.Sum, sympy.Product, sympy.Max, sympy.Min),
@@ -94,6 +101,8 @@ def says_its_last_side(given: Relation, same: Same) -> bool:
         return False  # x = 41 = 37
     if _is_asked(first) or computes(first, last, same, given.signs[0]):
         return True
+    if isinstance(last, Matrix) and isinstance(first, Scalar) and _POWER_OF_MATRIX.fullmatch(first.latex):
+        return True
     return any(isinstance(side, Scalar) and not number(side.latex) and computes(side, last, same) for side in between)
 
 
@@ -138,6 +147,8 @@ def _is_asked(side: Node) -> bool:
         case Scalar(latex=latex):
             if latex.startswith(r"\text"):
                 return _is_title(_TEXTS.sub("", latex))
+            if _MEASURED.fullmatch(latex):
+                return True
             try:
                 return _is_quantity(expression(latex))
             except Unreadable:
@@ -156,13 +167,56 @@ def _is_quantity(found: sympy.Basic) -> bool:
         return True
     if isinstance(found, sympy.Abs):  # a length; |x| = 5 is still to be solved
         return str(found.args[0]) not in ("x", "y") and _is_quantity(found.args[0])
-    if isinstance(found, sympy.Add):  # what is asked for: m + n; x + y = 5 is still to be solved
-        return all(isinstance(part, sympy.Symbol) and str(part) not in _UNKNOWNS for part in found.args)
+    if isinstance(found, sympy.Add):  # what is asked for: m + n, ab + bc + ca; x + y = 5 is still to be solved
+        return all(map(_is_known, found.args))
+    if isinstance(found, TrigonometricFunction):
+        return _is_known(found.args[0])
     above = isinstance(found, sympy.Mul) and any(not isinstance(part, sympy.Pow) for part in found.args)
     return above and _is_name(found)
 
 
+def turned(given: Node) -> Node:
+    """``5 = x`` as ``x = 5``."""
+    match given:
+        case Relation(sides=(value, called), signs=("=",)) if name(called) is not None and is_number(value):
+            return replace(given, sides=(called, value))
+    return given
+
+
+def _is_known(part: sympy.Basic) -> bool:
+    """Whether a part of a sum is a product of names, none of which is an unknown."""
+    factors = part.args if isinstance(part, sympy.Mul) else (part,)
+    return all(isinstance(factor, sympy.Symbol) and str(factor) not in _UNKNOWNS for factor in factors)
+
+
 # Several names.
+
+
+def in_order(named: Mapping[str, Node]) -> dict[str, Node] | None:
+    """Values by the alphabetical order of their names; None if the names are in another one and no neighbours in the
+    alphabet, so that their order in the question is unknown."""
+    names = sorted(named)
+    if list(named) != names and "".join(names) not in ascii_lowercase:
+        return None
+    return {called: named[called] for called in names}
+
+
+def is_numbered(named: Iterable[str]) -> bool:
+    """Whether names differ in their number only: ``x_1``, ``x_2``."""
+    return {_NUMBERED.sub("", called) for called in named} in ({letter} for letter in ascii_lowercase)
+
+
+def without_zeros(named: Mapping[str, Node]) -> dict[str, Node]:
+    """Values by their names, ``x`` for ``x_0``."""
+    return {_ZERO.sub("", called): value for called, value in named.items()}
+
+
+def value_of_point(gold: Relation, given: Mapping[str, Node]) -> Listing | None:
+    """The coordinates in ``P = (1, 2)``, which have other names than the point; None if the gold answer is no point."""
+    match gold:
+        case Relation(sides=(point, Listing(opening="(", items=items) as value), signs=("=",)):
+            return value if len(items) == len(given) and str(name(point)).isupper() else None
+    return None
 
 
 def as_named(given: Node) -> dict[str, Node] | None:

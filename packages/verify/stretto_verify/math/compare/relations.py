@@ -11,6 +11,7 @@ from stretto_verify.math.compare.equality import proportional, same_value
 from stretto_verify.math.compare.naming import Same, is_naming, is_number, name
 from stretto_verify.math.compare.scalars import Opinion, times
 from stretto_verify.math.parse.expressions import expression
+from stretto_verify.math.parse.phrases import without
 from stretto_verify.math.parse.structure import Listing, Node, Relation, Scalar, Union, Unreadable
 
 Step = tuple[str, sympy.Basic]
@@ -24,6 +25,8 @@ def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
         return False  # 2x + 1 = 7, which may be the question, is not x = 3
     if is_naming(gold) and is_naming(answer):
         return _same_equation(gold, answer, same)
+    if gold.signs == answer.signs == (r"\neq",) and any(isinstance(side.sides[1], Listing) for side in (gold, answer)):
+        return gold.sides[0] == answer.sides[0] and same(_listed(gold.sides[1]), _listed(answer.sides[1]))
     one, other = _steps(gold), _steps(answer)
     if one is None or other is None:
         return None
@@ -39,10 +42,16 @@ def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
 
 
 def _is_solved(relation: Relation) -> bool:
-    """Whether a name stands alone on one side, and numbers on the others."""
-    named = [name(side) is not None for side in relation.sides]
+    """Whether a name stands alone on one side, or with a minus sign, and numbers on the others."""
+    named = [name(_positive(side)) is not None for side in relation.sides]
     values = [side for side, alone in zip(relation.sides, named, strict=True) if not alone]
     return sum(named) == 1 and all(isinstance(side, Listing | Union) or is_number(side) for side in values)
+
+
+def _positive(side: Node) -> Node:
+    if isinstance(side, Scalar) and side.latex.startswith("-"):
+        return Scalar(side.latex[1:].strip())
+    return side
 
 
 def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
@@ -128,11 +137,19 @@ def _difference(left: Node, right: Node) -> sympy.Basic | None:
 def as_asked(gold: Relation) -> Node | None:
     """What is accepted for a gold relation besides itself: the value that it names, or its range as an interval."""
     if is_naming(gold):
-        return gold.sides[-1] if name(gold.sides[0]) is not None else None
-    if gold.signs == (r"\neq",):
-        low, high = Scalar(r"-\infty"), Scalar(r"\infty")
-        return Union((Listing("(", ")", (low, gold.sides[1])), Listing("(", ")", (gold.sides[1], high))))
-    return as_interval(gold)
+        return gold.sides[-1] if name(gold.sides[0]) is not None or is_number(gold.sides[0]) else None
+    return as_range(gold)
+
+
+def as_range(relation: Relation) -> Listing | Union | None:
+    r"""``a < x <= b`` as an interval, ``x \neq a`` as two; None if it is neither."""
+    if relation.signs == (r"\neq",):
+        return None if is_number(relation.sides[0]) else without(_listed(relation.sides[1]).items)
+    return as_interval(relation)
+
+
+def _listed(side: Node) -> Listing:
+    return side if isinstance(side, Listing) else Listing("", "", (side,))
 
 
 def as_interval(relation: Relation) -> Listing | None:

@@ -14,6 +14,7 @@ import sympy
 from stretto_verify.math.compare.equality import same_value, within
 from stretto_verify.math.parse.expressions import Number, expression, number
 from stretto_verify.math.parse.structure import Scalar, Unreadable
+from stretto_verify.math.parse.units import TWO_UNITS, conversion
 
 Opinion = bool | None
 
@@ -24,8 +25,9 @@ _SIGNIFICANT = 5
 def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
     """Whether two scalars are the same. A unit that only one of them has is ignored. A word that scales only one of
     them ("percent", "million") may be a factor, or a unit that the question names."""
-    if gold.unit and answer.unit and gold.unit != answer.unit:
-        return False
+    if gold.unit != answer.unit and (TWO_UNITS in gold.unit + answer.unit or (gold.unit and answer.unit)):
+        ratio = conversion(answer.unit, gold.unit)
+        return ratio is not None and _same_latex(gold.latex, answer.latex, _factor(ratio * answer.scale / gold.scale))
     if "degree" in (gold.unit, answer.unit) and gold.unit != answer.unit:
         (_, turned), (_, other) = sorted([(gold.unit, gold.latex), (answer.unit, answer.latex)], reverse=True)
         if r"\pi" in other and r"\pi" not in turned:

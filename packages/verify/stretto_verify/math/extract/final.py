@@ -23,6 +23,7 @@ from stretto_verify.math.extract.boxes import boxed, last_box
 from stretto_verify.math.extract.denial import denied, is_denying
 from stretto_verify.math.limits import LONGEST_TAIL
 from stretto_verify.math.parse.account import candidates, says_nothing
+from stretto_verify.math.parse.forms import undeclared
 from stretto_verify.math.parse.units import MAGNITUDES, SPOKEN, without_unit
 from stretto_verify.thoughts import closed, said
 
@@ -40,6 +41,7 @@ class FinalAnswer:
 _TEMPLATE_END = re.compile(
     r"<\|(?:im_start|im_end|endoftext|eot_id|end|user|assistant)\|?>|<｜|</s>|<eos>|<end_of_turn>"
 )
+_DIGIT = re.compile(r"(?![0-9])\d")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
 _DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}")
@@ -48,10 +50,16 @@ _SLANTED = re.compile(
     r"(?<![\w*\\])\*([A-Za-z][A-Za-z :]{0,30})\*(?![\w*])|(?<![\w\\{}$^])_{1,2}([A-Za-z][A-Za-z :]{0,30}?)_{1,2}(?!\w)"
 )
 _FINAL = re.compile(r"final answer(?:[^.\n]{0,100}?)(?:\bis\b|\bare\b|:)\s*:?", re.IGNORECASE)
+_ANSWERS = (
+    "r[ée]ponse|respuesta|antwort|lösung|resposta|risposta|antwoord|svaret|odpowiedź|odpověď|cevap|jawaban(?:nya)?"
+    "|đáp (?:án|số)|ответ|відповідь|الجواب|الإجابة|پاسخ|התשובה|उत्तर"
+)
+_ARE = "est|es|ist|lautet|é|è|är|to|brzmi|je|adalah|là|это|هي|هو|היא"
 _ANSWER = re.compile(
-    r"(?:\b(?:ans(?:wer)?|r[ée]ponse|respuesta|antwort|resposta|risposta|ответ|(?:correct|right) (?:option|choice|one))"
-    r"\b|答案)(?:[^.\n$]{0,100}?)(?:\b(?:is|are|est|es|ist|é|è)\b|是|为|[:=：])\s*:?"
-    r"(?:\s*(?:option|choice)\b)?|####|^\s*(?:option|choice)\s*:",
+    rf"(?:\b(?:ans(?:wer)?|{_ANSWERS}|(?:correct|right) (?:option|choice|one))\b|答案|答え|解答|正解|정답|답)"
+    rf"(?:[^.\n$]{{0,100}}?)(?:\b(?:is|are|{_ARE})\b|是|为|は|은|[:=：])\s*:?"
+    r"(?:\s*(?:option|choice)\b)?|####|^\s*(?:option|choice)\s*:|\bans\.(?=\s)"
+    r"|选(?:择|项)?(?:是|为)?[:：]?(?=[\s(（$\\*]*[A-J](?![A-Za-z]))",
     re.IGNORECASE | re.MULTILINE,
 )
 _CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
@@ -116,6 +124,12 @@ _LONGEST_WHOLE = 300
 _ITEMS = re.compile(r"[,;]|\bor\b|\band\b")
 _MOST_ITEMS = 12
 _FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
+_STATEMENT = re.compile(
+    r"(?P<subject>[A-Za-z ,'-]*?)\b(?:is|are|(?:will|must|would|should) be)\s+"
+    r"(?P<said>[A-Za-z'-]+(?: [A-Za-z'-]+){0,3})[.!]?",
+    re.IGNORECASE,
+)
+_NEGATED = re.compile(r"\b(?:no|none|neither|nothing|nobody|hardly|either|whether|if|which|what|who)\b", re.IGNORECASE)
 _STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
 _BOUND = re.compile(
     r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)"
@@ -137,13 +151,18 @@ _WHOLE_WORDS = re.compile(
 
 def without_frame(completion: str, prompt: str = "") -> str:
     """The text after rule 1."""
-    text = said(completion, prompt)[-LONGEST_TAIL:]
+    text = _in_digits(said(completion, prompt)[-LONGEST_TAIL:])
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
     text = _SLANTED.sub(lambda found: found[1] or found[2], text)
     end = _TEMPLATE_END.search(text.lstrip())
     return text.lstrip()[: end.start()] if end is not None and end.start() > 0 else text
+
+
+def _in_digits(text: str) -> str:
+    """The text with the digits of every script as 0 to 9."""
+    return text if text.isascii() else _DIGIT.sub(lambda found: str(int(found[0])), text)
 
 
 def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
@@ -178,16 +197,27 @@ def _whole(text: str) -> FinalAnswer | None:
         return None
     if (reasoned := _REASONED.fullmatch(text)) is not None:
         return FinalAnswer(reasoned[1], certain=True)
-    if (chosen := _CHOSEN.fullmatch(text)) is not None:
+    if (chosen := _CHOSEN.fullmatch(_ASIDE.split(text)[0])) is not None:
         return FinalAnswer(next(letter for letter in chosen.groups() if letter is not None), certain=True)
-    if is_formula(without_unit(text.rstrip("."))[0]) or _is_spoken(text):
+    if is_formula(without_unit(undeclared(text.rstrip(".")))[0]) or _is_spoken(text):
         return FinalAnswer(", ".join(line for line in text.split("\n") if line.strip()), certain=True)
     if _FEW_WORDS.fullmatch(text):
+        if (stated := _stated(text)) is not None:
+            return FinalAnswer(stated, certain=True)
         stance = _STANCE.fullmatch(text)
         if stance is None or len(re.findall(r"\b(?:yes|no|true|false)\b", text, re.IGNORECASE)) > 1:
             return FinalAnswer(text, certain=True)
         return FinalAnswer(stance[1], certain=True)
     return None
+
+
+def _stated(text: str) -> str | None:
+    """What a short sentence says of its subject: "true" in "The statement is true."; None if it denies that, or says
+    more than one thing."""
+    found = _STATEMENT.fullmatch(text)
+    if found is None or len(_STATES.findall(text)) > 1 or is_denying(text) or _NEGATED.search(found["subject"]):
+        return None
+    return found["said"] if says_nothing(found["subject"]) else None
 
 
 def _is_spoken(text: str) -> bool:

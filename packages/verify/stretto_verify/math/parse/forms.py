@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from typing import Final
 
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXTS = re.compile(r"\\text\{([^{}]*)\}")
 _ALONE = re.compile(r"\s*(?:\S|\(?[0-9.,]+\)?)\s*")
 _SYSTEM = re.compile(
     r"(?:\\\{)?\s*\\begin\{(d?cases|array|aligned|gathered|align\*?|split)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}(?:\\\})?",
     re.DOTALL,
 )
+_TWO_SYSTEMS = re.compile(r"(\\end\{d?cases\}(?:\\\})?)\s*,?\s*(?=(?:\\\{)?\\begin\{d?cases\})")
+_PAIR = re.compile(r"\([^()]+,[^()]+\)[,;.]?")
 _SIGN = re.compile(r"[=<>]|\\(?:le|ge|in|neq|approx|equiv)(?![a-z])")
 _SETS: Final = (
     r"(?:\\mathbb\s*\{?\s*[ZNRQC]\s*\}?|\\text\{\s*[ZNRQC]\s*\}|\\?[ZNRQC](?![a-zA-Z]))(?:[\^_](?:\{[^{}]*\}|.))*"
@@ -39,7 +42,7 @@ def reformed(text: str) -> str:
     ('x=1,y=2', '\\frac{\\pi}{4}+k\\pi')
     """
     if r"\begin" in text:
-        text = _SYSTEM.sub(_system, text)
+        text = _SYSTEM.sub(_system, _TWO_SYSTEMS.sub(r"\1;", text))
     if r"\begin" not in text:
         text = text.replace(r"\\", ",")
     return text if (declared := _declaration(text)) is None else declared
@@ -50,7 +53,7 @@ def _system(found: re.Match[str]) -> str:
     rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
     if "align" in found[1] or found[1] == "split":
         rows = [row.replace("&", "") for row in rows]
-    if any("&" in row or not _SIGN.search(row) for row in rows):
+    if any("&" in row or not (_SIGN.search(row) or _PAIR.fullmatch(row)) for row in rows):
         return found[0]
     joined = ""
     for row in rows:  # a row that begins with a sign continues the chain of the row above
@@ -67,7 +70,7 @@ def undeclared(text: str) -> str:
     plain = _plain(text)
     found = _DECLARED.search(plain) or _CONDITION.search(plain)
     head = plain[: found.start()].strip(" ,;(") if found is not None else ""
-    is_of_the_head = found is not None and _alone(next(filter(None, found.groups()))).search(head)
+    is_of_the_head = found is not None and next(filter(None, found.groups())) in _COMMAND.sub("", head)
     return head if is_of_the_head and not re.search(r"[<>]|\\(?:le|ge|neq|in)(?![a-z])", head) else text
 
 

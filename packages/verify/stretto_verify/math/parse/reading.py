@@ -7,7 +7,7 @@ without structure is a `Scalar`; math-verify's LaTeX parser reads it when its va
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -18,7 +18,8 @@ from stretto_verify.math.limits import check_piece
 from stretto_verify.math.parse.account import accounts_for
 from stretto_verify.math.parse.expressions import number
 from stretto_verify.math.parse.forms import reformed
-from stretto_verify.math.parse.spelling import closing_at, spelled
+from stretto_verify.math.parse.phrases import in_words, phrase
+from stretto_verify.math.parse.spelling import closing_at, spelled, unwrapped
 from stretto_verify.math.parse.structure import (
     Dots,
     LeftOver,
@@ -33,7 +34,7 @@ from stretto_verify.math.parse.structure import (
     Unreadable,
     Words,
 )
-from stretto_verify.math.parse.units import MAGNITUDES, SPOKEN, counted, without_unit
+from stretto_verify.math.parse.units import MAGNITUDES, without_unit
 
 _SIGNS: Final = re.compile(r"\\Rightarrow|\\approx|\\equiv|\\neq|\\le(?![a-z])|\\ge(?![a-z])|\\in(?![a-z])|[=<>]")
 _MATRIX = re.compile(r"\\begin\{([pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -55,16 +56,12 @@ _EQUATED = re.compile(  # sides of a choice's equation: AB, f(x), 2x+3y; no word
     r"|(?<=[a-zA-Z]\()[A-J](?=\))|(?<![a-zA-Z])[a-zK-Z]{1,2}(?![a-z])|(?<=[A-Z])[K-Z]|[^\\a-zA-Z])+"
 )
 _ONE_CHOICE = re.compile(r"\(?[A-J]\)?")
-_ALL_BUT = re.compile(
-    r"(?:\\text\{)?\s*(?:[Aa]ll )?(?:the )?(?:real numbers|reals)(?: x)?,? (?:except|but|other than)(?: for)?\s*\}?\s*"
-    r"(?:x\s*=\s*)?(-?(?:[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\}))"
-)
-_REALS: Final = (r"\mathbb{R}", r"\mathbf{R}", r"\Bbb{R}", r"\R", "all real numbers", r"\text{all real numbers}")
 _NOT_READ = re.compile(
     r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}\s])\s*[*/]|[!]{2}"
     r"|[0-9]\s*_|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
 )
 _SIDE_BY_SIDE = re.compile(r"(?<![^-+*/=(,\s])[0-9.]++\s+[0-9]++(?!\s*/)|[0-9]\.\s")
+_POINT = re.compile(r"^[K-Z]'*\s*(?=\(.*,.*\)$)")  # P(1,2)
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
     r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
@@ -85,6 +82,8 @@ def read(piece: str) -> Node:
         Unreadable: its form is unknown.
     """
     check_piece(piece)
+    if (counted := in_words(unwrapped(piece))) is not None:
+        return counted
     text = reformed(spelled(piece))
     found = node(text)
     if not accounts_for(found, text):
@@ -97,14 +96,8 @@ def node(text: str) -> Node:
     text = _outer(_INTRODUCED.sub("", text))
     if not text:
         raise Unreadable("nothing")
-    if text == r"\ldots":
-        return Dots()
-    if text == r"\emptyset":
-        return Listing("{", "}", ())
-    if text in _REALS:
-        return Listing("(", ")", (Scalar(r"-\infty"), Scalar(r"\infty")))
-    if SPOKEN.fullmatch(" ".join(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).split())):
-        return Words(text)
+    if (told := phrase(text)) is not None:
+        return told
     if (chosen := _CHOICE.fullmatch(text)) is not None:
         return _chosen(chosen)
     if _GROUPED.fullmatch(without_unit(text)[0].rstrip("% ")):
@@ -112,12 +105,8 @@ def node(text: str) -> Node:
     if (found := _MATRIX.fullmatch(text)) is not None and r"\begin" not in found[2]:
         rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
         return Matrix(tuple(tuple(node(cell) for cell in split(row, "&")) for row in rows))
-    if (missing := _ALL_BUT.fullmatch(text)) is not None:
-        end = node(missing[1])
-        low, high = Listing("(", ")", (Scalar(r"-\infty"), end)), Listing("(", ")", (end, Scalar(r"\infty")))
-        return Union((low, high))
     if (words := _words(text)) is not None:
-        return words if (number := counted(words.text)) is None else Scalar(str(number))
+        return in_words(words.text) or words
     if len(groups := split(text, ";")) > 1 and (points := _points(groups)) is not None:
         return points
     items = [item for item in split(text, ",;") if item.strip()]
@@ -128,7 +117,7 @@ def node(text: str) -> Node:
     parts = _split_on(text, r"\cup")
     if len(parts) > 1:
         return Union(tuple(map(node, parts)))
-    if (bracketed := _bracketed(text)) is not None:
+    if (bracketed := _bracketed(_POINT.sub("", text))) is not None:
         return bracketed
     if _EITHER_SIGN.search(text) is not None:
         return Listing("", "", tuple(node(_EITHER_SIGN.sub(sign, text, count=1).lstrip("+ ")) for sign in "+-"))
@@ -215,13 +204,23 @@ def _list(opening: str, closing: str, items: Iterable[str]) -> Node:
     """A list; ``x = 1, 2, 3`` is one relation whose right side is the list."""
     nodes = [node(item) for item in items]
     first, *rest = nodes
-    names_all = isinstance(first, Relation) and first.signs[-1] in ("=", r"\in") and not opening
+    names_all = isinstance(first, Relation) and first.signs[-1] in ("=", r"\in", r"\neq") and not opening
     if isinstance(first, Relation) and names_all and not any(isinstance(other, Relation | Dots) for other in rest):
         return Relation((*first.sides[:-1], Listing("", "", (first.sides[-1], *rest))), first.signs, first.beside)
+    if not opening and (unequal := _unequal(nodes)) is not None:
+        return unequal
     flat: list[Node] = []
     for part in nodes:
         flat.extend(part.items if isinstance(part, Listing) and not part.opening else [part])
     return Listing(opening, closing, tuple(flat))
+
+
+def _unequal(nodes: Sequence[Node]) -> Relation | None:
+    r"""``x \neq 1, x \neq 2`` as one relation; None if it is none."""
+    sides = [node.sides for node in nodes if isinstance(node, Relation) and node.signs == (r"\neq",)]
+    if len(sides) < len(nodes) or len({name for name, _ in sides}) > 1:
+        return None
+    return Relation((sides[0][0], Listing("", "", tuple(value for _, value in sides))), (r"\neq",))
 
 
 def _relation(text: str) -> Node | None:
@@ -305,7 +304,7 @@ def _bracketed(text: str) -> Node | None:
     if text[start : start + 1] not in ("(", "[", "{") or closing_at(text, start) != len(text) - 1:
         return None
     inner = text[start + 1 : -2] if is_set else text[1:-1]
-    bar = re.search(r"\\mid(?![a-z])|(?<!\\)\|", inner) if is_set else None
+    bar = re.search(r"\\mid(?![a-z])|(?<!\\)\||(?<=[a-zR}]) ?:", inner) if is_set else None
     if bar is not None and "|" not in inner[bar.end() :]:
         return node(inner[bar.end() :])
     items = split(inner, ",;")
@@ -326,6 +325,7 @@ def _scalar(text: str) -> Scalar:
         scale = Fraction(MAGNITUDES[magnitude[0].rstrip("s")])
         text = re.sub(r"\\text\{\s*\}", "", text[: magnitude.start()] + text[magnitude.end() :])
     body, unit = without_unit(text)
+    power = () if unit or body == text else tuple(re.findall(r"\^\s*\{?([0-9])\}?\s*$", text))  # of an unknown unit
     if body.endswith("%"):
         scale = Fraction(1, 100)
     body = _outer(body.rstrip("% "))
@@ -337,7 +337,7 @@ def _scalar(text: str) -> Scalar:
         raise LeftOver(f"several numbers in {text!r}")
     if not body or "%" in body or _NOT_READ.search(body):
         raise Unreadable(f"cannot read {text!r}")
-    return Scalar(body, scale, unit)
+    return Scalar(body, scale, unit, power)
 
 
 def split(text: str, separators: str) -> list[str]:

@@ -108,6 +108,7 @@ _REPLACED: Final = tuple(
         (r"([\[\]])(\s*[^\[\],;\s][^\[\],;]*[,;]\s*[^\[\],;\s][^\[\],;]*)([\[\]])", _french),
         (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
         (r"\\text\s*\{\s*([eixyn])\s*\}", r"\1 "),
+        (r"\\text\s*\{\s*\(?([A-J]|[0-9]+)\)?\s+(?:and|or)\s+\(?([A-J]|[0-9]+)\)?\s*\}", r"\1,\2"),
         (r"\\text\s*\{\s*\$?\s*,?\s*(?:and|or|oder|und)\s*\}", ","),
         (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])\s*,?", ","),
         (r"(?<=[0-9)])\s*or(?=[A-Za-z(])", ","),
@@ -151,6 +152,7 @@ _REPLACED: Final = tuple(
     )
 )
 _CALLS: Final = (("sqrt", r"\sqrt{", "}"), ("exp", "e^{", "}"), ("abs", "|", "|"), ("frac", r"\frac{", "}"))
+_MARK = re.compile(r"(?<!\\)\\[()\[\]]")
 _EDGES = " \t\n,;:"
 _SPACING = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![a-z]))|~|(?<!\\)\\\s*$")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,?\\[!,]|\{,\}|,\\ |\{,\\!\}|')\s*(?=[0-9]{3}(?![0-9]))")
@@ -196,8 +198,7 @@ def unwrapped(text: str) -> str:
     r"""The text without marks of mathematics or emphasis: ``$…$``, ``\(…\)``, ``**…**``, quotes."""
     text = text.strip(' "`“”\n')
     if not text.startswith(r"\\"):
-        for mark in (r"\(", r"\)", r"\[", r"\]"):
-            text = text.replace(mark, " ")
+        text = _MARK.sub(" ", text)
     for mark in ("**", "__"):
         text = text.removeprefix(mark).removesuffix(mark)
     return _trimmed(text.replace("$$", " "))

@@ -1,12 +1,14 @@
 r"""Units behind a number.
 
-A unit may be missing on either side; two known units must be the same. Other words behind a number (``5 apples``) are
-ignored.
+A unit may be missing on either side; two known units must be the same, or measure the same (``5 m`` is ``500 cm``).
+Other words behind a number (``5 apples``) are ignored.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import Final
 
 _SPELLINGS: Final = {
@@ -45,6 +47,23 @@ _SPELLINGS: Final = {
     "acre": "acre acres",
     "gal": "gal gallon gallons",
 }
+#: What a unit measures, and how much of it.
+_SIZES: Final[Mapping[str, tuple[str, Fraction]]] = {
+    unit: (kind, Fraction(size))
+    for kind, sizes in {
+        "length": {"m": "1", "cm": "0.01", "mm": "0.001", "km": "1000"},
+        "long": {"in": "1", "ft": "12", "yd": "36", "mi": "63360"},
+        "mass": {"g": "1", "kg": "1000", "mg": "0.001"},
+        "weight": {"oz": "1", "lb": "16"},
+        "volume": {"l": "1", "ml": "0.001"},
+        "time": {"s": "1", "min": "60", "h": "3600", "d": "86400", "week": "604800"},
+        "date": {"month": "1", "yr": "12"},
+        "money": {"cent": "1", "dollar": "100"},
+    }.items()
+    for unit, size in sizes.items()
+}
+#: Of an amount in two units, told in the smaller of them. A number without a unit is no such amount.
+TWO_UNITS: Final = " and more"
 KNOWN: Final = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _POWERS: Final = {"sq": "2", "square": "2", "squared": "2", "cu": "3", "cubic": "3", "cubed": "3"}
 #: Words behind a number that scale it.
@@ -57,35 +76,6 @@ MAGNITUDES: Final = {
     "trillion": 10**12,
 }
 
-_ONES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_COUNTED: Final = {word: number for number, word in enumerate(_ONES)} | {
-    f"{ten}-{one}" if at else ten: 10 * (place + 2) + at
-    for place, ten in enumerate(_TENS)
-    for at, one in enumerate(_ONES[:10])
-}
-
 _UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
 #: A day, a date, a time of day, an amount in two units: numbers that are read as words.
@@ -96,6 +86,10 @@ SPOKEN: Final = re.compile(
     rf"|(?<![0-9.])[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS}),?\s(?:and\s)?[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS})(?![a-zA-Z])"
 )
 
+_AMOUNTS = re.compile(
+    rf"([0-9]{{1,12}})\s?({_UNITS})(?:,|,?\s)\s?(?:and\s)?([0-9]{{1,12}}(?:\.[0-9]{{1,12}})?)\s?({_UNITS}|in)\.?",
+    re.IGNORECASE,
+)
 _IN_TEXT = re.compile(
     r"^(?P<body>.*[^\s,;=<>+\-*/^])\s*\\text\{(?P<words>[^{}]*)\}\s*(?:\^\s*\{?(?P<power>-?[0-9])\}?)?$", re.DOTALL
 )
@@ -115,13 +109,44 @@ _DENIED = re.compile(
 )
 
 
-def counted(words: str) -> int | None:
-    """The number below a hundred that is written in words; None if it is none.
+def amount(text: str) -> tuple[str, str] | None:
+    """``2 hours 30 minutes`` in the smaller of its units, and that unit; None if it is no amount in two units.
 
-    >>> counted("twelve"), counted("Twenty-One"), counted("a dozen")
-    (12, 21, None)
+    >>> amount("2 hours 30 minutes"), amount("30 minutes 2 hours")
+    (('150', 'min and more'), None)
     """
-    return _COUNTED.get(words.strip().lower().replace(" ", "-"))
+    if (found := _AMOUNTS.fullmatch(text)) is None:
+        return None
+    large, small = KNOWN[found[2].lower()], KNOWN.get(found[4].lower(), "in")
+    ratio = conversion(large, small)
+    if ratio is None or ratio <= 1:
+        return None
+    whole = Fraction(found[1]) * ratio + Fraction(found[3])
+    return str(whole), small + TWO_UNITS
+
+
+def conversion(unit: str, other: str) -> Fraction | None:
+    """How many of the other unit one is; None if they do not measure the same.
+
+    >>> str(conversion("m^2", "cm^2")), str(conversion("km/h", "m/s")), conversion("m", "s")
+    ('10000', '5/18', None)
+    """
+    one, two = _size(unit), _size(other)
+    return one[1] / two[1] if one is not None and two is not None and one[0] == two[0] else None
+
+
+def _size(unit: str) -> tuple[str, Fraction] | None:
+    """What a unit measures, and how much of it."""
+    above, _, below = unit.removesuffix(TWO_UNITS).partition("/")
+    kinds, size = [], Fraction(1)
+    for part, sign in ((above, 1), *([(below, -1)] if below else [])):
+        name, _, power = part.partition("^")
+        if name not in _SIZES or not re.fullmatch("-?[0-9]?", power):
+            return None
+        kind, of_one = _SIZES[name]
+        kinds.append(f"{kind}^{power or 1}")
+        size *= of_one ** (sign * int(power or 1))
+    return "/".join(kinds), size
 
 
 def without_unit(text: str) -> tuple[str, str]:

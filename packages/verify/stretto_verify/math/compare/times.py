@@ -1,0 +1,45 @@
+"""Times of day: ``5:00 PM`` is ``5 p.m.`` and ``17:00``. One side may leave out the half of the day, as a unit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from stretto_verify.math.parse.structure import Node, Ratio, Scalar, Words
+
+_TOLD = re.compile(r"([0-9]{1,2})(?:\s*:\s*([0-9]{2}))?\s*([ap])\s*\.?\s*m\.?", re.IGNORECASE)
+_TEXTS = re.compile(r"\\text\{([^{}]*)\}")
+_NOON = 12 * 60
+
+
+@dataclass(frozen=True)
+class Time:
+    """Minutes since midnight; `sure`: it is known of which half of the day."""
+
+    minutes: int
+    sure: bool
+
+
+def same_time(gold: Node, answer: Node) -> bool | None:
+    """Whether two times of day are the same; None if one is none, or neither says its half of the day."""
+    one, other = _time(gold), _time(answer)
+    if one is None or other is None or not (isinstance(gold, Words) or isinstance(answer, Words)):
+        return None
+    if one.sure and other.sure:
+        return one.minutes == other.minutes
+    return one.minutes % _NOON == other.minutes % _NOON
+
+
+def _time(given: Node) -> Time | None:
+    match given:
+        case Words(text=text) if (told := _TOLD.fullmatch(_TEXTS.sub(r" \1 ", text).strip())) is not None:
+            hour, minute = int(told[1]), int(told[2] or 0)
+            if not (1 <= hour <= 12 and minute < 60):
+                return None
+            return Time(60 * (hour % 12) + minute + _NOON * (told[3].lower() == "p"), sure=True)
+        case Ratio(parts=(Scalar(latex=hours), Scalar(latex=minutes))):
+            is_time = hours.isdigit() and minutes.isdigit() and len(minutes) == 2
+            if not is_time or int(hours) > 23 or int(minutes) > 59:
+                return None
+            return Time(60 * int(hours) + int(minutes), sure=not 1 <= int(hours) <= 12)
+    return None

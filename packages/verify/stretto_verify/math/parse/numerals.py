@@ -1,0 +1,102 @@
+"""Numbers in words: "forty-two", "one hundred and five", "two thirds", "two and a half", "three point one four"."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Final
+
+_ONES: Final = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS: Final = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_SMALL: Final = {word: number for number, word in enumerate(_ONES)} | {
+    ten: 10 * number for number, ten in enumerate(_TENS, start=2)
+}
+_LARGE: Final = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_IRREGULAR: Final = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth"} | {
+    "nine": "ninth",
+    "twelve": "twelfth",
+}
+#: The words of denominators, in the singular.
+_PARTS: Final = {"half": 2, "quarter": 4, "hundredth": 100, "thousandth": 1000} | {
+    _IRREGULAR.get(word, f"{word.removesuffix('y')}ieth" if word.endswith("y") else f"{word}th"): number
+    for word, number in _SMALL.items()
+    if number > 2
+}
+_MOST_WORDS: Final = 16
+
+
+def counted(words: str) -> Fraction | None:
+    """The number that is written in words; None if it is none.
+
+    >>> str(counted("twelve")), str(counted("Two hundred and twenty-one")), str(counted("minus two thirds"))
+    ('12', '221', '-2/3')
+    >>> str(counted("two and a half")), str(counted("three point one four")), counted("a dozen"), counted("one two")
+    ('5/2', '157/50', None, None)
+    """
+    parts = re.split(r"[\s-]+", words.strip().lower())
+    if len(parts) > _MOST_WORDS or not parts:
+        return None
+    if parts[0] in ("minus", "negative"):
+        found = _amount(parts[1:])
+        return None if found is None else -found
+    return _amount(parts)
+
+
+def _amount(parts: list[str]) -> Fraction | None:
+    if "point" in parts:
+        at = parts.index("point")
+        whole, digits = _whole(parts[:at]), [_SMALL.get(part, 10) for part in parts[at + 1 :]]
+        if whole is None or not digits or max(digits) > 9:
+            return None
+        return whole + Fraction(int("".join(map(str, digits))), 10 ** len(digits))
+    if (whole := _whole(parts)) is not None:
+        return Fraction(whole)
+    if (part := _fraction(parts)) is not None:
+        return part
+    for at, word in enumerate(parts):
+        if word == "and" and (whole := _whole(parts[:at])) is not None and (part := _fraction(parts[at + 1 :])):
+            return whole + part
+    return None
+
+
+def _fraction(parts: list[str]) -> Fraction | None:
+    """``one half``, ``three quarters``: several parts are in the plural."""
+    if not parts:
+        return None
+    *above, below = parts
+    plural = "halves" if below == "halves" else below
+    parted = "half" if below == "halves" else below.removesuffix("s")
+    count = 1 if above in ([], ["a"], ["an"]) else _whole(above)
+    if parted not in _PARTS or count is None or (not above and parted != "half"):
+        return None
+    return Fraction(count, _PARTS[parted]) if (plural != parted) == (count != 1) else None
+
+
+def _whole(parts: list[str]) -> int | None:
+    """``two hundred and five thousand``."""
+    total = group = 0
+    before = ""  # what the last word was: a digit, ten, hundred, large
+    largest = 10**15
+    for word in parts:
+        if word == "and" and before in ("hundred", "large"):
+            before = f"{before} and"
+        elif word in ("a", "an") and not before:
+            group, before = 1, "digit"
+        elif word in _SMALL:
+            small = _SMALL[word]
+            kind = "ten" if small >= 20 else "digit"
+            if before.removesuffix(" and") not in ("", "hundred", "large") and not (before == "ten" and 0 < small < 10):
+                return None
+            group, before = group + small, kind
+        elif word == "hundred" and 0 < group < 100 and before in ("digit", "ten"):
+            group, before = 100 * group, "hundred"
+        elif word in _LARGE and group and before in ("digit", "ten", "hundred") and _LARGE[word] < largest:
+            total, group, largest, before = total + group * _LARGE[word], 0, _LARGE[word], "large"
+        else:
+            return None
+    return (
+        total + group if before in ("digit", "ten", "hundred", "large") and parts != ["a"] and parts != ["an"] else None
+    )

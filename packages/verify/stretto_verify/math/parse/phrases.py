@@ -1,0 +1,71 @@
+r"""Final answers that are told in words or by a name of their own: "no real solutions", ``\mathbb{R}``, "3 to 4", all
+reals but a few, ``2 hours 30 minutes``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from stretto_verify.math.parse.expressions import number
+from stretto_verify.math.parse.numerals import counted
+from stretto_verify.math.parse.structure import Dots, Listing, Node, Ratio, Scalar, Union, Words
+from stretto_verify.math.parse.units import SPOKEN, amount
+
+_INTO_WORDS = re.compile(r"\\text\{([^{}]*)\}")
+_NOTHING = re.compile(
+    r"\\emptyset|\\\{\s*\\\}"
+    r"|(?:there (?:is|are|exists?) )?no (?:(?:real|integer|positive|such|possible) )*"
+    r"(?:solutions?|roots?)(?: exists?)?",
+    re.IGNORECASE,
+)
+_REALS: Final = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\\mathbf\{R\}|\\Bbb\{R\}|\\R|R)"
+_ALL_REALS = re.compile(rf"{_REALS[:-3]})|(?:the set of )?(?:all )?(?:the )?real numbers|all reals", re.IGNORECASE)
+_POINT = r"-?(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?|\\frac\{[0-9]+\}\{[0-9]+\}|\\pi|\\sqrt\{[0-9]+\})"
+_POINTS = rf"(?:x\s*=\s*)?({_POINT}(?:\s*,\s*{_POINT})*)"
+_ALL_BUT = re.compile(
+    rf"(?:x\s*\\in\s*)?{_REALS}\s*(?:\\setminus|\\backslash|\\|-)\s*\\?\{{\s*{_POINTS}\s*\\?\}}"
+    rf"|(?:all )?(?:the )?(?:real numbers|reals)(?: x)?,? (?:except|but|other than)(?: for)?\s*{_POINTS}",
+    re.IGNORECASE,
+)
+_PROPORTION = re.compile(r"([0-9]+(?:\.[0-9]+)?) to ([0-9]+(?:\.[0-9]+)?)")
+_SPELT = re.compile(r"\s*(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]+(?:[ -]+[A-Za-z]+)*)\s*\}?[\s.]*")
+
+
+def phrase(text: str) -> Node | None:
+    """The structure of a spelled text that is such a phrase; None if it is none."""
+    if text == r"\ldots":
+        return Dots()
+    bare = " ".join(_INTO_WORDS.sub(r" \1 ", text).split())
+    if _NOTHING.fullmatch(bare):
+        return Words("no solution")
+    if _ALL_REALS.fullmatch(bare):
+        return Listing("(", ")", (Scalar(r"-\infty"), Scalar(r"\infty")))
+    if (told := amount(bare)) is not None:
+        return Scalar(told[0], unit=told[1], beside=(bare,))
+    if SPOKEN.fullmatch(bare):
+        return Words(text)
+    if (parts := _PROPORTION.fullmatch(bare)) is not None:
+        return Ratio(tuple(map(Scalar, parts.groups())))
+    if (missing := _ALL_BUT.fullmatch(bare)) is not None:
+        return without([Scalar(point.strip()) for point in (missing[1] or missing[2]).split(",")])
+    return None
+
+
+def in_words(piece: str) -> Scalar | None:
+    """A whole piece that is a number in words; None if it is none."""
+    found = _SPELT.fullmatch(piece)
+    value = counted(found[1]) if found is not None else None
+    return None if value is None else Scalar(str(value))
+
+
+def without(points: Sequence[Node]) -> Union | None:
+    """The real numbers without these, as a union of intervals; None if their order is not known."""
+    values = [number(point.latex) if isinstance(point, Scalar) else None for point in points]
+    known = [value.value for value in values if value is not None]
+    if len(points) > 1 and len(set(known)) < len(points):
+        return None
+    ordered = [points[at] for at in sorted(range(len(points)), key=known.__getitem__)] if len(points) > 1 else points
+    ends = [Scalar(r"-\infty"), *ordered, Scalar(r"\infty")]
+    return Union(tuple(Listing("(", ")", (ends[at], ends[at + 1])) for at in range(len(ends) - 1)))
