@@ -31,9 +31,9 @@ from stretto.core.events import Span
 from stretto.core.records import GenerateRequest, Partials, Sampling, StopReason
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.backend import ENDED, Stream
+from stretto.engine.busy_spans import BusySpans
 from stretto.engine.external.completions import OpenCompletion
 from stretto.engine.external.make import Continuation, Make, Occupancy
-from stretto.engine.native.busy_spans import BusySpans
 from stretto.engine.native.stops import StopTexts
 from stretto.engine.native.validate import check_prefixes, check_request
 
