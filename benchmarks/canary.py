@@ -136,7 +136,7 @@ class Bench:
                 canary = self._trainer.publish(self._publisher, self._text, getattr(torch, self._dtype))
                 assert canary is not None
                 self._engine.update(canary.version, self._subscriber.load(canary.version))
-                timed(completions, "text", lambda canary=canary: self._engine._proving.text(canary.token_ids))  # type: ignore[misc]
+                timed(completions, "text", lambda canary=canary: self._engine._prover.text(canary.token_ids))  # type: ignore[misc]
                 digests = canary.digests
                 timed(completions, "read", lambda one=digests: self._engine._parameters.differing(one))  # type: ignore[misc]
                 assert self._engine.prove(canary).compared == len(canary.digests)

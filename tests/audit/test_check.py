@@ -16,7 +16,6 @@ import pytest
 
 from stretto.audit import check, checksums, forest, history, laws
 from stretto.audit.check import check_run, print_balance, print_findings
-from stretto.core.canary import CANARY, CanaryRecord, Proven
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
 from stretto.core.records import trajectory_id as name_of
@@ -88,7 +87,7 @@ def run_dir(tmp_path: Path) -> Path:
         control = Controller(config, PromptStream(prompts, seed=1), ledger, seed=1)
         ledger.watch("standing", control.state)
         ledger.put("engines", [Membership("engine-0", "native", "here", version=3, joined_step=0)])
-        ledger.put(CANARY, CanaryRecord(proven=(Proven("engine-0", ((0, 3),)),)))
+        ledger.put("canary", {"since": 0, "proven": [{"engine": "engine-0", "ranges": [[0, 3]]}]})
         failed = control.admit()
         assert failed is not None
         control.fail(failed, "refused")
@@ -196,14 +195,7 @@ BREACHES = {
         " id = '0.' || (SELECT prompt_id FROM groups WHERE key = 4) || '.1' WHERE key = 6",
         "no prompt is skipped or repeated",
     ),
-    "a token of a version that its engine had not proven": (
-        "UPDATE meta SET value = json_set(value, '$.proven[0].ranges', json('[[0, 1], [3, 3]]')) WHERE name = 'canary'",
-        "every token was sampled by proven weights",
-    ),
-    "a token of an engine that has proven nothing": (
-        "UPDATE meta SET value = json_set(value, '$.proven', json('[]')) WHERE name = 'canary'",
-        "every token was sampled by proven weights",
-    ),
+    "unproven": ("UPDATE meta SET value = replace(value, '0,3]', '0,1]')", "every token was sampled by proven weights"),
 }
 
 
@@ -260,10 +252,7 @@ SEALED = {
         r"the row of trajectory 0\.p\.\d\.0/0",
     ),
     "a count of a step": ("UPDATE steps SET committed = 5 WHERE step = 2", "the row of step 2"),
-    "a fact": (
-        "UPDATE meta SET value = json_set(value, '$.other', 1) WHERE name = 'standing'",
-        "the fact 'standing'",
-    ),
+    "a fact": ("UPDATE meta SET value = json_set(value, '$.x', 1) WHERE name = 'standing'", "the fact 'standing'"),
 }
 
 
@@ -396,8 +385,7 @@ def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_wr
 
 
 def test_tokens_of_an_engine_that_is_not_on_the_roster_and_tokens_of_nobody_are_found(run_dir: Path) -> None:
-    path = run_dir / "ledger.sqlite"
-    law = "every token has its engine"
+    path, law = run_dir / "ledger.sqlite", "every token has its engine"
     prompt = Prompt(id="p.9", token_ids=(9,), text="", answer="")
     segment = Segment(
         (5, 6), (-0.5, -0.25), (3, 3), stop_reason=StopReason.STOP, engines=(("engine-0", 1), ("spot", 2))

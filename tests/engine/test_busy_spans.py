@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.engine.native.busy_spans import MOST_SPANS, BusySpans
+from stretto.engine.busy_spans import MOST_SPANS, BusySpans
 
 
 def test_of_spans_that_nobody_asks_for_the_newest_are_kept() -> None:

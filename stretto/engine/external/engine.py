@@ -32,10 +32,10 @@ from stretto.core.events import Span
 from stretto.core.records import GenerateRequest, Partials, StopReason
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.backend import ENDED, Stream
+from stretto.engine.busy_spans import BusySpans
 from stretto.engine.external.completions import OpenCompletion
 from stretto.engine.external.make import Make, Occupancy, canary_scores
 from stretto.engine.external.staging import compare, shapes_of
-from stretto.engine.native.busy_spans import BusySpans
 from stretto.engine.native.stops import StopTexts
 from stretto.engine.native.validate import check_prefixes, check_request
 

@@ -27,12 +27,12 @@ from stretto.core.engine import EngineHealth, Progress
 from stretto.core.errors import BoundViolated, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
+from stretto.engine.busy_spans import BusySpans
 from stretto.engine.config import EngineConfig
-from stretto.engine.native.busy_spans import BusySpans
 from stretto.engine.native.capacity import longest_row
 from stretto.engine.native.completions import Completions
 from stretto.engine.native.parameters import Parameters
-from stretto.engine.native.proving import CanaryScorer
+from stretto.engine.native.proving import Prover
 from stretto.engine.native.sampling import BrokenLogits, sample
 from stretto.engine.native.scheduler import Member, Scheduler
 from stretto.engine.native.stops import StopTexts
@@ -86,7 +86,7 @@ class NativeEngine:
         self._busy_seconds = 0.0
         self._ended: Counter[str] = Counter()  # tokens of ended completions, by open request
         self._stale: tuple[str, ...] = ()  # what the last update has not dropped
-        self._proving = CanaryScorer(self._policy)
+        self._prover = Prover(self._policy)
 
     @classmethod
     def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:
@@ -236,7 +236,7 @@ class NativeEngine:
         touches no completion."""
         start = time.monotonic()
         differing, compared = self._parameters.differing(canary.digests)
-        logprobs, decoded = self._proving.text(canary.token_ids)
+        logprobs, decoded = self._prover.text(canary.token_ids)
         self._spend("prove", start)
         return Scores(logprobs, decoded, differing=differing + self._stale, compared=compared)
 
@@ -245,7 +245,7 @@ class NativeEngine:
         they were sampled, and computed again from the beginning; none where none is running."""
         start = time.monotonic()
         completions, most = self._completions, self._config.max_prefill_tokens
-        found = self._proving.sampled(completions, self._scheduler.running, self.version, wanted, most)
+        found = self._prover.sampled(completions, self._scheduler.running, self.version, wanted, most)
         self._spend("prove", start)
         return found
 

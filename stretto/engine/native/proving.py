@@ -22,7 +22,7 @@ _LEAST = float(torch.finfo(torch.float32).min) / 2  # a token that a filter has 
 Ints = npt.NDArray[np.int64]
 
 
-class CanaryScorer:
+class Prover:
     """The policy of an engine once more, with a KV cache of its own: no completion is touched."""
 
     def __init__(self, policy: DecodePolicy) -> None:

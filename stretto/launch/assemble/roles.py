@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from stretto.cluster.messages import Tenure
+from stretto.core.canary import CANARY, CanaryRecord
 from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel, run_beside
@@ -38,6 +39,7 @@ from stretto.rewards.service.pool import RewardPool
 from stretto.store import lock
 from stretto.store.files import identity
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.ledger import Ledger
 from stretto.weights.folder import SHARED, own, remove, remove_abandoned, shared_folder
 from stretto.worlds.workflows.pool import WorkflowPool
 
@@ -113,6 +115,15 @@ class Roles:
         return self.engines.resident() | found | {"conductor": own_resident_bytes()}
 
 
+def kept_proving(ledger: Ledger, version: int) -> Proving:
+    """The canaries of a run that goes on at this version, with what its ledger has of them, and keeps from now on. An
+    earlier stretto has kept nothing."""
+    proving = Proving()
+    proving.restore(ledger.get(CANARY, CanaryRecord) or CanaryRecord(since=version))
+    ledger.watch(CANARY, lambda: proving.record)
+    return proving
+
+
 @asynccontextmanager
 async def running_roles(
     *,
@@ -131,6 +142,7 @@ async def running_roles(
     Args:
         version: that of the run; the trainer reaches it from the checkpoint of step `saved_step`.
         tenure: that of this conductor among those that the run has had.
+        proving: the canaries, of earlier processes too.
         report: gets the sentences of the log: roles that were replaced, facts of a reward, roles that did not end well.
     """
     recipe = plan.recipe

@@ -16,7 +16,7 @@ from stretto.cluster.succession import next_tenure
 from stretto.core.records import Update
 from stretto.core.tasks import run_beside
 from stretto.launch.assemble.evaluations import evaluations
-from stretto.launch.assemble.roles import Roles, running_roles
+from stretto.launch.assemble.roles import Roles, kept_proving, running_roles
 from stretto.launch.assemble.warm_start import copy_policy, warm_start
 from stretto.launch.assemble.workflows import Conversing, conversing, workflow_groups
 from stretto.launch.preflight.plan import Plan
@@ -24,7 +24,6 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.engines.in_flight import GroupInFlight, InFlight
-from stretto.loop.engines.proving import kept_proving
 from stretto.loop.engines.restoring import restore
 from stretto.loop.engines.rounds import Rounds
 from stretto.loop.engines.sessions import TrajectorySessions, unfinished_sessions

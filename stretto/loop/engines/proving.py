@@ -22,7 +22,6 @@ import msgspec
 
 from stretto.core.canary import (
     AGREEING,
-    CANARY,
     FARTHEST,
     Agreement,
     Canary,
@@ -40,7 +39,6 @@ from stretto.core.deadlines import deadline
 from stretto.core.engine import Engine
 from stretto.core.errors import UnprovenWeights
 from stretto.engine.spec import EngineSpec
-from stretto.store.ledger.ledger import Ledger
 
 _KEPT = 4  # canaries: engines load the newest version, or the one before
 _LOOK_SECONDS = 0.02
@@ -240,15 +238,6 @@ class Proving:
         self._ranges = {one.engine: list(one.ranges) for one in record.proven}
         self._newest = {one.engine: one for one in record.newest}
         self._worst = {one.engine: one for one in record.worst}
-
-
-def kept_proving(ledger: Ledger, version: int) -> Proving:
-    """The canaries of a run that goes on at this version, with what its ledger has of them, and keeps from now on. An
-    earlier stretto has kept nothing."""
-    proving = Proving()
-    proving.restore(ledger.get(CANARY, CanaryRecord) or CanaryRecord(since=version))
-    ledger.watch(CANARY, lambda: proving.record)
-    return proving
 
 
 def _added(one: Agreement | None, other: Agreement) -> Agreement:
