@@ -376,7 +376,7 @@ class EngineHandle:
         return {}
 
     def poll(self) -> asyncio.Task[None]:
-        """Ask for its health and its spans. While a reply is awaited the task is the same: who gives up loses nothing."""
+        """Ask for its health and its spans. While a reply is awaited, the task is the same: nothing of it is lost."""
         if self._poll is None or self._poll.done():
             self._poll = asyncio.create_task(self._fetch_health())
         return self._poll
