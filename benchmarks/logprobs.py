@@ -270,7 +270,7 @@ def main(arguments: Sequence[str]) -> None:
     table = Table(
         "model", "make", "type", "way", "tokens", "mean", *(f"{100 * share:g} %" for share in SHARES), "units"
     )
-    rows = []
+    rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="stretto-logprobs-") as scratch:
         for name in words.models:
             folder = Path(scratch) / str(len(rows))

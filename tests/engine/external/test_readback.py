@@ -90,10 +90,9 @@ def model_of(tensors: Mapping[str, Tensor], cut: Cut) -> nn.Module:
         return tensors[name].chunk(cut.workers // copies)[cut.rank // copies]
 
     attention, mlp, inner = f"{LAYER}.self_attn", f"{LAYER}.mlp", INNER + cut.padding
-    beyond = {"value": cut.beyond}
     tensors = dict(tensors)
     for part, sides in (("gate", (0, 0, 0, cut.padding)), ("up", (0, 0, 0, cut.padding)), ("down", (0, cut.padding))):
-        tensors[f"{mlp}.{part}_proj.weight"] = pad(tensors[f"{mlp}.{part}_proj.weight"], sides, **beyond)
+        tensors[f"{mlp}.{part}_proj.weight"] = pad(tensors[f"{mlp}.{part}_proj.weight"], sides, value=cut.beyond)
     copies = max(1, cut.workers // KV_HEADS)
     heads = {"num_kv_head_replicas": copies}
     shards = [rows(f"{attention}.{part}_proj.weight", 1 if part == "q" else copies) for part in "qkv"]
