@@ -129,9 +129,9 @@ def test_one_choice_is_its_letter_and_what_it_stands_for(expected: str, answer: 
 
 
 WRITTEN_BACK = [
-    ("x=3", ["2x+1=7", "x-3=0", "2x=6", "0=x-3", r"\frac{x}{3}=1", "x+x=6", "3-x=0", "-x=-3", "4x-12=0", "x+0=3"]),
-    ("x>3", ["2x+1>7", "x-3>0", "2x>6", "6<2x", "0<x-3", "-x<-3"]),
-    (r"x \le 2", [r"2x \le 4", r"x-2 \le 0", r"-x \ge -2"]),
+    ("x=3", ["2x+1=7", "x-3=0", "2x=6", "0=x-3", r"\frac{x}{3}=1", "x+x=6", "3-x=0", "4x-12=0", "x+0=3"]),
+    ("x>3", ["2x+1>7", "x-3>0", "2x>6", "6<2x", "0<x-3"]),
+    (r"x \le 2", [r"2x \le 4", r"x-2 \le 0"]),
     ("1<x<3", ["2<x+1<4", "2<2x<6", "0<x-1<2"]),
     (r"x \neq 2", [r"2x \neq 4", r"x-2 \neq 0"]),
     ("x=1,y=2", ["x+y=3,x-y=-1", "2x=2,y=2"]),
@@ -168,6 +168,24 @@ def test_an_equation_that_is_still_to_be_solved_is_not_its_solution(solution: st
 )
 def test_what_is_solved_may_be_written_in_every_way(expected: str, answer: str) -> None:
     assert verdict(expected, boxed(answer)) == "right"
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer"),
+    [
+        *(
+            ("x=3", "-x=-3"),
+            ("x>3", "-x<-3"),
+            (r"x \le 2", r"-x \ge -2"),
+            ("[1,2]", r"1\le x\le 2"),
+            ("(1,2)", "1<x<2"),
+        ),
+        *((r"(-\infty,0)\cup(0,\infty)", r"x\neq 0"), (r"(-\infty,1)\cup(2,\infty)", r"x<1\text{ or }x>2")),
+    ],
+)
+def test_what_is_solved_but_for_its_form_is_right_unless_the_question_has_it(expected: str, answer: str) -> None:
+    assert verdict(expected, boxed(answer)) == "right"
+    assert verdict(expected, boxed(answer), f"Solve the following: ${answer}$, and be brief.") == "wrong"
 
 
 def test_the_equation_of_the_question_is_not_its_solution_but_may_be_the_answer_to_another() -> None:

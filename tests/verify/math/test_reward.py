@@ -143,7 +143,7 @@ DIFFERENT = [
     (r"$\{1,2,3\}$", r"$\{1,2\}$"),
     ("1331 and 1728", "1728"),
     (r"$\pm 3$", "3"),
-    ("[1,2]", r"$1\le x\le 2$"),
+    ("[1,2]", r"$1< x\le 2$"),
     ("$x>5$", r"$x\ge 5$"),
     ("$x>5$", r"$[5,\infty)$"),
     (r"$\begin{pmatrix}1\\2\end{pmatrix}$", r"$\begin{pmatrix}1&2\end{pmatrix}$"),

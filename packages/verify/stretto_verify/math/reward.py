@@ -124,7 +124,7 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         expected, found = _structure(gold.text), _structure(given.text, is_whole=True)
     except LeftOver:
         return False
-    if isinstance(found, Relation) and _is_written_back(expected, given, found, prompt):
+    if prompt and _is_written_back(expected, given, found, prompt):
         return False
     if expected is not None and found is not None:
         opinion = same(expected, found)
@@ -149,12 +149,14 @@ def _with_point(given: FinalAnswer, gold: FinalAnswer) -> FinalAnswer:
     return FinalAnswer(f"{found[1]}.{found[2]}", given.certain)
 
 
-def _is_written_back(gold: Node | None, given: FinalAnswer, found: Relation, prompt: str) -> bool:
+def _is_written_back(gold: Node | None, given: FinalAnswer, found: Node | None, prompt: str) -> bool:
     """Whether the answer is an equation of the question that was to be solved for a name, or a range that it has."""
-    if not prompt or compact(spelled(given.text)) not in _asked(prompt):
+    relations = [one for one in (found.items if isinstance(found, Listing) else (found,)) if isinstance(one, Relation)]
+    if not relations or compact(spelled(given.text)) not in _asked(prompt):
         return False
+    first = relations[0]
     is_solved = not isinstance(gold, Relation) or name(gold.sides[0]) is not None
-    return is_solved and (name(found.sides[0]) is None or (isinstance(gold, Listing | Union) and not is_naming(found)))
+    return is_solved and (name(first.sides[0]) is None or (isinstance(gold, Listing | Union) and not is_naming(first)))
 
 
 @lru_cache(maxsize=256)

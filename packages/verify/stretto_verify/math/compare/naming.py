@@ -35,7 +35,7 @@ _NAMING = ("=", r"\in", r"\equiv")
 _TEXTS = re.compile(r"\\text\{[^{}]*\}")
 _LONG_WORD = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{3}")
 _COMPUTED = re.compile(r"[0-9]\s*(?:\\\s*)?[a-zA-Z](?![a-zA-Z])|[a-zA-Z)]\s*\^\s*\{?[0-9]|[-+]\s*[0-9]|[0-9]\s*[-+]")
-_MEASURED = re.compile(r"[A-Z]{2}\s*\^\s*\{?2\}?|[a-zA-Z]'+\s*\([^()]*\)")  # a square on a line, f'(2)
+_DERIVED = re.compile(r"[a-zA-Z]'+\s*\([^()]*\)")  # f'(2)
 _POWER_OF_MATRIX = re.compile(r"[A-Z]\s*\^\s*\{?-?[0-9A-Z]+\}?")
 _NUMBERED = re.compile(r"_\{?[0-9]\}?$")
 _ZERO = re.compile(r"_\{?0\}?$")
@@ -147,7 +147,7 @@ def _is_asked(side: Node) -> bool:
         case Scalar(latex=latex):
             if latex.startswith(r"\text"):
                 return _is_title(_TEXTS.sub("", latex))
-            if _MEASURED.fullmatch(latex):
+            if _DERIVED.fullmatch(latex):
                 return True
             try:
                 return _is_quantity(expression(latex))
@@ -167,8 +167,8 @@ def _is_quantity(found: sympy.Basic) -> bool:
         return True
     if isinstance(found, sympy.Abs):  # a length; |x| = 5 is still to be solved
         return str(found.args[0]) not in ("x", "y") and _is_quantity(found.args[0])
-    if isinstance(found, sympy.Add):  # what is asked for: m + n, ab + bc + ca; x + y = 5 is still to be solved
-        return all(map(_is_known, found.args))
+    if isinstance(found, sympy.Add):  # what is asked for: m + n, ∠A + ∠B; x + y = 5 is still to be solved
+        return all(_is_known(part) for part in found.args)
     if isinstance(found, TrigonometricFunction):
         return _is_known(found.args[0])
     above = isinstance(found, sympy.Mul) and any(not isinstance(part, sympy.Pow) for part in found.args)
@@ -184,9 +184,11 @@ def turned(given: Node) -> Node:
 
 
 def _is_known(part: sympy.Basic) -> bool:
-    """Whether a part of a sum is a product of names, none of which is an unknown."""
-    factors = part.args if isinstance(part, sympy.Mul) else (part,)
-    return all(isinstance(factor, sympy.Symbol) and str(factor) not in _UNKNOWNS for factor in factors)
+    """Whether this is a name that is no unknown, or an angle."""
+    factors = [factor for factor in part.args if str(factor) != "angle"] if isinstance(part, sympy.Mul) else [part]
+    is_angle = isinstance(part, sympy.Mul) and len(factors) < len(part.args)
+    names = all(isinstance(factor, sympy.Symbol) and str(factor) not in _UNKNOWNS for factor in factors)
+    return names and (is_angle or len(factors) == 1)
 
 
 # Several names.

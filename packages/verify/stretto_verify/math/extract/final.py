@@ -289,7 +289,7 @@ def _piece_of(rest: str) -> FinalAnswer:
         return letter
     if _LETTERED.match(_bare(rest)):
         behind = rest[len(told) :].lstrip(" .\n").split("\n")[0]
-        return FinalAnswer(f"{told}, {behind}" if _NEXT_CHOICE.match(_bare(behind)) else told, certain=True)
+        return FinalAnswer("" if _NEXT_CHOICE.match(_bare(behind)) else told, certain=True)
     if (first := _FORMULA.match(rest)) is not None:
         contents, end = _formulas(rest, first)
         if end >= len(told) or says_nothing(told[end:]):
