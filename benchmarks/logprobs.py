@@ -41,7 +41,7 @@ from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Continuation, Make
-from stretto.engine.external.makes import MAKES
+from stretto.engine.external.makes import launch_of, make_of
 from stretto.engine.external.server import ServerProcess, free_port, until_ready
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.build import build_policy
@@ -248,10 +248,10 @@ class _Measuring:
         settings = {"kind": kind, "python": str(Environment(kind).ensure()), "cache_gib": 0.5, "slots": 16}
         config = EngineConfig.model_validate(settings | {"dtype": dtype, "device": "cpu"})
         port = free_port()
-        process = await ServerProcess.start(kind, MAKES[kind].launch(config, str(self.folder.resolve()), port))
+        process = await ServerProcess.start(kind, launch_of(config, str(self.folder.resolve()), port))
         address = f"127.0.0.1:{port}"
         http = JsonServer(kind, address, seconds=_REPLY_SECONDS, token_seconds=_REPLY_SECONDS)
-        make = MAKES[kind].server(http, _REPLY_SECONDS)
+        make = make_of(kind, http, _REPLY_SECONDS)
         try:
             await until_ready(process, make, _START_SECONDS)
             scored = await by_server(make, self.texts)

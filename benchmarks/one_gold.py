@@ -64,8 +64,10 @@ def _read() -> tuple[dict[str, Parts], dict[str, list[str]]]:
     """The parts by their name, and those of a choice with its content."""
     known = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     first, more = known["first"], known["wide"]
-    wide = {name: [*first[name], *more[name]] if isinstance(more[name], list) else more[name] for name in more}
-    made = {name: tuple(value) if isinstance(value, list) else value for name, value in first.items()}
+    wide: dict[str, Any] = {
+        name: [*first[name], *more[name]] if isinstance(more[name], list) else more[name] for name in more
+    }
+    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in first.items()}
     return {
         "first": Parts(**made),
         "wide": Parts(**{name: tuple(value) if isinstance(value, list) else value for name, value in wide.items()}),
@@ -122,11 +124,12 @@ def cases(wanted: int, seed: int = 0, parts: Parts = PARTS["first"]) -> Iterator
     place, stride = seed, 982_451_653  # a prime beyond every axis
     while len(told) < wanted:
         place = (place + stride) % total
-        rest, picked = place, []
+        rest, picked = place, list[Any]()
         for axis in axes:
             rest, at = divmod(rest, len(axis))
             picked.append(axis[at])
-        case = _case(*picked, parts)
+        named, inner, separator, tail, frame = picked
+        case = _case(named, inner, separator, tail, frame, parts)
         if case.completion not in told:
             told.add(case.completion)
             yield case

@@ -134,7 +134,7 @@ def test_a_resume_whose_engine_is_wrong_ends_and_an_honest_one_goes_on(laborator
 def test_an_engine_that_is_wrong_from_its_replacement_on_ends_the_run(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir, now = tmp_path / "run", tmp_path / "now"
     settings = ("--no-plots", "trainer.steps=100000", "trainer.keep_versions=1")
-    with laboratory.train(run_dir, *settings, before=sabotaged(first=0, **{"if": now})) as command:
+    with laboratory.train(run_dir, *settings, before=sabotaged("skips", 0, **{"if": now})) as command:
         wait_for_step(command, 2, SECONDS)
         now.touch()
         os.kill(command.role("engine"), signal.SIGKILL)

@@ -61,7 +61,7 @@ def test_honest_tokens_differ_by_rounding_alone(tmp_path: Path, dtype: Dtype, sa
 
 
 def test_log_probabilities_that_are_told_too_low_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = engine_module.sample
+    sample = engine_module.sample  # type: ignore[attr-defined]
     with ground(tmp_path) as one:
         monkeypatch.setattr(engine_module, "sample", lambda *given: (sample(*given)[0], sample(*given)[1] - 0.01))
         engine = begun(one, Sampling(max_tokens=40), 12)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import peft
 import pytest
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.records import Completion
@@ -69,7 +70,7 @@ def test_a_version_has_the_bytes_of_its_adapters(folder: Path) -> None:
     assert adapters == 4 * TINY.layers * per_layer < whole / 2
 
 
-def _matrices(folder: Path) -> list[tuple[str, object]]:
+def _matrices(folder: Path) -> list[tuple[str, Tensor]]:
     return [(name, one) for name, one in load_policy(folder / "policy").named_parameters() if one.dim() == 2]
 
 

@@ -11,6 +11,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,11 @@ def trained(made: Callable[[Ticket], Sequence[Trajectory]]) -> Batch:
     batch = control.take()
     assert batch is not None
     return batch
+
+
+def _given(trajectories: Sequence[Trajectory], ticket: Ticket) -> Sequence[Trajectory]:
+    """As they are, whatever the ticket."""
+    return trajectories
 
 
 def advantages(estimator: str, batch: Batch) -> list[tuple[float, ...]]:
@@ -189,9 +195,9 @@ def test_the_others_have_the_advantages_of_a_smaller_group_to_the_last_bit(
     for number, (rewards, trajectories) in enumerate(zip(GROUPS, made, strict=True), start=1):
         assert [one.verdict.reward for one in trajectories] == rewards
         assert [one.verdict.outcome for one in trajectories].count(Outcome.UNDECIDED) == number
-        batch = trained(lambda ticket, all_of_them=trajectories: all_of_them)
+        batch = trained(partial(_given, trajectories))
         alone = [one for one in trajectories if one.verdict.reward is not None]
-        never_more = trained(lambda ticket, others=alone: others)
+        never_more = trained(partial(_given, alone))
         assert len(batch.groups[0].trajectories) == MEMBERS - number
         for estimator in FIRST_OF_EACH:
             assert advantages(estimator, batch) == advantages(estimator, never_more) != [], (estimator, number)
@@ -215,7 +221,7 @@ def test_a_grader_that_raises_hangs_or_says_nothing_earns_no_zero(tmp_path: Path
         assert [reward for _, reward in found] == [1.0, None, 0.0, None, None, 0.25]
         assert [outcome for outcome, _ in found].count(Outcome.UNDECIDED) == 3
         rewards = [reward for _, reward in found]
-        batch = trained(lambda ticket, given=rewards: answers(ticket, [*given, None, None]))
+        batch = trained(lambda ticket, given=rewards: answers(ticket, [*given, None, None]))  # type: ignore[misc]
         assert [len(group.trajectories) for group in batch.groups] == [3, MEMBERS]
         centred = [one[0] for one in advantages("group_mean", batch)[:3]]
         assert centred == pytest.approx([1.0 - 1.25 / 3, -1.25 / 3, 0.25 - 1.25 / 3])

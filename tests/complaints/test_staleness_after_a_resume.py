@@ -58,7 +58,7 @@ class Evaluating(Stage):
     kept: list[Sequence[SampledCompletion]] = field(default_factory=list)
 
     async def evaluate(self) -> Evaluation:
-        evaluator = Evaluator(PROMPTS[:4], Sampling(max_tokens=4), 1, self.fleet.generate, score, str)
+        evaluator = Evaluator(PROMPTS[:4], Sampling(max_tokens=4), 1, self.fleet.generate, score, str)  # type: ignore[arg-type]  # of one request at a time
         return await replace(evaluator, keep=self.kept.append)()
 
 

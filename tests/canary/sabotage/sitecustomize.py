@@ -59,10 +59,10 @@ class Saboteur(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             named.append(self)
 
         def updates(self, version, tensors, since=None):  # type: ignore[no-untyped-def]
-            update(self, version, without_one(self, version, tensors), since)
+            update(self, version, without_one(self, version, tensors), since)  # type: ignore[no-untyped-call]
 
         def hands(self, version):  # type: ignore[no-untyped-def]
-            return without_one(named[0], version, load(self, version))
+            return without_one(named[0], version, load(self, version))  # type: ignore[no-untyped-call]
 
         engine.__init__ = begins
         if what == "hands":

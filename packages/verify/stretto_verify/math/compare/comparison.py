@@ -63,8 +63,10 @@ def same(gold: Node, answer: Node) -> Opinion:
             return False  # x = 1, 2 has one name; x = 1, y = 2 has two
         gold = Listing("(", ")", tuple(named.values()))
     elif given is not None:
-        if isinstance(gold, Relation) and not (gold := value_of_point(gold, given)):
-            return False  # a range, an equation
+        if isinstance(gold, Relation):
+            if (point := value_of_point(gold, given)) is None:
+                return False  # a range, an equation
+            gold = point
         if (given := in_order(given)) is None:
             return False  # the order of the names is unknown
         opening, closing = ("", "") if isinstance(answer, Listing) else ("(", ")")
