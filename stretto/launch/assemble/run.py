@@ -41,6 +41,7 @@ from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.pacing import Continuous, InRounds
 from stretto.rollout.prompts import Position, PromptStream
+from stretto.store.ending import ENDING, Ending
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
@@ -132,9 +133,8 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         ledger.put("seed", plan.recipe.seed)
         ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
-        async with (
-            followed(plan.recipe.logging, folder, reporter.say, stopped=lambda: stop.requested),
-            running_roles(
+        async with followed(plan.recipe.logging, folder, reporter.say, stopped=lambda: stop.requested):
+            async with running_roles(
                 plan=plan,
                 folder=folder,
                 version=start.version,
@@ -143,15 +143,16 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
                 stop=stop,
                 report=context.report,
                 spawner=spawner,
-            ) as roles,
-        ):
-            for fact in roles.rewards.facts.values():
-                reporter.say(fact)
-            _keep_roster(context, roles)
-            if not stop.requested:
-                selection = _selection(context)
-                recorder = _recorder(context, roles, earlier, since, selection)
-                await run_beside(roles.supervise(), _train(context, roles, recorder, selection))
+            ) as roles:
+                for fact in roles.rewards.facts.values():
+                    reporter.say(fact)
+                _keep_roster(context, roles)
+                if not stop.requested:
+                    selection = _selection(context)
+                    recorder = _recorder(context, roles, earlier, since, selection)
+                    await run_beside(roles.supervise(), _train(context, roles, recorder, selection))
+            ledger.put(ENDING, Ending.of_code(stop.exit_code))  # before tools ask how the run ended
+            ledger.flush()
         return stop.exit_code
 
 
