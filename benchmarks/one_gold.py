@@ -67,8 +67,6 @@ def _read() -> tuple[dict[str, Parts], dict[str, list[str]]]:
     wide: dict[str, Any] = {
         name: [*first[name], *more[name]] if isinstance(more[name], list) else more[name] for name in more
     }
-        name: [*first[name], *more[name]] if isinstance(more[name], list) else more[name] for name in more
-    }
     made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in first.items()}
     return {
         "first": Parts(**made),

@@ -15,6 +15,7 @@ import msgspec
 from stretto.api.orders import RunProcess
 from stretto.core.errors import RoleDied, StrettoError
 from stretto.store import lock
+from stretto.store.ending import condition
 from stretto.store.export import read_trajectories
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
@@ -85,6 +86,11 @@ class Run:
     def running(self) -> bool:
         """Whether it goes on."""
         return lock.is_held(self.folder) if self._process is None else not self._has_ended(0.0)
+
+    @property
+    def state(self) -> str:
+        """``running``, ``finished``, ``stopped`` by a signal, or ``dead``: killed, or ended by an error."""
+        return "running" if self.running else condition(self.folder).state
 
     @property
     def metrics(self) -> list[StepMetrics]:
@@ -165,7 +171,7 @@ class Run:
             self._raise_failure()
 
     def __repr__(self) -> str:
-        return f"<stretto.Run {str(self.folder)!r}, {'running' if self.running else 'ended'}>"
+        return f"<stretto.Run {str(self.folder)!r}, {self.state}>"
 
     def _pause(self) -> None:
         if self._process is None:

@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -28,6 +28,8 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.follower import LineFollower
 from stretto.store.series.metrics import MetricsLine
 from stretto.store.series.samples import SampledCompletion
+
+How = Literal["finished", "stopped", "failed"]
 
 ROWS = 16  #: most rows of a table
 ROW_STEPS = 10  #: least steps between two tables
@@ -114,8 +116,8 @@ class Outlet(Protocol):
         """Take an alarm; the tool has it at the return."""
         ...
 
-    def close(self) -> None:
-        """No more is to come for now."""
+    def close(self, how: How) -> None:
+        """No more is to come for now; `how` the run ended."""
         ...
 
 
@@ -159,8 +161,8 @@ class RunFollower:
             self._hand_on_alarms()
         return self._metrics.more or self._samples.more
 
-    def finish(self) -> None:
-        """Hand on the rest, and close the tool.
+    def finish(self, how: Callable[[], How] = lambda: "finished") -> None:
+        """Hand on the rest, and close the tool; `how` says how the run ended.
 
         Raises:
             StoreError, Exception: as `advance`.
@@ -168,7 +170,7 @@ class RunFollower:
         while self.advance():
             pass
         self._hand_on_table()
-        self._outlet.close()
+        self._outlet.close(how())
 
     @property
     def _step(self) -> int:

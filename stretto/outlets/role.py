@@ -14,13 +14,15 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.errors import StoreError
 from stretto.core.records import Record
 from stretto.doors.loading import look_in
 from stretto.outlets.config import OUTLETS, PROMETHEUS, stem
-from stretto.outlets.follower import About, Cursor, Outlet, RunFollower, read_cursor
+from stretto.outlets.follower import About, Cursor, How, Outlet, RunFollower, read_cursor
 from stretto.outlets.points import flat_recipe
 from stretto.outlets.tools.prometheus_page import PrometheusPage
 from stretto.processes.heartbeat import end_with_conductor, own_heartbeat
+from stretto.store.ending import read_ending
 from stretto.store.folder.run_folder import RunFolder
 
 MODULE = "stretto.outlets.role"
@@ -79,7 +81,20 @@ def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
         while follower.advance():
             beat()
         beat()
-    follower.finish()
+    follower.finish(lambda: _how(folder))
+
+
+def _how(folder: RunFolder) -> How:
+    """By the ledger, in which the conductor has it before it asks for the end. A run that fails still is ``running``
+    there, or its ledger cannot be read; one without the fact is of an earlier stretto."""
+    try:
+        ending = read_ending(folder.ledger)
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return "failed"
+    if ending is None:
+        return "finished"
+    return "failed" if ending.how == "running" else ending.how
 
 
 def _outlet(spec: FollowerSpec, about: About, cursor: Cursor) -> Outlet:

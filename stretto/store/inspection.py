@@ -17,6 +17,7 @@ from stretto.core.records import Record
 from stretto.measures.goodput import Category
 from stretto.measures.selection import SELECTION, Bias, MaskedGroups, SelectionBias, report
 from stretto.store import lock
+from stretto.store.ending import condition
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.reading import BOUNDS, tokens_on_record
 from stretto.store.ledger.schema import reading
@@ -104,7 +105,8 @@ class CanaryProof(Record, frozen=True):
 
 
 class Inspection(Record, frozen=True):
-    """A run in numbers. `busy` is the fraction of `rl_seconds` in which a role worked."""
+    """A run in numbers. `state` is running, finished, stopped (by a signal) or dead, and `reason` says why it is not
+    running; `busy` is the fraction of `rl_seconds` in which a role worked."""
 
     steps: int
     version: int
@@ -131,6 +133,8 @@ class Inspection(Record, frozen=True):
     )
     bounds: tuple[ChangedBound, ...] = ()  # what the run itself has changed
     canary: tuple[CanaryProof, ...] = ()  # by engine; empty for a run of an earlier stretto
+    state: str = ""
+    reason: str = ""
 
 
 def inspect_run(path: str | Path) -> Inspection:
@@ -143,7 +147,9 @@ def inspect_run(path: str | Path) -> Inspection:
     folder = RunFolder.open(path)
     with reading(folder.ledger) as connection:
         check_rows(connection, folder.ledger)
-        return msgspec.structs.replace(inspection_of(connection), gateway=_gateway(folder))
+        found = inspection_of(connection)
+    how = condition(folder.path)
+    return msgspec.structs.replace(found, gateway=_gateway(folder), state=how.state, reason=how.reason)
 
 
 def _gateway(folder: RunFolder) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.core.records import Record
+from stretto.store.ending import condition
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import read_metrics
@@ -43,12 +44,12 @@ class RunOutcome(Record, frozen=True):
 
 
 def read_outcome(path: Path, steps: int, seed: int, digest: str) -> RunOutcome | None:
-    """None: there is no run, or it has not been trained and evaluated to its end.
+    """None: there is no run, or it has not finished, or was to do fewer steps.
 
     Raises:
         StoreError: the run folder cannot be read.
     """
-    if not (path / "ledger.sqlite").is_file():
+    if not (path / "ledger.sqlite").is_file() or condition(path).state != "finished":
         return None
     _, lines = read_metrics(RunFolder.open(path).metrics)
     seen = inspect_run(path)

@@ -8,13 +8,16 @@ import os
 import signal
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from stretto.core.deadlines import deadline, waiting
-from stretto.core.errors import DeadlineExceeded
+from stretto.core.errors import DeadlineExceeded, StoreError
 from stretto.processes.heartbeat import die_with_parent
 from stretto.processes.spawn import describe_exit
 from stretto.processes.stopping import StopSignal
+from stretto.store.ending import read_ending
+from stretto.store.folder.run_folder import RunFolder
 from stretto.study.definition import PlannedRun
 from stretto.study.folder import StudyFolder
 
@@ -64,7 +67,7 @@ class TrainProcesses:
                 await process.wait()
         if code == 0:
             return None
-        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        last = _reason(place) or log.read_text(errors="replace").strip().rpartition("\n")[2]
         return f"{describe_exit(code)}: {last}" if last else describe_exit(code)
 
     async def _ended(self, process: asyncio.subprocess.Process, run: PlannedRun, stop: StopSignal) -> int:
@@ -77,6 +80,15 @@ class TrainProcesses:
                 async with deadline(owner, f"{awaited} to stop", _STOPPING):
                     await process.wait()
         return process.returncode if process.returncode is not None else -signal.SIGKILL
+
+
+def _reason(place: Path) -> str:
+    """Why a run failed, by its ledger; empty where it got none, as one that was refused, or was killed."""
+    try:
+        ending = read_ending(RunFolder(place).ledger)
+    except StoreError:  # it is said when the outcome is read
+        return ""
+    return ending.reason if ending is not None and ending.how == "failed" else ""
 
 
 def _terminate(process: asyncio.subprocess.Process) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stretto.audit.symptoms.evidence import Alarm
 from stretto.core.records import Outcome
-from stretto.outlets.follower import Cursor, RunFollower, read_cursor
+from stretto.outlets.follower import Cursor, How, RunFollower, read_cursor
 from stretto.outlets.points import MetricsPoint
 from stretto.outlets.role import FollowerSpec, follow
 from stretto.store.folder.run_folder import RunFolder
@@ -91,7 +91,8 @@ class JsonLines:
     def alarm(self, alarm: Alarm) -> None:
         self._append([["alarm", alarm.first_step, alarm.title]])
 
-    def close(self) -> None: ...
+    def close(self, how: How) -> None:
+        self._append([["end", 0, how]])
 
     def _append(self, lines: Sequence[object]) -> None:
         if self._fault.exists():

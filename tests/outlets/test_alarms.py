@@ -46,7 +46,7 @@ def test_an_alarm_is_a_number_that_a_scrape_reads(run: RecordedRun) -> None:
         follower.advance()
         families = {family.name: family for family in text_string_to_metric_families(scraped(port))}
     finally:
-        page.close()
+        page.close("finished")
     ((_, labels, value, *_),) = families["stretto_alarm_first_step"].samples
     assert (labels, value) == ({"run": "run", "alarm": "entropy collapse"}, 19)
     assert families["stretto_alarm_first_step"].type == "gauge"

@@ -18,6 +18,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from stretto.outlets.follower import read_cursor
 from stretto.outlets.role import MODULE
 from stretto.store import lock
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics, rewind_metrics
 from tests.outlets.recorded import RecordedRun, evaluation, follow_to_the_end, step
 
@@ -30,7 +32,7 @@ _PATIENCE = 100.0
 def run(tmp_path: Path) -> RecordedRun:
     made = RecordedRun(tmp_path / "run")
     made.folder.logs.mkdir()
-    made.folder.ledger.touch()
+    Ledger(made.folder.ledger, StoreConfig()).close()
     return made
 
 

@@ -10,6 +10,7 @@ import posixpath
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,6 +18,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from stretto.outlets.follower import read_cursor
+from stretto.store.ending import ENDING, Ending
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 from tests.outlets.recorded import RecordedRun, follow_to_the_end, step
 
 
@@ -40,7 +44,7 @@ class SmallServer:
         self.runs: dict[str, tuple[str, set[str]]] = {}  # the experiment and the tags
         self.params: dict[str, dict[str, str]] = {}
         self.steps: dict[str, list[int]] = {}
-        self.answers = True
+        self.answers, self.ends = True, list[str]()
         self.MlflowClient = lambda: self
 
     def get_experiment_by_name(self, name: str) -> None:
@@ -66,7 +70,8 @@ class SmallServer:
         self.params[run] |= {_taken(param.key): param.value for param in params}
         self.steps[run] += [metric.step for metric in metrics if _taken(metric.key) == "reward"]
 
-    def set_terminated(self, run: str) -> None: ...
+    def set_terminated(self, run: str, status: str) -> None:
+        self.ends.append(status)
 
 
 def _taken(name: str) -> str:
@@ -119,3 +124,28 @@ def test_another_project_gets_the_run_from_its_beginning(run: RecordedRun, serve
     assert server.steps == {"0": [1, 2], "1": [1, 2]}
     assert [experiment for experiment, _ in server.runs.values()] == ["first", "second"]
     assert read_cursor(run.folder.outlets / "mlflow.json").project == "second"
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        (None, "FINISHED"),  # an earlier stretto does not say
+        (Ending("finished"), "FINISHED"),
+        (Ending("stopped", "stopped by SIGTERM"), "KILLED"),
+        (Ending("running"), "FAILED"),  # its process ends, and has not said that it has finished
+    ],
+)
+def test_the_run_of_mlflow_ends_as_the_ledger_says(
+    run: RecordedRun, server: SmallServer, ending: Ending | None, status: str
+) -> None:
+    with closing(Ledger(run.folder.ledger, StoreConfig())) as ledger:
+        if ending is not None:
+            ledger.put(ENDING, ending)
+    follow_to_the_end(run, "mlflow")
+    assert server.ends == [status]
+
+
+def test_the_run_of_mlflow_fails_with_a_ledger_that_cannot_be_read(run: RecordedRun, server: SmallServer) -> None:
+    run.folder.ledger.write_bytes(b"no ledger" * 100)
+    follow_to_the_end(run, "mlflow")
+    assert server.ends == ["FAILED"]

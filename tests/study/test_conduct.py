@@ -25,6 +25,7 @@ import pytest
 from stretto.core.errors import RunFolderError
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.processes.stopping import StopSignal
+from stretto.store.ending import ENDING, Ending
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
@@ -75,6 +76,7 @@ class Scribe:
                 ledger.commit_batch(Make.batch(step, group))
                 ledger.record_update(Make.update(step))
             ledger.put(TOTALS, Totals(max_staleness=8, generated=10, recomputed=1, rl_seconds=SECONDS))
+            ledger.put(ENDING, Ending("finished"))
             log = MetricsLog(folder.metrics)
             for step, measured in ((0, 0.0), (2, accuracy)):
                 log.append(EvaluationLine(step, step, 2.0 * step, SECONDS * step / 2, measured, 16))

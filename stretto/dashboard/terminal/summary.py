@@ -101,6 +101,7 @@ def summary_table(inspection: Inspection, title: str) -> Table:
     table.add_column()
     engines, weights = _engines(inspection.engines), _weights(inspection.weights)
     for section in (
+        _state(inspection),
         _accuracy(inspection),
         _work(inspection),
         _staleness(inspection),
@@ -116,6 +117,11 @@ def summary_table(inspection: Inspection, title: str) -> Table:
 
 
 Rows = Iterable[tuple[str, RenderableType]]
+
+
+def _state(inspection: Inspection) -> Rows:
+    if inspection.state:
+        yield "state", f"{inspection.state}: {inspection.reason}" if inspection.reason else inspection.state
 
 
 def _accuracy(inspection: Inspection) -> Rows:

@@ -40,6 +40,7 @@ from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import Position, PromptStream
+from stretto.store.ending import ENDING, Ending
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
@@ -131,9 +132,9 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         ledger.put("seed", plan.recipe.seed)
         ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
-        async with (
-            followed(plan.recipe.logging, folder, reporter.say, lambda: stop.requested, plan.recipe.path or ""),
-            running_roles(
+        path = plan.recipe.path or ""
+        async with followed(plan.recipe.logging, folder, reporter.say, lambda: stop.requested, path):
+            async with running_roles(
                 plan=plan,
                 folder=folder,
                 version=start.version,
@@ -143,15 +144,16 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
                 report=context.report,
                 spawner=spawner,
                 proving=kept_proving(ledger, start.version),
-            ) as roles,
-        ):
-            for fact in roles.rewards.facts.values():
-                reporter.say(fact)
-            _keep_roster(context, roles)
-            if not stop.requested:
-                selection = _selection(context)
-                recorder = _recorder(context, roles, earlier, since, selection)
-                await run_beside(roles.supervise(), _train(context, roles, recorder, selection))
+            ) as roles:
+                for fact in roles.rewards.facts.values():
+                    reporter.say(fact)
+                _keep_roster(context, roles)
+                if not stop.requested:
+                    selection = _selection(context)
+                    recorder = _recorder(context, roles, earlier, since, selection)
+                    await run_beside(roles.supervise(), _train(context, roles, recorder, selection))
+            ledger.put(ENDING, Ending.of_code(stop.exit_code))  # before tools ask how the run ended
+            ledger.flush()
         return stop.exit_code
 
 

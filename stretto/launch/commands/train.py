@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from stretto.cluster.succession import assert_alone
-from stretto.core.errors import Problem, RecipeError, RunFolderError, StrettoError, described
+from stretto.core.errors import Problem, RecipeError, RunFolderError, StoreError, described
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
 from stretto.launch.commands.plan import memory_per_device
@@ -32,6 +32,7 @@ from stretto.model.hf.inspection import read_weights
 from stretto.outlets.config import destinations
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
+from stretto.store.ending import ENDING, Ending
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.provenance import library_versions, machine
 from stretto.store.folder.run_folder import RunFolder
@@ -202,6 +203,7 @@ class Prepared:
             StrettoError: the run failed; it can be resumed from its last checkpoint.
         """
         with self.folder:
+            self._record(Ending("running"))
             logbook = RunLog(self.folder.log, reporter, self.steps)
             logbook.note(f"starts at version {self.beginning.version}")
             for sentence in destinations(self.plan.recipe.logging, self.path, os.environ):
@@ -213,13 +215,21 @@ class Prepared:
                     code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, spawner))
             except SystemExit as end:
                 code = int(end.code or 0)  # the last checkpoint stands
-            except (StrettoError, OSError) as error:
+            except Exception as error:  # one of ours, or a bug: either ends the run, and is on record
+                told = described(error) if isinstance(error, OSError) else str(error)
                 logbook.ends()
-                logbook.note(f"failed: {described(error) if isinstance(error, OSError) else error}")
+                logbook.note(f"failed: {told}")
+                with suppress(StoreError, OSError):  # what ended the run may be the ledger, and is what the user hears
+                    self._record(Ending.of_error(error, told))
                 raise
             logbook.ends()
             logbook.note(f"ends with exit code {code}")
+            self._record(Ending.of_code(code))
             return code
+
+    def _record(self, ending: Ending) -> None:
+        with closing(Ledger(self.folder.ledger, self.plan.recipe.store)) as ledger:
+            ledger.put(ENDING, ending)
 
 
 def _new(path: Path, plan: Plan) -> RunFolder:

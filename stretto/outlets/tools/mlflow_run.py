@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stretto.audit.symptoms.evidence import Alarm
-from stretto.outlets.follower import About, Cursor
+from stretto.outlets.follower import About, Cursor, How
 from stretto.outlets.points import MetricsPoint, Value
 from stretto.outlets.tools.rows import COLUMNS, row_of
 from stretto.store.series.samples import SampledCompletion
 
 _PACKAGE = "mlflow"
 _METRICS, _PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # what one request may have
+_STATUS: Mapping[How, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _STRANGE = re.compile(r"[^\w\-. :/]")  # in the name of a metric, a parameter or a tag
 #: A server that does not answer: this process waits no longer, and another one asks it again.
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
@@ -74,9 +75,9 @@ class MlflowRun:
         self._begin()
         self._client.set_tag(self.run, accepted_name(f"alarm/{alarm.title}"), str(alarm))
 
-    def close(self) -> None:
+    def close(self, how: How) -> None:
         self._begin()
-        self._client.set_terminated(self.run)
+        self._client.set_terminated(self.run, _STATUS[how])
 
     def _time(self, seconds: float) -> int:
         """Milliseconds since 1970 of a moment of the run."""

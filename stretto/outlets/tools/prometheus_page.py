@@ -15,7 +15,7 @@ from socket import getaddrinfo
 from typing import Any
 
 from stretto.audit.symptoms.evidence import Alarm
-from stretto.outlets.follower import About
+from stretto.outlets.follower import About, How
 from stretto.outlets.points import MetricsPoint
 from stretto.processes.http.prometheus import CONTENT_TYPE, Labels, Metric, page_of
 from stretto.store.series.samples import SampledCompletion
@@ -69,7 +69,7 @@ class PrometheusPage:
         with self._lock:
             self._values["stretto_alarm_first_step", (("alarm", alarm.title),)] = alarm.first_step
 
-    def close(self) -> None:
+    def close(self, how: How) -> None:
         self._server.shutdown()
         self._server.server_close()
 

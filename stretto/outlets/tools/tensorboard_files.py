@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.audit.symptoms.evidence import Alarm
-from stretto.outlets.follower import About, Cursor
+from stretto.outlets.follower import About, Cursor, How
 from stretto.outlets.points import MetricsPoint, newest_steps
 from stretto.store.series.samples import SampledCompletion
 
@@ -67,7 +67,7 @@ class TensorboardFiles:
         self._text(f"alarms/{alarm.name}", alarm.first_step, [str(alarm)])
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, how: How) -> None:
         self._writer.close()
 
     def _text(self, tag: str, step: int, lines: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stretto.audit.symptoms.evidence import Alarm
-from stretto.outlets.follower import About, Cursor
+from stretto.outlets.follower import About, Cursor, How
 from stretto.outlets.points import MetricsPoint, newest_steps
 from stretto.outlets.tools.rows import COLUMNS, row_of
 from stretto.store.series.samples import SampledCompletion
@@ -53,7 +53,7 @@ class TrackioRun:
         self._trackio.alert(title=alarm.title, text=str(alarm), level=self._trackio.AlertLevel.WARN)
         run.finish()
 
-    def close(self) -> None:
+    def close(self, how: How) -> None:
         """Each portion has finished."""
 
     def _log(self, lines: Sequence[tuple[int, dict[str, Any]]]) -> None:

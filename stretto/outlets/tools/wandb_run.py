@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stretto.audit.symptoms.evidence import Alarm
-from stretto.outlets.follower import About, Cursor
+from stretto.outlets.follower import About, Cursor, How
 from stretto.outlets.points import MetricsPoint
 from stretto.outlets.tools.rows import COLUMNS, row_of
 from stretto.outlets.tools.wandb_file import WrittenPoints, written
@@ -90,5 +90,5 @@ class WandbRun:
                 raise TimeoutError(f"W&B has not written its step {number} within {_WRITE_SECONDS:g} s")
             time.sleep(_POLL_SECONDS)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, how: How) -> None:
+        self._run.finish(exit_code=1 if how == "failed" else 0)

@@ -5,59 +5,35 @@ from __future__ import annotations
 
 import contextlib
 import re
-import signal
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from stretto.core.errors import StoreError
-from stretto.core.records import Record
-from stretto.store import lock
+from stretto.store.ending import Condition, Ending, condition_of, cut
 from stretto.store.folder.branch import ORIGIN, Branch
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.wal import log_of
 from stretto.watch.index.files import read_text, refuse_strange_files
 
 _LARGEST_RECIPE, _LARGEST_LOG, _LARGEST_JSON = 1 << 20, 1 << 16, 1 << 20
-_LONGEST_REASON = 600
 _MOST_LOGS, _LOG_SHOWN = 64, 1 << 15  # of roles, and bytes of each
 _WRONG = re.compile(r"error|exception|killed|abort|fatal", re.IGNORECASE)
 _LONGEST_LINE, _MOST_DOTS = 10_000, 300  # of a recipe: a name of N parts takes N² steps to be read
-_STARTED = re.compile(r"^[\d-]{10} [\d:]{8}  starts at version \d+$", re.MULTILINE)
-_ENDED = re.compile(r"^[\d-]{10} [\d:]{8}  ends with exit code (\d+)$", re.MULTILINE)
-_FAILED = re.compile(r"^[\d-]{10} [\d:]{8}  failed: (.*)", re.MULTILINE | re.DOTALL)
 
 
-class Condition(Record, frozen=True):
-    """Whether a run runs: ``running``, ``finished``, ``stopped`` by a signal, or ``dead``; and why, if it does not."""
-
-    state: str
-    reason: str = ""
-
-
-def condition(folder: Path) -> Condition:
-    """What the lock and the end of the log say.
+def condition(folder: Path, ending: Callable[[], Ending | None]) -> Condition:
+    """Whether a run goes on, or how it ended; of a dead one with the last error of its roles. `ending` asks its ledger.
 
     Raises:
-        StoreError: one of them is no plain file.
+        StoreError: its lock, its ledger or its log is no plain file.
     """
     refuse_strange_files(folder)
-    if lock.is_held(folder):
-        return Condition("running")
-    if branch_of(folder) is not None:
-        return Condition("finished", "a replay")
-    text = read_text(RunFolder(folder).log, _LARGEST_LOG, end=True) or ""
-    begins = [found.start() for found in _STARTED.finditer(text)]
-    text = text[begins[-1] :] if begins else text
-    if ended := _ENDED.findall(text):
-        how = _ended(int(ended[-1]))
-        return how if how.state != "dead" else Condition("dead", how.reason + _last_error(folder))
-    if failed := _FAILED.search(text):
-        return Condition("dead", _cut(failed[1]) + _last_error(folder))
-    last = text.strip().rpartition("\n")[2]
-    said = f"; the log ends with: {_cut(last)}" if last else ""
-    return Condition("dead", "its process is gone without a word" + said + _last_error(folder))
+    how = condition_of(folder, ending, lambda: read_text(RunFolder(folder).log, _LARGEST_LOG, end=True) or "")
+    return how if how.state != "dead" else Condition("dead", how.reason + _last_error(folder))
 
 
 def logs_of(folder: Path) -> dict[str, str]:
@@ -79,22 +55,8 @@ def _last_error(folder: Path) -> str:
     for name, text in logs_of(folder).items():
         last = text.rpartition("\n")[2]
         if name != "run" and _WRONG.search(last):
-            return f"; {name} said last: {_cut(last)}"
+            return f"; {name} said last: {cut(last)}"
     return ""
-
-
-def _ended(code: int) -> Condition:
-    if code == 0:
-        return Condition("finished")
-    try:
-        return Condition("stopped", f"stopped by {signal.Signals(code - 128).name}")
-    except ValueError:
-        return Condition("dead", f"ended with exit code {code}")
-
-
-def _cut(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
 
 
 def branch_of(folder: Path) -> Branch | None:
@@ -140,6 +102,16 @@ def recipe_stamp(folder: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_ctime_ns
+
+
+def ledger_stamp(folder: Path) -> tuple[tuple[int, int, int], ...]:
+    """What changes when the ledger or its log is written again."""
+    ledger, found = RunFolder(folder).ledger, []
+    for path in (ledger, log_of(ledger)):
+        with contextlib.suppress(OSError):
+            known = path.lstat()
+            found.append((known.st_ino, known.st_size, known.st_mtime_ns))
+    return tuple(found)
 
 
 def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:

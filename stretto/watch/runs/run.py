@@ -15,6 +15,7 @@ from stretto.audit.alarms import AlarmReport, disk_of, findings_of, last_step_of
 from stretto.audit.symptoms.evidence import Alarm, Evidence
 from stretto.core.errors import StoreError
 from stretto.core.records import Record, State
+from stretto.store.ending import Condition, Ending, ending_of
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspection_of
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
@@ -25,7 +26,7 @@ from stretto.watch.index.newest import NewestLines
 from stretto.watch.index.steps import Steps
 from stretto.watch.index.timeline import Spans
 from stretto.watch.index.trajectories import Trajectories, count_states
-from stretto.watch.runs.folder import Condition, condition, recipe_of, recipe_stamp, recipe_text
+from stretto.watch.runs.folder import condition, flat, ledger_stamp, recipe_of, recipe_stamp, recipe_text
 from stretto.watch.runs.pieces import Pieces
 from stretto.watch.runs.questions import PromptTexts
 from stretto.watch.runs.trajectory import Reader
@@ -71,6 +72,7 @@ class _Recorded(Record, frozen=True):
     totals: Totals | None = None
     engines: tuple[Membership, ...] = ()
     newest: tuple[int, int] = (0, 0)  # step, version
+    ending: Ending | None = None
 
 
 class TablePart(Protocol):
@@ -123,6 +125,7 @@ class WatchedRun:
         self._recipe: tuple[object, dict[str, Any]] = (None, {})
         self._again = float("-inf")  # when a ledger that could not be read is tried again
         self._inspected: tuple[float, Inspection | None] = (float("-inf"), None)
+        self._ending: tuple[object, Ending | None] = (None, None)
         self._counted: tuple[float, dict[str, int] | None] = (float("-inf"), None)
 
     @property
@@ -211,7 +214,9 @@ class WatchedRun:
         return recorded.totals, recorded.engines
 
     def _recorded(self) -> _Recorded:
+        stamp = ledger_stamp(self.folder)
         if (found := self._of_ledger(self._read_ledger)) is not None:
+            self._ending = stamp, found.ending
             return found
         self._counted = (float("-inf"), None)
         return _Recorded()
@@ -220,7 +225,7 @@ class WatchedRun:
         """With one connection: to open a ledger takes longer than these questions do."""
         with read_ledger(self.folder) as connection:
             found = {name: connection.execute(_FACT, (name,)).fetchone() for name in (TOTALS, ENGINES)}
-            newest = connection.execute(_NEWEST).fetchone() or (0, 0)
+            newest, ending = connection.execute(_NEWEST).fetchone() or (0, 0), ending_of(connection)
             if not self._is_counted and time.monotonic() >= self._counted[0]:
                 since = time.monotonic()
                 counts = _balance(count_states(connection, self.folder, self._cache))
@@ -228,7 +233,7 @@ class WatchedRun:
                 self._counted = (now + _COUNT_SHARE * (now - since), counts)
         totals = msgspec.json.decode(found[TOTALS][0], type=Totals) if found[TOTALS] else None
         engines = msgspec.json.decode(found[ENGINES][0], type=tuple[Membership, ...]) if found[ENGINES] else ()
-        return _Recorded(totals, engines, newest)
+        return _Recorded(totals, engines, newest, ending)
 
     def _of_ledger(self, read: Callable[[], Fact]) -> Fact | None:
         if time.monotonic() < self._again:
@@ -246,9 +251,15 @@ class WatchedRun:
     def condition(self) -> Condition:
         """Whether it runs; a folder whose lock cannot be asked is ``unreadable``."""
         try:
-            return condition(self.folder)
+            return condition(self.folder, self._ended)
         except StoreError as error:
             return Condition("unreadable", self.told(error))
+
+    def _ended(self) -> Ending | None:
+        """How the ledger says that the run ended; the ledger is read again when it was written again."""
+        if self._ending[0] != (stamp := ledger_stamp(self.folder)):
+            self._recorded()
+        return self._ending[1] if self._ending[0] == stamp else None
 
     def recipe(self) -> dict[str, Any]:
         """Its recipe; empty, and a fault noted, if it cannot be read. It is read again when it was written again."""
@@ -285,8 +296,8 @@ class WatchedRun:
 
     def summary(self) -> RunSummary:
         """The row of the run."""
-        how, recipe = self.condition(), self.recipe()
         recorded = self._recorded()
+        how, recipe = self.condition(), self.recipe()
         totals, engines, done = recorded.totals, recorded.engines, recorded.newest
         steps, evaluations = self._newest_lines()
         counts = self._counts()
@@ -313,7 +324,7 @@ class WatchedRun:
             trained_tokens=int(self.tables.steps.table["trained_tokens"].sum()) if self.is_open else None,
             generated_tokens=last.generated_tokens if last else known.generated,
             trajectories=counts,
-            task=_word(recipe, "task", "kind"),
+            task=kind if isinstance(kind := flat(recipe).get("task.kind"), str) else None,
             engines=sum(engine.left_step is None for engine in engines),
             alarms=len(self.alarms()) if self.is_open else None,
         )
@@ -384,9 +395,3 @@ def _rate(steps: list[StepMetrics]) -> float | None:
     if len(steps) < 2 or (seconds := steps[-1].rl_seconds - steps[0].rl_seconds) <= 0:
         return None
     return (steps[-1].step - steps[0].step) / seconds
-
-
-def _word(recipe: dict[str, Any], section: str, key: str) -> str | None:
-    found = recipe.get(section)
-    value = found.get(key) if isinstance(found, dict) else None
-    return value if isinstance(value, str) else None

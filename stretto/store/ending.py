@@ -1,0 +1,146 @@
+"""Whether a run goes on, and how it ended: a fact of its ledger.
+
+    running   written when a process of the run begins; a run that nobody writes any more, and that has it, was killed
+    finished  after the last step
+    stopped   by a signal
+    failed    with an error
+
+A run of an earlier stretto has no such fact: `_ending_of_log` reads it out of the sentences of its log, and is the only
+reader of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from stretto.core.records import Record
+from stretto.store import lock
+from stretto.store.folder.branch import ORIGIN
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.schema import reading
+from stretto.store.series.follower import open_plain
+
+#: The fact of the ledger.
+ENDING = "ending"
+_LARGEST_LOG = 1 << 16  # bytes of its end that are read
+_LONGEST_REASON = 600
+_FACT = "SELECT value FROM meta WHERE name = ?"
+_STARTED = re.compile(r"^[\d-]{10} [\d:]{8}  starts at version \d+$", re.MULTILINE)
+_ENDED = re.compile(r"^[\d-]{10} [\d:]{8}  ends with exit code (\d+)$", re.MULTILINE)
+_FAILED = re.compile(r"^[\d-]{10} [\d:]{8}  failed: (.*)", re.MULTILINE | re.DOTALL)
+
+
+class Ending(Record, frozen=True):
+    """How the newest process of a run ended, or that it has not; `reason` of a stop or a failure."""
+
+    how: Literal["running", "finished", "stopped", "failed"]
+    reason: str = ""
+
+    @classmethod
+    def of_code(cls, code: int) -> Ending:
+        """That of a process with this exit code.
+
+        >>> Ending.of_code(143).reason
+        'stopped by SIGTERM'
+        """
+        if code == 0:
+            return cls("finished")
+        try:
+            return cls("stopped", f"stopped by {signal.Signals(code - 128).name}")
+        except ValueError:
+            return cls("failed", f"ended with exit code {code}")
+
+    @classmethod
+    def of_error(cls, error: BaseException, told: str = "") -> Ending:
+        """That of a process that ended with an error; `told` in place of its own words."""
+        return cls("failed", cut(told or str(error)) or type(error).__name__)
+
+
+class Condition(Record, frozen=True):
+    """``running``, ``finished``, ``stopped`` by a signal, or ``dead``; and why, if it is not running."""
+
+    state: str
+    reason: str = ""
+
+
+def condition(path: str | Path) -> Condition:
+    """Whether a run goes on, or how it ended.
+
+    Raises:
+        StoreError: its ledger or its log cannot be read.
+    """
+    folder = RunFolder(Path(path))
+    return condition_of(folder.path, lambda: read_ending(folder.ledger), lambda: _end_of(folder.log))
+
+
+def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callable[[], str]) -> Condition:
+    """`condition`, with the caller's own way to the ledger and to the end of the log.
+
+    Raises:
+        Exception: what `ending` and `log` raise.
+    """
+    if lock.is_held(folder):
+        return Condition("running")
+    if (folder / ORIGIN).is_file():
+        return Condition("finished", "a replay")
+    found, text = ending(), log()
+    how = found if found is not None else _ending_of_log(text)
+    if how.how != "running":
+        return Condition("dead" if how.how == "failed" else how.how, how.reason)
+    if lock.is_held(folder):  # it was resumed meanwhile
+        return Condition("running")
+    last = text.strip().rpartition("\n")[2]
+    said = f"; the log ends with: {cut(last)}" if last else ""
+    return Condition("dead", "its process is gone without a word" + said)
+
+
+def read_ending(ledger: Path) -> Ending | None:
+    """The fact of a ledger; None if there is none: an earlier stretto wrote it.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    if not ledger.exists():
+        return None
+    with reading(ledger) as connection:
+        return ending_of(connection)
+
+
+def ending_of(connection: sqlite3.Connection) -> Ending | None:
+    """As `read_ending`, of an open ledger."""
+    found = connection.execute(_FACT, (ENDING,)).fetchone()
+    return msgspec.json.decode(found[0], type=Ending) if found else None
+
+
+def cut(text: str) -> str:
+    """A reason without its end, if it is very long."""
+    text = text.strip()
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
+
+
+def _ending_of_log(text: str) -> Ending:
+    begins = [found.start() for found in _STARTED.finditer(text)]
+    text = text[begins[-1] :] if begins else text
+    if ended := _ENDED.findall(text):
+        return Ending.of_code(int(ended[-1]))
+    if failed := _FAILED.search(text):
+        return Ending("failed", cut(failed[1]))
+    return Ending("running")
+
+
+def _end_of(log: Path) -> str:
+    try:
+        descriptor = open_plain(log)
+    except FileNotFoundError:
+        return ""
+    with open(descriptor, "rb") as file:
+        file.seek(max(0, os.fstat(descriptor).st_size - _LARGEST_LOG))
+        return file.read(_LARGEST_LOG).decode("utf-8", errors="replace")

@@ -1,0 +1,66 @@
+"""Promises, on one real run: that it runs, was killed, stopped by a signal, ended by an error, finished, is what every
+reader says, `stretto inspect`, the pages, Python and studies; it is resumed after each, and its log is not asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import stretto
+from stretto.study.outcome import read_outcome
+from stretto.watch.index.cache import Cache
+from stretto.watch.runs.run import WatchedRun
+from tests.launch.running import Laboratory, steps_done, wait_for_step
+
+ENDLESS = "trainer.steps=100000"
+
+
+def states(laboratory: Laboratory, run_dir: Path) -> tuple[str, str]:
+    """The state and the reason of `inspect`; all others agree, also without a log."""
+    ended = laboratory.run("inspect", run_dir, "--json")
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    state, reason = found["state"], found["reason"]
+    log = run_dir / "log.txt"
+    log.rename(aside := run_dir / "aside.txt")
+    try:
+        how = WatchedRun("id", run_dir, "run", Cache(run_dir.with_suffix(".cache"))).condition()
+        assert how.state == stretto.open_run(run_dir).state == state
+        assert how.reason.startswith(reason.partition(";")[0])
+        steps = steps_done(run_dir)
+        assert (read_outcome(run_dir, steps, 1, "") is not None) is (state == "finished")
+    finally:
+        aside.rename(log)
+    return state, reason
+
+
+def test_every_reader_says_how_a_run_ended_and_it_is_resumed_after_each(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, ENDLESS) as command:
+        wait_for_step(command, 2)
+        assert stretto.open_run(run_dir).state == "running"
+        command.kill_all()
+        command.process.wait(10)
+    state, reason = states(laboratory, run_dir)
+    assert (state, reason.partition(";")[0]) == ("dead", "its process is gone without a word")
+
+    with laboratory.train(run_dir, ENDLESS, "--resume") as command:
+        wait_for_step(command, steps_done(run_dir) + 1)
+        assert stretto.open_run(run_dir).state == "running"
+        ended, _ = command.stop(signal.SIGTERM)
+        assert ended.code == 143, ended.err
+    assert states(laboratory, run_dir) == ("stopped", "stopped by SIGTERM")
+
+    with laboratory.train(run_dir, ENDLESS, "deadlines.trainer_restarts=0", "--resume") as command:
+        wait_for_step(command, steps_done(run_dir) + 1)
+        os.kill(command.role("trainer"), signal.SIGKILL)
+        assert command.end().code == 1
+    state, reason = states(laboratory, run_dir)
+    assert state == "dead"
+    assert reason.startswith("trainer was killed by SIGKILL")
+
+    laboratory.trained(run_dir, f"trainer.steps={steps_done(run_dir) + 1}", "--resume")
+    assert states(laboratory, run_dir) == ("finished", "")
