@@ -52,6 +52,8 @@ INSPECTION: dict[str, type | tuple[type, ...] | list[str]] = {
     "masked_groups": (dict, type(None)),
     "bounds": list,
     "canary": list,
+    "state": str,
+    "reason": str,
     "predicted": type(None),  # nothing was predicted of this run
     "not_predicted": str,
     "alarms": list,
