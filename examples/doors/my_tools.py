@@ -10,7 +10,7 @@ import csv
 from collections.abc import Sequence
 
 from stretto.audit.symptoms.evidence import Alarm
-from stretto.outlets.follower import About, Cursor
+from stretto.outlets.follower import About, Cursor, How
 from stretto.outlets.points import MetricsPoint
 from stretto.store.series.samples import SampledCompletion
 
@@ -35,5 +35,5 @@ class Table:
         with self._path.open("a", newline="") as file:
             csv.writer(file).writerow(("alarm", alarm.title, alarm.first_step, alarm.message))
 
-    def close(self) -> None:
+    def close(self, how: How) -> None:
         """Nothing is open."""

@@ -136,8 +136,8 @@ class RunFollower:
         self._alarms = AlarmFollower(folder)
         self._waiting: deque[SampledCompletion] = deque(maxlen=ROWS)
         # A process may have died between the tool's having a point and the note of it.
-        curves = cursor.sent.keys() | outlet.had.keys()
-        sent = {curve: max(cursor.sent.get(curve, -1), outlet.had.get(curve, -1)) for curve in sorted(curves)}
+        had: Mapping[str, int] = getattr(outlet, "had", {})  # an outlet of the user's own need not know
+        sent = {curve: max(cursor.sent.get(curve, -1), had.get(curve, -1)) for curve in sorted({*cursor.sent, *had})}
         self._cursor = msgspec.structs.replace(cursor, run=outlet.run, sent=sent)
         self._write()  # before anything is sent: another process goes on in the same run of the tool
 

@@ -36,4 +36,4 @@ def outlet_faults(tool: str, config: OutletsConfig) -> Iterator[str]:
         outlet.alarm(
             Alarm("entropy", "entropy collapse", 2, "the entropy is a tenth of what it was", "trainer/entropy")
         )
-        outlet.close()
+        outlet.close("finished")

@@ -39,18 +39,13 @@ max_attempts = 3
 """
 
 
-def trajectories(ticket: Ticket, version: int) -> list[Trajectory]:
+def trajectories(ticket: Ticket, version: int, engine: str = "") -> list[Trajectory]:
+    """Those of a ticket, sampled by an engine, or by one that is not on record."""
+    segment = Segment((5, 6), (-0.5, -0.25), (version, version), stop_reason=StopReason.STOP)
     return [
         Trajectory(
             id=name_of(ticket.group_id, member),
-            segments=(
-                Segment(
-                    token_ids=(5, 6),
-                    behavior_logprobs=(-0.5, -0.25),
-                    versions=(version, version),
-                    stop_reason=StopReason.STOP,
-                ).written_by("engine-0"),
-            ),
+            segments=(segment.written_by(engine) if engine else segment,),
             verdict=Verdict(outcome=Outcome.RIGHT, reward=1.0),
             text="",
         )
@@ -67,19 +62,29 @@ def train(control: Controller, ledger: Ledger) -> Batch:
     return batch
 
 
-def steps(control: Controller, ledger: Ledger, count: int) -> None:
+def steps(control: Controller, ledger: Ledger, count: int, engine: str = "") -> None:
     """The first `count` steps of a run, of two groups each, in the order of their admission."""
     for version in range(count):
         for _ in range(2):
             ticket = control.admit()
             assert ticket is not None
-            control.finish(ticket, trajectories(ticket, version))
+            control.finish(ticket, trajectories(ticket, version, engine))
         train(control, ledger)
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """Three steps over two epochs of five prompts; one group failed and was asked again, one waits, two are open."""
+    return written(tmp_path, "")
+
+
+@pytest.fixture
+def proven_dir(tmp_path: Path) -> Path:
+    """The same, with the engine that has sampled the tokens."""
+    return written(tmp_path, "engine-0")
+
+
+def written(tmp_path: Path, engine: str) -> Path:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     prompts = [Prompt(id=f"p.{i}", token_ids=(i,), text="", answer="") for i in range(5)]
     config = RolloutConfig(batch_size=2, group_size=2, max_in_flight=3, max_staleness=1)
@@ -91,9 +96,9 @@ def run_dir(tmp_path: Path) -> Path:
         failed = control.admit()
         assert failed is not None
         control.fail(failed, "refused")
-        steps(control, ledger, 3)
+        steps(control, ledger, 3, engine)
         tickets = [ticket for ticket in (control.admit() for _ in range(3)) if ticket is not None]
-        control.finish(tickets[0], trajectories(tickets[0], 3))
+        control.finish(tickets[0], trajectories(tickets[0], 3, engine))
     return tmp_path
 
 
@@ -201,11 +206,11 @@ BREACHES = {
 
 @pytest.mark.parametrize(("statements", "law"), BREACHES.values(), ids=BREACHES)
 def test_a_breach_is_found_by_its_law(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], statements: str, law: str
+    proven_dir: Path, capsys: pytest.CaptureFixture[str], statements: str, law: str
 ) -> None:
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
+    with closing(sqlite3.connect(proven_dir / "ledger.sqlite")) as connection:
         connection.executescript(statements)
-    findings = check_run(run_dir)
+    findings = check_run(proven_dir)
     assert findings.breaches[law], findings
     assert print_findings(findings) == 1
     assert f"BROKEN  {law}" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from stretto.engine.config import MAKES, EngineConfig
 from stretto.engine.external.http import JsonServer
 from stretto.engine.external.make import Launch, Make
 
-_METHODS = [name for name in vars(Make) if not name.startswith("_")]
+_METHODS = [name for name, one in vars(Make).items() if inspect.isfunction(one) and not name.startswith("_")]
 
 
 def make_of(kind: str, http: JsonServer, load_seconds: float) -> Make:
