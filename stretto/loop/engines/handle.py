@@ -190,11 +190,13 @@ class EngineHandle:
                 return
             try:
                 await self.start(publication)
-            except (RoleDied, DeadlineExceeded) as failure:
+            except RoleDied as death:
+                self._mark_dead(death.how)
+                raise
+            except DeadlineExceeded as late:
                 await self.process.stop(0.0)
-                death = failure.how if isinstance(failure, RoleDied) else str(failure)
-                self._mark_dead(death)
-                raise RoleDied(self.name, death, str(self.process.log)) from None
+                self._mark_dead(str(late))
+                raise RoleDied(self.name, str(late), str(self.process.log)) from None
 
         if not self.leaving:
             self._mark_dead(how)

@@ -278,4 +278,4 @@ def test_a_long_prompt_is_refused_without_holding_up_the_server(asking: Asking) 
         assert "prompt: 1,000,000 tokens" in reply.json()["error"]["message"]
         return turns
 
-    assert asyncio.run(main()) > 3
+    assert asyncio.run(main()) > 1  # had it been held up, it would have had one turn
