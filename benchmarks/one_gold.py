@@ -68,9 +68,10 @@ def _read() -> tuple[dict[str, Parts], dict[str, list[str]]]:
         name: [*first[name], *more[name]] if isinstance(more[name], list) else more[name] for name in more
     }
     made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in first.items()}
+    widest: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in wide.items()}
     return {
         "first": Parts(**made),
-        "wide": Parts(**{name: tuple(value) if isinstance(value, list) else value for name, value in wide.items()}),
+        "wide": Parts(**widest),
     }, known["choice"]
 
 
