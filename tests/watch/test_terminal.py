@@ -153,8 +153,8 @@ def test_a_terminal_gets_the_view_until_it_is_left(
     assert ("█" if columns == 100 else "#") in shown
     assert "Traceback" not in shown
     if columns == 100:
-        assert "engine-0 proven: version 2, 4.0e-08 nats from the trainer, 1.0e-06 allowed" in shown
-        assert "engine-1 NOT proven: version 0, 2.5e-01 nats from the trainer, 1.0e-06 allowed" in shown
+        assert "engine-0 proven: version 2" in shown
+        assert "engine-1 NOT proven: version 0" in shown
 
 
 def test_one_run_is_shown_and_others_are_named(tmp_path: Path) -> None:
