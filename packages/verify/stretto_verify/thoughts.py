@@ -32,7 +32,7 @@ _MESSAGE = re.escape("<|message|>")
 
 
 def _pattern(marks: Iterable[str], message: str) -> str:
-    """Any of the marks. Between the name of a channel and its message may stand to whom it goes."""
+    """A pattern for any of the marks. A channel may name a recipient between its name and its message."""
     return "|".join(sorted({re.escape(mark).replace(_MESSAGE, message) for mark in marks}))
 
 
