@@ -131,7 +131,7 @@ def texts_of(name: str, folder: Path, count: int = _COUNT, length: int = _LENGTH
 
 
 def reference(folder: Path, texts: Texts, dtype: str = "float32") -> list[list[float]]:
-    """By transformers: the log-probabilities of all tokens but the first of each text."""
+    """Log-probabilities by transformers, of all tokens but the first of each text."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model = model.to(getattr(torch, dtype))
     found = []

@@ -71,7 +71,7 @@ class ChatTemplate(Protocol):
         ...
 
     def read_rendered(self, text: str) -> str:
-        """The text of `render_chat` as `spell` would give it."""
+        """A text of `render_chat` as a reader sees it: without the marks that keep special tokens in messages apart."""
         ...
 
     @property

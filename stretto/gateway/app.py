@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -71,7 +72,7 @@ class ChatExchange(HttpExchange):
 Handler = Callable[[ChatExchange], Awaitable[None]]
 
 
-class ChatServer:
+class ChatServer(ABC):
     """The ASGI application that all servers of dialects share. They add keys, and how a turn is made."""
 
     title: str
@@ -141,19 +142,19 @@ class ChatServer:
             raise NotServed(405, f"{call.path[:80]} allows {route[0]}, not {method}", allow=route[0])
         await route[1](call)
 
+    @abstractmethod
     async def complete(self, dialect: Any, call: ChatExchange) -> None:
         """Reply to a request for completions in this dialect."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def count(self, count: TokenCount, call: ChatExchange) -> None:
         """Reply to a request for a number of tokens."""
-        raise NotImplementedError
 
     async def health(self, call: ChatExchange) -> None:
         """Reply to ``GET /health``."""
         await call.show({"status": "ok", "model": self.model.name})
 
-    def failed(self, call: ChatExchange, error: Exception) -> None:
+    def failed(self, call: ChatExchange, error: Exception) -> None:  # noqa: B027  # a hook: most servers need none
         """Called with an error that is a bug."""
 
     def error(self, call: ChatExchange, error: Exception) -> NotServed:

@@ -85,8 +85,9 @@ def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
 
 
 def _how(folder: RunFolder) -> How:
-    """By the ledger, in which the conductor has it before it asks for the end. A run that fails still is ``running``
-    there, or its ledger cannot be read; one without the fact is of an earlier stretto."""
+    """How the run ended, by its ledger. The conductor writes that before it asks followers to end; a run that fails is
+    still ``running`` there, and so counts as failed. A run of an earlier stretto, which has no such fact, counts as
+    finished."""
     try:
         ending = read_ending(folder.ledger)
     except StoreError as error:

@@ -22,7 +22,7 @@ _LATE = 3  # steps, that an evaluation takes
 
 
 async def train(path: Path, last: int, config: OutletsConfig) -> None:
-    """From the newest checkpoint to the last step."""
+    """Resume the run at its newest checkpoint and train it to step `last`."""
     with RunFolder.resume(path) as folder:
         done = len(read_metrics(folder.metrics)[0]) // _CHECKPOINTS * _CHECKPOINTS
         rewind_metrics(folder.metrics, done)

@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from stretto_verify.judging import ProgramJudge
 from stretto_verify.math.limits import SECONDS
@@ -17,6 +18,9 @@ from stretto_verify.worker import Worker
 _SHOWN = 20  # bad lines that are named
 _NEEDED = {"math": "gold", "code": "tests"}
 _MISTAKE = 2  # exit code of a user's mistake
+
+#: A row of the file -> its verdict.
+Judge = Callable[[dict[str, Any]], Judged]
 
 
 class BadLines(Exception):
@@ -35,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         rows = read_rows(given.file, _NEEDED[given.kind])
-        print_judged(given.file, rows, _math() if given.kind == "math" else _code(), sys.stdout, sys.stderr)
+        with _math() if given.kind == "math" else _code() as judge:
+            print_judged(given.file, rows, judge)
     except (BadLines, SandboxRefused) as mistake:
         print(mistake, file=sys.stderr)
         return _MISTAKE
@@ -90,27 +95,22 @@ def _row(line: str, needed: str) -> dict[str, Any]:
     return row
 
 
-def print_judged(
-    path: Path,
-    rows: Sequence[tuple[int, dict[str, Any]]],
-    judged: Iterator[Callable[[dict[str, Any]], Judged]],
-    out: TextIO,
-    told: TextIO,
-) -> None:
-    """Print each row with its `verdict` and `reason`, in order; a line on `told` for each undecided one."""
+def print_judged(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], judge: Judge) -> None:
+    """Print each row with its `verdict` and `reason`, in order, and a line on the standard error for each undecided
+    one."""
     undecided = 0
-    for judge in judged:
-        for number, row in rows:
-            found = judge(row)
-            if found.verdict == "undecided":
-                undecided += 1
-                print(f"{path}:{number}: undecided: {found.reason}", file=told)
-            print(json.dumps(row | {"verdict": found.verdict, "reason": found.reason}), file=out, flush=True)
+    for number, row in rows:
+        found = judge(row)
+        if found.verdict == "undecided":
+            undecided += 1
+            print(f"{path}:{number}: undecided: {found.reason}", file=sys.stderr)
+        print(json.dumps(row | {"verdict": found.verdict, "reason": found.reason}), flush=True)
     if undecided:
-        print(f"{undecided:,} of {len(rows):,} lines undecided", file=told)
+        print(f"{undecided:,} of {len(rows):,} lines undecided", file=sys.stderr)
 
 
-def _math() -> Iterator[Callable[[dict[str, Any]], Judged]]:
+@contextmanager
+def _math() -> Iterator[Judge]:
     worker = Worker()
     try:
         yield lambda row: worker.judge(row["completion"], str(row["gold"]), str(row.get("prompt", "")), SECONDS)
@@ -118,7 +118,8 @@ def _math() -> Iterator[Callable[[dict[str, Any]], Judged]]:
         worker.close()
 
 
-def _code() -> Iterator[Callable[[dict[str, Any]], Judged]]:
+@contextmanager
+def _code() -> Iterator[Judge]:
     with ProgramJudge() as judge:
         print(judge.report, file=sys.stderr)
         yield lambda row: judge.judge(row["completion"], row["tests"])

@@ -105,7 +105,7 @@ class Completions:
         return begin + np.flatnonzero(self._versions[row, begin:end] == version)
 
     def told(self, row: int, places: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
-        """Tokens of a row and their log-probabilities, as they are told."""
+        """Sampled tokens of a row, with the log-probabilities that callers get."""
         return self._history[row, places], self._logprobs[row, places]
 
     def constrained(self, order_R: Ints, found: Filtered | None) -> Filtered | None:

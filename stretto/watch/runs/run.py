@@ -256,7 +256,7 @@ class WatchedRun:
             return Condition("unreadable", self.told(error))
 
     def _ended(self) -> Ending | None:
-        """How the ledger says that the run ended; the ledger is read again when it was written again."""
+        """The ending on record. The ledger is read again only after it has changed."""
         if self._ending[0] != (stamp := ledger_stamp(self.folder)):
             self._recorded()
         return self._ending[1] if self._ending[0] == stamp else None
