@@ -121,6 +121,7 @@ def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn
             os.close(descriptor)
         os.setsid()
         die_with_parent(server)
+        os.chdir(spawn.folder)  # the server may have been started somewhere else
         os.environ.update(settings(spawn.threads) | spawn.environment)
         log = os.open(spawn.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         for standard in (1, 2):

@@ -34,7 +34,7 @@ class Spawn(Record, frozen=True):
     """A process to start: ``python -m MODULE SPEC``, with its output in `log`.
 
     `spec` is JSON text; `environment` adds to that of every role with `threads`; `inherited` descriptors keep their
-    numbers.
+    numbers. It starts in `folder`, by default the working directory of the process that asks for it.
     """
 
     module: str
@@ -43,6 +43,7 @@ class Spawn(Record, frozen=True):
     threads: int = 1
     environment: dict[str, str] = field(default_factory=dict)
     inherited: tuple[int, ...] = ()
+    folder: str = field(default_factory=os.getcwd)
 
 
 class RunningProcess(Protocol):
@@ -87,7 +88,7 @@ class FreshSpawner:
     """An interpreter for every process, which imports what it needs: seconds, with torch."""
 
     async def start(self, spawn: Spawn) -> RunningProcess:
-        with Path(spawn.log).open("ab") as log:
+        with (Path(spawn.folder) / spawn.log).open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -98,6 +99,7 @@ class FreshSpawner:
                 stderr=log,
                 env=environment(spawn.threads) | spawn.environment | {PARENT: str(os.getpid())},
                 pass_fds=spawn.inherited,
+                cwd=spawn.folder,
                 start_new_session=True,
             )
 

@@ -96,6 +96,25 @@ def test_the_end_of_a_role_waits_for_its_threads_then_for_its_handlers_and_write
     assert (tmp_path / "log.txt").read_text() == "up\nthread\nhandler\n"
 
 
+@pytest.mark.parametrize("forked", [True, False], ids=["forked", "fresh"])
+def test_a_role_starts_in_the_folder_of_the_process_that_asks_for_it(
+    forked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its paths may be relative, and the server may have been started elsewhere."""
+
+    async def work(server: ForkServer) -> Path:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        role = await (server if forked else FRESH).start(spawn(Path(), StubbornSpec()))
+        await up(tmp_path)
+        folder = Path(f"/proc/{role.pid}/cwd").readlink()
+        role.terminate()
+        await role.wait()
+        return folder
+
+    assert served(work) == tmp_path
+
+
 def test_a_role_whose_start_was_cancelled_does_nothing(tmp_path: Path) -> None:
     """What it was to read may be gone by the time at which the server has imported its modules."""
     cancelled, wanted = tmp_path / "cancelled", tmp_path / "wanted"
