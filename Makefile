@@ -98,7 +98,7 @@ test-browser: .venv/ready-browser web/node_modules/.package-lock.json  ## the pa
 test-lowest: .venv/ready-run  ## imports and a small run with the lowest versions that pyproject.toml allows
 	$(RUN) tests.lowest
 
-web: web/node_modules/.package-lock.json  ## build the pages of stretto watch from web/ into stretto/watch/static (needs Node 20)
+web: web/node_modules/.package-lock.json  ## build the pages of stretto watch from web/ into packages/report/stretto_report/watch/static (needs Node 20)
 	cd web && npm run build
 
 web/node_modules/.package-lock.json: web/package-lock.json
@@ -145,7 +145,7 @@ bench-trl: .venv/ready-run  ## trl's environment alone; prints its interpreter
 clean:  ## remove caches; keeps .venv and runs
 	rm -rf .cache .hypothesis build *.egg-info
 
-.venv/ready-run: requirements/run.txt requirements/setup.sh pyproject.toml packages/verify/pyproject.toml
+.venv/ready-run: requirements/run.txt requirements/setup.sh pyproject.toml $(wildcard packages/*/pyproject.toml)
 	@EXTRAS='$(strip $(EXTRAS))' PYTHON='$(strip $(PYTHON))' TORCH='$(strip $(TORCH))' sh requirements/setup.sh run
 
 .venv/ready-test: requirements/test.txt .venv/ready-run

@@ -94,7 +94,10 @@ run)
     echo "setup: torch $TORCH and the packages of requirements/run.txt (minutes, the first time)"
     install_torch
     pip_install --requirement requirements/run.txt
-    pip_install --no-deps --no-build-isolation --editable packages/verify --editable .
+    editable=
+    for folder in packages/*/pyproject.toml; do editable="$editable --editable ${folder%/pyproject.toml}"; done
+    # shellcheck disable=SC2086  # words
+    pip_install --no-deps --no-build-isolation $editable --editable .
     [ -z "${EXTRAS:-}" ] || pip_install --constraint requirements/test.txt "stretto[$EXTRAS]"
     offer_bubblewrap
     ;;

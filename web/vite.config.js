@@ -46,7 +46,7 @@ export default defineConfig({
   oxc: { jsx: { runtime: 'automatic', importSource: 'preact' } },
   plugins: [provenance],
   build: {
-    outDir: '../stretto/watch/static',
+    outDir: '../packages/report/stretto_report/watch/static',
     emptyOutDir: true,
     assetsInlineLimit: 0,
     modulePreload: { polyfill: false },
