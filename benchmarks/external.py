@@ -5,7 +5,7 @@
 
 Alone, a bare client streams the completions from the server's own endpoint, with token ids and log-probabilities as
 stretto asks for them, and throws the bytes away. As an engine, the same prompts go through the conductor's client and
-the adapter's process (`engine.external.role`), which reads, checks and stamps every token. Both by turns, one server.
+the adapter's process (`stretto_servers.role`), which reads, checks and stamps every token. Both by turns, one server.
 
 Rates depend on what else the machine does; seconds of processors per token do not. So both are measured: of the server
 with all its processes, of the adapter, and of the client.

@@ -1,7 +1,7 @@
 """The law of the house as functions: the drawing of docs/house.md on one side, the imports of the code on the other.
 
-Every checker takes the folder of a package and returns violations, one readable sentence each; an empty list is a
-kept law. Nothing is imported to be checked, except by `loaded_modules`, which asks a fresh interpreter.
+Every checker takes the folder of a package, or of all packages, and returns violations, one readable sentence each; an
+empty list is a kept law. Nothing is imported to be checked, except by `loaded_modules`, which asks a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-PACKAGE = "stretto"
+PACKAGE = "stretto"  # the core, which imports as this
+#: Packages whose folders are rooms; each other one, such as `stretto_gateway`, is one room, named `gateway`.
+OF_ROOMS = frozenset({PACKAGE, "stretto_app", "stretto_report", "stretto_foresight"})
 NAMES_OF_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"})
 HEAVY = ("torch", "transformers")
 CORE_MAY_IMPORT = frozenset({"msgspec", "numpy"})
@@ -26,9 +28,7 @@ MOST_FILES = 14
 LONGEST_FILE = 480
 WALL_CLOCK = frozenset({"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"})
 #: Where the date is written down for a reader, and nothing is decided by it.
-WRITES_DATES = frozenset(
-    {"gateway/agents/groups.py", "gateway/app.py", "gateway/sessions/sessions.py", "store/ledger/ledger.py"}
-)
+WRITES_DATES = frozenset({"gateway/agents/groups", "gateway/app", "gateway/sessions/sessions", "store/ledger/ledger"})
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,24 @@ def read_house(text: str) -> House:
     )
 
 
+def inside(name: str) -> tuple[str, ...]:
+    """Room, sub-rooms and file of a module of ours; empty for a package of rooms itself, and for what is not ours.
+
+    Example: ``stretto.engine.spec`` is ``("engine", "spec")``, ``stretto_gateway.app`` is ``("gateway", "app")``.
+    """
+    top, *rest = name.split(".")
+    if top in OF_ROOMS:
+        return tuple(rest)
+    return (top.removeprefix("stretto_"), *rest) if top.startswith("stretto_") else ()
+
+
+def rooms_of(package: Path) -> dict[str, Path]:
+    """The folder of each room of a package."""
+    if package.name not in OF_ROOMS:
+        return {package.name.removeprefix("stretto_"): package}
+    return {path.name: path for path in package.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+
+
 @dataclass(frozen=True)
 class Import:
     """One import: ``from stretto.core import clock`` has the names ``stretto.core`` and ``stretto.core.clock``."""
@@ -76,15 +94,19 @@ class Import:
     deferred: bool
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Room, sub-rooms and file that import."""
+        return inside(".".join((self.package, *self.path.with_suffix("").parts)))
+
+    @property
     def room(self) -> str:
-        """The importing room; empty for a file that stands directly in the package."""
-        return self.path.parts[0] if len(self.path.parts) > 1 else ""
+        """The importing room; empty for a file that stands directly in a package of rooms."""
+        return self.parts[0] if len(self.parts) > 1 else ""
 
     @property
     def rooms(self) -> frozenset[str]:
         """The rooms that are imported."""
-        parts = [name.split(".") for name in self.names]
-        return frozenset(part[1] for part in parts if part[0] == self.package and len(part) > 1)
+        return frozenset(parts[0] for name in self.names if (parts := inside(name)))
 
     @property
     def third_party(self) -> str:
@@ -160,17 +182,18 @@ def wrong_way_inside(package: Path, house: House) -> list[str]:
     """Imports of a neighbour or of a higher floor within a room that has floors of its own."""
     violations: list[str] = []
     for found in imports(package):
-        parts = found.path.with_suffix("").parts
+        parts = found.parts
         for room, floors in house.inside.items():
             depth = len(room.split("/"))
             if "/".join(parts[:depth]) != room or len(parts) == depth:
                 continue
+            folder = package.joinpath(*parts[len(parts) - len(found.path.parts) : depth])
             for name in found.names:
-                target = name.split(".")[1:]
+                target = inside(name)
                 if "/".join(target[:depth]) != room or len(target) == depth or target[depth] == parts[depth]:
                     continue
                 own, other = floors.get(parts[depth]), floors.get(target[depth])
-                files = all((package / room / f"{entry}.py").is_file() for entry in (parts[depth], target[depth]))
+                files = all((folder / f"{entry}.py").is_file() for entry in (parts[depth], target[depth]))
                 if own is not None and other is not None and other >= own + files:
                     violations.append(f"{found.place}: {parts[depth]} imports {target[depth]}, not on a floor below it")
     return sorted(set(violations))
@@ -179,15 +202,22 @@ def wrong_way_inside(package: Path, house: House) -> list[str]:
 def undrawn_inside(package: Path, house: House) -> list[str]:
     """Files and sub-rooms of a room with floors that have none, and floors of what is not there."""
     violations: list[str] = []
+    rooms = rooms_of(package)
     for room, floors in house.inside.items():
-        built = {path.stem for path in (package / room).glob("*.py")} - {"__init__"}
-        built |= {path.name for path in (package / room).iterdir() if path.is_dir() and any(path.glob("*.py"))}
+        top, *below = room.split("/")
+        if top not in rooms:
+            continue
+        folder = rooms[top].joinpath(*below)
+        built = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        built |= {path.name for path in folder.iterdir() if path.is_dir() and any(path.glob("*.py"))}
         violations += [f"{room}/{name}: has no floor" for name in sorted(built - floors.keys())]
         violations += [f"{room}/{name}: has a floor and is not there" for name in sorted(floors.keys() - built)]
     return violations + [
-        f"{package.name}/{path.relative_to(package)}: a sub-room of a room without floors"
-        for path in sorted({source.parent for source in sources(package)} - {package})
-        if len(rooms := path.relative_to(package).parts) > 1 and "/".join(rooms[:-1]) not in house.inside
+        f"{package.name}/{source.relative_to(package)}: a sub-room of a room without floors"
+        for source in sorted({source.parent for source in sources(package)} - {package})
+        if len(parts := inside(".".join((package.name, *source.relative_to(package).parts)))) > 1
+        and parts[0] in house.floors
+        and "/".join(parts[:-1]) not in house.inside
     ]
 
 
@@ -273,21 +303,12 @@ def deferred(package: Path, house: House) -> list[str]:
     ]
 
 
-def undrawn(package: Path, house: House) -> list[str]:
-    """Folders of the package that are no room of the drawing, and rooms of the drawing that are not there."""
-    built = {path.name for path in package.iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    return (
-        [f"{room}: built but not drawn" for room in sorted(built - house.floors.keys())]
-        + [f"{room}: drawn but not built" for room in sorted(house.floors.keys() - built)]
-        + [
-            f"{folder}/{name}: {'built but not drawn' if name in inner else 'drawn but not built'}"
-            for folder, floors in house.inside.items()
-            if (package / folder).is_dir()
-            for room in [package / folder]  # a folder without modules holds data
-            for inner in [{one.stem for one in (*room.glob("[!_]*.py"), *(m.parent for m in room.glob("[!_]*/*.py")))}]
-            for name in sorted(inner ^ floors.keys())
-        ]
-    )
+def undrawn(packages: Sequence[Path], house: House) -> list[str]:
+    """Rooms of the packages that are not in the drawing, and rooms of the drawing that are not there."""
+    built = {room for package in packages for room in rooms_of(package)}
+    return [f"{room}: built but not drawn" for room in sorted(built - house.floors.keys())] + [
+        f"{room}: drawn but not built" for room in sorted(house.floors.keys() - built)
+    ]
 
 
 def nameless(package: Path) -> list[str]:
@@ -304,9 +325,8 @@ def busy_doors(package: Path) -> list[str]:
     return [
         f"{found.place}: an __init__.py imports nothing"
         for found in imports(package)
-        if found.path.name == "__init__.py"
-        # The package's own door names what `api` offers for type checkers, and loads it when it is asked for.
-        and found.room
+        # A package's own door may: that of `stretto` names what `api` offers, and loads it when it is asked for.
+        if found.path.name == "__init__.py" and len(found.path.parts) > 1
     ]
 
 
@@ -322,10 +342,14 @@ def heavy_core(package: Path) -> list[str]:
 def undeclared(package: Path, dependencies: list[str]) -> list[str]:
     """Imports of other packages, ours or third parties', that are no dependency in pyproject.toml."""
     declared = {re.split(r"[^\w.-]", line)[0].lower().replace("-", "_") for line in dependencies}
+    declared |= {PACKAGE} if "stretto_core" in declared else set()
     return [
         f"{found.place}: imports {found.third_party}, which is no dependency of {package.name}"
         for found in imports(package)
-        if found.third_party and found.third_party.lower() not in declared
+        if found.third_party
+        and found.third_party.lower() not in declared
+        # The door of `import stretto` names what the application offers; it says so where that is not installed.
+        and (found.room or found.third_party != "stretto_app")
     ]
 
 
@@ -358,7 +382,8 @@ def by_wall_clock(package: Path) -> list[str]:
     return [
         f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)} may jump; waits are by time.monotonic"
         for path in sources(package)
-        if str(path.relative_to(package)) not in WRITES_DATES
+        if "/".join(inside(".".join((package.name, *path.relative_to(package).parts[:-1], path.stem))))
+        not in WRITES_DATES
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
         and any(clock.endswith(f".{node.attr}") for clock in WALL_CLOCK)
@@ -366,24 +391,28 @@ def by_wall_clock(package: Path) -> list[str]:
     ]
 
 
-def heavy(package: Path, house: House) -> list[str]:
+def heavy(packages: Sequence[Path], house: House) -> list[str]:
     """Rooms that must stay light and load torch or transformers all the same, found by importing all their modules."""
-    if not {*HEAVY} & {*loaded_modules(package, *house.light)}:
+    folders = {room: path for package in packages for room, path in rooms_of(package).items()}
+    light = sorted(house.light & folders.keys())
+    if not {*HEAVY} & {*loaded_modules(packages[0], *(folders[room] for room in light))}:
         return []
     return [
         f"{room}: importing it loads {module}"
-        for room in sorted(house.light)
-        for module in loaded_modules(package, room)
+        for room in light
+        for module in loaded_modules(packages[0], folders[room])
         if module in HEAVY
     ]
 
 
-def loaded_modules(package: Path, *rooms: str) -> list[str]:
+def loaded_modules(package: Path, *rooms: Path) -> list[str]:
     """The top-level modules that a fresh interpreter holds after importing every module of these rooms."""
     names = [
-        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+        ".".join(path.relative_to(next(one for one in path.parents if not (one / "__init__.py").is_file())).parts)
+        .removesuffix(".py")
+        .removesuffix(".__init__")
         for room in rooms
-        for path in sources(package / room)
+        for path in sources(room)
     ]
     return sorted({name.split(".")[0] for name in loaded_by(package, *names)})
 

@@ -67,7 +67,7 @@ def names_in(path: Path) -> frozenset[str]:
 
 
 #: Where the places of a page begin.
-BASES = (ROOT / "stretto", *sorted((ROOT / "packages").iterdir()), ROOT)
+BASES = (*sorted((ROOT / "packages").glob("*/stretto*")), *sorted((ROOT / "packages").iterdir()), ROOT)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -111,7 +111,7 @@ def test_every_measurement_of_an_update_has_its_line() -> None:
 def written_keys(file: str) -> set[str]:
     """The keys of ``measured[...] = ``, of ``measured = {...}`` and of ``facts = {...}`` in a file."""
     keys: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / "stretto" / file).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse((ROOT / "packages" / "core" / "stretto" / file).read_text(encoding="utf-8"))):
         match node:
             case ast.Subscript(value=ast.Name(id="measured"), slice=ast.Constant(value=str(key))):
                 keys.add(key)
@@ -230,7 +230,7 @@ def test_the_python_page_names_modules_that_exist() -> None:
         r"^::: ([\w.]+)$", (ROOT / "docs" / "docstrings.md").read_text(encoding="utf-8"), flags=re.MULTILINE
     )
     assert "stretto" in modules
-    places = [ROOT / module.replace(".", "/") for module in modules]
+    places = [ROOT / "packages" / "core" / module.replace(".", "/") for module in modules]
     assert [
         str(place)
         for place in places

@@ -132,7 +132,7 @@ def test_there_is_a_table_for_every_part() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.chapter}, {row.function}")
 def test_the_lines_compose_the_function_that_stands_beside_them(row: Row) -> None:
     assert composed(row) == row.function
-    assert row.function in names_in(ROOT / "stretto" / row.file)
+    assert row.function in names_in(ROOT / "packages" / "core" / "stretto" / row.file)
     assert row.equation
     assert re.search(r"arXiv \d{4}\.\d{5}|20\d\d|1992", row.source), "a source with a number or a year"
     assert row.when
@@ -227,7 +227,7 @@ def test_every_word_of_a_recipe_has_its_row() -> None:
     ],
 )
 def test_every_function_is_on_the_page(file: str) -> None:
-    tree = ast.parse((ROOT / "stretto" / file).read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "packages" / "core" / "stretto" / file).read_text(encoding="utf-8"))
     public = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
     composers = {"filters", "refused"}
     assert [name for name in public if f"`{file}:{name}`" not in PAGE and name not in composers] == []

@@ -36,12 +36,12 @@ from tests.tiny_policy import TINY as SHAPE
 DEADLINE = 0.3
 #: Seconds and more that stand in the code, and why no key is needed for them.
 CONSTANTS = {
-    ("cluster/join_file.py", "PATIENCE_SECONDS"): "--patience, if that is not given",
-    ("cluster/succession.py", "_SEARCH_SECONDS"): "the search for an earlier conductor, beside the run",
+    ("join_file.py", "PATIENCE_SECONDS"): "--patience, if that is not given",
+    ("succession.py", "_SEARCH_SECONDS"): "the search for an earlier conductor, beside the run",
     ("engine/http/server.py", "_KEEP_ALIVE_SECONDS"): "an idle connection; its client closes it",
     ("processes/http/server.py", "_KEEP_ALIVE_SECONDS"): "an idle connection",
     ("launch/commands/serve.py", "KEEP_ALIVE_SECONDS"): "an idle connection",
-    ("gateway/sessions/sessions.py", "_IDLE_SECONDS"): "a session that gives way to a new one, where no room is left",
+    ("sessions/sessions.py", "_IDLE_SECONDS"): "a session that gives way to a new one, where no room is left",
     ("launch/commands/calibrate.py", "_PATIENCE"): "a measurement of a small model, which is no run",
     ("outlets/supervision.py", "HUNG_SECONDS"): "a tool that runs are shown in; the run does not wait for it",
     ("loop/engines/proving.py", "_CANARY_SECONDS"): "the canary of a version that is published: it comes with it",
@@ -122,9 +122,12 @@ def test_every_deadline_of_a_recipe_comes_to_where_it_is_kept(
 
 
 def test_no_wait_of_minutes_is_a_constant() -> None:
-    package = Path(__file__).parents[2] / "stretto"
+    packages = [
+        path for path in (Path(__file__).parents[2] / "packages").glob("*/stretto*") if path.name != "stretto_verify"
+    ]
     found = {
         (str(path.relative_to(package)), target.id)
+        for package in packages
         for path in package.rglob("*.py")
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.Assign) and (seconds := _number(node.value)) is not None and seconds >= 120

@@ -2,8 +2,8 @@
 takes five seconds of a processor, and each of them is forked from it.
 
 A command is the real one from `stretto_app.cli.main.main` on, in a process, a session and surroundings of its own,
-beside a fork server of its own. What comes before, the imports, and the plots at its end are left to commands that are started
-without this (``cold``).
+beside a fork server of its own. What comes before, the imports, and the plots at its end are left to commands that are
+started without this (``cold``).
 """
 
 from __future__ import annotations

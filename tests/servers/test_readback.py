@@ -1,4 +1,4 @@
-"""Promises of what a server's worker tells of its memory (`engine.external.worker.readback`), with layers named and cut
+"""Promises of what a server's worker tells of its memory (`stretto_servers.worker.readback`), with layers named and cut
 as those of vLLM and SGLang are.
 
 - Fused layers, a padded vocabulary, shards of several workers, copies on each of them and layers that compute from a

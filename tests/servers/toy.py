@@ -1,4 +1,4 @@
-"""A small real inference server in this process (satisfies `engine.external.make.Make`), and an engine over it.
+"""A small real inference server in this process (satisfies `stretto_servers.make.Make`), and an engine over it.
 
 Its tokens depend on all tokens before them and on the version that samples them, and so do their log-probabilities:
 of every token of a completion one can say whether it belongs there, and which version sampled it.
@@ -175,7 +175,7 @@ class ToyServer:
 
 
 class Publications:
-    """Versions that can be staged (satisfies `engine.external.engine.WeightsFolder`)."""
+    """Versions that can be staged (satisfies `stretto_servers.engine.WeightsFolder`)."""
 
     def __init__(self) -> None:
         self.torn: set[int] = set()

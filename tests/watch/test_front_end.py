@@ -16,7 +16,7 @@ from stretto_report.watch.index.steps import _MAPS, _NUMBERS, DERIVED
 
 ROOT = Path(__file__).parent.parent.parent
 WEB = ROOT / "web"
-STATIC = ROOT / "stretto" / "watch" / "static"
+STATIC = ROOT / "packages" / "report" / "stretto_report" / "watch" / "static"
 SOURCES = ("index.html", "package-lock.json", "package.json", "public", "src", "tsconfig.json", "vite.config.js")
 BUNDLED = ("@tanstack/preact-table", "@tanstack/table-core", "preact", "uplot")
 

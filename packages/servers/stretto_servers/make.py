@@ -77,7 +77,7 @@ class Occupancy:
 class Make(Protocol):
     """The wire of one server. Every method has a deadline of its own and raises EngineLost when nobody answers.
 
-    The class is called with an `engine.external.http.JsonServer` and the longest wait for a load, in seconds.
+    The class is called with an `stretto_servers.http.JsonServer` and the longest wait for a load, in seconds.
     """
 
     def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:

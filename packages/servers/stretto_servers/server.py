@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server that this process has started, through a guard (`engine.external.guard`): whatever ends this process,
+    """A server that this process has started, through a guard (`stretto_servers.guard`): whatever ends this process,
     no process of the server is left."""
 
     def __init__(self, name: str, guard: asyncio.subprocess.Process) -> None:

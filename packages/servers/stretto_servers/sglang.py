@@ -64,7 +64,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class SglangServer:
-    """One server of SGLang (satisfies `engine.external.make.Make`)."""
+    """One server of SGLang (satisfies `stretto_servers.make.Make`)."""
 
     capabilities = CAPABILITIES["sglang"]
 

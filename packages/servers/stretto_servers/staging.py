@@ -24,7 +24,7 @@ _OTHER_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index
 
 @dataclass(frozen=True)
 class FolderAsItIs:
-    """One folder with the weights of every version (satisfies `engine.external.engine.WeightsFolder`)."""
+    """One folder with the weights of every version (satisfies `stretto_servers.engine.WeightsFolder`)."""
 
     folder: Path
 
@@ -37,7 +37,7 @@ class FolderAsItIs:
 
 class StagedWeights:
     """One folder that looks like the model's, whose weights are a link to the newest staged publication
-    (satisfies `engine.external.engine.WeightsFolder`)."""
+    (satisfies `stretto_servers.engine.WeightsFolder`)."""
 
     def __init__(self, subscriber: SharedMemorySubscriber, model: Path, folder: Path) -> None:
         self._subscriber, self._folder = subscriber, folder

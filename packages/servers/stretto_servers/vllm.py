@@ -73,7 +73,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class VllmServer:
-    """One server of vLLM (satisfies `engine.external.make.Make`)."""
+    """One server of vLLM (satisfies `stretto_servers.make.Make`)."""
 
     capabilities = CAPABILITIES["vllm"]
 

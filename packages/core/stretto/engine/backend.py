@@ -1,5 +1,5 @@
 """What generates behind an engine's HTTP server: the model of this process (`engine.native`), or a server of another
-make (`engine.external`)."""
+make (`stretto_servers`)."""
 
 from __future__ import annotations
 

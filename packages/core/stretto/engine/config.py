@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.doors.door import Door, Section
 
-#: Classes that satisfy `engine.external.make.Make`, each for one make of server.
+#: Classes that satisfy `stretto_servers.make.Make`, each for one make of server.
 MAKES = Door(
     key="engine.kind",
     what="make of inference server",
