@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from stretto.core.canary import AGREEING, Agreement
 from stretto.core.records import GenerateRequest, Sampling
-from stretto.engine.external.vllm import VllmServer
+from stretto_servers.vllm import VllmServer
 from tests.real_engines.serving import RealServer, engine, generate
 from tests.real_engines.training import ALONE, DOWN, SPOILT, TEXT, Loads, training
 

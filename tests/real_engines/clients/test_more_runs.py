@@ -1,7 +1,7 @@
 """Promises of whole runs whose engine is a real server, as in `tests/real_engines/test_runs.py`, in cases that other
 tests have without one: the bound holds where completions wait and where tokens are masked (`tests/launch`); the main
 process of a server, or the process between it and the conductor, is killed, and nothing is lost or left
-(`tests/engine/external/test_processes.py`); a hundred honest updates are proven."""
+(`tests/servers/test_processes.py`); a hundred honest updates are proven."""
 
 from __future__ import annotations
 
