@@ -89,10 +89,25 @@ def test_several_candidates_are_right_for_none_of_them(completion: str) -> None:
         ("42", "The answer is B. 42. A quick check: C is too small."),
         ("B", "The answer is B. 42. C is too small."),
         ("C", "__Answer:__ C"),
+        ("C", "the option is (c)"),
+        ("7", "The final answer is #### 7."),
+        *[("D", f"{hedge} D is correct.") for hedge in ("Perhaps", "I think that", "So maybe", "Probably,")],
     ],
 )
 def test_words_may_be_passed_over(gold: str, completion: str) -> None:
     assert right(gold, completion)
+
+
+@pytest.mark.parametrize(
+    ("between", "right_for"),
+    [
+        *[(word, "7") for word in ("finally", "then", "so", "hence", "最後", "最后是", "所以", ". Finally,")],
+        *[(word, "42, 7") for word in ("and", "或", "和", "und", ", and then", r"\quad")],
+    ],
+)
+def test_boxes_one_after_the_other_are_no_list(between: str, right_for: str) -> None:
+    completion = rf"first \boxed{{42}} {between} \boxed{{7}}"
+    assert [gold for gold in ("42", "7", "42, 7") if right(gold, completion)] == [right_for]
 
 
 numbers = st.integers(10, 10**6)

@@ -58,13 +58,14 @@ _ARE = "est|es|ist|lautet|é|è|är|to|brzmi|je|adalah|là|это|هي|هو|הי
 _ANSWER = re.compile(
     rf"(?:\b(?:ans(?:wer)?|{_ANSWERS}|(?:correct|right) (?:option|choice|one))\b|答案|答え|解答|正解|정답|답)"
     rf"(?:[^.\n$]{{0,100}}?)(?:\b(?:is|are|{_ARE})\b|是|为|は|은|[:=：])\s*:?"
-    r"(?:\s*(?:option|choice)\b)?|####|^\s*(?:option|choice)\s*:|\bans\.(?=\s)"
+    r"(?:\s*(?:option|choice)\b)?|####|^\s*(?:option|choice)\s*:|\b(?:option|choice) is(?=[\s$*]*\([A-J]\))|\bans\.(?=\s)"
     r"|选(?:择|项)?(?:是|为)?[:：]?(?=[\s(（$\\*]*[A-J](?![A-Za-z]))",
     re.IGNORECASE | re.MULTILINE,
 )
 _CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
+_HEDGE = r"(?:perhaps|maybe|probably|presumably|surely|clearly|I (?:think|believe|guess)(?: that)?)"
 _CHOSEN = re.compile(
-    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)"
+    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)"
     rf"(?:\s+(?:answer|option|choice|one))?|I\s+(?:choose|pick|select)\s+{_CHOICE.format('c')})[.!]?$",
     re.IGNORECASE,
 )
@@ -265,7 +266,7 @@ def _are_symbols(letters: str) -> bool:
 def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, FinalAnswer] | None:
     """The last marked answer that is not denied, with its start. `is_all` as in `final_answer`."""
     for found in reversed(list(mark.finditer(text))):
-        rest = re.sub(r'^(?:[\s*_"“:]|\\")+', "", text[found.end() :])
+        rest = re.sub(r'^(?:[\s*_"“:#]|\\")+', "", text[found.end() :])
         lead = text[max(0, found.start() - 40) : found.end()]
         if not rest.strip() or is_denying(re.split(r"[.,;:!?\n](?=\s)", lead)[-1]):
             continue
