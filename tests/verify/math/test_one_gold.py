@@ -7,9 +7,12 @@ it, and what is passed over may be words, never another candidate. `benchmarks/o
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.parse.account import accounts_for, candidates, says_nothing
 from stretto_verify.math.parse.reading import read
 from stretto_verify.math.parse.structure import LeftOver, Scalar, Unreadable
@@ -120,6 +123,33 @@ def test_a_second_number_is_never_passed_over(one: int, other: int, form: str) -
     for frame in (r"\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}"):
         completion = frame.format(form.format(one, other))
         assert [number for number in (one, other) if right(str(number), completion)] == []
+
+
+TERMS = [
+    *[("{0}π", r"{0}\pi"), ("√{0}", r"\sqrt{{{0}}}"), ("{1}√{0}", r"{1}\sqrt{{{0}}}"), ("{0}²", "{0}^2")],
+    *[("{1} × 10^3", "{1}000"), ("{1}·10³", "{1}000"), ("{1} x 10^3", "{1}000"), ("{1}^3", "{1}**3")],
+    *[("{0} + {1}", "{0}+{1}"), ("{0} - {1}", "{0}-{1}"), ("{1} 3/4", r"{1}\frac34"), ("{0}÷{1}", "{0}/{1}")],
+    *[("{1}! + 0", "{1}!"), ("ln({0})", r"\ln {0}"), ("sqrt({0})", r"\sqrt{{{0}}}"), ("{1}(2 + 3)", "{1}*5")],
+    *[("{0} choose {1}", r"\binom{{{0}}}{{{1}}}"), (r"{0}\cdot {1}", "{0}*{1}"), ("{1} : {0}", "{1}:{0}")],
+]
+
+
+@pytest.mark.parametrize(("told", "gold"), TERMS)
+def test_a_number_in_a_term_is_no_answer_but_the_term_is(told: str, gold: str) -> None:
+    one, other = 42, 7
+    for frame in ("It is {} of them.", "We get {} in all", "so the area is {} cm."):
+        completion = frame.format(told.format(one, other))
+        assert right(gold.format(one, other), completion)
+        for number in {str(one), str(other), "10", "3", "4", "2", "5"}:
+            assert not right(number, completion)
+
+
+@pytest.mark.parametrize("one", ["1+", "(1", "2 ", "a", "a+", "√", "1,", "1.", "sqrt(", r"\frac{1}{", "1^", "1 x ", "-", "1 3/"])
+def test_terms_are_found_in_a_time_that_grows_with_the_text(one: str) -> None:
+    start = time.process_time()
+    for text in (one * 20_000, one * 20_000 + "!"):
+        list(terms(text[:20_000]))
+    assert time.process_time() - start < 1.0
 
 
 @given(st.lists(st.sampled_from(["4", "27", "A", "(B)", "yes", "apples", r"\frac{1}{2}", "=", "and", ":"]), max_size=6))

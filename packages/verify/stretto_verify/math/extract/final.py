@@ -16,11 +16,12 @@ A denied candidate ("not 42", "42 is wrong") is skipped; the one before it is ta
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stretto_verify.math.extract.boxes import boxed, last_box
 from stretto_verify.math.extract.denial import denied, is_denying
+from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.limits import LONGEST_TAIL
 from stretto_verify.math.parse.account import candidates, says_nothing
 from stretto_verify.math.parse.forms import undeclared
@@ -42,6 +43,7 @@ _TEMPLATE_END = re.compile(
     r"<\|(?:im_start|im_end|endoftext|eot_id|end|user|assistant)\|?>|<｜|</s>|<eos>|<end_of_turn>"
 )
 _DIGIT = re.compile(r"(?![0-9])\d")
+_MARKS = str.maketrans("٫٬", ".,")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
 _DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}")
@@ -108,7 +110,7 @@ _EQUATION = re.compile(  # 2x + 3 = 13: an unknown with a factor, whose letter i
     r"(?![0-9a-zA-Z%])"
 )
 _SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
-_PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?::[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
+_PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?:(?::| : )[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
 _TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
 _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
 _ASIDE = re.compile(r",?\s+(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s")
@@ -162,8 +164,8 @@ def without_frame(completion: str, prompt: str = "") -> str:
 
 
 def _in_digits(text: str) -> str:
-    """The text with the digits of every script as 0 to 9."""
-    return text if text.isascii() else _DIGIT.sub(lambda found: str(int(found[0])), text)
+    """The text with the digits of every script as 0 to 9, and their marks."""
+    return text if text.isascii() else _DIGIT.sub(lambda found: str(int(found[0])), text.translate(_MARKS))
 
 
 def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
@@ -338,6 +340,7 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
     formulas = [(start, end) for start, end, _ in spans]
     for form in (SPOKEN, _PROPORTION):
         spans += _found(form, text, spans)
+    spans += _apart(terms(text), spans)
     numbers = _found(_NUMBER, text, spans)
     spans += [(start, end, _COMMA_DECIMAL.sub(r"\1.\2", content)) for start, end, content in numbers]
     kept = [span for span in sorted(spans, reverse=True) if not denied(text, span[0], span[1])]
@@ -385,7 +388,10 @@ def _letter(text: str) -> FinalAnswer | None:
 
 def _found(form: re.Pattern[str], text: str, taken: Sequence[Span]) -> list[Span]:
     """The spans of this form that do not begin inside a taken one."""
-    places = [(found.start(), found.end(), found[0]) for found in form.finditer(text)]
+    return _apart(((found.start(), found.end(), found[0]) for found in form.finditer(text)), taken)
+
+
+def _apart(places: Iterable[Span], taken: Sequence[Span]) -> list[Span]:
     return [place for place in places if not any(start <= place[0] < end for start, end, _ in taken)]
 
 
