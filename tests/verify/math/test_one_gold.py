@@ -64,6 +64,7 @@ LISTS = [
     "<answer>blue is D: 42</answer>",
     "<answer>It could be 7 or (1,2) is D: 42</answer>",
     "<answer>It could be BAyesblue is D: 42</answer>",
+    *["The answer is 42\nor 7", "The answer is 42. Or 7.", "The answer is (B). Or (C).", r"Answer: $42$" "\n\nor $43$"],
     r"<answer>\textbf{D} \quad \textbf{42} \quad \textbf{blue}, where x is any number</answer>",
 ]
 
@@ -130,6 +131,7 @@ TERMS = [
     *[("{1} × 10^3", "{1}000"), ("{1}·10³", "{1}000"), ("{1} x 10^3", "{1}000"), ("{1}^3", "{1}**3")],
     *[("{0} + {1}", "{0}+{1}"), ("{0} - {1}", "{0}-{1}"), ("{1} 3/4", r"{1}\frac34"), ("{0}÷{1}", "{0}/{1}")],
     *[("{1}! + 0", "{1}!"), ("ln({0})", r"\ln {0}"), ("sqrt({0})", r"\sqrt{{{0}}}"), ("{1}(2 + 3)", "{1}*5")],
+    *[("{0} and a half", "{0}.5"), ("{1} ± {0}", "49,-35"), ("{0} + {1}i", "{0}+{1}i")],
     *[("{0} choose {1}", r"\binom{{{0}}}{{{1}}}"), (r"{0}\cdot {1}", "{0}*{1}"), ("{1} : {0}", "{1}:{0}")],
 ]
 
@@ -144,7 +146,20 @@ def test_a_number_in_a_term_is_no_answer_but_the_term_is(told: str, gold: str) -
             assert not right(number, completion)
 
 
-@pytest.mark.parametrize("one", ["1+", "(1", "2 ", "a", "a+", "√", "1,", "1.", "sqrt(", r"\frac{1}{", "1^", "1 x ", "-", "1 3/"])
+@pytest.mark.parametrize(
+    "told",
+    ["{0} out of {1}", "{0} in {1}", "{0} per {1}", "{0} to {1}", "{0} by {1}", "{0} remainder {1}", "{0} mod {1}"]
+    + ["{0} {1}", "{0}-{1}", "{0}k", "{0}i", ">{0}", "±{0}", "{0}.{1}.{1}", "{0}...", "{0}‰", "{0} of {1}", "{0}{1}ab"],
+)
+def test_a_number_that_is_a_part_of_another_is_no_answer(told: str) -> None:
+    for frame in ("It is {}.", "We get {} here", r"\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}."):
+        completion = frame.format(told.format(42, 7))
+        assert [number for number in ("42", "7", "427", "42.7") if right(number, completion)] == []
+
+
+@pytest.mark.parametrize(
+    "one", ["1+", "(1", "2 ", "a", "a+", "√", "1,", "1.", "sqrt(", r"\frac{1}{", "1^", "1 x ", "-", "1 3/"]
+)
 def test_terms_are_found_in_a_time_that_grows_with_the_text(one: str) -> None:
     start = time.process_time()
     for text in (one * 20_000, one * 20_000 + "!"):

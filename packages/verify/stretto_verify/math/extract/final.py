@@ -25,6 +25,7 @@ from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.limits import LONGEST_TAIL
 from stretto_verify.math.parse.account import candidates, says_nothing
 from stretto_verify.math.parse.forms import undeclared
+from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.units import MAGNITUDES, SPOKEN, without_unit
 from stretto_verify.thoughts import closed, said
 
@@ -44,6 +45,7 @@ _TEMPLATE_END = re.compile(
 )
 _DIGIT = re.compile(r"(?![0-9])\d")
 _MARKS = str.maketrans("٫٬", ".,")
+_MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,9}) and ((?:an?|one|two|three|four|five) [a-z]{4,12})(?![a-z-])")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
 _DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}")
@@ -74,7 +76,7 @@ _CHOSEN = re.compile(
 _LETTERED = re.compile(r"(?:\([A-J]\)|[A-J][).:])\s*[$\\\w(-]")  # (D) $5$
 _WRAPPER = re.compile(r"\\(?:text|math)(?:bf|it|rm|sf|tt|normal)?\s*\{\s*([^{}]*)\}")
 _SPACE = re.compile(r"\\[ ,;()\[\]]|~|\\q?quad(?![a-z])")
-_SENTENCES = re.compile(r"(?<=[.!?])\s+|\n")
+_SENTENCES = re.compile(r"(?<=[.!?])\s+(?![Oo]r\b)|\n(?!\s*[Oo]r\b)")
 _STANDS_ALONE = re.compile(r"(?<![\w'(/-])\(?[A-HJ]\)?(?![\w'/-])(?!\s+[a-z]{2}(?<!is|it))")
 _NEXT_CHOICE = re.compile(  # another answer behind a choice, unless a sentence begins with it: "B is too small"
     r"[. \t]*(?:\(+[0-9]|[A-J][).:]"
@@ -87,7 +89,7 @@ _CORRECTED = re.compile(  # "The answer is 42. No, 43."
     r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"\n|。|\.(?=\s+[A-Z(]|\s*$)|[.,]?\s*I hope it is correct|<\|")
+_SENTENCE_END = re.compile(r"\n(?!\s*[Oo]r\b)|。|\.(?!\s+[Oo]r\b)(?=\s+[A-Z(]|\s*$)|[.,]?\s*I hope it is correct|<\|")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(?P<a>.{1,2000}?)(?<!\\)\$\$|(?<!\\)\\\[(?P<b>.{1,2000}?)(?<!\\)\\\]"
     r"|(?<!\\)\\\((?P<c>.{1,2000}?)(?<!\\)\\\)"
@@ -154,13 +156,19 @@ _WHOLE_WORDS = re.compile(
 
 def without_frame(completion: str, prompt: str = "") -> str:
     """The text after rule 1."""
-    text = _in_digits(said(completion, prompt)[-LONGEST_TAIL:])
+    text = _MIXED.sub(_in_parts, _in_digits(said(completion, prompt)[-LONGEST_TAIL:]))
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
     text = _SLANTED.sub(lambda found: found[1] or found[2], text)
     end = _TEMPLATE_END.search(text.lstrip())
     return text.lstrip()[: end.start()] if end is not None and end.start() > 0 else text
+
+
+def _in_parts(found: re.Match[str]) -> str:
+    """``2 and a half`` as ``2 1/2``."""
+    part = counted(found[2])
+    return found[0] if part is None or part.denominator == 1 else f"{found[1]} {part}"
 
 
 def _in_digits(text: str) -> str:
