@@ -20,9 +20,27 @@ from stretto_verify.math.parse.units import amount, conversion, without_unit
 from stretto_verify.math.reward import math
 from stretto_verify.verdicts import Undecided
 
-ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split()
-ONES += "seventeen eighteen nineteen".split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+]
+ONES += ["seventeen", "eighteen", "nineteen"]
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
 def right(gold: str, completion: str) -> bool:
@@ -79,9 +97,29 @@ def test_parts_and_decimals_in_words(words: str, value: str) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["", "a", "an", "and", "one two", "twenty eleven", "hundred", "ten hundred thousand hundred", "one thirds"]
-    + ["two third", "thousand million", "two thousand three million", "point five", "one point", "one point ten"]
-    + ["thirty twenty", "twenty-zero-one", "one and two", "fifty fifty", "minus", "sixty-ten"],
+    [
+        "",
+        "a",
+        "an",
+        "and",
+        "one two",
+        "twenty eleven",
+        "hundred",
+        "ten hundred thousand hundred",
+        "one thirds",
+        "two third",
+        "thousand million",
+        "two thousand three million",
+        "point five",
+        "one point",
+        "one point ten",
+        "thirty twenty",
+        "twenty-zero-one",
+        "one and two",
+        "fifty fifty",
+        "minus",
+        "sixty-ten",
+    ],
 )
 def test_nonsense_is_no_number(words: str) -> None:
     assert counted(words) is None

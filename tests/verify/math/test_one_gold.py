@@ -148,8 +148,26 @@ def test_a_number_in_a_term_is_no_answer_but_the_term_is(told: str, gold: str) -
 
 @pytest.mark.parametrize(
     "told",
-    ["{0} out of {1}", "{0} in {1}", "{0} per {1}", "{0} to {1}", "{0} by {1}", "{0} remainder {1}", "{0} mod {1}"]
-    + ["{0} {1}", "{0}-{1}", "{0}k", "{0}i", ">{0}", "±{0}", "{0}.{1}.{1}", "{0}...", "{0}‰", "{0} of {1}", "{0}{1}ab"],
+    [
+        "{0} out of {1}",
+        "{0} in {1}",
+        "{0} per {1}",
+        "{0} to {1}",
+        "{0} by {1}",
+        "{0} remainder {1}",
+        "{0} mod {1}",
+        "{0} {1}",
+        "{0}-{1}",
+        "{0}k",
+        "{0}i",
+        ">{0}",
+        "±{0}",
+        "{0}.{1}.{1}",
+        "{0}...",
+        "{0}‰",
+        "{0} of {1}",
+        "{0}{1}ab",
+    ],
 )
 def test_a_number_that_is_a_part_of_another_is_no_answer(told: str) -> None:
     for frame in ("It is {}.", "We get {} here", r"\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}."):

@@ -62,7 +62,8 @@ _ARE = "est|es|ist|lautet|é|è|är|to|brzmi|je|adalah|là|это|هي|هو|הי
 _ANSWER = re.compile(
     rf"(?:\b(?:ans(?:wer)?|{_ANSWERS}|(?:correct|right) (?:option|choice|one))\b|答案|答え|解答|正解|정답|답)"
     rf"(?:[^.\n$]{{0,100}}?)(?:\b(?:is|are|{_ARE})\b|是|为|は|은|[:=：])\s*:?"
-    r"(?:\s*(?:option|choice)\b)?|####|^\s*(?:option|choice)\s*:|\b(?:option|choice) is(?=[\s$*]*\([A-J]\))|\bans\.(?=\s)"
+    r"(?:\s*(?:option|choice)\b)?|####|^\s*(?:option|choice)\s*:|\bans\.(?=\s)"
+    r"|\b(?:option|choice) is(?=[\s$*]*\([A-J]\))"
     r"|选(?:择|项)?(?:是|为)?[:：]?(?=[\s(（$\\*]*[A-J](?![A-Za-z]))",
     re.IGNORECASE | re.MULTILINE,
 )

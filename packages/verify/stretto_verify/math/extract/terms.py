@@ -42,7 +42,8 @@ _BEHIND = (  # what makes another number of it: 3k, 42i, 4.2.1, 0.42..., 5‰; n
     r"|[ ]\((?:mod)[ ][^()\n]{1,20}\)|\|)?+"
 )
 _TERM = re.compile(
-    rf"(?<![0-9A-Za-z_^{{\\.,/$])(?!(?<=[0-9] )[a-z]){_BEFORE}{_FACTOR}(?:(?:{_SIGN}|{_SIDE_BY_SIDE}){_FACTOR})*+{_BEHIND}(?![0-9])"
+    rf"(?<![0-9A-Za-z_^{{\\.,/$])(?!(?<=[0-9] )[a-z]){_BEFORE}"
+    rf"{_FACTOR}(?:(?:{_SIGN}|{_SIDE_BY_SIDE}){_FACTOR})*+{_BEHIND}(?![0-9])"
 )
 _PLAIN = re.compile(rf"[-−+]?\(?{_NUMBER}\)?(?:[ ]?/[ ]?[0-9]++)?|[^0-9]*")
 _DATE = re.compile(r"[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}|[0-9]{1,2}[-/][0-9]{1,2}[-/][0-9]{2,4}")
