@@ -83,8 +83,8 @@ def is_choice(named: Sequence[str], inner: str, separator: str, tail: str, lette
     if named[0] not in letters:
         return False
     if len(named) == 1:  # the tail is the value
-        space, _, value = tail.rpartition(" ") if tail.endswith("42") else ("", "", "")
-        return value == "42" and f"{space} " in _between(inner)
+        space, _, value = tail.rpartition(" ")
+        return value in CHOICE["contents"] and f"{space} " in _between(inner)
     return len(named) == 2 and named[1] not in letters and tail in CHOICE["tails"] and separator in _between(inner)
 
 

@@ -75,6 +75,7 @@ _CHOSEN = re.compile(
     re.IGNORECASE,
 )
 _LETTERED = re.compile(r"(?:\([A-J]\)|[A-J][).:])\s*[$\\\w(-]")  # (D) $5$
+_FIRST_LETTER = re.compile(r"\(?[A-J]\)?(?![\w'])(?! [a-z]{2})")  # A 42; no sentence that begins with an article
 _WRAPPER = re.compile(r"\\(?:text|math)(?:bf|it|rm|sf|tt|normal)?\s*\{\s*([^{}]*)\}")
 _SPACE = re.compile(r"\\[ ,;()\[\]]|~|\\q?quad(?![a-z])")
 _SENTENCES = re.compile(r"(?<=[.!?])\s+(?![Oo]r\b)|\n(?!\s*[Oo]r\b)")
@@ -136,6 +137,7 @@ _STATEMENT = re.compile(
     re.IGNORECASE,
 )
 _NEGATED = re.compile(r"\b(?:no|none|neither|nothing|nobody|hardly|either|whether|if|which|what|who)\b", re.IGNORECASE)
+_NAMES_STANCE = re.compile(r"(?<![\w\\])(?:yes|no|true|false)\b")
 _STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
 _BOUND = re.compile(
     r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)"
@@ -191,7 +193,7 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
     marked = final or _marked(text, _ANSWER, is_all=is_all)
     if marked is not None:
         return marked[1]
-    if is_all and is_list(text):
+    if is_list(text) and (is_all or _NAMES_STANCE.search(text)):
         return FinalAnswer(text.strip(), certain=True)
     return _whole(text.strip()) or _last(text, is_all=is_all)
 
@@ -299,7 +301,7 @@ def _piece_of(rest: str) -> FinalAnswer:
     told = _told(rest)
     if not _FEW_WORDS.fullmatch(told) and (letter := _letter(told)) is not None:
         return letter
-    if _LETTERED.match(_bare(rest)):
+    if _LETTERED.match(_bare(rest)) or _FIRST_LETTER.match(_bare(told)):
         behind = rest[len(told) :].lstrip(" .\n").split("\n")[0]
         return FinalAnswer("" if _NEXT_CHOICE.match(_bare(behind)) else told, certain=True)
     if (first := _FORMULA.match(rest)) is not None:
