@@ -217,3 +217,17 @@ def test_what_is_no_time_of_day_is_compared_otherwise() -> None:
 )
 def test_a_comma_is_a_point_where_a_list_would_be_odd(gold: str, completion: str, expected: bool) -> None:
     assert right(gold, completion) == expected
+
+
+@pytest.mark.parametrize(
+    ("product", "value", "wrong"),
+    [
+        *[(r"3\binom{4}{2}", "18", "9"), (r"63 \binom{64}{2}+1", "127009", "2080")],
+        *[(r"2\left(\frac{1}{2}\right)", "1", "5/2"), (r"(3)\frac{1}{2}", "3/2", "7/2"), (r"3\frac{1}{2}", "7/2", "3/2")],
+    ],
+)
+def test_a_mixed_number_is_a_number_before_a_fraction_and_nothing_else(product: str, value: str, wrong: str) -> None:
+    assert right(product, rf"\boxed{{{value}}}")
+    assert right(value, rf"\boxed{{{product}}}")
+    assert not right(product, rf"\boxed{{{wrong}}}")
+    assert not right(wrong, rf"\boxed{{{product}}}")
