@@ -223,7 +223,11 @@ def test_a_comma_is_a_point_where_a_list_would_be_odd(gold: str, completion: str
     ("product", "value", "wrong"),
     [
         *[(r"3\binom{4}{2}", "18", "9"), (r"63 \binom{64}{2}+1", "127009", "2080")],
-        *[(r"2\left(\frac{1}{2}\right)", "1", "5/2"), (r"(3)\frac{1}{2}", "3/2", "7/2"), (r"3\frac{1}{2}", "7/2", "3/2")],
+        *[
+            (r"2\left(\frac{1}{2}\right)", "1", "5/2"),
+            (r"(3)\frac{1}{2}", "3/2", "7/2"),
+            (r"3\frac{1}{2}", "7/2", "3/2"),
+        ],
     ],
 )
 def test_a_mixed_number_is_a_number_before_a_fraction_and_nothing_else(product: str, value: str, wrong: str) -> None:
