@@ -22,12 +22,12 @@ from pathlib import Path
 
 from benchmarks.peers.environment import Environment
 from benchmarks.report import Table, save
-from stretto.audit.check import check_run
 from stretto.store.inspection import inspect_run
+from stretto_report.audit.check import check_run
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples" / "agents"
-STRETTO = (sys.executable, "-m", "stretto.cli.main")
+STRETTO = (sys.executable, "-m", "stretto_app.cli.main")
 SECONDS = 900.0  # for each of the programs
 
 

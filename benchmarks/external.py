@@ -5,7 +5,7 @@
 
 Alone, a bare client streams the completions from the server's own endpoint, with token ids and log-probabilities as
 stretto asks for them, and throws the bytes away. As an engine, the same prompts go through the conductor's client and
-the adapter's process (`engine.external.role`), which reads, checks and stamps every token. Both by turns, one server.
+the adapter's process (`stretto_servers.role`), which reads, checks and stamps every token. Both by turns, one server.
 
 Rates depend on what else the machine does; seconds of processors per token do not. So both are measured: of the server
 with all its processes, of the adapter, and of the client.
@@ -38,16 +38,16 @@ from benchmarks.shapes import make
 from stretto.core.errors import EngineLost
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import MAKES, EngineConfig
-from stretto.engine.external import sglang, vllm
-from stretto.engine.external.http import JsonServer
-from stretto.engine.external.make import Continuation
-from stretto.engine.external.makes import launch_of, make_of
-from stretto.engine.external.server import ServerProcess, free_port, until_ready
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.spec import EngineSpec
 from stretto.processes.tree import descendants
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher
+from stretto_servers import sglang, vllm
+from stretto_servers.http import JsonServer
+from stretto_servers.make import Continuation
+from stretto_servers.makes import launch_of, make_of
+from stretto_servers.server import ServerProcess, free_port, until_ready
 
 CONCURRENT, TOKENS, VOCABULARY = 64, 128, 1024
 START_SECONDS, REPLY_SECONDS = 600.0, 300.0
@@ -147,7 +147,7 @@ async def adapted(kind: str, server: str, model: Path, folder: Path) -> AsyncIte
         server=server,
         scratch=str(folder / "engine-0"),
     )
-    command = [sys.executable, "-m", "stretto.engine.external.role", msgspec.json.encode(spec).decode()]
+    command = [sys.executable, "-m", "stretto_servers.role", msgspec.json.encode(spec).decode()]
     adapter = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     engine = HttpEngine("engine-0", spec.address)
     try:

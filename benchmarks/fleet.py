@@ -3,7 +3,7 @@
     python -m benchmarks.fleet SPEC        SPEC is the JSON of a `FleetSpec`
 
 To the conductor each machine is a real one: it joins by the real handshake, its agent sends the heartbeats of
-`stretto.cluster.agent` and takes orders, its engine listens at a port of its own and speaks `stretto.engine.wire`. Made
+`stretto_cluster.agent` and takes orders, its engine listens at a port of its own and speaks `stretto.engine.wire`. Made
 up are the completions, and that a version is there as soon as it is announced. Commands come by standard input, a line
 each, and are answered by a line: `go`, `report`, `vanish N`; its end ends the process.
 """
@@ -25,7 +25,16 @@ import msgspec
 import uvloop
 
 from stretto import __version__
-from stretto.cluster.messages import (
+from stretto.core.canary import Loaded, Scores
+from stretto.core.engine import EngineHealth
+from stretto.core.errors import DeadlineExceeded, HandshakeBroken, MachineLost
+from stretto.core.frames import frame
+from stretto.core.records import Completion, GenerateRequest, Partials, Record, Segment, StopReason
+from stretto.core.tasks import cancel_and_wait
+from stretto.engine.wire import AbortRequest, PartialsRequest, UpdateRequest
+from stretto.processes.handshake import call
+from stretto.processes.wire import Wire, connect
+from stretto_cluster.messages import (
     TO_AGENT,
     Beat,
     Dismissed,
@@ -42,19 +51,10 @@ from stretto.cluster.messages import (
     StopRole,
     ToAgent,
 )
-from stretto.core.canary import Loaded, Scores
-from stretto.core.engine import EngineHealth
-from stretto.core.errors import DeadlineExceeded, HandshakeBroken, MachineLost
-from stretto.core.frames import frame
-from stretto.core.records import Completion, GenerateRequest, Partials, Record, Segment, StopReason
-from stretto.core.tasks import cancel_and_wait
-from stretto.engine.wire import AbortRequest, PartialsRequest, UpdateRequest
-from stretto.processes.handshake import call
-from stretto.processes.wire import Wire, connect
 
 _HOST = "127.0.0.1"
 _HANDSHAKE_SECONDS = 10.0
-_RETRY_SECONDS = _BEAT_SECONDS = 1.0  # those of `stretto.cluster.agent`
+_RETRY_SECONDS = _BEAT_SECONDS = 1.0  # those of `stretto_cluster.agent`
 _BACKLOG = 256
 _LOGPROB = -0.6931471805599453
 _FIRST_ID = 100_000  # as long on the wire as most of a large vocabulary

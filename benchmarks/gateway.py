@@ -37,13 +37,13 @@ from benchmarks.report import Table, save
 from stretto.conversation.session import WholeTurns
 from stretto.core.records import Completion, GenerateRequest, StopReason
 from stretto.engine.http.connections import Connections
-from stretto.gateway.sessions.app import GatewayApp
-from stretto.gateway.sessions.sessions import RecordedSessions, SessionTable
-from stretto.launch.commands.gateway import session_model
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.http.server import serving_beside
 from stretto.processes.tree import cpu_ticks
+from stretto_app.launch.commands.gateway import session_model
+from stretto_gateway.sessions.app import GatewayApp
+from stretto_gateway.sessions.sessions import RecordedSessions, SessionTable
 
 SESSIONS = (1, 32, 256)
 TURNS, NEW_TOKENS, CONTEXT, SLOTS = 6, 32, 8192, 256
@@ -121,7 +121,7 @@ def serve_instantly(model: Path, folder: Path) -> None:
 def served(model: Path, sessions: Path, *, instantly: bool) -> Iterator[tuple[int, str]]:
     """The process of a gateway, and its address."""
     ours = ["benchmarks.gateway", "--serve", str(model), str(sessions)]
-    users = ["stretto.cli.main", "gateway", str(model), "--port", "0", "--folder", str(sessions)]
+    users = ["stretto_app.cli.main", "gateway", str(model), "--port", "0", "--folder", str(sessions)]
     command = [sys.executable, "-m", *(ours if instantly else [*users, f"engine.slots={SLOTS}"])]
     surroundings = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=surroundings) as process:

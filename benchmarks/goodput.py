@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks.faults import hit, until_gone
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE
-from stretto.audit.check import check_run
 from stretto.core.machine import cache_folder
+from stretto_report.audit.check import check_run
 from tests.launch.running import Command, Laboratory, steps_done, wait_for_step
 
 FAULTS = ("conductor", "trainer", "engine", "rewards", "all")

@@ -17,10 +17,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import Table, save
 from stretto_verify.math.reward import math
 from stretto_verify.verdicts import Undecided
-
-from benchmarks.report import Table, save
 
 HALVES = ("seen", "unseen")
 KINDS = ("as expected", "false accept", "false reject", "undecided")

@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import Table, save
-from stretto.audit.alarms import alarms_of
-from stretto.audit.check import check_run
-from stretto.audit.symptoms.evidence import Evidence
 from stretto.processes.tree import descendants, own_resident_bytes
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import StepMetrics, read_metrics
+from stretto_report.audit.alarms import alarms_of
+from stretto_report.audit.check import check_run
+from stretto_report.audit.symptoms.evidence import Evidence
 
 RECIPE = Path(__file__).resolve().parent.parent / "tests" / "launch" / "recipes" / "tiny.toml"
 _SETTINGS = (
@@ -143,7 +143,7 @@ def started(overrides: Sequence[str], path: Path) -> Iterator[subprocess.Popen[b
     Raises:
         RuntimeError: it ended badly.
     """
-    command = [sys.executable, "-m", "stretto.cli.main", "train", str(RECIPE), *overrides, "--run-dir", str(path)]
+    command = [sys.executable, "-m", "stretto_app.cli.main", "train", str(RECIPE), *overrides, "--run-dir", str(path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         yield process
     if process.returncode:

@@ -15,12 +15,12 @@ from typing import Any
 
 from benchmarks.paper_predictions import jobs
 from benchmarks.report import Table, save
-from stretto.planner.costs import Costs, Layout
-from stretto.planner.job import Job
-from stretto.planner.machine import MachineProfile, machine_of
-from stretto.planner.predict import Grained
-from stretto.simulator.engines import EngineLimits
-from stretto.simulator.run import SimulatedRun
+from stretto_foresight.planner.costs import Costs, Layout
+from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.machine import MachineProfile, machine_of
+from stretto_foresight.planner.predict import Grained
+from stretto_foresight.simulator.engines import EngineLimits
+from stretto_foresight.simulator.run import SimulatedRun
 
 SETTINGS = {"the cache is full first": 256, "the slots are full first": 64}
 NUMBERS: tuple[int | str, ...] = (8, 32, 96, 512, "auto")

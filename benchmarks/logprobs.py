@@ -39,13 +39,13 @@ from stretto.core.canary import Canary
 from stretto.core.machine import cache_folder
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.external.http import JsonServer
-from stretto.engine.external.make import Continuation, Make
-from stretto.engine.external.makes import launch_of, make_of
-from stretto.engine.external.server import ServerProcess, free_port, until_ready
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
+from stretto_servers.http import JsonServer
+from stretto_servers.make import Continuation, Make
+from stretto_servers.makes import launch_of, make_of
+from stretto_servers.server import ServerProcess, free_port, until_ready
 
 RESULT = "logprob-distribution"
 SHARES = (0.5, 0.9, 0.99, 0.999, 1.0)

@@ -32,10 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.report import Table, save
 from stretto_verify.math.reward import math
 from stretto_verify.verdicts import Undecided
-
-from benchmarks.report import Table, save
 
 FAULTS: Final = ("two", "one that it does not name")
 RUNS: Final = (("first", 0), ("wide", 20_261_124))  # parts and seed

@@ -23,13 +23,13 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import RESULTS, Table, save
-from stretto.launch.commands.plan import job_of
-from stretto.planner.costs import Costs, Layout
-from stretto.planner.job import Job
-from stretto.planner.layouts import candidate
-from stretto.planner.lengths import LogNormalLengths
-from stretto.planner.machine import MachineProfile, machine_of
-from stretto.planner.predict import LayoutPrediction, predict
+from stretto_app.launch.commands.plan import job_of
+from stretto_foresight.planner.costs import Costs, Layout
+from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.layouts import candidate
+from stretto_foresight.planner.lengths import LogNormalLengths
+from stretto_foresight.planner.machine import MachineProfile, machine_of
+from stretto_foresight.planner.predict import LayoutPrediction, predict
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes" / "paper"
 MEAN, SIGMA, LONGEST, PROMPT = 10_820.0, 0.9, 27_648, 300  # 9,700 once cut off at the longest

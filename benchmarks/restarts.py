@@ -28,9 +28,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import RESULTS, Table, save
-from stretto.audit.check import check_run
 from stretto.core.machine import cache_folder
-from stretto.engine.external.server import free_port
+from stretto_report.audit.check import check_run
+from stretto_servers.server import free_port
 from tests.launch.running import MODULES, TINY, Command, Laboratory, steps_done, wait_for_step, wait_until, with_no_fuss
 
 SETTINGS = (

@@ -42,7 +42,16 @@ def train(overrides: Sequence[str], recipe: Path = RECIPE, keep: Path | None = N
     """
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
         path = keep or Path(folder) / "run"
-        command = [sys.executable, "-m", "stretto.cli.main", "train", str(recipe), *overrides, "--run-dir", str(path)]
+        command = [
+            sys.executable,
+            "-m",
+            "stretto_app.cli.main",
+            "train",
+            str(recipe),
+            *overrides,
+            "--run-dir",
+            str(path),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-800:]}{done.stderr}")

@@ -20,11 +20,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from benchmarks.report import Table, save
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.sandbox import Sandbox, SandboxFailed
 from stretto_verify.sandbox.walls import Level, ladder
-
-from benchmarks.report import Table, save
 
 PROGRAM = "print(1)"
 GOALS = {"warm": 5.0, "cold": 20.0}  # milliseconds

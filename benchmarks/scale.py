@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks.paper_predictions import PROMPT, at, jobs
 from benchmarks.report import Table, save
-from stretto.planner.costs import Costs, Layout
-from stretto.planner.job import Job
-from stretto.planner.lengths import LogNormalLengths
-from stretto.planner.machine import MachineProfile, machine_of
+from stretto_foresight.planner.costs import Costs, Layout
+from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.lengths import LogNormalLengths
+from stretto_foresight.planner.machine import MachineProfile, machine_of
 
 LONGEST, SIGMA, UNTRUNCATED = 32_768, 1.2, 12_190.0
 DEVICES = (512, 1024, 2048, 4096)

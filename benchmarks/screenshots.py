@@ -61,7 +61,16 @@ def record() -> None:
     """Train another run, and keep of it what pages show."""
     with tempfile.TemporaryDirectory(prefix="stretto-screenshots-") as scratch:
         folder = Path(scratch, "run")
-        command = [sys.executable, "-m", "stretto.cli.main", "train", str(RECIPE), *SETTINGS, "--run-dir", str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "stretto_app.cli.main",
+            "train",
+            str(RECIPE),
+            *SETTINGS,
+            "--run-dir",
+            str(folder),
+        ]
         subprocess.run(command, check=True)
         shutil.rmtree(RUN, ignore_errors=True)
         for path in (path for pattern in KEPT for path in folder.glob(pattern)):

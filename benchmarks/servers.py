@@ -36,17 +36,17 @@ from transformers import AutoModelForCausalLM
 from benchmarks.peers.environment import Environment
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE, train
-from stretto.audit.check import check_run
 from stretto.processes.tree import children, descendants
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import read_metrics
+from stretto_report.audit.check import check_run
 
 HEADS = ("model.build.head_dim=32",)
 TOLERANCE = 1e-4  # nats
 ROWS = 64  # completions that are scored together
-GUARD, TRACKER = "stretto.engine.external.guard", "resource_tracker"
-COMMAND = (sys.executable, "-m", "stretto.cli.main")
+GUARD, TRACKER = "stretto_servers.guard", "resource_tracker"
+COMMAND = (sys.executable, "-m", "stretto_app.cli.main")
 _LOOK_SECONDS = 0.25
 _PATIENCE_SECONDS = 900.0  # between two steps: a server that starts on a busy machine
 

@@ -97,7 +97,16 @@ def length(number: int) -> int:
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """The address of a server of its own."""
-    command = [sys.executable, "-m", "stretto.cli.main", "serve", str(folder), "--port", "0", f"engine.slots={SLOTS}"]
+    command = [
+        sys.executable,
+        "-m",
+        "stretto_app.cli.main",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        f"engine.slots={SLOTS}",
+    ]
     surroundings = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=surroundings) as process:
         assert process.stdout is not None

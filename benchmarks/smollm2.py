@@ -68,7 +68,7 @@ def main(overrides: Sequence[str]) -> None:
 def _evaluated(model: str, seed: int, overrides: Sequence[str], table: Table) -> dict[str, Any]:
     """One evaluation of a policy by `stretto eval`."""
     settings = [*overrides, f"evaluation.seed={seed}", f"evaluation.samples={SAMPLES}"]
-    command = [sys.executable, "-m", "stretto.cli.main", "eval", model, "--task", str(RECIPE), "--json", *settings]
+    command = [sys.executable, "-m", "stretto_app.cli.main", "eval", model, "--task", str(RECIPE), "--json", *settings]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     low, high = found["ci95"]

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.report import save
-from stretto.study.command import perform
-from stretto.study.summary import table
+from stretto_app.study.command import perform
+from stretto_app.study.summary import table
 
 
 def positive(word: str) -> int:

@@ -127,7 +127,18 @@ def _write(path: Path, records: Iterator[Any]) -> None:
 @contextmanager
 def server(runs: Path, cache: Path) -> Iterator[tuple[httpx.Client, int]]:
     """A server in a process of its own, and its process id."""
-    command = [sys.executable, "-m", "stretto.cli.main", "watch", str(runs), "--port", "0", "--token", "T", "--no-open"]
+    command = [
+        sys.executable,
+        "-m",
+        "stretto_app.cli.main",
+        "watch",
+        str(runs),
+        "--port",
+        "0",
+        "--token",
+        "T",
+        "--no-open",
+    ]
     environment = os.environ | {"STRETTO_CACHE": str(cache)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:

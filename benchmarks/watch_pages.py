@@ -165,7 +165,7 @@ class Window:
 @contextmanager
 def live_run(folder: Path, words: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     """A run that goes on until the block ends."""
-    command = [sys.executable, "-m", "stretto.cli.main", "train", str(RECIPE), "--run-dir", str(folder), *words]
+    command = [sys.executable, "-m", "stretto_app.cli.main", "train", str(RECIPE), "--run-dir", str(folder), *words]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
             metrics = RunFolder(folder).metrics

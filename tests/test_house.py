@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 import tests.house_law as law
-from stretto.cli.main import app
-from stretto.launch.recipe.preferences import load_preferences
-from stretto.launch.recipe.recipe import load_recipe
-from stretto.launch.recipe.table import recipe_table
+from stretto_app.cli.main import app
+from stretto_app.launch.recipe.preferences import load_preferences
+from stretto_app.launch.recipe.recipe import load_recipe
+from stretto_app.launch.recipe.table import recipe_table
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / law.PACKAGE
@@ -257,8 +257,13 @@ PLANTED: list[tuple[str, str, str, str]] = [
         "model/side.py:2: model (floor 1) imports rewards",
     ),
     ("wrong_way", "model/dots.py", "from ..rewards import maths\n", "model/dots.py:1: model (floor 1) imports rewards"),
-    ("wrong_way", "model/up.py", "if TYPE_CHECKING:\n    from stretto.cli.main import train\n", "model/up.py:2: model"),
-    ("wrong_way", "model/text.py", "import_module('stretto.cli.main')\n", "model (floor 1) imports cli (floor 2)"),
+    (
+        "wrong_way",
+        "model/up.py",
+        "if TYPE_CHECKING:\n    from stretto_app.cli.main import train\n",
+        "model/up.py:2: model",
+    ),
+    ("wrong_way", "model/text.py", "import_module('stretto_app.cli.main')\n", "model (floor 1) imports cli (floor 2)"),
     ("wrong_way_inside", "model/parts/up.py", "from stretto.model import load\n", "parts imports load, not on a floor"),
     ("undrawn_inside", "model/loose.py", "", "model/loose: has no floor"),
     ("undrawn_inside", "rewards/deep/one.py", "", "rewards/deep: a sub-room of a room without floors"),

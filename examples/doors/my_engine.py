@@ -4,7 +4,7 @@
     kind = "my_engine:OnSlurm"
     python = "/home/me/vllm/bin/python"
 
-Another server than vLLM or SGLang is a class with all methods of `stretto.engine.external.make.Make`.
+Another server than vLLM or SGLang is a class with all methods of `stretto_servers.make.Make`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stretto.engine.config import EngineConfig
-from stretto.engine.external.make import Launch
-from stretto.engine.external.vllm import VllmServer
+from stretto_servers.make import Launch
+from stretto_servers.vllm import VllmServer
 
 
 class OnSlurm(VllmServer):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 
-from stretto.audit.symptoms.evidence import Alarm
-from stretto.outlets.follower import About, Cursor, How
-from stretto.outlets.points import MetricsPoint
 from stretto.store.series.samples import SampledCompletion
+from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.outlets.follower import About, Cursor, How
+from stretto_report.outlets.points import MetricsPoint
 
 
 class Table:

@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 
 import stretto
 from stretto import sections
-from stretto.api.orders import INSIDE
-from stretto.api.run import _MetricsReader
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy, save_policy, weights_dtype
+from stretto_app.api.orders import INSIDE
+from stretto_app.api.run import _MetricsReader
 from tests.api.conftest import living, tiny_recipe
 from tests.api.workshop_rewards import length
 from tests.launch.running import default_dispositions
@@ -189,7 +189,7 @@ def test_a_script_s_own_function_judges_and_a_killed_script_leaves_no_run(inside
 
 
 def test_mistakes_have_the_text_of_the_command_line(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-m", "stretto.cli.main", "train", "recipe.toml", "trainer.step=5"]
+    command = [sys.executable, "-m", "stretto_app.cli.main", "train", "recipe.toml", "trainer.step=5"]
     told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
     with pytest.raises(stretto.RecipeError) as refused:
         stretto.train("recipe.toml", trainer={"step": 5})

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from stretto.audit.alarms import alarms_of, mismatch_of
-from stretto.audit.symptoms.evidence import Alarm, Disk, Evidence
-from stretto.audit.symptoms.windows import WINDOW
 from stretto.store.series.metrics import EvaluationLine
+from stretto_report.audit.alarms import alarms_of, mismatch_of
+from stretto_report.audit.symptoms.evidence import Alarm, Disk, Evidence
+from stretto_report.audit.symptoms.windows import WINDOW
 
 N = 60
 GIB = 1 << 30

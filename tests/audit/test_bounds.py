@@ -17,9 +17,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stretto.audit.bounds import RecordedChange
-from stretto.audit.check import check_run
-from stretto.audit.history import in_force
 from stretto.core.admission import BoundChange
 from stretto.core.records import Prompt
 from stretto.rollout.config import RolloutConfig
@@ -29,6 +26,9 @@ from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
+from stretto_report.audit.bounds import RecordedChange
+from stretto_report.audit.check import check_run
+from stretto_report.audit.history import in_force
 from tests.audit.test_check import RECIPE, steps, train, trajectories
 
 AUTO = RECIPE.replace("max_staleness = 1.0", 'max_staleness = "auto"\nstaleness_min = 1\nstaleness_max = 3')

@@ -14,12 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.audit import check, checksums, forest, history, laws
-from stretto.audit.check import check_run, print_balance, print_findings
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
 from stretto.core.records import trajectory_id as name_of
-from stretto.launch.commands.train import _MAY_CHANGE
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
@@ -27,6 +24,9 @@ from stretto.store.folder.checkpoints import seal_files
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.totals import Membership
+from stretto_app.launch.commands.train import _MAY_CHANGE
+from stretto_report.audit import check, checksums, forest, history, laws
+from stretto_report.audit.check import check_run, print_balance, print_findings
 
 RECIPE = """
 [rollout]
@@ -383,7 +383,7 @@ def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_wr
     tree = ast.parse(Path(str(module.__file__)).read_text())  # type: ignore[attr-defined]
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     ours = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
-    theirs = {name for name in ours if name.startswith("stretto.") and not name.startswith("stretto.audit.")}
+    theirs = {name for name in ours if name.startswith("stretto.") and not name.startswith("stretto_report.audit.")}
     errors, states = ("StoreError", "RunFolderError", "Problem"), ("FINAL", "OPEN", "UNTRAINED")
     allowed = {f"stretto.core.errors.{name}" for name in errors} | {f"stretto.core.states.{name}" for name in states}
     assert theirs <= allowed | ({"stretto.store.ledger.schema.check_resting_log"} if module is check else set())

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.audit.alarms import CHECKS, findings_of, findings_of_run
-from stretto.audit.symptoms.evidence import Evidence
-from stretto.audit.symptoms.windows import WINDOW, Numbers
 from stretto.store.series.metrics import EvaluationLine
+from stretto_report.audit.alarms import CHECKS, findings_of, findings_of_run
+from stretto_report.audit.symptoms.evidence import Evidence
+from stretto_report.audit.symptoms.windows import WINDOW, Numbers
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = sorted(path.parent for place in ("tests", "benchmarks") for path in (ROOT / place).rglob("metrics.jsonl"))

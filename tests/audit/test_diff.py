@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.audit.diff import diff_runs
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto_report.audit.diff import diff_runs
 from tests.store.make import Make
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from stretto.audit.check import check_run
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
 from stretto.core.records import trajectory_id as name_of
@@ -21,6 +20,7 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto.store.totals import Membership
+from stretto_report.audit.check import check_run
 from tests.audit import test_check
 from tests.audit.test_check import RECIPE, flip_a_bit
 from tests.store.conftest import as_format_2, as_format_3

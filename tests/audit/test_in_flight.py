@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from stretto.audit.check import check_run
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState, Ticket
 from stretto.rollout.pressure import AdaptiveInFlight, Pressure
@@ -21,6 +20,7 @@ from stretto.rollout.prompts import PromptStream
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto_report.audit.check import check_run
 from tests.audit.test_bounds import PROMPTS
 from tests.audit.test_check import RECIPE, train, trajectories
 

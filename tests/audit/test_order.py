@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from stretto.audit.check import check_run
 from stretto.core.records import Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller
 from stretto.rollout.prompts import PromptSource, PromptStream
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto_report.audit.check import check_run
 
 LAW = "prompts come in their order"
 RECIPE = """

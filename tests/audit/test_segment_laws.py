@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from stretto.audit.check import check_run
-from stretto.audit.diff import diff_runs
 from stretto.core.records import (
     NOTHING,
     PROMPT,
@@ -28,6 +26,8 @@ from stretto.core.records import (
 )
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto_report.audit.check import check_run
+from stretto_report.audit.diff import diff_runs
 from tests.audit.test_check import RECIPE
 
 ASKED = Prompt(id="a", token_ids=(3, 4), text="", answer="")

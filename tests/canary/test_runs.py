@@ -22,11 +22,11 @@ from typing import Any
 
 import pytest
 
-from stretto.audit.check import check_run
 from stretto.core.canary import CANARY, CanaryRecord
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto_report.audit.check import check_run
 from tests.cluster.test_whole_runs import machine
 from tests.faults.test_company import end_well
 from tests.launch.running import Ended, Laboratory, exported, said, steps_done, wait_for_step, wait_until

@@ -31,7 +31,7 @@ Door = Callable[..., Ended]
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=["stretto", *COMMANDS])
 def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
     program = (
-        "import sys\nfrom stretto.cli.main import main\n"
+        "import sys\nfrom stretto_app.cli.main import main\n"
         f"sys.argv = ['stretto', *{arguments!r}, '--help']\n"
         "try: main()\nexcept SystemExit as end: assert not end.code\n"
         f"print(sorted(set({HEAVY!r}) & set(sys.modules)), len(sys.modules) < {MODULES}, file=sys.stderr)"
@@ -57,7 +57,7 @@ def test_the_version_is_told(door: Door) -> None:
 
 
 def test_the_module_can_be_run_as_well() -> None:
-    command = [sys.executable, "-m", "stretto.cli.main", "inspect", "nowhere"]
+    command = [sys.executable, "-m", "stretto_app.cli.main", "inspect", "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert done.stderr == "stretto: nowhere: does not exist; give a run folder\n"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from stretto.cli.main import app
 from stretto.core.errors import DataError
+from stretto_app.cli.main import app
 
 SQUARE = [{"stdin": "7\n", "stdout": "49\n"}, {"stdin": "8\n", "stdout": "64\n"}]
 CALLS = [{"call": "f", "args": [[1, 2]], "expected": 3}, {"call": "f", "args": [[]], "expected": 0}]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.cluster.placing import TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import Failed
+from stretto_cluster.placing import TO_PLACER, AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec
 
 
 def main() -> int:

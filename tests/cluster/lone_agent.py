@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 
-from stretto.cluster.agent import Offer, run_agent
+from stretto_cluster.agent import Offer, run_agent
 
 
 async def main() -> None:

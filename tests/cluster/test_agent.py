@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 
-from stretto.cluster.agent import Offer, run_agent
-from stretto.cluster.machine import JoinedMachine, RemoteProcess
-from stretto.cluster.scratch import own_folder
 from stretto.core.errors import HandshakeRefused, MachineLost, RecipeError, TornPublication
 from stretto.core.records import Record
 from stretto.engine.http.client import HttpEngine
 from stretto.weights.mirror import Mirror, Pulled
+from stretto_cluster.agent import Offer, run_agent
+from stretto_cluster.machine import JoinedMachine, RemoteProcess
+from stretto_cluster.scratch import own_folder
 from tests.cluster.hosting import RUN, TOKEN, Road, hosted, until
 from tests.launch.running import children
 
@@ -139,7 +139,7 @@ def test_what_is_published_while_the_model_travels_is_pulled_and_nothing_older(
             await super().fetch_model(folder)
 
     gone: list[bool] = []
-    monkeypatch.setattr("stretto.cluster.agent.Mirror", Slow)
+    monkeypatch.setattr("stretto_cluster.agent.Mirror", Slow)
 
     async def work() -> None:
         said: list[str] = []
@@ -188,7 +188,7 @@ def test_a_version_that_does_not_arrive_whole_is_said_once_and_asked_for_again(
             return await super().pull(version)
 
     pulls: list[int] = []
-    monkeypatch.setattr("stretto.cluster.agent.Mirror", Torn)
+    monkeypatch.setattr("stretto_cluster.agent.Mirror", Torn)
 
     async def work() -> None:
         said: list[str] = []
@@ -274,7 +274,7 @@ def test_a_killed_agent_takes_its_roles_its_files_and_its_shared_memory_along(ho
 
 def test_what_an_agent_left_that_was_killed_with_its_sweeper_is_removed_by_a_later_one(home: Path) -> None:
     """The folder of an agent that lives stays."""
-    program = "from stretto.cluster.scratch import own_folder; print(own_folder()[0], flush=True); input()"
+    program = "from stretto_cluster.scratch import own_folder; print(own_folder()[0], flush=True); input()"
     command = [sys.executable, "-c", program]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as killed:
@@ -368,7 +368,7 @@ def test_an_address_at_which_nobody_answers_is_named_after_the_patience(home: Pa
 def test_a_listener_that_never_says_a_word_is_named_after_the_deadline(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.cluster.agent._HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr("stretto_cluster.agent._HANDSHAKE_SECONDS", 0.2)
 
     async def work() -> None:
         server = await asyncio.start_server(lambda reader, writer: silent.append(writer), "127.0.0.1", 0)

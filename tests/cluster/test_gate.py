@@ -23,8 +23,13 @@ import msgspec
 import pytest
 
 from stretto import __version__
-from stretto.cluster import machine as machine_module
-from stretto.cluster.messages import (
+from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, RoleDied
+from stretto.core.frames import frame
+from stretto.core.records import Record
+from stretto.processes import wire as wire_module
+from stretto.processes.wire import Wire
+from stretto_cluster import machine as machine_module
+from stretto_cluster.messages import (
     Beat,
     Dismissed,
     Echo,
@@ -39,11 +44,6 @@ from stretto.cluster.messages import (
     Scale,
     StartRole,
 )
-from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, RoleDied
-from stretto.core.frames import frame
-from stretto.core.records import Record
-from stretto.processes import wire as wire_module
-from stretto.processes.wire import Wire
 from tests.cluster.hosting import TOKEN, Road, hosted, introduction, joined_by_hand, until
 
 READY = MachineReady(places=(RolePlace("127.0.0.1:1", "/tmp"),), model="/m", mailbox_folder="/w")

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cluster.messages import Beat, MachineReady, Mirrored, RolePlace, RunTerms, ToAgent
 from stretto.core.errors import EngineLeft, EngineLost, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.http.server import run_server
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.guest import GuestEngine
 from stretto.model.hf.build import build_policy
 from stretto.processes.tls import client_context
 from stretto.processes.wire import Wire
+from stretto_cluster.guest import GuestEngine
+from stretto_cluster.messages import Beat, MachineReady, Mirrored, RolePlace, RunTerms, ToAgent
 from tests.certificates import authority
 from tests.cluster.hosting import hosted, introduction, joined_by_hand
 from tests.cluster.test_gate import now
@@ -128,7 +128,7 @@ def test_a_machine_that_goes_a_moment_after_its_engine_is_what_was_lost(tmp_path
 
 
 def test_a_machine_that_has_fallen_silent_is_what_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.loop.engines.guest.SILENT_SECONDS", 0.6)
+    monkeypatch.setattr("stretto_cluster.guest.SILENT_SECONDS", 0.6)
 
     async def work() -> None:
         with listening_only() as address:

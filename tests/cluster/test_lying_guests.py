@@ -17,7 +17,7 @@ from stretto.core.errors import EngineLied, EngineLost, WireError
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
 from stretto.engine.wire import Refusal
-from stretto.loop.engines.guest import GuestEngine
+from stretto_cluster.guest import GuestEngine
 from tests.cluster.test_gate import now
 from tests.cluster.test_guests import guest_at
 

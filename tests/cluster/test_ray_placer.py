@@ -25,15 +25,15 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cluster.placing import AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec, look
-from stretto.cluster.ray_placer import AgentHost, Fleet, Placed, Room, reply
 from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, RoleFailed
-from stretto.launch.assemble.cluster import identity_of
-from stretto.launch.assemble.ray_agents import RayAgents
-from stretto.launch.commands.join import offer
 from stretto.loop.config import DeadlinesConfig
 from stretto.processes.spawn import environment
 from stretto.store.folder.run_folder import RunFolder
+from stretto_app.launch.assemble.cluster import identity_of
+from stretto_app.launch.assemble.ray_agents import RayAgents
+from stretto_app.launch.commands.join import offer
+from stretto_cluster.placing import AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec, look
+from stretto_cluster.ray_placer import AgentHost, Fleet, Placed, Room, reply
 from tests.launch.running import TINY, Laboratory
 
 
@@ -335,8 +335,8 @@ def test_the_placer_says_it_too_where_the_installation_is_broken(tmp_path: Path)
     """As on a machine on which `import ray` fails, though a folder of that name is there."""
     (tmp_path / "ray.py").write_text("raise ImportError('libray.so')")
     program = (
-        "from stretto.cluster.placing import RayPlacerSpec\n"
-        "from stretto.cluster.ray_placer import RayPlacer\n"
+        "from stretto_cluster.placing import RayPlacerSpec\n"
+        "from stretto_cluster.ray_placer import RayPlacer\n"
         "RayPlacer(RayPlacerSpec(run='run', address='auto', join=(), cpus=1, gpus=0, seconds=1.0))\n"
     )
     surroundings = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "STRETTO_TOKEN": "t"}

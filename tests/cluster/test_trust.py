@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stretto.cluster.agent import Offer, run_agent
-from stretto.cluster.messages import AGENTS_TLS
 from stretto.core.errors import HandshakeRefused
 from stretto.core.records import Record
 from stretto.processes.handshake import call
+from stretto_cluster.agent import Offer, run_agent
+from stretto_cluster.messages import AGENTS_TLS
 from tests.certificates import authority
 from tests.cluster.hosting import TOKEN, Road, hosted, introduction, joined_by_hand, until
 from tests.cluster.test_agent import agent, lone, now, toy

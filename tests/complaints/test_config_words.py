@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 
-from stretto.cli.main import app
+from stretto_app.cli.main import app
 from tests.launch.running import TINY, Laboratory
 
 ROOT = Path(__file__).parents[2]

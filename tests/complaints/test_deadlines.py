@@ -23,12 +23,12 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.http.server import run_server
 from stretto.engine.native.engine import NativeEngine
-from stretto.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
-from stretto.launch.preflight.plan import make_plan
-from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
+from stretto_app.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
+from stretto_app.launch.preflight.plan import make_plan
+from stretto_app.launch.recipe.recipe import load_recipe
 from tests.engine.serving import Mailbox, until_up
 from tests.launch.running import TINY
 from tests.tiny_policy import TINY as SHAPE

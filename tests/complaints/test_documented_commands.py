@@ -23,7 +23,7 @@ import msgspec
 import polars
 import pytest
 
-from stretto.planner.machine import machine_of
+from stretto_foresight.planner.machine import machine_of
 from tests.gateway.serving import build_chat_model
 from tests.launch.running import ROOT, Laboratory, service
 from tests.test_docs import names_in

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from stretto_verify.sandbox.config import SandboxConfig
-from stretto_verify.sandbox.sandbox import Sandbox, SandboxFailed
-from stretto_verify.sandbox.walls import Walls, ladder
 
 from stretto.core.records import Batch, Update, Verdict
 from stretto.processes.tree import descendants
 from stretto.rollout.prompts import PromptStream
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.sandbox import Sandbox, SandboxFailed
+from stretto_verify.sandbox.walls import Walls, ladder
 from tests.loop.conducting import OUTCOMES, PROMPTS, Stage, ToyTrainer
 
 SLOW = PromptStream(PROMPTS, seed=1).take().prompt.id  # the first that is asked

@@ -19,10 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stretto.dashboard.terminal.panel import panel, sparkline
-from stretto.dashboard.terminal.progress import Display, LineDisplay, PanelDisplay, open_display
-from stretto.dashboard.terminal.snapshot import Snapshot
-from stretto.dashboard.terminal.summary import bar, print_inspection, print_summary
 from stretto.measures.selection import SELECTION, Bias, SelectionBias
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import CanaryProof, inspect_run
@@ -30,6 +26,10 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import TOTALS, Totals
+from stretto_report.dashboard.terminal.panel import panel, sparkline
+from stretto_report.dashboard.terminal.progress import Display, LineDisplay, PanelDisplay, open_display
+from stretto_report.dashboard.terminal.snapshot import Snapshot
+from stretto_report.dashboard.terminal.summary import bar, print_inspection, print_summary
 
 
 @dataclass(frozen=True)

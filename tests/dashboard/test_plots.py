@@ -27,17 +27,17 @@ from stretto.core.records import (
     Update,
     Verdict,
 )
-from stretto.dashboard.plots.curves import smooth
-from stretto.dashboard.plots.planned import draw_splits
-from stretto.dashboard.plots.plots import plot_run
-from stretto.dashboard.plots.style import canvas
-from stretto.dashboard.plots.timeline import Window, busy_fraction, middle_window, plot_timeline
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.series.spans import SpanLog
 from stretto.store.totals import TOTALS, Totals
+from stretto_report.dashboard.plots.curves import smooth
+from stretto_report.dashboard.plots.planned import draw_splits
+from stretto_report.dashboard.plots.plots import plot_run
+from stretto_report.dashboard.plots.style import canvas
+from stretto_report.dashboard.plots.timeline import Window, busy_fraction, middle_window, plot_timeline
 
 NAMES = ["accuracy.png", "response_length.png", "reward.png", "staleness.png", "timeline.png"]
 

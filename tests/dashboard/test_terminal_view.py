@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from stretto.audit.alarms import AlarmWatch, alarms_of
-from stretto.audit.symptoms.evidence import Evidence
-from stretto.dashboard.terminal import progress
-from stretto.dashboard.terminal.characters import AsciiConsole, harmless, is_ascii, is_ascii_locale, open_console
-from stretto.dashboard.terminal.progress import LineDisplay, open_display
-from stretto.dashboard.terminal.trend import Trend
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto_report.audit.alarms import AlarmWatch, alarms_of
+from stretto_report.audit.symptoms.evidence import Evidence
+from stretto_report.dashboard.terminal import progress
+from stretto_report.dashboard.terminal.characters import AsciiConsole, harmless, is_ascii, is_ascii_locale, open_console
+from stretto_report.dashboard.terminal.progress import LineDisplay, open_display
+from stretto_report.dashboard.terminal.trend import Trend
 
 HOSTILE = "[/]evil\x1b[2J\x07\u202e\x9b31m"
 

@@ -23,8 +23,6 @@ from typing import cast
 import msgspec
 import xxhash
 
-from stretto.audit.check import check_run
-from stretto.audit.history import read_history
 from stretto.core.engine import Generate
 from stretto.core.events import Span
 from stretto.core.records import (
@@ -52,6 +50,8 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches, read_unfinished
 from stretto.worlds.single_turn import SingleTurn
+from stretto_report.audit.check import check_run
+from stretto_report.audit.history import read_history
 from tests.faults.engines import CompanyMatters, Engines
 from tests.faults.schedule import Schedule
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stretto.audit.check import check_run
 from stretto.store.export import read_trajectories
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.reading import read_unfinished
+from stretto_report.audit.check import check_run
 from tests.launch.running import (
     Command,
     Laboratory,

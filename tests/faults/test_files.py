@@ -20,13 +20,13 @@ from pathlib import Path
 
 import pytest
 
-from stretto.audit.check import check_run
 from stretto.core.errors import StoreError
 from stretto.core.records import Segment
 from stretto.store.folder.checkpoints import Checkpoints, verify
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
+from stretto_report.audit.check import check_run
 from tests.faults.one_step import RECIPE, one_step
 from tests.store.make import Make
 

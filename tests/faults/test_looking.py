@@ -21,8 +21,6 @@ from pathlib import Path
 
 import pytest
 
-from stretto.audit.check import check_run
-from stretto.audit.diff import diff_runs
 from stretto.core.errors import StoreError
 from stretto.store.export import read_trajectories
 from stretto.store.folder.run_folder import RunFolder
@@ -32,6 +30,8 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.ledger.wal import check_log
 from stretto.store.lock import is_held
+from stretto_report.audit.check import check_run
+from stretto_report.audit.diff import diff_runs
 from tests.faults.one_step import RECIPE, one_step
 from tests.faults.test_files import ROOT
 from tests.verify.sandbox.other_users import ORDINARY, as_user

@@ -11,8 +11,8 @@ import pytest
 from stretto.conversation.messages import ChatRequest, Message, SampledTurn, ToolCall
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import StopReason
-from stretto.gateway.dialects.messages import MessagesDialect
-from stretto.gateway.requests import NotServed
+from stretto_gateway.dialects.messages import MessagesDialect
+from stretto_gateway.requests import NotServed
 
 DIALECT = MessagesDialect()
 CALL = ToolCall("toolu_0", "add", '{"a": 1, "b": 2}')

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.gateway.sessions.app import GatewayApp
-from stretto.gateway.sessions.sessions import RecordedSessions
+from stretto_gateway.sessions.app import GatewayApp
+from stretto_gateway.sessions.sessions import RecordedSessions
 from tests.gateway.serving import ScriptedModel, in_a_loop, model_of, served_gateway
 
 _LABELS = st.text("abcxyz019-", min_size=1, max_size=8)

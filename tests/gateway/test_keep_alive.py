@@ -28,7 +28,7 @@ def asked(path: str) -> dict[str, Any]:
 async def test_a_stream_lives_until_its_turn_is_there_and_then_says_no_more_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, alive: str
 ) -> None:
-    monkeypatch.setattr("stretto.gateway.app._KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr("stretto_gateway.app._KEEP_ALIVE_SECONDS", 0.02)
     model = ScriptedModel(lambda prompt: "3", gate=asyncio.Event())
     async with served_gateway(model, tmp_path) as gateway:
         session = await gateway.open()
@@ -56,7 +56,7 @@ async def test_a_stream_lives_until_its_turn_is_there_and_then_says_no_more_of_i
 async def test_a_turn_that_is_lost_while_its_stream_lives_is_its_last_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("stretto.gateway.app._KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr("stretto_gateway.app._KEEP_ALIVE_SECONDS", 0.02)
 
     def lost(prompt: str) -> str:
         raise EngineLost("engine-0", "is gone")
@@ -82,7 +82,7 @@ async def test_a_turn_that_is_lost_while_its_stream_lives_is_its_last_event(
 async def test_a_client_that_leaves_its_living_stream_frees_its_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.gateway.app._KEEP_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr("stretto_gateway.app._KEEP_ALIVE_SECONDS", 0.02)
     model = ScriptedModel(lambda prompt: "3", gate=asyncio.Event())
     async with served_gateway(model, tmp_path) as gateway:
         session = await gateway.open()

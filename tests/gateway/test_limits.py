@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from stretto.gateway.agents.groups import WaitingSessions
-from stretto.gateway.config import GatewayConfig
-from stretto.gateway.sessions.app import GatewayApp
+from stretto_gateway.agents.groups import WaitingSessions
+from stretto_gateway.config import GatewayConfig
+from stretto_gateway.sessions.app import GatewayApp
 from tests.gateway.serving import ScriptedModel, ServedGateway, in_a_loop, served_gateway
 
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the bus, then 1+2?"}]
@@ -86,8 +86,8 @@ async def test_what_no_context_holds_is_refused_before_it_is_encoded(tmp_path: P
 async def test_ended_sessions_are_dropped_and_their_keys_are_known_for_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stretto.gateway.sessions.sessions._SHOWN", 1)
-    monkeypatch.setattr("stretto.gateway.sessions.sessions._RETIRED", 1)
+    monkeypatch.setattr("stretto_gateway.sessions.sessions._SHOWN", 1)
+    monkeypatch.setattr("stretto_gateway.sessions.sessions._RETIRED", 1)
     model = ScriptedModel(lambda prompt: "yes")
     async with served_gateway(model, tmp_path, sessions=1) as gateway:
         sessions = []

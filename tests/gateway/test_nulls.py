@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import RefusedRequest
-from stretto.gateway.dialects.chat import ChatDialect
-from stretto.gateway.dialects.dialect import Dialect
-from stretto.gateway.dialects.messages import MessagesDialect
-from stretto.gateway.dialects.responses import ResponsesDialect
+from stretto_gateway.dialects.chat import ChatDialect
+from stretto_gateway.dialects.dialect import Dialect
+from stretto_gateway.dialects.messages import MessagesDialect
+from stretto_gateway.dialects.responses import ResponsesDialect
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None, 1], "default": None}}, "x": None}
 OWN = {"parameters", "input_schema", "schema", "input_json", "metadata"}  # JSON of the client's own

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 from stretto.conversation.messages import Message, SampledToken, SampledTurn, ToolCall
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import StopReason
-from stretto.gateway.dialects.responses import ResponsesDialect
-from stretto.gateway.requests import NotServed
+from stretto_gateway.dialects.responses import ResponsesDialect
+from stretto_gateway.requests import NotServed
 
 DIALECT = ResponsesDialect()
 CALLS = (ToolCall("call_0", "add", '{"a": 1,  "b": 2}'), ToolCall("call_1", "add", '{"a": 3}'))

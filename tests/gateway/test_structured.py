@@ -25,9 +25,9 @@ from stretto.conversation.tool_calls import form_of
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.native.engine import NativeEngine
-from stretto.gateway.sampling import CallForms
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto_gateway.sampling import CallForms
 from tests.engine.serving import served
 from tests.gateway.serving import ENDS, MODEL, ServedGateway, build_chat_model, in_a_loop, served_gateway, tokenizer_of
 

@@ -10,7 +10,7 @@ import pytest
 
 from stretto.conversation.messages import ChatRequest, SamplingOptions, Tool
 from stretto.core.records import Sampling
-from stretto.gateway.sampling import DISTRIBUTION, SamplingRule
+from stretto_gateway.sampling import DISTRIBUTION, SamplingRule
 from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway
 
 CHAT_TOOL = {"type": "function", "function": {"name": "add"}}

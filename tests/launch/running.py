@@ -25,11 +25,11 @@ from typing import Any
 
 import pytest
 
-from stretto.cli.main import main
-from stretto.launch.assemble.roles import mailbox_name
 from stretto.processes import fork_server
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
+from stretto_app.cli.main import main
+from stretto_app.launch.assemble.roles import mailbox_name
 from tests.launch.warm import MARK, WarmCommand, children_of, draw_nothing, session_fork_server, session_server
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ MODULES = {
     "fork server": "stretto.processes.fork_server_role",
     "rewards": "stretto.rewards.service.worker",
     "workflow": "stretto.worlds.workflows.worker",
-    "outlet": "stretto.outlets.role",
+    "outlet": "stretto_report.outlets.role",
 }
 _PATIENCE = 100.0
 
@@ -237,7 +237,7 @@ class Laboratory:
         poor: Sequence[str] = (),
         cold: bool = False,
     ) -> Iterator[Command]:
-        """``BEFORE python -m stretto.cli.main ARGUMENTS``; killed with all that it started when the block ends. `poor`:
+        """``BEFORE python -m stretto_app.cli.main ARGUMENTS``; killed with all that it started when the block ends. `poor`:
         see `WarmCommand`."""
         mark = uuid.uuid4().hex
         # Sockets lie there, and the path of a socket has 107 bytes at most.
@@ -255,7 +255,7 @@ class Laboratory:
                 process = WarmCommand(words, self.folder, inherited, poor=poor)
             else:
                 process = ColdCommand(
-                    (*before, sys.executable, "-m", "stretto.cli.main", *words), self.folder, inherited
+                    (*before, sys.executable, "-m", "stretto_app.cli.main", *words), self.folder, inherited
                 )
         command = Command(process, mark, temporary, run_dir)
         try:

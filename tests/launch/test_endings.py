@@ -10,9 +10,9 @@ import signal
 from pathlib import Path
 
 import stretto
-from stretto.study.outcome import read_outcome
-from stretto.watch.index.cache import Cache
-from stretto.watch.runs.run import WatchedRun
+from stretto_app.study.outcome import read_outcome
+from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.runs.run import WatchedRun
 from tests.launch.running import Laboratory, steps_done, wait_for_step
 
 ENDLESS = "trainer.steps=100000"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import RecipeError, UserError
-from stretto.launch.assemble.specs import Endpoints, engine_specs
-from stretto.launch.preflight import servers
-from stretto.launch.preflight.estimates import estimate_memory
-from stretto.launch.preflight.plan import make_plan
-from stretto.launch.recipe.recipe import Recipe, validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
+from stretto_app.launch.assemble.specs import Endpoints, engine_specs
+from stretto_app.launch.preflight import servers
+from stretto_app.launch.preflight.estimates import estimate_memory
+from stretto_app.launch.preflight.plan import make_plan
+from stretto_app.launch.recipe.recipe import Recipe, validate
 from tests.launch.vllm_server import replies_of, serving
 
 Tree = dict[str, Any]

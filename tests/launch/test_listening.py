@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from stretto.cluster.address import bound
 from stretto.core.errors import RecipeError
-from stretto.launch.preflight.checks import check_cluster
-from stretto.launch.recipe.recipe import Recipe, validate
+from stretto_app.launch.preflight.checks import check_cluster
+from stretto_app.launch.recipe.recipe import Recipe, validate
+from stretto_cluster.address import bound
 from tests.certificates import authority
 
 REMEDY = "give host:port of this machine, with a free port"

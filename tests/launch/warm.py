@@ -1,7 +1,7 @@
 """Commands and fork servers that need not import anything: one process per session imports what a run needs, which
 takes five seconds of a processor, and each of them is forked from it.
 
-A command is the real one from `stretto.cli.main.main` on, in a process, a session and surroundings of its own, beside a
+A command is the real one from `stretto_app.cli.main.main` on, in a process, a session and surroundings of its own, beside a
 fork server of its own. What comes before, the imports, and the plots at its end are left to commands that are started
 without this (``cold``).
 """
@@ -28,22 +28,22 @@ import msgspec
 import pytest
 
 from stretto.core.records import Record
-from stretto.dashboard.plots import plots
 from stretto.processes import fork_server as product
 from stretto.processes import fork_server_role
 from stretto.processes.fork_server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
 from stretto.processes.heartbeat import PARENT, die_with_parent
 from stretto.processes.spawn import Spawn, Spawner, environment
+from stretto_report.dashboard.plots import plots
 from tests.launch import poverty
 
 ROOT = Path(__file__).parents[2]
 MARK = "STRETTO_TEST_MARK"
 _COMMANDS: tuple[str, ...] = (
-    "stretto.launch.commands.train",
-    "stretto.dashboard.terminal.summary",
+    "stretto_app.launch.commands.train",
+    "stretto_report.dashboard.terminal.summary",
 )
-_COMMANDS += ("stretto.dashboard.terminal.progress", "stretto.launch.commands.evaluate", "tests.launch.warm")
-_COMMANDS += ("stretto.api.run_process", "stretto.launch.commands.serve", "stretto.launch.commands.gateway")
+_COMMANDS += ("stretto_report.dashboard.terminal.progress", "stretto_app.launch.commands.evaluate", "tests.launch.warm")
+_COMMANDS += ("stretto_app.api.run_process", "stretto_app.launch.commands.serve", "stretto_app.launch.commands.gateway")
 _ENVIRONMENT = slice(47, 49)  # where it begins and ends, behind the name in /proc/PID/stat
 _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
 
@@ -102,7 +102,7 @@ class WarmCommand:
         arguments: Sequence[str],
         folder: Path,
         environment: Mapping[str, str],
-        module: str = "stretto.cli.main",
+        module: str = "stretto_app.cli.main",
         inherited: Sequence[int] = (),
         poor: Sequence[str] = (),
     ) -> None:

@@ -28,9 +28,9 @@ from stretto.measures.selection import (
     report,
 )
 from stretto.rollout.config import BeyondBound, RolloutConfig
-from stretto.simulator.accounts import Accounts
-from stretto.simulator.run import SimulatedRun
-from stretto.simulator.workload import Workload
+from stretto_foresight.simulator.accounts import Accounts
+from stretto_foresight.simulator.run import SimulatedRun
+from stretto_foresight.simulator.workload import Workload
 from tests.store.make import Make
 
 

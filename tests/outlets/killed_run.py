@@ -10,10 +10,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from stretto.outlets.config import OutletsConfig
-from stretto.outlets.supervision import followed
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.metrics import MetricsLog, read_metrics, rewind_metrics
+from stretto_report.outlets.config import OutletsConfig
+from stretto_report.outlets.supervision import followed
 from tests.outlets.recorded import evaluation, step
 
 _STEP_SECONDS = 0.02

@@ -7,15 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stretto.audit.symptoms.evidence import Alarm
 from stretto.core.records import Outcome
-from stretto.outlets.follower import Cursor, How, RunFollower, read_cursor
-from stretto.outlets.points import MetricsPoint
-from stretto.outlets.role import FollowerSpec, follow
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.lines import LineWriter
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.store.series.samples import SampledCompletion
+from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.outlets.follower import Cursor, How, RunFollower, read_cursor
+from stretto_report.outlets.points import MetricsPoint
+from stretto_report.outlets.role import FollowerSpec, follow
 
 
 def step(number: int, reward: float = 0.5, entropy: float | None = None) -> StepMetrics:

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stretto.outlets.follower import About, Cursor, RunFollower
-from stretto.outlets.tools.prometheus_page import PrometheusPage
+from stretto_report.outlets.follower import About, Cursor, RunFollower
+from stretto_report.outlets.tools.prometheus_page import PrometheusPage
 from tests.outlets.recorded import RecordedRun, collapsing, follow_to_the_end
 from tests.outlets.test_prometheus import free_port, scraped
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.outlets.follower import PORTION, ROW_STEPS, ROWS
-from stretto.outlets.points import flat_recipe, point_of
 from stretto.store.series.metrics import SetEvaluationLine, rewind_metrics
+from stretto_report.outlets.follower import PORTION, ROW_STEPS, ROWS
+from stretto_report.outlets.points import flat_recipe, point_of
 from tests.outlets.recorded import Followed, collapsing, evaluation, sample, step
 
 NAMES = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")

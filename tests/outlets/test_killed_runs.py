@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stretto.outlets.follower import read_cursor
-from stretto.outlets.role import MODULE
 from stretto.store import lock
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics, rewind_metrics
+from stretto_report.outlets.follower import read_cursor
+from stretto_report.outlets.role import MODULE
 from tests.outlets.recorded import RecordedRun, evaluation, follow_to_the_end, step
 
 KILLS, FURTHER_STEPS = 5, 10

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from stretto.outlets.follower import read_cursor
 from stretto.store.ending import ENDING, Ending
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto_report.outlets.follower import read_cursor
 from tests.outlets.recorded import RecordedRun, follow_to_the_end, step
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stretto.outlets.config import OutletsConfig
-from stretto.outlets.follower import read_cursor
-from stretto.outlets.role import MODULE
-from stretto.outlets.supervision import ToolFollower, followed
+from stretto_report.outlets.config import OutletsConfig
+from stretto_report.outlets.follower import read_cursor
+from stretto_report.outlets.role import MODULE
+from stretto_report.outlets.supervision import ToolFollower, followed
 from tests.launch.warm import children_of
 from tests.outlets.recorded import RecordedRun, evaluation, sample, step
 

@@ -13,10 +13,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stretto.core.errors import RecipeError
-from stretto.launch.preflight.checks import check_logging
-from stretto.outlets.config import OutletsConfig
-from stretto.outlets.supervision import followed
-from stretto.outlets.tools.prometheus_page import series_of
+from stretto_app.launch.preflight.checks import check_logging
+from stretto_report.outlets.config import OutletsConfig
+from stretto_report.outlets.supervision import followed
+from stretto_report.outlets.tools.prometheus_page import series_of
 from tests.outlets.recorded import RecordedRun, evaluation, step
 from tests.outlets.test_processes import processes, until
 

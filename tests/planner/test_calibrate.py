@@ -22,11 +22,18 @@ from stretto.core.canary import TensorDigest
 from stretto.core.errors import RoleDied
 from stretto.core.events import Span
 from stretto.engine.config import EngineConfig
-from stretto.launch.commands import calibrate as calibrating
-from stretto.launch.commands.calibrate import between_roles, between_steps
-from stretto.planner import measure
-from stretto.planner.costs import Costs, Layout
-from stretto.planner.fit import (
+from stretto.rollout.config import RolloutConfig
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
+from stretto.store.series.spans import SpanLog
+from stretto.trainer.config import TrainerConfig
+from stretto.weights.mailbox import Gather, as_it_is
+from stretto.weights.shared_memory import SharedMemoryPublisher
+from stretto_app.launch.commands import calibrate as calibrating
+from stretto_app.launch.commands.calibrate import between_roles, between_steps
+from stretto_foresight.planner import measure
+from stretto_foresight.planner.costs import Costs, Layout
+from stretto_foresight.planner.fit import (
     DecodeSample,
     LoadSample,
     PrefillSample,
@@ -37,19 +44,12 @@ from stretto.planner.fit import (
     fit_training,
     least_squares,
 )
-from stretto.planner.job import Job, ModelShape
-from stretto.planner.lengths import LogNormalLengths
-from stretto.planner.machine import MachineProfile, machine_of
-from stretto.planner.measure import ON_A_PROCESSOR, Measurements, measure_shape, profile_of
-from stretto.planner.predict import predict
-from stretto.planner.whole_runs import RunPair, RunSample, fit_runs
-from stretto.rollout.config import RolloutConfig
-from stretto.store.folder.run_folder import RunFolder
-from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
-from stretto.store.series.spans import SpanLog
-from stretto.trainer.config import TrainerConfig
-from stretto.weights.mailbox import Gather, as_it_is
-from stretto.weights.shared_memory import SharedMemoryPublisher
+from stretto_foresight.planner.job import Job, ModelShape
+from stretto_foresight.planner.lengths import LogNormalLengths
+from stretto_foresight.planner.machine import MachineProfile, machine_of
+from stretto_foresight.planner.measure import ON_A_PROCESSOR, Measurements, measure_shape, profile_of
+from stretto_foresight.planner.predict import predict
+from stretto_foresight.planner.whole_runs import RunPair, RunSample, fit_runs
 
 SHAPES = (
     ModelShape(90_000, 2, 64, 4, 4, 16, 32, tied=True),

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from stretto.engine.config import EngineConfig
-from stretto.planner.costs import Costs, Layout, Memory
-from stretto.planner.job import Job, ModelShape
-from stretto.planner.lengths import LogNormalLengths
-from stretto.planner.machine import MachineProfile
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import TrainerConfig
+from stretto_foresight.planner.costs import Costs, Layout, Memory
+from stretto_foresight.planner.job import Job, ModelShape
+from stretto_foresight.planner.lengths import LogNormalLengths
+from stretto_foresight.planner.machine import MachineProfile
 
 # Body 2,000 weights and 1,000 of the embedding; a token has 2 * 2 layers * 1 head * 10 * 4 bytes = 160 in the cache.
 SHAPE = ModelShape(3000, 2, 20, 2, 1, 10, 50, tied=True)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from stretto.launch.commands.plan import job_of
-from stretto.launch.commands.train import check
-from stretto.launch.recipe.recipe import load_recipe
-from stretto.planner.costs import Costs, Layout
-from stretto.planner.layouts import own_layout
-from stretto.planner.machine import machine_of
+from stretto_app.launch.commands.plan import job_of
+from stretto_app.launch.commands.train import check
+from stretto_app.launch.recipe.recipe import load_recipe
+from stretto_foresight.planner.costs import Costs, Layout
+from stretto_foresight.planner.layouts import own_layout
+from stretto_foresight.planner.machine import machine_of
 
 PAPER = Path(__file__).parents[2] / "recipes" / "paper"
 NODES = {"math_1.5b": 16, "math_7b": 24, "math_14b": 32, "math_32b": 48, "code_14b": 32}

@@ -18,14 +18,14 @@ import pytest
 
 from stretto.core.errors import RecipeError
 from stretto.engine.config import EngineConfig
-from stretto.planner.costs import Costs, Layout
-from stretto.planner.job import Job, ModelShape
-from stretto.planner.layouts import candidates, own_layout
-from stretto.planner.lengths import LogNormalLengths
-from stretto.planner.machine import MachineProfile, known_machines, machine_of
-from stretto.planner.predict import Staleness, distinct, plan, predict
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import TrainerConfig
+from stretto_foresight.planner.costs import Costs, Layout
+from stretto_foresight.planner.job import Job, ModelShape
+from stretto_foresight.planner.layouts import candidates, own_layout
+from stretto_foresight.planner.lengths import LogNormalLengths
+from stretto_foresight.planner.machine import MachineProfile, known_machines, machine_of
+from stretto_foresight.planner.predict import Staleness, distinct, plan, predict
 
 SHAPE = ModelShape(1_000_000, 2, 64, 4, 2, 16, 100, tied=True)
 # A second for each step of decoding; training at a token of the batch in a hundredth of a second.

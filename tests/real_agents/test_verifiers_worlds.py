@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from benchmarks.peers.environment import Environment, PeerUnavailable
-from stretto.audit.check import check_run
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.reading import read_batches
+from stretto_report.audit.check import check_run
 from tests.engine.byte_policy import build_byte_policy, generated
 from tests.gateway.serve.serving import serve_cold
 from tests.gateway.serving import build_chat_model, in_a_loop, served_gateway
@@ -110,7 +110,7 @@ def test_a_service_of_environments_makes_the_trajectories_of_a_run(verifiers: Pa
     theirs = kept | {"PYTHONPATH": str(PROGRAMS), "HOME": str(tmp_path)}
     subprocess.run([*service, "questions", "verifiers_sums", str(tmp_path / "questions.jsonl")], env=theirs, check=True)
     serve = [*service, "serve", f"http://127.0.0.1:{port}", "verifiers_sums", "verifiers_sums"]
-    train = [sys.executable, "-m", "stretto.cli.main", "train", "recipe.toml", "--run-dir", "run"]
+    train = [sys.executable, "-m", "stretto_app.cli.main", "train", "recipe.toml", "--run-dir", "run"]
     with subprocess.Popen(serve, env=theirs, stderr=subprocess.PIPE, text=True) as serving:
         try:
             told = subprocess.run(

@@ -37,7 +37,7 @@ class WatchServer:
         return f"http://127.0.0.1:{self.port}/"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "stretto.cli.main", "watch", str(self.runs), "--port", str(self.port)]
+        command = [sys.executable, "-m", "stretto_app.cli.main", "watch", str(self.runs), "--port", str(self.port)]
         command += ["--allow-replay", "--replays", str(self.cache / "replays")] if self.replays else []
         self.process = subprocess.Popen(
             [*command, "--token", TOKEN, "--no-open"],

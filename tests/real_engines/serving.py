@@ -21,18 +21,18 @@ from stretto.core.records import Completion, GenerateRequest
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.backend import Stream
 from stretto.engine.config import EngineConfig
-from stretto.engine.external.engine import ExternalEngine, Limits
-from stretto.engine.external.http import JsonServer
-from stretto.engine.external.make import Launch, Make
-from stretto.engine.external.makes import launch_of, make_of
-from stretto.engine.external.server import ServerProcess, free_port, until_ready
-from stretto.engine.external.staging import StagedWeights
 from stretto.engine.http.client import decoded
 from stretto.engine.native.stops import StopTexts
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from stretto_servers.engine import ExternalEngine, Limits
+from stretto_servers.http import JsonServer
+from stretto_servers.make import Launch, Make
+from stretto_servers.makes import launch_of, make_of
+from stretto_servers.server import ServerProcess, free_port, until_ready
+from stretto_servers.staging import StagedWeights
 from tests.engine.answering import shaken
 from tests.tiny_policy import TINY
 

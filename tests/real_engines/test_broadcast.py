@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
-from stretto.engine.external import collective
-from stretto.engine.external.collective import SglangByBroadcast
-from stretto.engine.external.http import JsonServer
-from stretto.engine.external.make import Continuation
+from stretto_servers import collective
+from stretto_servers.collective import SglangByBroadcast
+from stretto_servers.http import JsonServer
+from stretto_servers.make import Continuation
 from tests.engine.answering import shaken
 from tests.real_engines import scoring
 from tests.real_engines.scoring import TOLERANCE

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from stretto.engine.external.vllm import VllmServer
+from stretto_servers.vllm import VllmServer
 from tests.real_engines.serving import RealServer, engine
 from tests.real_engines.training import ALONE, DOWN, SPOILT, TEXT, Loads, training
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.audit.check import check_run
 from stretto.model.hf.build import build_policy
 from stretto.store.inspection import inspect_run
+from stretto_report.audit.check import check_run
 from tests.launch.running import TINY, Command, Laboratory, assert_the_law, exported, said, steps_done, wait_until
 from tests.launch.test_staleness import trained_ages
 from tests.real_engines.serving import MODEL, Installed, RealServer
@@ -36,7 +36,7 @@ SETTINGS = (*BUILT, "sampling.max_tokens=128", "deadlines.engine_restarts=100", 
 #: The main process of a server, in words of its command line.
 MAIN = {"vllm": "vllm.entrypoints", "sglang": "sglang.launch_server"}
 TRACKER = "resource_tracker"
-ADAPTER, GUARD = "stretto.engine.external.role", "stretto.engine.external.guard"
+ADAPTER, GUARD = "stretto_servers.role", "stretto_servers.guard"
 
 
 def assert_all_is_well(run_dir: Path, steps: int) -> None:

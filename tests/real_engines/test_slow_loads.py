@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from stretto.core.deadlines import standstill
 from stretto.core.errors import DeadlineExceeded
-from stretto.engine.external.make import Make
+from stretto_servers.make import Make
 from tests.real_engines.serving import RealServer
 
 DEADLINE = 1.0

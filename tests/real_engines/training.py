@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.canary import Ask, Canary, Loaded, Proof, TensorDigest, text
 from stretto.core.errors import UnprovenWeights
-from stretto.engine.external.engine import ExternalEngine
-from stretto.engine.external.make import Make
 from stretto.engine.spec import EngineSpec
 from stretto.loop.engines.proving import Proving
+from stretto_servers.engine import ExternalEngine
+from stretto_servers.make import Make
 from tests.engine.answering import shaken
 from tests.real_engines.serving import MODEL, RealServer, engine
 

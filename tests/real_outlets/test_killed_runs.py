@@ -20,11 +20,11 @@ import msgspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stretto.outlets.follower import read_cursor
-from stretto.outlets.role import MODULE, FollowerSpec
 from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, read_metrics
+from stretto_report.outlets.follower import read_cursor
+from stretto_report.outlets.role import MODULE, FollowerSpec
 from tests.launch.running import TINY, default_dispositions
 from tests.outlets.recorded import RecordedRun, evaluation, sample, step
 from tests.real_outlets.test_tools import READ_BACK, ROOT, command, follow, offline
@@ -57,7 +57,7 @@ class Training:
     def start(self, steps: int, *words: str) -> subprocess.Popen[bytes]:
         """``stretto train``, its output in a file."""
         told = [f"logging.to={json.dumps(TOOLS)}", 'logging.project="project"', f"trainer.steps={steps}"]
-        train = [sys.executable, "-m", "stretto.cli.main", "train", str(TINY), *OVERRIDES, *told, *words]
+        train = [sys.executable, "-m", "stretto_app.cli.main", "train", str(TINY), *OVERRIDES, *told, *words]
         with (self.folder / "said.txt").open("ab") as said, default_dispositions():
             return subprocess.Popen(
                 [*train, "--run-dir", "run", "--no-plots"],

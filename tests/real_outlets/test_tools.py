@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from stretto.outlets.follower import read_cursor
-from stretto.outlets.role import MODULE, FollowerSpec
 from stretto.store.series.metrics import rewind_metrics
+from stretto_report.outlets.follower import read_cursor
+from stretto_report.outlets.role import MODULE, FollowerSpec
 from tests.outlets.recorded import RecordedRun, evaluation, sample, step
 from tests.real_outlets.wandb_server import WandbServer, wandb_server
 

@@ -23,7 +23,7 @@ from stretto.core.records import (
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState, Ticket, TooManyFailures
 from stretto.rollout.prompts import Position, PromptStream
-from stretto.simulator.accounts import Accounts
+from stretto_foresight.simulator.accounts import Accounts
 
 PROMPTS = [Prompt(id=str(i), token_ids=(i,), text=f"{i}?", answer=str(i)) for i in range(5)]
 

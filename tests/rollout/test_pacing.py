@@ -16,7 +16,7 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller
 from stretto.rollout.pacing import Continuous, InRounds, pacing_of
 from stretto.rollout.prompts import PromptStream
-from stretto.simulator.accounts import Accounts
+from stretto_foresight.simulator.accounts import Accounts
 from tests.rollout.test_controller import PROMPTS, answers
 
 MOST = 5

@@ -22,7 +22,7 @@ from stretto.core.records import (
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
-from stretto.simulator.accounts import Accounts
+from stretto_foresight.simulator.accounts import Accounts
 
 PROMPTS = [Prompt(id=str(i), token_ids=(i,), text="?", answer="!") for i in range(50)]
 

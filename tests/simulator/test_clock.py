@@ -2,7 +2,7 @@
 
 import pytest
 
-from stretto.simulator.clock import VirtualClock
+from stretto_foresight.simulator.clock import VirtualClock
 
 
 def test_events_of_one_moment_run_in_the_order_in_which_they_were_asked_for() -> None:

@@ -20,9 +20,9 @@ from stretto.core.records import Prompt
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Ticket
 from stretto.rollout.prompts import PromptStream
-from stretto.simulator.clock import VirtualClock
-from stretto.simulator.engines import EngineLimits, Flight, SimulatedEngine
-from stretto.simulator.run import SimulatedRun
+from stretto_foresight.simulator.clock import VirtualClock
+from stretto_foresight.simulator.engines import EngineLimits, Flight, SimulatedEngine
+from stretto_foresight.simulator.run import SimulatedRun
 
 
 @dataclass(frozen=True)

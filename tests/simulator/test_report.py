@@ -19,9 +19,9 @@ from stretto.core.records import (
     Verdict,
 )
 from stretto.rollout.config import BeyondBound, RolloutConfig
-from stretto.simulator.report import SimulationReport
-from stretto.simulator.run import SimulatedRun
-from stretto.simulator.workload import Workload
+from stretto_foresight.simulator.report import SimulationReport
+from stretto_foresight.simulator.run import SimulatedRun
+from stretto_foresight.simulator.workload import Workload
 
 
 def batch(*answers: tuple[int, ...], version: int, oldest_trainable: int = 0) -> Batch:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from stretto.core.admission import BoundChange
 from stretto.core.records import Batch, State
 from stretto.rollout.config import BeyondBound, RolloutConfig
-from stretto.simulator.engines import EngineLimits
-from stretto.simulator.report import SimulationReport
-from stretto.simulator.run import SimulatedRun
-from stretto.simulator.workload import Workload
+from stretto_foresight.simulator.engines import EngineLimits
+from stretto_foresight.simulator.report import SimulationReport
+from stretto_foresight.simulator.run import SimulatedRun
+from stretto_foresight.simulator.workload import Workload
 
 workloads = st.builds(
     Workload,

@@ -16,7 +16,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from stretto.audit.checksums import broken_checksums
 from stretto.core.errors import StoreError
 from stretto.core.records import NOTHING, Group, Outcome, Segment, State, StopReason, Trajectory, Verdict
 from stretto.store.export import export_run
@@ -26,6 +25,7 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto.store.ledger.rows import decode_payload, encode_payload
 from stretto.store.ledger.seals import SIZE, batch_seal, seal
+from stretto_report.audit.checksums import broken_checksums
 from tests.store.make import Make
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import RunFolderError
-from stretto.dashboard.terminal.summary import comparison_lines, print_inspection
 from stretto.measures.goodput import Category
 from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
 from stretto.store.prediction import (
@@ -30,6 +29,7 @@ from stretto.store.prediction import (
     settings_digest,
 )
 from stretto.store.totals import Totals
+from stretto_report.dashboard.terminal.summary import comparison_lines, print_inspection
 
 RECORDED = Path(__file__).parents[1] / "data" / "synchronous_run"
 

@@ -23,7 +23,6 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RunFolderError
-from stretto.launch.recipe.recipe import load_recipe
 from stretto.processes.stopping import StopSignal
 from stretto.store.ending import ENDING, Ending
 from stretto.store.folder.run_folder import RunFolder
@@ -31,11 +30,12 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog
 from stretto.store.totals import TOTALS, Totals
-from stretto.study.command import perform
-from stretto.study.conduct import StudyProgress, conduct, side_by_side
-from stretto.study.definition import PlannedRun, load_study
-from stretto.study.folder import StudyFolder
-from stretto.study.summary import summarise, table
+from stretto_app.launch.recipe.recipe import load_recipe
+from stretto_app.study.command import perform
+from stretto_app.study.conduct import StudyProgress, conduct, side_by_side
+from stretto_app.study.definition import PlannedRun, load_study
+from stretto_app.study.folder import StudyFolder
+from stretto_app.study.summary import summarise, table
 from tests.launch.running import TINY, Ended, Laboratory
 from tests.store.make import Make
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.study.statistics import Evaluated, Interval, accuracy_at, by_clock, by_step, interval, student_t
+from stretto_app.study.statistics import Evaluated, Interval, accuracy_at, by_clock, by_step, interval, student_t
 
 near = pytest.approx
 

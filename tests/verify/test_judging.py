@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from stretto_verify import Judged, ProgramJudge, judge_math, judge_program
 from stretto_verify.cli import main
 from stretto_verify.judging import judged_here

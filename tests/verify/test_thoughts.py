@@ -13,11 +13,11 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from stretto.rewards.functions import exact_match, final_answer, last_number
 from stretto_verify.code.program import extract_program
 from stretto_verify.math.reward import math
 from stretto_verify.thoughts import MARKS, closed, opened, said, with_opening
-
-from stretto.rewards.functions import exact_match, final_answer, last_number
 
 PROGRAM = "```python\nprint(42)\n```\n"
 TEXTS = ["= 42", r"\boxed{42}", "The answer is 42.", "<answer>42</answer>", PROGRAM, "42"]

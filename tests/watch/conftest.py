@@ -14,10 +14,10 @@ import pytest
 
 from stretto.processes.http.names import HostNames
 from stretto.processes.http.server import HttpServer, settings_of
-from stretto.watch.runs.catalog import Catalog
-from stretto.watch.web.app import Dashboard
-from stretto.watch.web.guard import Guard
-from stretto.watch.web.replay import Replays
+from stretto_report.watch.runs.catalog import Catalog
+from stretto_report.watch.web.app import Dashboard
+from stretto_report.watch.web.guard import Guard
+from stretto_report.watch.web.replay import Replays
 from tests.watch.runs import write_run
 
 TOKEN = "a-token"

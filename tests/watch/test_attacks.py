@@ -23,7 +23,7 @@ from stretto.core.errors import RunFolderError
 from stretto.store import lock
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from stretto.watch.serve import watch
+from stretto_report.watch.serve import watch
 from tests.watch.conftest import TOKEN, serving
 from tests.watch.runs import HOSTILE, completion, step_line, train, write_run
 

@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import pytest
 
-from stretto.watch.index.cache import Cache
-from stretto.watch.index.steps import Steps
+from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.index.steps import Steps
 from tests.watch.runs import step_line
 
 

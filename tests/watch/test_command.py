@@ -17,14 +17,14 @@ import httpx
 import msgspec
 import pytest
 
-from stretto.audit.alarms import AlarmWatch
-from stretto.cli.main import inspect
 from stretto.core.errors import RunFolderError
 from stretto.store import lock
-from stretto.watch.index.cache import Cache
-from stretto.watch.runs.run import WatchedRun
-from stretto.watch.serve import watch
-from stretto.watch.terminal import watch_in_terminal
+from stretto_app.cli.main import inspect
+from stretto_report.audit.alarms import AlarmWatch
+from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.runs.run import WatchedRun
+from stretto_report.watch.serve import watch
+from stretto_report.watch.terminal import watch_in_terminal
 from tests.watch.runs import step_line, write_run
 
 
@@ -39,7 +39,7 @@ def test_the_command_prints_its_address_serves_and_ends_at_a_signal(tmp_path: Pa
     command = [
         sys.executable,
         "-m",
-        "stretto.cli.main",
+        "stretto_app.cli.main",
         "watch",
         str(tmp_path / "runs"),
         "--port",
@@ -158,7 +158,7 @@ def test_neither_the_password_nor_the_token_is_where_others_can_read_it(tmp_path
     browser, seen = tmp_path / "browser", tmp_path / "seen"
     browser.write_text(f'#!/bin/sh\nf="${{1#file://}}"\n(echo "$1"; stat -c %a "$f"; cat "$f") > {seen}\n')
     browser.chmod(0o755)
-    command = [sys.executable, "-m", "stretto.cli.main", "watch", str(tmp_path / "runs"), "--port", "0"]
+    command = [sys.executable, "-m", "stretto_app.cli.main", "watch", str(tmp_path / "runs"), "--port", "0"]
     given = {"STRETTO_WATCH_PASSWORD": "a-password", "BROWSER": f"{browser} %s", "TMPDIR": str(tmp_path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | given) as process:
         assert process.stdout is not None

@@ -12,7 +12,7 @@ import json
 import re
 from pathlib import Path
 
-from stretto.watch.index.steps import _MAPS, _NUMBERS, DERIVED
+from stretto_report.watch.index.steps import _MAPS, _NUMBERS, DERIVED
 
 ROOT = Path(__file__).parent.parent.parent
 WEB = ROOT / "web"

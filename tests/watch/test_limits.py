@@ -30,19 +30,19 @@ from stretto.processes.http.names import HostNames
 from stretto.store import lock
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from stretto.watch.index import trajectories as trajectories_module
-from stretto.watch.index.cache import Cache
-from stretto.watch.index.files import read_ledger
-from stretto.watch.index.steps import Steps
-from stretto.watch.index.trajectories import Trajectories, count_states
-from stretto.watch.runs import run as run_module
-from stretto.watch.runs.catalog import Catalog
-from stretto.watch.runs.questions import PromptTexts, Searched
-from stretto.watch.runs.run import RunSummary, WatchedRun
-from stretto.watch.web import app as app_module
-from stretto.watch.web.events import Follower
-from stretto.watch.web.guard import Guard
-from stretto.watch.web.pages import list_page
+from stretto_report.watch.index import trajectories as trajectories_module
+from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.index.files import read_ledger
+from stretto_report.watch.index.steps import Steps
+from stretto_report.watch.index.trajectories import Trajectories, count_states
+from stretto_report.watch.runs import run as run_module
+from stretto_report.watch.runs.catalog import Catalog
+from stretto_report.watch.runs.questions import PromptTexts, Searched
+from stretto_report.watch.runs.run import RunSummary, WatchedRun
+from stretto_report.watch.web import app as app_module
+from stretto_report.watch.web.events import Follower
+from stretto_report.watch.web.guard import Guard
+from stretto_report.watch.web.pages import list_page
 from tests.watch.conftest import serving
 from tests.watch.runs import prompt, step_line, write_run
 
@@ -102,9 +102,7 @@ def test_a_second_comparison_is_refused_while_one_is_made(tmp_path: Path) -> Non
 
 
 def test_the_end_of_the_process_waits_for_no_reading() -> None:
-    program = (
-        "import time; from stretto.watch.web.thread import ReadingThread; ReadingThread('w').submit(time.sleep, 3600)"
-    )
+    program = "import time; from stretto_report.watch.web.thread import ReadingThread; ReadingThread('w').submit(time.sleep, 3600)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 

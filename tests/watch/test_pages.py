@@ -25,11 +25,11 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import MetricsLog, rewind_metrics
-from stretto.watch.index.cache import Cache
-from stretto.watch.index.steps import Steps, curves
-from stretto.watch.index.trajectories import Trajectories
-from stretto.watch.runs.folder import logs_of
-from stretto.watch.runs.run import WatchedRun
+from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.index.steps import Steps, curves
+from stretto_report.watch.index.trajectories import Trajectories
+from stretto_report.watch.runs.folder import logs_of
+from stretto_report.watch.runs.run import WatchedRun
 from tests.watch.conftest import serving
 from tests.watch.runs import ENDED, HOSTILE, LOG, completion, prompt, step_line, train, write_run
 

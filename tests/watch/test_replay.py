@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from stretto.core.errors import RunFolderError
-from stretto.watch.serve import watch
-from stretto.watch.web.replay import Replays
+from stretto_report.watch.serve import watch
+from stretto_report.watch.web.replay import Replays
 from tests.watch.conftest import TOKEN, serving
 from tests.watch.runs import write_run
 

@@ -23,7 +23,7 @@ from stretto.store import lock
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import MetricsLog
-from stretto.watch.terminal import watch_in_terminal
+from stretto_report.watch.terminal import watch_in_terminal
 from tests.launch.running import default_dispositions
 from tests.watch.runs import ENDED, LOG, evaluation, step_line, write_run
 
@@ -109,7 +109,7 @@ def on_a_terminal(run: Path, columns: int, language: dict[str, str], leave: str)
             if b"2/3" in shown and (columns < 100 or b"engine-1 NOT proven" in shown):  # the proofs come below the view
                 seen.set()
 
-    command = [sys.executable, "-m", "stretto.cli.main", "watch", str(run), "--terminal"]
+    command = [sys.executable, "-m", "stretto_app.cli.main", "watch", str(run), "--terminal"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))}
     environment = inherited | {"TERM": "xterm"} | language
     reader = threading.Thread(target=read)

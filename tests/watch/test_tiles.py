@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from stretto.core.events import Span
 from stretto.store.series.spans import SpanLog
-from stretto.watch.index.cache import Cache
-from stretto.watch.index.timeline import Spans, lanes
+from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.index.timeline import Spans, lanes
 
 EIGHTH = st.integers(0, 80).map(lambda eighths: eighths / 8)
 SPANS = st.builds(

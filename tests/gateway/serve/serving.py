@@ -18,10 +18,10 @@ from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.http.server import EngineApp
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation, SharedGeneration
-from stretto.gateway.model import ServedModel
-from stretto.gateway.serve.app import ServeApp
-from stretto.launch.commands.serve import rule_of
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto_app.launch.commands.serve import rule_of
+from stretto_gateway.model import ServedModel
+from stretto_gateway.serve.app import ServeApp
 from tests.engine.byte_policy import CONTEXT, NAME, VOCABULARY
 from tests.engine.serving import Mailbox
 from tests.launch.running import service
@@ -89,7 +89,7 @@ def serve_process(folder: Path, *arguments: str) -> Iterator[Serving]:
 @contextmanager
 def serve_cold(folder: Path, *arguments: str) -> Iterator[Serving]:
     """The same, in an interpreter of its own."""
-    command = [sys.executable, "-m", "stretto.cli.main", "serve", str(folder), "--port", "0", *arguments]
+    command = [sys.executable, "-m", "stretto_app.cli.main", "serve", str(folder), "--port", "0", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None

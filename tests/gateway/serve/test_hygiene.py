@@ -25,8 +25,8 @@ from stretto.engine.backend import Stream
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import MOST_WAITING, Generation
-from stretto.gateway.serve.app import ServeApp
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto_gateway.serve.app import ServeApp
 from tests.engine.byte_policy import NAME
 from tests.gateway.serve.serving import Serving, served_engine, served_model
 

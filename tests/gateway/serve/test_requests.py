@@ -18,8 +18,8 @@ import pytest
 
 from stretto.core.engine import EngineHealth, Progress
 from stretto.core.records import GenerateRequest, Sampling, Segment, StopReason
-from stretto.gateway.serve.app import ServeApp
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto_gateway.serve.app import ServeApp
 from tests.engine.byte_policy import CONTEXT, NAME, VOCABULARY
 from tests.gateway.serve.serving import served_model
 

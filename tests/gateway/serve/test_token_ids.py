@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from stretto.core.records import Completion, GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.external.http import JsonServer
-from stretto.engine.external.make import Continuation
-from stretto.engine.external.vllm import VllmServer
 from stretto.engine.native.engine import NativeEngine
-from stretto.gateway.dialects.token_ids import TokenIdsDialect, spans
+from stretto_gateway.dialects.token_ids import TokenIdsDialect, spans
+from stretto_servers.http import JsonServer
+from stretto_servers.make import Continuation
+from stretto_servers.vllm import VllmServer
 from tests.engine.answering import weights
 from tests.engine.byte_policy import NAME, generated
 from tests.engine.serving import Mailbox

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+
 from stretto_verify.code.formats import parse_tests
 from stretto_verify.code.reward import CodeReward, Judgement
 from stretto_verify.sandbox.config import SandboxConfig

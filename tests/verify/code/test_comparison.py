@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stretto_verify.code.comparison import same_text, same_value
 from stretto_verify.sandbox.values import encoded, lively, plain
 

@@ -15,6 +15,7 @@ import zlib
 from typing import Any
 
 import pytest
+
 from stretto_verify.code.asserts import BadTests
 from stretto_verify.code.comparison import near
 from stretto_verify.code.formats import parse_tests

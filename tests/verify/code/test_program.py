@@ -12,6 +12,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stretto_verify.code.program import defines, extract_program, helpers
 
 

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from stretto.core.records import Outcome, Verdict
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.pool import RewardPool
+from stretto.rewards.service.wire import ScoreItem
 from stretto_verify.code.formats import parse_tests
 from stretto_verify.code.reward import CodeReward, Judgement, program_of
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import probe
 from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
 from stretto_verify.sandbox.walls import Level, Walls
-
-from stretto.core.records import Outcome, Verdict
-from stretto.rewards.config import RewardsConfig
-from stretto.rewards.service.pool import RewardPool
-from stretto.rewards.service.wire import ScoreItem
 from tests.verify.sandbox.other_users import ORDINARY, as_user, delegated_groups
 
 ANY = "any problem"

@@ -9,6 +9,7 @@ undecided.
 from __future__ import annotations
 
 import pytest
+
 from stretto_verify.math.reward import gold, math
 from stretto_verify.verdicts import Undecided
 

@@ -13,6 +13,7 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from stretto_verify.math.compare.times import same_time
 from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.reading import read

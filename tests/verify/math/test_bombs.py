@@ -9,13 +9,13 @@ import asyncio
 import time
 
 import pytest
-from stretto_verify.math.reward import math
-from stretto_verify.verdicts import Undecided
 
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
+from stretto_verify.math.reward import math
+from stretto_verify.verdicts import Undecided
 
 BOMBS = {
     "tower": "$9^{9^{9^{9}}}$",

@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from stretto_verify.math.reward import math
 from stretto_verify.verdicts import Undecided
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from stretto_verify.math.reward import math
 from stretto_verify.verdicts import Undecided
 

@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+
 from stretto_verify.math.limits import TooLong, limited_time
 
 

@@ -12,14 +12,14 @@ import time
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
+from benchmarks.one_gold import cases, kind, right_for
 from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.parse.account import accounts_for, candidates, says_nothing
 from stretto_verify.math.parse.reading import read
 from stretto_verify.math.parse.structure import LeftOver, Scalar, Unreadable
 from stretto_verify.math.reward import math
 from stretto_verify.verdicts import Undecided
-
-from benchmarks.one_gold import cases, kind, right_for
 
 GOLDS = ["A", "B", "C", "D", "42", "43", "7", "yes", "no", "(1,2)"]
 

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from stretto_verify.math.reward import gold, math
 from stretto_verify.verdicts import Undecided
 

@@ -11,6 +11,7 @@ import os
 from dataclasses import replace
 
 import pytest
+
 from stretto_verify.sandbox.attacks.attack import Attack
 from stretto_verify.sandbox.attacks.catalogue import ATTACKS
 from stretto_verify.sandbox.config import SandboxConfig
@@ -18,7 +19,6 @@ from stretto_verify.sandbox.probe import Baits, probe, try_attack, try_rung
 from stretto_verify.sandbox.sandbox import Sandbox
 from stretto_verify.sandbox.walls import Level, Walls, ladder
 from stretto_verify.verdicts import SandboxRefused
-
 from tests.verify.sandbox.other_users import ORDINARY, as_user, delegated_groups
 
 ROOT = os.getuid() == 0

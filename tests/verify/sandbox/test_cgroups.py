@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from stretto_verify.sandbox.cgroups import Hierarchy, ProgramGroup, find_hierarchies
 
 

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.sandbox import Sandbox, SandboxFailed
 from stretto_verify.sandbox.walls import Level, ladder

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
 from stretto_verify.sandbox.walls import Level, Walls, ladder

@@ -1,0 +1,370 @@
+"""The command line. Imports wait until a command runs, so that --help is quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from stretto import __version__
+from stretto.core.errors import StrettoError, described
+from stretto_app.cli.exporting import export
+from stretto_app.cli.interrupts import Commands, forking, importing
+from stretto_app.cli.joining import engine, rank
+from stretto_app.cli.planning import plan
+from stretto_app.cli.score import score
+from stretto_app.cli.studies import study
+from stretto_app.cli.watching import watch
+
+app = typer.Typer(
+    name="stretto",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done; 1 failed, a law is broken, or runs differ; 2 a mistake of the user; 128+n stopped by "
+    "signal n. Built models and warm starts are cached in the folder STRETTO_CACHE [default: ~/.cache/stretto].",
+)
+app.add_typer(score)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"stretto {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def door(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Fully asynchronous reinforcement learning for language models: generation never waits for training."""
+
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="A recipe.")]
+RecipeOrRun = Annotated[
+    Path,
+    typer.Argument(metavar="RECIPE.toml|RUN_DIR", help="A recipe; with --resume, also a run folder."),
+]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads this form on every supported Python
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe."),
+]
+EngineOverrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - as above
+    typer.Argument(
+        metavar="[engine.KEY=VALUE]...",
+        help="Settings of the engine, as in a recipe; of the gateway also deadlines.KEY=VALUE.",
+    ),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
+
+
+def _refuse_mistakes(recipe: Path, overrides: list[str]) -> None:
+    """Report the mistakes of a recipe before the imports of its command, which take seconds."""
+    from stretto_app.launch.recipe.recipe import load_recipe
+
+    if not recipe.is_dir():
+        load_recipe(recipe, overrides)
+
+
+@app.command()
+def train(
+    recipe: RecipeOrRun,
+    overrides: Overrides = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/RECIPE-DATE].")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in RUN_DIR, or in --run-dir.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and start nothing.")] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|ADDRESS|local",
+            help="Start the engines on a Ray cluster: the one that runs here, the one at ADDRESS, or a new one on this "
+            "machine.",
+        ),
+    ] = None,
+    plots: Annotated[bool, typer.Option(help="Draw the run into its folder once it has ended.")] = True,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Below each line of progress all measurements; a terminal has them anyway."),
+    ] = False,
+) -> None:
+    """Train a policy by asynchronous reinforcement learning."""
+    with importing():
+        from stretto_app.launch.preflight.descriptors import check_descriptors
+
+        print(f"checking {recipe}", flush=True)
+        check_descriptors()
+    if ray is not None:
+        overrides = [*(overrides or []), 'cluster.placer="ray"', f'cluster.ray="{ray}"']
+    if dry_run:
+        with importing():
+            _refuse_mistakes(recipe, overrides or [])
+            from stretto_app.launch.commands.train import check
+        check(recipe, overrides or [], resume, run_dir)
+        return
+    with forking() as spawner:
+        with importing():
+            _refuse_mistakes(recipe, overrides or [])
+            from stretto_app.launch.commands.train import prepare
+        prepared = prepare(recipe, overrides or [], run_dir, resume)
+        from stretto_report.audit.alarms import AlarmWatch
+        from stretto_report.dashboard.terminal.progress import open_display
+
+        print(f"run folder {prepared.path}\nin the browser: stretto watch {prepared.path}", flush=True)
+        alarms = AlarmWatch.of(prepared.path)
+        prepared.recall(alarms.step, alarms.evaluated)
+        with open_display(prepared.steps, alarms=alarms, verbose=verbose) as display:
+            code = prepared.train(display, spawner)
+    from stretto_report.dashboard.terminal.summary import print_inspection
+
+    print_inspection(prepared.path)
+    print("\n".join(alarms.findings().lines()))
+    if plots:
+        # matplotlib takes a second to import: neither a mistake nor the training has to wait for it.
+        from stretto_report.dashboard.plots.plots import plot_run
+
+        for plot in plot_run(prepared.path):
+            print(f"plot  {plot}")
+    raise typer.Exit(code)
+
+
+app.command()(plan)
+
+
+@app.command()
+def sft(
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The folder of the trained policy.")],
+    overrides: Overrides = None,
+) -> None:
+    """Train on the recipe's demonstrations (its [warm_start]), and write a Hugging Face folder."""
+    with forking() as spawner:
+        with importing():
+            _refuse_mistakes(recipe, overrides or [])
+            from stretto_app.launch.assemble.warm_start import sft
+            from stretto_report.dashboard.terminal.progress import open_display
+
+        with open_display(0) as display:
+            sft(recipe, overrides or [], out, display.learning, spawner)
+    print(f"policy written to {out}")
+
+
+@app.command()
+def dpo(
+    recipe: RecipeFile,
+    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The folder of the trained policy.")],
+    overrides: Overrides = None,
+) -> None:
+    """Train on the recipe's preference pairs (its [preferences]) by DPO, and write a Hugging Face folder."""
+    with forking() as spawner:
+        with importing():
+            from stretto_app.launch.commands.dpo import dpo
+            from stretto_report.dashboard.terminal.progress import open_display
+
+        with open_display(0) as display:
+            dpo(recipe, overrides or [], out, display.learning, display.say, spawner)
+    print(f"policy written to {out}")
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder.")],
+    overrides: Overrides = None,
+    task: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RECIPE.toml|FILE.jsonl", help="The held-out prompts: those of a recipe, or all rows of a file."
+        ),
+    ] = None,
+    data: Annotated[
+        Optional[list[str]],  # noqa: UP045 - as above
+        typer.Option(
+            metavar="FILE|FOLDER|HUB_NAME|reasoning-gym:TASK",
+            help="All rows of a dataset (repeatable); source.KEY=VALUE sets what a recipe's source has.",
+        ),
+    ] = None,
+    mapping: Annotated[str | None, typer.Option(help="Ready columns of --data, such as gsm8k.")] = None,
+    n: Annotated[
+        int | None,
+        typer.Option("--n", min=1, max=1024, help="Completions of each question [default: evaluation.samples, 1]."),
+    ] = None,
+    rows: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Write the results of each question.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure a policy on held-out prompts: accuracy (avg@n) with its interval, pass@k, maj@n, lengths, truncation."""
+    if (task is None) == (not data):
+        raise typer.BadParameter("give either --task or --data")
+    with forking() as spawner:
+        with importing():
+            from stretto_app.launch.commands.evaluate import Asked, DataChoice, evaluate
+
+        asked = task if task is not None else DataChoice(tuple(data or ()), mapping)
+        evaluation = evaluate(
+            model, asked, overrides or [], spawner, lambda text: print(text, file=sys.stderr), Asked(n, rows)
+        )
+    print(evaluation.as_json() if json else evaluation.table())
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder.")],
+    overrides: EngineOverrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients [default: the folder's name].")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="STRETTO_API_KEY", help="Key that clients must send for all but /health."),
+    ] = None,
+) -> None:
+    """Serve a policy through OpenAI's HTTP interface until Ctrl-C.
+
+    Without a key, every client that reaches the address may use the model and the engine's own interface: /generate,
+    /abort, /partials, /spans.
+    """
+    with importing():
+        from stretto_app.launch.commands.serve import serve
+
+    serve(model, host=host, port=port, name=name, api_key=api_key, overrides=overrides or [])
+
+
+@app.command()
+def gateway(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder with a chat template.")],
+    overrides: EngineOverrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond loopback with --api-key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8010,
+    folder: Annotated[Path, typer.Option(help="Folder in which the sessions are recorded.")] = Path("sessions"),
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients [default: the folder's name].")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="STRETTO_API_KEY", help="Key that opens, rewards and shows sessions."),
+    ] = None,
+) -> None:
+    """Serve sessions to agents until Ctrl-C: Chat Completions, Responses and Anthropic's Messages, with every token on
+    record.
+
+    POST /sessions gives an agent its address and its key. Sessions that are recorded in the folder go on.
+    """
+    with forking() as spawner:
+        with importing():
+            from stretto_app.launch.commands.gateway import gateway
+
+        words = overrides or []
+        gateway(
+            model, host=host, port=port, folder=folder, name=name, api_key=api_key, overrides=words, spawner=spawner
+        )
+
+
+app.command()(engine)
+app.command()(rank)
+app.command()(watch)
+app.command()(study)
+
+
+@app.command()
+def scale(
+    run: RunFolder,
+    changes: Annotated[list[str], typer.Argument(metavar="engines=N", help="How many engines the run is to have.")],
+) -> None:
+    """Start or end engines of a running run; those that end give their completions to the others."""
+    from stretto_app.launch.commands.join import scale as change
+
+    print(change(run, changes))
+
+
+@app.command()
+def inspect(
+    run: RunFolder,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    ledger: Annotated[
+        bool, typer.Option("--ledger", help="Print the balance of the ledger, and check the laws.")
+    ] = False,
+    predicted: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `stretto plan --json` printed [default: what `plan --run` left]."),
+    ] = None,
+) -> None:
+    """Print the summary of a run: accuracy, tokens, trajectories, staleness, and the busy share of its roles."""
+    from stretto_report.audit.alarms import findings_of_run
+    from stretto_report.audit.check import print_balance
+    from stretto_report.dashboard.terminal.summary import print_inspection
+
+    if ledger:
+        raise typer.Exit(print_balance(run))
+    findings = findings_of_run(run)
+    print_inspection(run, as_json=json, also=findings.told(), predicted=predicted)
+    if not json:
+        print("\n".join(findings.lines()))
+
+
+@app.command()
+def check(run: RunFolder) -> None:
+    """Check the laws of a run against its records alone: nothing lost, nothing trained twice, no bound broken."""
+    from stretto_report.audit.check import check_run, print_findings
+
+    raise typer.Exit(print_findings(check_run(run)))
+
+
+@app.command()
+def replay(
+    run: RunFolder,
+    first: Annotated[int, typer.Option("--from", metavar="STEP", help="Train the batches after this step.")] = 0,
+    settings: Annotated[
+        Optional[list[str]],  # noqa: UP045 - as above
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of [algorithm] or [trainer]."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the branch [default: RUN_DIR/branches/NNN].")] = None,
+) -> None:
+    """Train again on the recorded batches, without generation: bit-equal weights, unless a setting is changed."""
+    with forking() as spawner:
+        with importing():
+            from stretto_app.launch.commands.replay import replay
+
+        replayed = replay(run, first, settings or [], out, spawner=spawner)
+    print(replayed)
+    raise typer.Exit(1 if replayed.equal is False else 0)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run folder, or a branch of `stretto replay`.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another run folder or branch.")],
+) -> None:
+    """Print the first step at which two runs differ, and the fields that do."""
+    from stretto_report.audit.diff import diff_runs
+
+    parting = diff_runs(first, second)
+    print(parting)
+    raise typer.Exit(1 if parting.fields else 0)
+
+
+app.command()(export)
+
+
+def main() -> None:
+    """Run a command. A user's mistake exits with code 2, a refusal of the system (a full disk) with code 1; both with
+    one message and without a traceback."""
+    try:
+        app()
+    except StrettoError as error:
+        print(f"stretto: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        print(f"stretto: {described(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

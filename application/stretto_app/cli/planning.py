@@ -1,0 +1,71 @@
+"""`stretto plan`: what a run will take, and a machine measured for it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+
+def plan(
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE.toml", help="A recipe.")] = None,
+    overrides: Annotated[
+        Optional[list[str]],  # noqa: UP045 - typer reads this form on every supported Python
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe."),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option("--machine", "--gpu", metavar="FILE|NAME", help="A measured machine, or a100, h100, h200, h20."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="Devices of the run [default: the recipe's own layout].")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes that they are in [default: as many as hold them].")] = None,
+    network: Annotated[
+        str | None, typer.Option(metavar="400gbit", help="Rate between nodes, of one device [default: the machine's].")
+    ] = None,
+    goal: Annotated[
+        str, typer.Option(metavar="time|cost|staleness", help="What the best layout has least of.")
+    ] = "time",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|RUN_DIR|lognormal:mean=M,sigma=S",
+            help="Lengths of completions [default: those of the demonstrations, if the recipe has a warm start].",
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR", help="The run that is predicted, begun or not; `stretto inspect` compares them."
+        ),
+    ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw steps of the best layout, and throughput against the split."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine and write it to --out; about two minutes.")
+    ] = False,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file of a measured machine.")] = Path("machine.json"),
+) -> None:
+    """Predict a run: step time, busy shares, staleness, memory and hours of its best layouts, before it is paid."""
+    if calibrate:
+        if recipe is not None:
+            raise typer.BadParameter("--calibrate measures the machine and takes no recipe")
+        from stretto_app.launch.commands.calibrate import calibrate_machine
+
+        print(f"{calibrate_machine(out, lambda text: print(text, file=sys.stderr)).name} is in {out}")
+        return
+    if recipe is None:
+        raise typer.BadParameter("give a RECIPE.toml, or --calibrate")
+    if machine is None:
+        raise typer.BadParameter("give --machine FILE (of `stretto plan --calibrate`) or --gpu NAME, such as h100")
+    from stretto_app.launch.commands.plan import PlanChoice, as_json, draw, plan_recipe, table
+
+    choice = PlanChoice(machine, gpus, nodes, network, goal, lengths, run)
+    found = plan_recipe(recipe, overrides or [], choice, lambda text: print(text, file=sys.stderr))
+    if picture is not None:
+        draw(found, picture)
+    print(as_json(found) if json else table(found))

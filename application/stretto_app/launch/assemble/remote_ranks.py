@@ -1,0 +1,65 @@
+"""The trainer's ranks on machines that have joined for them (satisfies `loop.learner.link.RankStarter`)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied
+from stretto.core.tasks import gather_or_cancel, gather_to_the_end
+from stretto.trainer.messages import RanksAwaited
+from stretto.trainer.spec import RANK_ROLE, TrainerSpec
+from stretto_cluster.machine import JoinedMachine, RemoteProcess
+from stretto_cluster.messages import AGENTS_TLS
+
+
+class RemoteRanks:
+    """Places for ranks, and the ranks in them; a place is taken in the order in which its machine joined."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: how long a rank waits for a place."""
+        self._seconds = seconds
+        self._machines: list[JoinedMachine] = []
+        self._ranks: list[RemoteProcess] = []
+        self._came = asyncio.Event()
+
+    def joined(self, machine: JoinedMachine) -> None:
+        """A machine that takes ranks."""
+        self._machines.append(machine)
+        self._came.set()
+
+    async def start(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
+        """See `RankStarter.start`."""
+        await gather_to_the_end(*(rank.stop(0.0) for rank in self._ranks))
+        self._ranks = []
+        places = await self._places(len(awaited.ranks))
+        starts = []
+        for number, (machine, place) in zip(awaited.ranks, places, strict=False):
+            rank = machine.role(place, f"trainer-rank-{number}", RANK_ROLE, awaited.secrets)
+            self._ranks.append(rank)
+            told = awaited.spec(number, spec, machine.model, tls=AGENTS_TLS if spec.tls else "")
+            starts.append(rank.start(told, spec.threads))
+        try:
+            await gather_or_cancel(*starts)
+        except (MachineLost, DeadlineExceeded) as loss:
+            raise RoleDied("trainer", f"lost a machine of its ranks: {loss}", spec.log) from None
+
+    async def _places(self, count: int) -> list[tuple[JoinedMachine, int]]:
+        """Places on machines that are there.
+
+        Raises:
+            RoleDied: too few machines have joined in time.
+        """
+        try:
+            async with deadline("conductor", f"places for {count} ranks on other machines", self._seconds):
+                while len(places := self._free()) < count:
+                    self._came.clear()
+                    await self._came.wait()
+        except DeadlineExceeded as late:
+            found = f"has {len(self._free())} of {count} places for its ranks on other machines ({late})"
+            raise RoleDied("trainer", f"{found}; start them: stretto rank --join") from None
+        return places
+
+    def _free(self) -> list[tuple[JoinedMachine, int]]:
+        self._machines = [machine for machine in self._machines if machine.stays]
+        return [(machine, place) for machine in self._machines for place in range(len(machine.places))]

@@ -1,0 +1,147 @@
+"""`stretto engine --join` and `stretto scale`: what runs on other machines, and what speaks to a run from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stretto import __version__
+from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError, RunFolderError
+from stretto.processes.handshake import call
+from stretto.processes.heartbeat import PARENT, die_with_parent
+from stretto.processes.spawn import TOKEN
+from stretto.processes.wire import Wire, connect
+from stretto_cluster.agent import Offer, run_agent
+from stretto_cluster.join_file import JoinFile, read_join_file
+from stretto_cluster.messages import ANSWER, Answer, Scale
+
+_HANDSHAKE_SECONDS = 10.0
+
+
+def offer(
+    join: str,
+    token: str | None,
+    *,
+    count: int,
+    host: str | None,
+    tls: str | None,
+    patience: float,
+    kind: str = "engine",
+) -> Offer:
+    """What this machine brings; `join` is the address of a run, or its folder if this machine sees it.
+
+    Raises:
+        RecipeError: the address or the token is missing, or is none.
+    """
+    given = os.environ.pop(TOKEN, None)  # the roles of this machine would inherit it
+    if Path(join).is_dir():
+        known = read_join_file(Path(join))
+        if not known.address:
+            found = "it is not going on, or takes no machines"
+            remedy = 'start the run with cluster.listen="HOST:PORT"'
+            raise RecipeError([Problem(f"--join {join}", found, remedy)])
+        join, token, tls = known.address, token or known.token, tls or known.tls
+    host_part, _, port = join.rpartition(":")
+    if not host_part or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise RecipeError([Problem("--join", repr(join), "give the run's address as host:port, or its folder")])
+    token = token or given
+    if not token:
+        remedy = f"give the token of the run's join.json by --token, or in the environment variable {TOKEN}"
+        raise RecipeError([Problem("--token", "is missing", remedy)])
+    gpus = gpus_of_this_machine()
+    return Offer(join, token, kind, count, host, tls or "", patience, gpu=bool(gpus), environments=dealt(gpus, count))
+
+
+def gpus_of_this_machine() -> tuple[str, ...]:
+    """The numbers of its GPUs of NVIDIA, those of CUDA_VISIBLE_DEVICES if it is set."""
+    if (told := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(filter(None, told.split(",")))
+    numbers = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*"))
+    return tuple(sorted(filter(str.isdecimal, numbers)))
+
+
+def dealt(gpus: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
+    """The environments of `count` places that share the GPUs evenly; none where there are too few.
+
+    >>> dealt(("0", "1", "2"), 2)
+    ({'CUDA_VISIBLE_DEVICES': '0'}, {'CUDA_VISIBLE_DEVICES': '1'})
+    """
+    each = len(gpus) // count
+    if not each:
+        return ()
+    return tuple({"CUDA_VISIBLE_DEVICES": ",".join(gpus[at * each : (at + 1) * each])} for at in range(count))
+
+
+def work(brought: Offer, say: Callable[[str], None]) -> int:
+    """Work for the run until it ends, or until SIGTERM or Ctrl-C, which drain this machine's engines first.
+
+    Raises:
+        MachineLost, RecipeError: see `cluster.agent.run_agent`.
+    """
+    if (parent := os.environ.pop(PARENT, None)) is not None:
+        die_with_parent(int(parent))
+    try:
+        return asyncio.run(_work(brought, say))
+    except HandshakeRefused as refused:
+        raise RecipeError([Problem("--join", str(refused), _remedy(refused))]) from None
+
+
+def _remedy(refused: HandshakeRefused) -> str:
+    """What the user can do about it, where the run has not said it."""
+    if "key" in refused.how:
+        return f"give the token of the run's join.json by --token, or in the environment variable {TOKEN}"
+    return "give the folder of the run's certificates by --tls" if "TLS" in refused.how else ""
+
+
+async def _work(brought: Offer, say: Callable[[str], None]) -> int:
+    leave, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave.set)
+    say(await run_agent(brought, say, leave))
+    return 0
+
+
+def scale(run: Path, changes: list[str]) -> str:
+    """Change the number of a run's engines; the sentence of the run.
+
+    Raises:
+        RunFolderError, RecipeError: the run is not going on, or will not do it.
+    """
+    wanted = dict(change.partition("=")[::2] for change in changes)
+    if wanted.keys() != {"engines"} or not wanted["engines"].isdecimal():
+        found = " ".join(changes) or "nothing"
+        raise RecipeError([Problem("stretto scale", repr(found), "say engines=N, with a number")])
+    known = read_join_file(run)
+    if not known.control:
+        raise RunFolderError([Problem(str(run), "is not going on", "give the folder of a run that is")])
+    answer = asyncio.run(_ask(known, int(wanted["engines"]), run))
+    if not answer.done:
+        raise RecipeError([Problem(str(run), answer.text)])
+    return answer.text
+
+
+async def _ask(known: JoinFile, engines: int, run: Path) -> Answer:
+    try:
+        reader, writer = await connect(known.control, None)
+        said = msgspec.msgpack.encode(Scale(engines=engines, release=__version__))
+        await call(reader, writer, known.token, said, peer="the run", seconds=_HANDSHAKE_SECONDS)
+        wire: Wire[Answer] = Wire("the run", reader, writer, ANSWER)
+        try:
+            async with asyncio.timeout(known.patience):
+                answer = await wire.receive()
+        finally:
+            wire.cut()
+    except HandshakeRefused as refused:
+        raise RecipeError([Problem(str(run), str(refused), _remedy(refused))]) from None
+    except TimeoutError:
+        raise DeadlineExceeded("stretto scale", "the run to reply", known.patience) from None
+    except MachineLost:
+        raise RunFolderError([Problem(str(run), "is not going on", "give the folder of a run that is")]) from None
+    if answer is None:
+        raise MachineLost("the run", "closed the connection")
+    return answer

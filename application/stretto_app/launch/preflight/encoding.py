@@ -1,0 +1,163 @@
+"""Questions as token ids. Every question that cannot be encoded is reported with file and line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+
+from stretto.core.errors import DataError, Problem
+from stretto.core.records import Prompt
+from stretto.model.hf.tokenizer import Tokenizer
+from stretto.trainer.messages import Demonstration, Preference
+from stretto.worlds.data.preferences import Pair
+from stretto.worlds.data.task import Question
+from stretto_verify.thoughts import opened
+
+_SHOWN = 20
+_LAST = 64  # tokens of a prompt among which the mark of a thought may be
+
+
+def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest: int) -> tuple[Prompt, ...]:
+    """Prompts of 1 to `longest` tokens; chats are rendered by the chat template.
+
+    Raises:
+        DataError: with every question that has characters unknown to the tokenizer, or is too long.
+        ModelFolderError: there are chats, and the tokenizer has no chat template.
+    """
+    prompts: list[Prompt] = []
+    problems: list[Problem] = []
+    for question in questions:
+        try:
+            ids = _encoded(question, tokenizer)
+        except DataError as error:
+            problems += (Problem(place_of(question), problem.found, problem.remedy) for problem in error.problems)
+            continue
+        if 0 < len(ids) <= longest:
+            opens = opened(tokenizer.spell(ids[-_LAST:]))
+            prompts.append(Prompt(question.id, ids, question.text, question.answer, opens))
+            continue
+        remedy = f"at most {longest} fit (the context, or the engine's KV cache, less sampling.max_tokens)"
+        problem = Problem(place_of(question), f"a prompt of {len(ids)} tokens", remedy if ids else "1 is needed")
+        problems.append(problem)
+    refuse(problems)
+    return tuple(prompts)
+
+
+def prompts_as_bytes(questions: Iterable[Question]) -> tuple[Prompt, ...]:
+    """Prompts without a tokenizer: the bytes of their texts stand for tokens."""
+    return tuple(
+        Prompt(id=one.id, token_ids=tuple(_all_text(one).encode()), text=one.text, answer=one.answer)
+        for one in questions
+    )
+
+
+def _all_text(question: Question) -> str:
+    return "".join(message["content"] for message in question.messages) or question.text
+
+
+@dataclass(frozen=True)
+class Within:
+    """The questions whose prompts fit, and their prompts; a note where some did not."""
+
+    questions: tuple[Question, ...]
+    prompts: tuple[Prompt, ...]
+    note: str = ""
+
+
+def encode_within(
+    questions: Sequence[Question],
+    tokenizer: Tokenizer,
+    longest: int,
+    long_prompts: Literal["drop", "truncate"],
+    which: str,
+) -> Within:
+    """`encode_prompts`, where those of more than `longest` tokens are left out, or lose their first ones; `which` they
+    are is for the note.
+
+    Raises:
+        DataError: as for `encode_prompts`; or every prompt is too long.
+    """
+    whole = encode_prompts(questions, tokenizer, sys.maxsize)
+    long = [prompt.id for prompt in whole if len(prompt.token_ids) > longest]
+    if not long:
+        return Within(tuple(questions), whole)
+    first = place_of(next(question for question in questions if question.id == long[0]))
+    note = (
+        f"{len(long):,} of {len(whole):,} prompts ({which}) are longer than {longest:,} tokens; the first is {first}: "
+    )
+    if long_prompts == "truncate":
+        cut = tuple(msgspec.structs.replace(prompt, token_ids=prompt.token_ids[-longest:]) for prompt in whole)
+        return Within(tuple(questions), cut, f"{note}their first tokens are cut off")
+    pairs = [pair for pair in zip(questions, whole, strict=True) if len(pair[1].token_ids) <= longest]
+    if not pairs:
+        raise DataError([Problem("[task]", f"{note}none is left", "allow more tokens, or truncate them")])
+    kept, prompts = zip(*pairs, strict=True)
+    return Within(kept, prompts, f"{note}they are left out")
+
+
+def encode_demonstrations(
+    questions: Sequence[Question], tokenizer: Tokenizer, context: int
+) -> tuple[Demonstration, ...]:
+    """Prompts and demonstrations as token ids, together at most `context`; demonstrations end with the end-of-sequence
+    token.
+
+    Raises:
+        DataError: as for `encode_prompts`.
+    """
+    prompts = encode_prompts(questions, tokenizer, context)
+    end = tokenizer.eos_token_ids[:1]
+    shown: list[Demonstration] = []
+    problems: list[Problem] = []
+    for prompt, question in zip(prompts, questions, strict=True):
+        try:
+            answer = tokenizer.encode(question.demonstration or "", special_tokens=False) + end
+        except DataError as error:
+            problems += (Problem(place_of(question), problem.found, problem.remedy) for problem in error.problems)
+            continue
+        if (length := len(prompt.token_ids) + len(answer)) > context:
+            problems.append(
+                Problem(place_of(question), f"prompt and demonstration of {length} tokens", f"{context} fit")
+            )
+        shown.append(Demonstration(prompt_ids=prompt.token_ids, completion_ids=answer))
+    refuse(problems)
+    return tuple(shown)
+
+
+def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int) -> tuple[Preference, ...]:
+    """Pairs as token ids; a prompt with either of its completions has at most `context`.
+
+    Raises:
+        DataError: as for `encode_prompts`.
+    """
+    shown = [replace(p.question, demonstration=answer) for p in pairs for answer in (p.question.answer, p.rejected)]
+    both = encode_demonstrations(shown, tokenizer, context)
+    return tuple(
+        Preference(chosen.prompt_ids, chosen.completion_ids, rejected.completion_ids)
+        for chosen, rejected in zip(both[::2], both[1::2], strict=True)
+    )
+
+
+def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[int, ...]:
+    messages = question.messages or (question.as_chat if tokenizer.has_chat_template else ())
+    if not messages:
+        return tokenizer.encode(question.text)
+    return tokenizer.encode_chat(messages, **dict(question.template_arguments))
+
+
+def place_of(question: Question) -> str:
+    """FILE:LINE of a question, or its id."""
+    return question.place or f"question {question.id}"
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raises DataError: with the first of the problems and the number of the others, if there are any."""
+    problems = list(dict.fromkeys(problems))  # one file may hold training and held-out questions
+    if len(problems) > _SHOWN:
+        more = Problem("the task", f"{len(problems) - _SHOWN} more questions like these")
+        raise DataError([*problems[:_SHOWN], more])
+    if problems:
+        raise DataError(problems)

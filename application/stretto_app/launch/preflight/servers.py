@@ -1,0 +1,244 @@
+"""Checks of `[engine]` for inference servers of other makes: keys, the interpreter, servers that run already."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from stretto.core.errors import Problem, RecipeError, StrettoError
+from stretto.engine.capabilities import Capabilities
+from stretto.engine.config import EngineConfig
+from stretto.model.hf.inspection import ModelFolder, read_config
+from stretto.model.hf.tokenizer import Tokenizer
+from stretto_app.launch.preflight.base import digest
+from stretto_app.launch.recipe.recipe import Recipe
+from stretto_servers.http import JsonServer
+from stretto_servers.make import Served, on_cpu
+from stretto_servers.makes import capabilities_of, make_of
+
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
+_LARGEST_PORT = 65_535
+_ASK_SECONDS = 30.0  # an interpreter that starts
+_ANSWER_SECONDS = 5.0
+_ITS_OWN = "start it with the policy's own folder"
+_PROBES = 32  # texts whose tokens are compared
+#: Keys of config.json that say nothing of the model's tensors.
+_OF_THE_FILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
+_OF_THE_FILE |= {"bos_token_id", "pad_token_id"}
+_VERSION = """
+import importlib.metadata, sys
+for name in sys.argv[1:]:
+    try:
+        print(importlib.metadata.version(name))
+        break
+    except importlib.metadata.PackageNotFoundError:
+        pass
+"""
+
+
+def check_embedded(config: EngineConfig) -> None:
+    """Raises RecipeError: the settings are of a server, where this process generates with the embedded engine."""
+    found = "and only the runs and evaluations of a recipe have another engine than the embedded one"
+    problems = [Problem(f"engine.{key}", f"is given, {found}", "leave it out") for key in _given(config)]
+    remedy = 'allowed: "native"; vLLM and SGLang are servers themselves'
+    if config.kind != "native":
+        problems.insert(0, Problem("engine.kind", f'"{config.kind}", {found}', remedy))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _given(config: EngineConfig) -> list[str]:
+    return [key for key in ("python", "arguments", "addresses") if getattr(config, key)]
+
+
+def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
+    """Raises RecipeError: with everything in `[engine]` that its kind cannot do, and an interpreter without it, unless
+    it is not to be looked for `here`."""
+    config = recipe.engine
+    if config.kind == "native":
+        remedy = 'only engine.kind = "vllm" or "sglang" has it'
+        problems = [Problem(f"engine.{key}", 'is given, and engine.kind is "native"', remedy) for key in _given(config)]
+    else:
+        make = _make_of(recipe)
+        problems = [*_keys(recipe, make), *(_interpreter(config, make) if here else ())]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _make_of(recipe: Recipe) -> Capabilities:
+    """What the recipe's make can do, from the release on that the recipe needs."""
+    make = capabilities_of(recipe.engine.kind)
+    return replace(make, oldest=max(make.oldest, make.broadcast)) if recipe.weights.medium == "broadcast" else make
+
+
+def _keys(recipe: Recipe, make: Capabilities) -> Iterator[Problem]:
+    config, sampling = recipe.engine, recipe.sampling
+    if config.python is None and not config.addresses and make.packages:
+        remedy = f"name the interpreter of an environment that has {make.needed}, or give engine.addresses"
+        yield Problem("engine.python", f'missing, and engine.kind is "{config.kind}"', remedy)
+    if config.addresses:
+        for key in ("python", "arguments"):
+            if getattr(config, key):
+                found = "is given beside engine.addresses, whose servers run already"
+                yield Problem(f"engine.{key}", found, "give one of both")
+        elsewhere = recipe.cluster.placer != "local" or (recipe.cluster.listen and not recipe.trainer.remote_ranks)
+        if elsewhere:
+            found = "is given, and machines would join with engines of their own ([cluster])"
+            yield Problem("engine.addresses", found, "leave out [cluster], or engine.addresses and give engine.python")
+    yield from _addresses(config)
+    if recipe.weights.medium == "broadcast" and not recipe.cluster.trusted_network:
+        for address in (one for one in config.addresses if not _is_here(one)):
+            found = f"false, and weights go to {address} by a collective, which knows neither key nor encryption"
+            remedy = "true says that nobody else is on their network (docs/weights.md)"
+            yield Problem("cluster.trusted_network", found, remedy)
+    if config.batching == "rounds":
+        found = f'"rounds", and {make.name} does not compute the same completion twice bit for bit'
+        yield Problem("engine.batching", found, '"auto", or engine.kind = "native" for a run that can be repeated')
+    if recipe.trainer.lora is not None:
+        found = f"is given: adapters alone are published then, and {make.name} is given whole models"
+        yield Problem("trainer.lora", found, 'train all parameters, or choose engine.kind = "native"')
+    if not make.filtered_logprobs:
+        for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(sampling, key) != off:
+                found = f"{getattr(sampling, key)}, and the log-probabilities of {make.name} do not follow it"
+                yield Problem(f"sampling.{key}", found, f"{off:g}, or another engine.kind")
+
+
+def _addresses(config: EngineConfig) -> Iterator[Problem]:
+    for address in config.addresses:
+        if not _ADDRESS.fullmatch(address) or not 0 < int(address.rpartition(":")[2]) <= _LARGEST_PORT:
+            yield Problem("engine.addresses", repr(address), 'host:port is needed, as in "127.0.0.1:8000"')
+    if again := [address for address in dict.fromkeys(config.addresses) if config.addresses.count(address) > 1]:
+        yield Problem("engine.addresses", f"{again[0]} is given twice", "each server is one engine")
+    if config.addresses and config.count != len(config.addresses):
+        found = f"{config.count}, and engine.addresses has {len(config.addresses)}"
+        yield Problem("engine.count", found, "leave it out: each address is one engine")
+
+
+def _is_here(address: str) -> bool:
+    """Whether a server is reached by the loopback interface."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _interpreter(config: EngineConfig, make: Capabilities) -> Iterator[Problem]:
+    python = config.python
+    if python is None or config.addresses or not make.packages:
+        return
+    if not (os.path.isfile(python) and os.access(python, os.X_OK)):
+        remedy = f"the interpreter of an environment that has {make.needed}, as in /home/me/{config.kind}/bin/python"
+        yield Problem("engine.python", f"{python} is no program", remedy)
+        return
+    command = [python, "-I", "-c", _VERSION, *make.packages]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Problem("engine.python", f"{python} does not run: {error}", "an interpreter is needed")
+        return
+    found = asked.stdout.strip()
+    if asked.returncode:
+        said = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        yield Problem("engine.python", f"{python} is no working interpreter: {said}", f"it needs {make.needed}")
+    elif not found:
+        remedy = f"install {make.needed} into it: {python} -m pip install '{make.packages[0]}'"
+        yield Problem("engine.python", f"{python} does not have {make.name}", remedy)
+    elif _release(found) < make.oldest:
+        yield Problem("engine.python", f"{python} has {make.name} {found}", f"{make.needed} is needed")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    digits = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, digits[0].split("."))) if digits else ()
+
+
+def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
+    """Raises RecipeError: the server's attention on a processor has no kernel for the model's heads, and it is to run
+    on this machine."""
+    config = recipe.engine
+    if config.kind == "native" or config.addresses or recipe.cluster.placer != "local" or not on_cpu(config):
+        return
+    make = capabilities_of(config.kind)
+    if make.cpu_head_dims and base.head_dim not in make.cpu_head_dims:
+        place = "model.build.head_dim" if recipe.model.build is not None else f"{base.path}: head_dim"
+        allowed = ", ".join(map(str, make.cpu_head_dims))
+        found = f"{base.head_dim}, for which {make.name} has no attention on a processor"
+        raise RecipeError([Problem(place, found, f"allowed: {allowed}")])
+
+
+def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
+    """Ask every server of `engine.addresses` what it serves, and the tokens of some of the prompts.
+
+    Raises:
+        RecipeError: nobody answers, or it is another model's; with every server.
+    """
+    if recipe.engine.addresses:
+        needed = min(base.context_length, max(map(len, prompts)) + recipe.sampling.max_tokens)
+        texts = [tokenizer.decode(prompt) for prompt in prompts[:_PROBES]]
+        probe = {text: list(tokenizer.encode(text)) for text in texts}
+        if problems := asyncio.run(_asked(recipe.engine, _make_of(recipe), base, needed, probe)):
+            raise RecipeError(problems)
+
+
+async def _asked(
+    config: EngineConfig, make: Capabilities, base: ModelFolder, needed: int, probe: dict[str, list[int]]
+) -> list[Problem]:
+    asked = (_ask(config.kind, make, address, base, needed, probe) for address in config.addresses)
+    found = await asyncio.gather(*asked)
+    return [problem for problem in found if problem is not None]
+
+
+async def _ask(
+    kind: str, make: Capabilities, address: str, base: ModelFolder, needed: int, probe: dict[str, list[int]]
+) -> Problem | None:
+    http = JsonServer(f"the server {address}", address, seconds=_ANSWER_SECONDS, token_seconds=_ANSWER_SECONDS)
+    wire = make_of(kind, http, _ANSWER_SECONDS)
+    try:
+        served = await wire.describe()
+        theirs = {text: await _tokens(http, text) for text in probe}
+    except StrettoError as error:
+        return Problem("engine.addresses", str(error), f"a server that runs: {make.needed}")
+    finally:
+        await wire.close()
+    version = served.release.rpartition(" ")[2]
+    if "dev" not in version and _release(version) < make.oldest:  # a build of its sources need not know its number
+        return Problem("engine.addresses", f"{address} is {served.release}", f"{make.needed} is needed")
+    if (different := _difference(served, base)) is not None:
+        return Problem("engine.addresses", f"{address} serves {different}", _ITS_OWN)
+    if served.context_length is not None and served.context_length < needed:
+        found = f"{address} serves {served.model} with a context of {served.context_length} tokens"
+        return Problem("engine.addresses", found, f"prompt and completion need {needed}")
+    if theirs != probe:
+        text = next(text for text in probe if theirs[text] != probe[text])
+        found = f"{address} serves {served.model}, whose tokenizer (digest {digest(*theirs.values())}) makes "
+        found += f"{theirs[text]} of {text!r}; the policy's (digest {digest(*probe.values())}) makes {probe[text]}"
+        return Problem("engine.addresses", found, _ITS_OWN)
+    return None
+
+
+def _difference(served: Served, base: ModelFolder) -> str | None:
+    """What the server's model has otherwise than the policy: by its config, where that is a file of this machine, else
+    by its architecture, where the server says it. Weights of another shape would fail at the first load."""
+    ours, theirs = read_config(base.path), read_config(Path(served.model))
+    if served.architecture is not None:
+        theirs.setdefault("architectures", [served.architecture])
+    keys = sorted((ours.keys() & theirs.keys()) - _OF_THE_FILE)
+    if not (other := [key for key in keys if ours[key] != theirs[key]]):
+        return None
+    digests = [digest(*(f"{key}={config[key]}" for key in keys)) for config in (theirs, ours)]
+    found = ", ".join(f"{key} {theirs[key]} in place of {ours[key]}" for key in other)
+    return f"{served.model} (digest {digests[0]}), which is not the policy {base.path} (digest {digests[1]}): {found}"
+
+
+async def _tokens(http: JsonServer, text: str) -> object:
+    # Without `model`: a server may know its one model by another name than its path.
+    reply = await http.exchange("POST", "/tokenize", {"prompt": text})
+    return reply.get("tokens") if isinstance(reply, dict) else reply

@@ -1,0 +1,70 @@
+"""`stretto study`: from a study file to a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.processes.stopping import until_cut_short
+from stretto.store.files import write_atomically
+from stretto_app.study.conduct import conduct
+from stretto_app.study.definition import load_study
+from stretto_app.study.folder import StudyFolder
+from stretto_app.study.picture import draw
+from stretto_app.study.runner import StudyRunner, TrainProcesses
+from stretto_app.study.summary import StudyResult, summarise, table
+
+SHIPPED = Path(__file__).parent / "shipped"
+
+
+def perform(
+    study: str,
+    out: Path | None,
+    seeds: int | None = None,
+    steps: int | None = None,
+    jobs: int | None = None,
+    runner: Callable[[StudyFolder], StudyRunner] = TrainProcesses,
+) -> tuple[StudyResult, int]:
+    """Do what is left of a study, `jobs` runs at a time, and write its results; with the exit code: 0, 1 if runs have
+    failed, or 128 + the signal that stopped it.
+
+    Raises:
+        UserError: with every mistake of the study, or of its folder.
+        SystemExit: with 130, where a second signal has cut it short; the runs under way have ended.
+    """
+    path = find_study(study)
+    loaded = load_study(path, seeds, steps)
+    with StudyFolder.take(out or Path("studies") / loaded.name, loaded) as folder:
+        _say(f"{len(loaded.cells)} cells, {len(loaded.runs)} runs in {folder.path}")
+        progress = until_cut_short(conduct(loaded, folder, runner(folder), _say, jobs))
+        result = summarise(loaded, progress)
+        write_atomically(folder.results, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+        write_atomically(folder.table, table(result).encode())
+        draw(folder.plot, result)
+        for file in (folder.table, folder.results, folder.plot):
+            _say(f"written to {file}")
+    return result, progress.exit_code
+
+
+def find_study(study: str) -> Path:
+    """A file, or the name of a study that comes with stretto.
+
+    Raises:
+        RecipeError: it is neither.
+    """
+    path = Path(study)
+    if path.suffix == ".toml" or path.exists():
+        return path
+    names = {file.stem: file for file in (SHIPPED).glob("*.toml")}
+    if study not in names:
+        remedy = f"{nearest(study, names)}; or give the file of a study"
+        raise RecipeError([Problem(study, "no study of this name", remedy)])
+    return names[study]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

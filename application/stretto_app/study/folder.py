@@ -1,0 +1,108 @@
+"""The folder of a study, and the lock of the one process that works in it.
+
+study.toml study.json      the study, and the digest by which it is known
+recipes/<digest>.toml      the resolved recipe of each run
+runs/<digest>/             its run folder
+logs/<digest>.txt          what `stretto train` printed
+table.md results.json results.png
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from stretto.core.errors import Problem, RunFolderError
+from stretto.core.records import Record
+from stretto.store import lock
+from stretto.store.files import write_atomically
+from stretto_app.study.definition import PlannedRun, Study
+
+_KNOWN_BY = "study.json"
+
+
+class Identity(Record, frozen=True):
+    """``study.json``. Example: ``Identity(name="staleness", digest="0f3a")``"""
+
+    name: str
+    digest: str
+
+
+class StudyFolder:
+    """The paths of one study. Example: ``with StudyFolder.take(Path("studies/staleness"), study) as folder: ...``"""
+
+    def __init__(self, path: Path, held: int) -> None:
+        self.path, self._lock = path, held
+        self.table, self.results, self.plot = path / "table.md", path / "results.json", path / "results.png"
+
+    @classmethod
+    def take(cls, path: Path, study: Study) -> Self:
+        """A new folder, or that of the same study, to go on in it.
+
+        Raises:
+            RunFolderError: it belongs to another study, holds other files, is in use, or cannot be written.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _refused(path, f"cannot be created: {error.strerror}", "give another folder") from error
+        folder = cls(path, lock.acquire(path))
+        try:
+            folder._recognise(study)
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    def _recognise(self, study: Study) -> None:
+        known_by = self.path / _KNOWN_BY
+        if known_by.exists():
+            try:
+                known = msgspec.json.decode(known_by.read_bytes(), type=Identity)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise _refused(known_by, f"cannot be read: {error}", "give another --out") from error
+            if known.digest != study.digest:
+                found = f"holds the study {known.name!r} with digest {known.digest}, and this one's is {study.digest}"
+                raise _refused(self.path, found, f"compare with {self.path / 'study.toml'}, or give another --out")
+            return
+        strange = sorted(file.name for file in self.path.iterdir() if file.name != lock.NAME)
+        if strange:
+            found = f"is not empty and holds no study ({strange[0]}, ...)"
+            raise _refused(self.path, found, "give an empty or new folder")
+        for inner in ("recipes", "runs", "logs"):
+            (self.path / inner).mkdir()
+        write_atomically(self.path / "study.toml", study.text.encode())
+        write_atomically(known_by, msgspec.json.encode(Identity(study.name, study.digest)))
+
+    def recipe(self, run: PlannedRun) -> Path:
+        """The file of the run's recipe, which is written if it is not there."""
+        path = self.path / "recipes" / f"{run.digest}.toml"
+        if not path.exists():
+            write_atomically(path, run.text.encode())
+        return path
+
+    def run(self, run: PlannedRun) -> Path:
+        return self.path / "runs" / run.digest
+
+    def log(self, run: PlannedRun) -> Path:
+        return self.path / "logs" / f"{run.digest}.txt"
+
+    def close(self) -> None:
+        """Let others in."""
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _refused(path: Path, found: str, remedy: str) -> RunFolderError:
+    return RunFolderError([Problem(str(path), found, remedy)])

@@ -1,0 +1,396 @@
+"""The agent of a machine in a run: it joins, mirrors model and weights, and starts roles by order of the conductor.
+
+    gate ──NewVersion──► agent ──► mirror ──► the machine's shared memory ──► its engines
+    gate ──StartRole───► agent ──► the role's process ──logs, its end──► gate
+
+The lease holds on both sides: an agent that hears nothing for that long ends its roles, since the conductor has given
+them up by then, and joins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from stretto import __version__
+from stretto.core.deadlines import deadline
+from stretto.core.errors import (
+    DeadlineExceeded,
+    HandshakeBroken,
+    HandshakeRefused,
+    MachineLost,
+    Problem,
+    RecipeError,
+    RoleDied,
+    SourceLost,
+    TornPublication,
+    WireError,
+)
+from stretto.core.tasks import NamedTasks, cancel_and_wait, to_the_end
+from stretto.processes.handshake import call
+from stretto.processes.role import RoleProcess
+from stretto.processes.tls import client_context
+from stretto.processes.wire import Wire, connect
+from stretto.weights.folder import release
+from stretto.weights.mirror import Mirror
+from stretto_cluster.address import speaks_tls
+from stretto_cluster.messages import (
+    AGENTS_TLS,
+    LARGEST_WORDS,
+    TO_AGENT,
+    Beat,
+    Dismissed,
+    Echo,
+    Join,
+    KillRole,
+    Leaving,
+    LogText,
+    MachineReady,
+    Mirrored,
+    NewVersion,
+    RoleEnded,
+    RolePlace,
+    RoleStarted,
+    RunTerms,
+    StartRole,
+    StopRole,
+    ToAgent,
+)
+from stretto_cluster.scratch import own_folder, own_memory, sweeper
+
+_HANDSHAKE_SECONDS = 10.0
+_RETRY_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
+_BEAT_SECONDS = 1.0
+_LOG_BYTES = 64 << 10  # of each role, with each heartbeat
+_LEAVE_SECONDS = 30.0
+_REMEMBERED = 16  # round trips, of which the shortest tells the clock
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a machine brings.
+
+    Attributes:
+        address: of the gate.
+        kind: of the roles, "engine" or "rank"; `count`: how many at a time.
+        advertised: the address by which others reach this machine; None: that by which it reaches the gate.
+        tls: folder of certificates, "" for none.
+        patience: seconds to look for the gate, at first and after it was lost.
+        gpu: whether this machine has a GPU.
+        environments: what the role of each place gets beside its orders: which GPUs are its own.
+    """
+
+    address: str
+    token: str
+    kind: str = "engine"
+    count: int = 1
+    advertised: str | None = None
+    tls: str = ""
+    patience: float = 600.0
+    gpu: bool = False
+    environments: tuple[Mapping[str, str], ...] = ()
+
+
+@dataclass
+class _Seat:
+    """A place as the agent keeps it: a port that is bound, so that nobody else gets it, and the role in it."""
+
+    port: socket.socket
+    scratch: Path
+    name: str = ""
+    process: RoleProcess | None = None
+    told: int = 0  # bytes of its log that the conductor has
+
+
+async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Event) -> str:
+    """Join a run, work for it, join again after a loss; returns why the work is over. `leave`, once set, asks the
+    conductor to drain the roles first.
+
+    Raises:
+        HandshakeRefused: the run does not want this machine: another token, run or release.
+        MachineLost: no gate was found for `offer.patience` seconds.
+        RecipeError: an address or a certificate is not what it should be.
+    """
+    join = Join(offer.kind, host=socket.gethostname(), count=offer.count, release=__version__, gpu=offer.gpu)
+    since, told = time.monotonic(), ""
+    while not leave.is_set():
+        problem = ""
+        try:
+            session = await _Session.open(offer, join, say)
+        except (MachineLost, DeadlineExceeded, HandshakeBroken, OSError) as error:
+            problem = str(error)
+        else:
+            join = msgspec.structs.replace(join, run=session.terms.run, served=session.terms.tenure)
+            end = await session.work(leave)
+            if isinstance(end, Dismissed) and not end.again:
+                return end.why
+            lost = end.why if isinstance(end, Dismissed) else end
+            if session.seats:
+                since, told = time.monotonic(), ""
+                say(f"the run was lost: {lost}; its roles were ended here")
+            else:
+                problem = f"{offer.address} was left before this machine was ready: {lost}"
+        if problem and time.monotonic() - since > offer.patience:
+            raise MachineLost(offer.address, f"was not joined in {offer.patience:g} s: {problem}")
+        if problem not in ("", told):
+            say(f"{problem}; asking again for {offer.patience:g} s")
+        told = problem or told
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_RETRY_SECONDS):
+                await leave.wait()
+    return "left"
+
+
+@dataclass
+class _Session:
+    """From a handshake to the end of that connection."""
+
+    offer: Offer
+    terms: RunTerms
+    wire: Wire[ToAgent]
+    say: Callable[[str], None]
+    folder: Path
+    memory: Path  # holds the weights
+    held: tuple[int, int]  # descriptors: while they are open, folder and memory are in use
+    sweeper: subprocess.Popen[bytes]
+    seats: list[_Seat] = field(default_factory=list)  # once the model is here
+    clock_offset: float = 0.0
+    _round_trips: list[tuple[float, float]] = field(default_factory=list)
+    _wanted: int = -1
+    mirror: Mirror | None = None
+    _published: asyncio.Event = field(default_factory=asyncio.Event)
+    _tasks: NamedTasks = field(default_factory=NamedTasks)
+
+    @classmethod
+    async def open(cls, offer: Offer, join: Join, say: Callable[[str], None]) -> _Session:
+        reader, writer = await connect(offer.address, client_context(offer.tls))
+        gate = f"the run at {offer.address}"
+        with contextlib.ExitStack() as undo:
+            undo.callback(writer.transport.abort)
+            ours = msgspec.msgpack.encode(join)
+            try:
+                await call(reader, writer, offer.token, ours, peer=gate, seconds=_HANDSHAKE_SECONDS)
+            except HandshakeBroken:
+                if not offer.tls and await speaks_tls(offer.address):
+                    raise HandshakeRefused(gate, "speaks TLS, and this machine shows no certificate") from None
+                raise
+            wire = Wire(gate, reader, writer, TO_AGENT, LARGEST_WORDS)
+            async with deadline("the agent", f"the terms of {gate}", _HANDSHAKE_SECONDS):
+                terms = await wire.receive()
+            if not isinstance(terms, RunTerms):
+                raise MachineLost(gate, terms.why if isinstance(terms, Dismissed) else "closed the connection")
+            folder, lock = own_folder()
+            undo.callback(os.close, lock)
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            memory, held = own_memory(folder, terms)
+            session = cls(offer, terms, wire, say, folder, memory, (lock, held), sweeper(folder, memory))
+            session._wish(terms.published)  # before any order: a later one is of a newer version
+            undo.pop_all()
+        return session
+
+    async def work(self, leave: asyncio.Event) -> Dismissed | str:
+        """Carry out orders until the connection or the work ends; every role has ended then."""
+        tasks: list[asyncio.Future[object]] = [
+            asyncio.ensure_future(work)
+            for work in (
+                self._orders(),
+                self.wire.watch(self.terms.lease),
+                self._mirror(),
+                self._beats(),
+                self._tasks.watch(),
+                self._leave(leave),
+            )
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            end = done.pop().result()
+            return end if isinstance(end, Dismissed) else str(end)
+        except (WireError, SourceLost, OSError, msgspec.MsgspecError, DeadlineExceeded) as error:
+            return str(error)
+        finally:
+            await cancel_and_wait([*tasks])
+            await to_the_end(self._end())
+
+    async def _end(self) -> None:
+        for seat in self.seats:
+            if seat.process is not None:
+                seat.process.kill()
+        try:
+            await self._tasks.close()
+            for seat in self.seats:
+                if seat.process is not None:
+                    await seat.process.stop(0.0)
+                seat.port.close()
+            await self.wire.close()
+        finally:
+            self.sweeper.communicate()  # nothing else is left to do meanwhile
+            for descriptor in self.held:
+                os.close(descriptor)
+
+    # ── what it mirrors ──────────────────────────────────────────────────────────────────────────
+
+    async def _mirror(self) -> str:
+        """Fetch the model, tell the conductor what is here, and pull every version that is published."""
+        gate_host = self.offer.address.rpartition(":")[0]
+        source = f"{gate_host}:{self.terms.weights_port}"
+        tls = Path(self.offer.tls) if self.offer.tls else None
+        terms = self.terms
+        self.mirror = mirror = Mirror(
+            source, terms.weights_key, terms.mailbox, self.memory, tls, delta=terms.delta, seconds=terms.pull
+        )
+        await mirror.fetch_model(self.folder / "model")
+        self._take_seats()
+        model, memory = str(self.folder / "model"), str(self.memory)
+        places = tuple(RolePlace(address=self._address(seat), scratch=str(seat.scratch)) for seat in self.seats)
+        self.wire.send(MachineReady(places=places, model=model, mailbox_folder=memory))
+        joined = f"joined {terms.run} with {len(places)} {self.offer.kind}(s)"
+        self.say(joined if self.offer.kind == "rank" else f"{joined}, which work as soon as they have its weights")
+        if self.offer.kind == "rank":  # the trainer's own weights: a rank loads no version
+            await asyncio.get_running_loop().create_future()  # until the session ends
+        here, problem = -1, ""
+        while True:
+            await self._published.wait()
+            self._published.clear()
+            if (wanted := self._wanted) == here:
+                continue
+            try:
+                pulled = await mirror.pull(wanted)
+            except (TornPublication, SourceLost, DeadlineExceeded) as error:  # its engines lag until it is here
+                if str(error) != problem:
+                    problem = str(error)
+                    self.say(f"version {wanted} is not here yet: {problem}")
+                await self._look_again()
+                continue
+            except WireError:  # not there any more: the order for a newer one is on its way
+                await self._look_again()
+                continue
+            here = wanted
+            self.wire.send(Mirrored(version=wanted, size=pulled.bytes, seconds=pulled.seconds))
+
+    async def _look_again(self) -> None:
+        """Soon, or as soon as another version is published."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                await self._published.wait()
+        self._published.set()
+
+    def _wish(self, version: int) -> None:
+        if version > self._wanted:
+            self._wanted = version
+            self._published.set()
+
+    def _take_seats(self) -> None:
+        host = self.offer.advertised or self.wire.local_host
+        for number in range(self.offer.count):
+            port = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                port.bind((host, 0))
+            except OSError as error:
+                port.close()
+                remedy = "give an address of this machine"
+                raise RecipeError([Problem(f"--host {host}", error.strerror or str(error), remedy)]) from None
+            scratch = self.folder / f"place-{number}"
+            scratch.mkdir()
+            self.seats.append(_Seat(port, scratch))
+
+    @staticmethod
+    def _address(seat: _Seat) -> str:
+        host, port = seat.port.getsockname()[:2]
+        return f"{host}:{port}"
+
+    # ── orders ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _orders(self) -> Dismissed | str:
+        while (order := await self.wire.receive()) is not None:
+            match order:
+                case Echo(sent, now):
+                    self._tell_the_clock(sent, now)
+                case NewVersion(version):
+                    self._wish(version)
+                case StartRole():
+                    self._tasks.add(f"place {order.place}", self._play(order))
+                case StopRole(place, grace):
+                    self._tasks.add(f"stop {place}", self._stop(place, grace))
+                case KillRole(place):
+                    if (process := self._seat(place).process) is not None:
+                        process.kill()
+                case Dismissed():
+                    return order
+        return "closed its connection"
+
+    def _seat(self, place: int) -> _Seat:
+        if not 0 <= place < len(self.seats):
+            raise WireError(f"an order for place {place}, of {len(self.seats)}")
+        return self.seats[place]
+
+    async def _play(self, order: StartRole) -> None:
+        """One role, from its start to its end."""
+        seat = self._seat(order.place)
+        if seat.process is not None:
+            await seat.process.stop(0.0)
+        self._send_log(seat)
+        log = self.folder / f"{order.name}.txt"
+        seat.name, seat.told = order.name, log.stat().st_size if log.exists() else 0
+        seat.process = process = RoleProcess(order.name, order.module, log, self.terms.hung)
+        own = self.offer.environments[order.place] if self.offer.environments else {}
+        try:
+            await process.start(self._spec(order), order.threads, environment=order.environment | dict(own))
+            self.wire.send(RoleStarted(place=order.place, turn=order.turn))
+            how = await process.ended()
+        except RoleDied as death:
+            how = death.how
+        release(self.terms.mailbox, self.memory, seat.scratch.name)
+        self._send_log(seat)
+        self.wire.send(RoleEnded(place=order.place, turn=order.turn, how=how, killed=process.killed))
+
+    def _spec(self, order: StartRole) -> msgspec.Raw:
+        fields: dict[str, object] = msgspec.json.decode(order.spec)
+        told = {name: self.offer.tls for name, value in fields.items() if value == AGENTS_TLS}
+        return msgspec.Raw(msgspec.json.encode(fields | told))
+
+    async def _stop(self, place: int, grace: float) -> None:
+        if (process := self._seat(place).process) is not None:
+            await process.stop(grace)
+
+    async def _leave(self, leave: asyncio.Event) -> str:
+        await leave.wait()
+        self.wire.send(Leaving(why="its agent was asked to end"))
+        await asyncio.sleep(_LEAVE_SECONDS)
+        return "the conductor has not let it go"
+
+    # ── heartbeats ───────────────────────────────────────────────────────────────────────────────
+
+    async def _beats(self) -> str:
+        while True:
+            moved = self.mirror.moved if self.mirror is not None else 0
+            self.wire.send(Beat(sent=time.monotonic(), clock_offset=self.clock_offset, moved=moved))
+            for seat in self.seats:
+                self._send_log(seat)
+            await asyncio.sleep(min(_BEAT_SECONDS, self.terms.lease / 5))
+
+    def _tell_the_clock(self, sent: float, theirs: float) -> None:
+        """The gate's clock less ours, by the shortest of the last round trips: its middle is off by half of it."""
+        now = time.monotonic()
+        self._round_trips = [*self._round_trips, (now - sent, theirs - (sent + now) / 2)][-_REMEMBERED:]
+        self.clock_offset = min(self._round_trips)[1]
+
+    def _send_log(self, seat: _Seat) -> None:
+        if not seat.name:
+            return
+        with contextlib.suppress(FileNotFoundError), (self.folder / f"{seat.name}.txt").open("rb") as log:
+            log.seek(seat.told)
+            if data := log.read(_LOG_BYTES):
+                seat.told += len(data)
+                self.wire.send(LogText(name=seat.name, text=data.decode(errors="replace")))

@@ -1,0 +1,235 @@
+"""The conductor's gate: where other machines join a run, and commands reach it.
+
+    agent ──handshake: token, release, run─► gate ─RunTerms─► agent ─MachineReady─► JoinedMachine ─► its roles start
+    stretto scale ──────handshake──────────► gate ──Answer──►
+    another conductor ──handshake──────────► gate ──Tenure──►
+
+A caller without the token is told that it is wrong, and nothing else; one of another run or release is told which. A
+crowd of strangers costs a bounded number of connections: the newest takes the place of the one that has said nothing
+for longest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from stretto import __version__
+from stretto.core.errors import DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError
+from stretto.core.frames import frame
+from stretto.core.tasks import cancel_and_wait, first_of
+from stretto.processes.tls import server_context
+from stretto.processes.wire import Reception, Wire
+from stretto_cluster.address import bound
+from stretto_cluster.machine import JoinedMachine
+from stretto_cluster.messages import (
+    FROM_AGENT,
+    FROM_CALLER,
+    LARGEST_WORDS,
+    Answer,
+    Dismissed,
+    FromAgent,
+    Join,
+    Look,
+    RunTerms,
+    Scale,
+    Tenure,
+)
+
+_LEAVE_SECONDS = 5.0
+_BACKLOG = 4096
+_MOST_PLACES = 1024  # of one machine
+_QUIET_SECONDS = 10.0  # between two sentences about callers that were turned away
+
+
+@dataclass(frozen=True)
+class Doors:
+    """What the run does with callers.
+
+    Attributes:
+        terms: those of the run, now.
+        joined: takes a machine whose model is there.
+        scale: carries out `stretto scale`; its sentence, or a StrettoError.
+        say: takes a sentence for the log.
+        logs: the folder for the logs of roles on other machines.
+        refuses: why a machine may not join; "" if it may.
+        superseded: a newer conductor of the run is there: takes its epoch, and its address or "".
+    """
+
+    terms: Callable[[], RunTerms]
+    joined: Callable[[JoinedMachine], None]
+    scale: Callable[[int], Awaitable[str]]
+    say: Callable[[str], None]
+    logs: Path
+    superseded: Callable[[int, str], None]
+    refuses: Callable[[Join], str] = lambda join: ""
+
+
+class Gate:
+    """See the module."""
+
+    def __init__(self, run: str, token: str, doors: Doors) -> None:
+        self._run, self._token, self._doors = run, token, doors
+        self._servers: list[asyncio.Server] = []
+        self._callers: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count(1)
+        self._unsaid, self._quiet_until = 0, 0.0
+        self.machines: dict[str, JoinedMachine] = {}
+
+    async def open(self, listen: str, tls: str = "") -> str:
+        """Listen at ``host:port`` or ``unix:/path``, as often as wanted; returns the address, with its port.
+
+        Raises:
+            RecipeError: the address cannot be had.
+        """
+        if listen.startswith("unix:"):
+            greet = self._greeting(None)
+            self._servers.append(await asyncio.start_unix_server(greet, listen.removeprefix("unix:")))
+            return listen
+        greet, reserved = self._greeting(server_context(tls)), bound(listen)
+        self._servers.append(await asyncio.start_server(greet, sock=reserved, backlog=_BACKLOG))
+        return f"{listen.rpartition(':')[0] or '0.0.0.0'}:{reserved.getsockname()[1]}"
+
+    def publish(self, version: int) -> None:
+        """Tell every machine that a version can be pulled."""
+        for machine in self.machines.values():
+            machine.publish(version)
+
+    async def close(self, why: str, again: bool = False) -> None:
+        """Dismiss every machine, and take no more callers; `again`: the run may go on later."""
+        for server in self._servers:
+            server.close()
+        for machine in self.machines.values():
+            machine.dismiss(why, again)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                while self.machines:
+                    await asyncio.wait([machine.lost for machine in self.machines.values()])
+                    await asyncio.sleep(0)
+        await cancel_and_wait([*self._callers])
+
+    # ── callers ──────────────────────────────────────────────────────────────────────────────────
+
+    def _greeting(self, context: ssl.SSLContext | None) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], None]:
+        reception = Reception(self._token, context)
+
+        def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            reception.comes(writer)
+            task = asyncio.create_task(self._serve(reader, writer, reception))
+            self._callers.add(task)
+            task.add_done_callback(self._callers.discard)
+
+        return greet
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reception: Reception) -> None:
+        name = writer.get_extra_info("peername")
+        peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a command"
+        try:
+            said = await reception.admit(reader, writer, self._run.encode(), self._why_not, peer)
+            match FROM_CALLER.decode(said):
+                case Join() as join:
+                    wire: Wire[FromAgent] = Wire(f"{join.host} ({peer})", reader, writer, FROM_AGENT, LARGEST_WORDS)
+                    await self._host(join, wire)
+                case Scale(engines):
+                    await self._scale(engines, writer)
+                case Look(_, tenure, address):
+                    self._gives_way(tenure, address)
+                    writer.write(frame(self._doors.terms().tenure))
+                    await _flushed(writer)
+        except (HandshakeBroken, DeadlineExceeded, OSError):
+            return  # a port scanner, say; it has said nothing
+        except HandshakeRefused as refused:
+            self._turned_away(refused)
+            await _flushed(writer)
+        finally:
+            writer.transport.abort()
+
+    def _turned_away(self, refused: HandshakeRefused) -> None:
+        """Say it, but not as often as a stranger likes."""
+        self._unsaid += 1
+        if (now := time.monotonic()) >= self._quiet_until:
+            more = f", and {self._unsaid - 1} callers before it" if self._unsaid > 1 else ""
+            self._unsaid, self._quiet_until = 0, now + _QUIET_SECONDS
+            self._doors.say(f"turned away at the gate: {refused}{more}")
+
+    def _why_not(self, introduction: bytes) -> str:
+        try:
+            caller = FROM_CALLER.decode(introduction)
+        except msgspec.MsgspecError as error:
+            return f"the introduction cannot be read: {error}"
+        if isinstance(caller, Look):
+            return "" if caller.run == self._run else f"this is run {self._run}"
+        if caller.release != __version__:
+            return (
+                f"you have stretto {caller.release}, and the run has {__version__}: install the same on every machine"
+            )
+        if isinstance(caller, Join):
+            if caller.run not in ("", self._run):
+                return f"you have joined run {caller.run} before, and this is run {self._run}: start a new agent for it"
+            if not 0 < caller.count <= _MOST_PLACES:
+                return f"a machine has 1 to {_MOST_PLACES} places, not {caller.count}"
+            return self._doors.refuses(caller)
+        return ""
+
+    # ── those who are admitted ───────────────────────────────────────────────────────────────────
+
+    def _gives_way(self, other: Tenure | None, address: str = "") -> bool:
+        """Whether a caller is, or has served, a newer conductor of the run; this one ends then."""
+        if other is None or other <= self._doors.terms().tenure:
+            return False
+        self._doors.superseded(other.epoch, address)
+        return True
+
+    async def _host(self, join: Join, wire: Wire[FromAgent]) -> None:
+        if self._gives_way(join.served):
+            wire.send(Dismissed(why="is an older conductor than the one that this machine has served", again=True))
+            await wire.close()
+            return
+        name = f"{join.host}-{next(self._numbers)}"
+        machine = JoinedMachine(name, join, wire, self._doors.logs)
+        terms = self._doors.terms()
+        wire.send(terms)
+        self.machines[name] = machine
+        prepared = asyncio.create_task(self._introduce(machine))
+        try:
+            await machine.serve(terms.lease)
+        finally:
+            await cancel_and_wait([prepared])
+            del self.machines[name]
+            machine.is_lost("was cut off")
+
+    async def _introduce(self, machine: JoinedMachine) -> None:
+        """Hand a machine over once its model is there; the lease bounds the wait for one that has gone."""
+        await first_of(machine.prepared, machine.leaving)
+        if not machine.prepared.done():
+            machine.dismiss(machine.leaving.result())
+            return
+        try:
+            self._doors.joined(machine)
+        except (StrettoError, ValueError, OSError) as error:  # its words make no engine
+            self._doors.say(f"{machine.name} cannot be used: {error}")
+            machine.dismiss(str(error))
+
+    async def _scale(self, engines: int, writer: asyncio.StreamWriter) -> None:
+        try:
+            answer = Answer(text=await self._doors.scale(engines))
+        except StrettoError as refused:
+            answer = Answer(text=str(refused), done=False)
+        writer.write(frame(answer))
+        await _flushed(writer)
+
+
+async def _flushed(writer: asyncio.StreamWriter) -> None:
+    """Return when the caller has been sent everything, or does not take it."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(1.0):
+            writer.close()
+            await writer.wait_closed()

@@ -1,0 +1,167 @@
+"""An engine on a machine that has joined the run."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from stretto.core.canary import Ask, Loaded
+from stretto.core.engine import EngineHealth
+from stretto.core.errors import (
+    DeadlineExceeded,
+    EngineLeft,
+    EngineLied,
+    EngineLost,
+    MachineLost,
+    RefusedRequest,
+    WireError,
+)
+from stretto.core.records import Completion, GenerateRequest, Partials, Segment
+from stretto.engine.http.client import HttpEngine
+from stretto.engine.spec import ENGINE_KEY, EngineSpec
+from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.handle import EngineHandle
+from stretto.loop.engines.proving import Proving
+from stretto.processes.supervisor import RestartBudget
+from stretto_cluster.machine import SILENT_SECONDS, JoinedMachine
+
+_NEWS_SECONDS = 0.5
+
+
+class GuestEngine(HttpEngine):
+    """The client of an engine on another machine: a version is transferred there before the engine pauses for it."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        machine: JoinedMachine,
+        deadlines: DeadlinesConfig,
+        key: str,
+        context: ssl.SSLContext | None,
+        newest: Callable[[], int],
+    ) -> None:
+        """`newest` is the newest published version: no engine can have a newer one."""
+        super().__init__(
+            spec.name,
+            spec.address,
+            answer_seconds=deadlines.answer,
+            load_seconds=deadlines.load,
+            health_seconds=deadlines.answer,
+            key=key,
+            context=context,
+        )
+        self._machine, self._newest = machine, newest
+        self._pull_seconds, self._pulls = deadlines.longest_pull, False
+
+    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        """As `HttpEngine.generate`; an engine that does not answer is lost to the run, and does not end it.
+
+        Raises:
+            EngineLied: what it sent cannot be true.
+            EngineLeft: its machine is what was lost, or has fallen silent.
+        """
+        asked = {request.id: request for request in requests}
+        try:
+            async for completion in super().generate(*requests):
+                self._check(completion, asked.get(completion.request))
+                yield completion
+        except (RefusedRequest, EngineLied):
+            raise
+        except (EngineLost, DeadlineExceeded, WireError) as loss:
+            how = loss.how if isinstance(loss, EngineLost) else str(loss)
+            raise (EngineLeft if await self._machine_is_gone() else EngineLost)(self.name, how) from None
+
+    def _check(self, completion: Completion, request: GenerateRequest | None) -> None:
+        """Raises EngineLied: it is not what was asked for, or no engine of ours could have sampled it."""
+        if request is None or not 0 <= completion.member < len(request.seeds):
+            raise EngineLied(self.name, f"sent a completion of {completion.request!r} that it was not asked for")
+        prefix = request.prefixes[completion.member] if request.prefixes else Segment()
+        if completion.token_ids[: len(prefix.token_ids)] != prefix.token_ids:
+            how = f"sent a completion of {completion.request!r} that does not go on with its tokens"
+            raise EngineLied(self.name, how)
+        try:
+            self._check_segment(completion.segment, completion.request)
+        except WireError as lie:
+            raise EngineLied(self.name, str(lie)) from None
+
+    def _check_segment(self, segment: Segment, request: str) -> None:
+        if not len(segment.token_ids) == len(segment.behavior_logprobs) == len(segment.versions):
+            raise WireError(f"sent tokens of {request!r} without a log-probability and a version for each")
+        stamps = segment.versions
+        if list(stamps) != sorted(stamps):
+            raise WireError(f"sent tokens of {request!r} whose versions fall")
+        if stamps and not 0 <= stamps[0] <= stamps[-1] <= self._newest():
+            raise WireError(f"sent tokens of {request!r} with versions that are not published")
+
+    def _published(self, version: int) -> int:
+        if version > self._newest():
+            raise WireError(f"{self.name} says that it has version {version}, and the newest is {self._newest()}")
+        return version
+
+    async def health(self) -> EngineHealth:
+        """As `HttpEngine.health`.
+
+        Raises:
+            WireError: it has a version that is not published.
+        """
+        health = await super().health()
+        self._published(health.version)
+        return health
+
+    async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
+        """As `HttpEngine.partials`; what was not asked for is a WireError."""
+        found = await super().partials(known)
+        for request, pieces in found.items():
+            if any(member not in range(len(known.get(request, ()))) for member in pieces):
+                raise WireError(f"{self.name} sent tokens of {request!r} that it was not asked for")
+            for piece in pieces.values():
+                self._check_segment(piece, request)
+        return found
+
+    async def _machine_is_gone(self) -> bool:
+        """When a machine goes, the connections to its engines may break before the one to its agent."""
+        if self._machine.silence > SILENT_SECONDS:
+            return True
+        await asyncio.wait([self._machine.lost], timeout=_NEWS_SECONDS)
+        return self._machine.lost.done()
+
+    async def update(self, version: int, ask: Ask | None = None) -> Loaded:
+        """As `HttpEngine.update`; the machine may have pulled a newer version by then, which is loaded instead. A pull
+        may take as long as its machine's mirror allows: one that takes too long makes the engine lag."""
+        try:
+            self._pulls = True
+            version = await self._machine.until_mirrored(version, self._pull_seconds)
+            self._pulls = False
+            loaded = await super().update(version, ask)
+            self._published(loaded.version)
+            return loaded
+        except (MachineLost, DeadlineExceeded) as loss:
+            raise EngineLost(self.name, str(loss)) from None
+
+    async def moved(self) -> object:
+        """As `HttpEngine.moved`; before that the bytes that have come to its machine."""
+        waits = self._pulls or self._machine.mirrored < 0
+        return self._machine.moved if waits else await super().moved()
+
+
+def guest(
+    spec: EngineSpec,
+    place: int,
+    machine: JoinedMachine,
+    role: str,
+    deadlines: DeadlinesConfig,
+    changed: Callable[[EngineHandle], None],
+    proving: Proving,
+    load_interval: float,
+    context: ssl.SSLContext | None,
+    newest: Callable[[], int],
+) -> EngineHandle:
+    """The engine in a place of a machine, not started yet; `role` is the module of its process, `newest` as for
+    `GuestEngine`."""
+    key = secrets.token_hex(32)
+    process = machine.role(place, spec.name, role, {ENGINE_KEY: key})
+    client = GuestEngine(spec, machine, deadlines, key, context, newest)
+    restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
+    return EngineHandle(spec, process, client, deadlines, restarts, changed, proving, load_interval, machine.host)

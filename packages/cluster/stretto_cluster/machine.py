@@ -1,0 +1,276 @@
+"""A machine that has joined, as the conductor sees it: its agent, its places, and the roles in them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.deadlines import deadline, standstill
+from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied, WireError
+from stretto.core.events import Span
+from stretto.core.tasks import first_of
+from stretto.processes.wire import Wire
+from stretto_cluster.messages import (
+    Beat,
+    Dismissed,
+    Echo,
+    FromAgent,
+    Join,
+    KillRole,
+    Leaving,
+    LogText,
+    MachineReady,
+    Mirrored,
+    NewVersion,
+    RoleEnded,
+    RolePlace,
+    RoleStarted,
+    StartRole,
+    StopRole,
+)
+
+SILENT_SECONDS = 4.0  #: several heartbeats
+_START_SECONDS = 30.0
+_END_SECONDS = 10.0
+_MOST_LOG = 64 << 20  # bytes of a role's log: a machine cannot fill our disk
+
+
+class JoinedMachine:
+    """See the module. `lost` holds how it was lost, or why it left."""
+
+    def __init__(self, name: str, join: Join, wire: Wire[FromAgent], folder: Path) -> None:
+        """`folder` takes the logs of its roles."""
+        self.name, self.kind, self.host = name, join.kind, join.host
+        self.clock_offset = 0.0
+        self.mirrored = -1
+        self.moved = 0  # bytes that its mirror has taken
+        self.dismissed = False
+        self.spans: list[Span] = []  # of its mirror, since they were taken
+        self.places: tuple[RolePlace, ...] = ()
+        self.model = self.mailbox_folder = ""
+        loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[str] = loop.create_future()
+        self.prepared: asyncio.Future[None] = loop.create_future()
+        self.leaving: asyncio.Future[str] = loop.create_future()
+        self._count, self._heard = join.count, time.monotonic()
+        self._wire, self._folder = wire, folder
+        self._arrived = asyncio.Event()
+        self._roles: dict[int, RemoteProcess] = {}
+
+    async def serve(self, lease: float) -> str:
+        """Take its messages until it is lost; returns how."""
+        reading = asyncio.ensure_future(self._read())
+        silent = asyncio.ensure_future(self._wire.watch(lease))
+        try:
+            done, _ = await asyncio.wait([reading, silent], return_when=asyncio.FIRST_COMPLETED)
+            how = done.pop().result()
+        finally:
+            reading.cancel()
+            silent.cancel()
+            self._wire.cut()
+        self.is_lost(how)
+        return how
+
+    def is_lost(self, how: str) -> None:
+        """It has gone, or counts as gone."""
+        if not self.lost.done():
+            self.lost.set_result(how)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since it was heard of."""
+        return time.monotonic() - self._heard
+
+    async def _read(self) -> str:
+        try:
+            while (message := await self._wire.receive()) is not None:
+                self._heard = time.monotonic()
+                self._take(message)
+        except (WireError, msgspec.MsgspecError) as error:
+            return f"sent what no agent sends ({error})"
+        return "closed its connection"
+
+    def _take(self, message: FromAgent) -> None:
+        match message:
+            case Beat(sent, clock_offset, moved):
+                self.clock_offset, self.moved = clock_offset, moved
+                self._wire.send(Echo(sent=sent, now=time.monotonic()))
+            case MachineReady(places, model, mailbox_folder):
+                if self.prepared.done() or len(places) != self._count:
+                    raise WireError(f"{len(places)} places; it has offered {self._count}, once")
+                self.places, self.model, self.mailbox_folder = places, model, mailbox_folder
+                self.prepared.set_result(None)
+            case Mirrored(version):
+                now = time.monotonic()
+                start = now - message.seconds
+                self.spans.append(Span(self.name, "pull", start=start, end=now, version=version, bytes=message.size))
+                self.mirrored = version
+                self._arrived.set()
+            case RoleStarted(place, turn):
+                self._role(place).has_started(turn)
+            case RoleEnded(place):
+                self._role(place).has_ended(message)
+            case LogText(name, text):
+                self._append(name, text)
+            case Leaving(why):
+                if not self.leaving.done():
+                    self.leaving.set_result(why)
+
+    def _role(self, place: int) -> RemoteProcess:
+        if place not in self._roles:
+            raise WireError(f"place {place}, in which nothing was started")
+        return self._roles[place]
+
+    def _append(self, name: str, text: str) -> None:
+        logs = {role.name: role.log for role in self._roles.values()}
+        if name not in logs:
+            raise WireError(f"the log of {name!r}, which it does not run")
+        with contextlib.suppress(OSError), logs[name].open("a", encoding="utf-8", errors="replace") as log:
+            if log.tell() < _MOST_LOG:
+                log.write(text)  # a disk that is full, which the ledger names, is no reason to lose a machine
+                if log.tell() >= _MOST_LOG:
+                    log.write(f"\n(its machine has more of this log: {_MOST_LOG:,} bytes are kept here)\n")
+
+    def publish(self, version: int) -> None:
+        """A version can be pulled."""
+        self._wire.send(NewVersion(version=version))
+
+    async def until_mirrored(self, version: int, seconds: float) -> int:
+        """Return when its mailbox has `version` or a newer one: the newest that it has.
+
+        Raises:
+            MachineLost: it was lost.
+            DeadlineExceeded: nothing of it came for `seconds`.
+        """
+        async with standstill("conductor", f"{self.name} to pull version {version}", seconds, self._so_far):
+            while self.mirrored < version:
+                self._arrived.clear()
+                arrived = asyncio.ensure_future(self._arrived.wait())
+                try:
+                    await first_of(arrived, self.lost)
+                finally:
+                    arrived.cancel()
+                if self.lost.done():
+                    raise MachineLost(self.name, self.lost.result())
+        return self.mirrored
+
+    async def _so_far(self) -> int:
+        return self.moved
+
+    @property
+    def stays(self) -> bool:
+        """Whether roles can still be started there."""
+        return not (self.lost.done() or self.leaving.done() or self.dismissed)
+
+    def role(self, place: int, name: str, module: str, environment: Mapping[str, str]) -> RemoteProcess:
+        """The process of a role in one of its places."""
+        process = RemoteProcess(self, place, name, module, self._folder / f"{name}.txt", environment)
+        self._roles[place] = process
+        process.log.touch()
+        return process
+
+    def send(self, order: StartRole | StopRole | KillRole) -> None:
+        self._wire.send(order)
+
+    def dismiss(self, why: str, again: bool = False) -> None:
+        """Tell it that its work is over: it ends, or comes back."""
+        self.dismissed = True
+        self._wire.send(Dismissed(why=why, again=again))
+
+
+class RemoteProcess:
+    """A role's process on another machine, as `processes.role.RoleProcess` is one on this machine."""
+
+    def __init__(
+        self, machine: JoinedMachine, place: int, name: str, module: str, log: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.name, self.log = name, log
+        self._machine, self._place, self._module, self._environment = machine, place, module, dict(environment)
+        self._started: asyncio.Future[None] | None = None
+        self._end: asyncio.Future[RoleEnded] | None = None
+        self._turn = 0
+
+    @property
+    def clock_offset(self) -> float:
+        """Seconds from its clock to ours."""
+        return self._machine.clock_offset
+
+    @property
+    def running(self) -> bool:
+        return self._end is not None and not self._end.done() and not self._machine.lost.done()
+
+    @property
+    def killed(self) -> bool:
+        """Whether a signal ended it."""
+        return self._end is not None and self._end.done() and self._end.result().killed
+
+    async def start(self, spec: msgspec.Struct, threads: int) -> None:
+        """Start it; as `RoleProcess.start`.
+
+        Raises:
+            RoleDied: its machine cannot start it.
+            MachineLost: the machine is lost.
+        """
+        if self._machine.lost.done():
+            raise MachineLost(self._machine.name, self._machine.lost.result())
+        loop = asyncio.get_running_loop()
+        started, self._end = loop.create_future(), loop.create_future()
+        self._started = started
+        self._turn += 1
+        order = StartRole(
+            place=self._place,
+            turn=self._turn,
+            name=self.name,
+            module=self._module,
+            spec=msgspec.json.encode(spec),
+            threads=threads,
+            environment=self._environment,
+        )
+        self._machine.send(order)
+        async with deadline("conductor", f"{self._machine.name} to start {self.name}", _START_SECONDS):
+            await first_of(started, self._end, self._machine.lost)
+        if not started.done():
+            raise RoleDied(self.name, f"cannot be started: {await self.ended()}", str(self.log))
+
+    def has_started(self, turn: int) -> None:
+        """Its agent says so."""
+        if turn == self._turn and self._started is not None and not self._started.done():
+            self._started.set_result(None)
+
+    def has_ended(self, end: RoleEnded) -> None:
+        """Its agent says so."""
+        if end.turn == self._turn and self._end is not None and not self._end.done():
+            self._end.set_result(end)
+
+    async def ended(self) -> str:
+        """Wait until it ends, and say how. Without a deadline, as `RoleProcess.ended`.
+
+        Raises:
+            MachineLost: the machine is lost, and it with it.
+        """
+        assert self._end is not None, "start() comes first"
+        await first_of(self._end, self._machine.lost)
+        if not self._end.done():
+            raise MachineLost(self._machine.name, self._machine.lost.result())
+        return self._end.result().how
+
+    async def stop(self, grace: float) -> None:
+        """SIGTERM, then SIGKILL after `grace` seconds; returns when it is gone, or its machine is lost."""
+        if self.running:
+            self._machine.send(StopRole(place=self._place, grace=grace))
+            try:
+                async with deadline("conductor", f"{self.name} to end", grace + _END_SECONDS):
+                    await self.ended()
+            except (MachineLost, DeadlineExceeded):
+                return  # its agent, which has not replied, ends it when the lease is over
+
+    def kill(self) -> None:
+        """SIGKILL. Not while its machine is silent: the order would kill it when a partition has healed; the lease ends
+        what does not heal."""
+        if self.running and self._machine.silence < SILENT_SECONDS:
+            self._machine.send(KillRole(place=self._place))

@@ -1,0 +1,97 @@
+"""What the conductor and the placer of a Ray cluster (`cluster.ray_placer`) say to each other; without Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import msgspec
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.core.records import Record
+from stretto.processes.run_role import Failed
+
+RAY_PLACER = "stretto_cluster.ray_placer"
+NO_RAY = Problem(
+    "cluster.placer = 'ray'",
+    "Ray is not installed",
+    "pip install 'stretto[ray]' in this environment, and in that of every node of the cluster",
+)
+
+START_RAY = "ray start --head on one machine, ray start --address=HOST:PORT on the others; or --ray local"
+
+
+def has_ray() -> bool:
+    """Whether Ray is installed here; it is not imported, which takes seconds."""
+    try:
+        return importlib.util.find_spec("ray") is not None
+    except (ImportError, ValueError):  # something keeps it from being found
+        return False
+
+
+class RayPlacerSpec(Record, frozen=True):
+    """The spec of the placer.
+
+    `address` is that of the Ray cluster, "auto" for the one that runs, "local" for a new one on this machine. `join`
+    are the words of an agent's command line; the token is in the environment. `cpus` and `gpus` are those of one engine
+    or rank. `seconds`: how long the cluster may take to find room.
+    """
+
+    run: str
+    address: str
+    join: tuple[str, ...]
+    cpus: int
+    gpus: int
+    seconds: float
+    descriptor: int = -1
+
+
+class PlaceAgents(Record, frozen=True, tag=True):
+    """Place `engines` agents for engines, spread over the nodes, and agents for ranks, packed; the reply is
+    `AgentsPlaced`. A reply has the `number` of its order: one that comes too late is not taken for that to the next."""
+
+    engines: int
+    ranks: int = 0
+    number: int = 0
+
+
+class AgentsPlaced(Record, frozen=True, tag=True):
+    """The nodes of the agents, in no order."""
+
+    nodes: tuple[str, ...]
+    number: int = 0
+
+
+class NotPlaced(Record, frozen=True, tag=True):
+    """The order cannot be carried out; the placer goes on with the agents that it has. `exit_code` is that of the
+    error: 2 where the cluster lacks what was ordered, else Ray has failed."""
+
+    problem: str
+    exit_code: int
+    number: int = 0
+
+
+FromPlacer = AgentsPlaced | NotPlaced | Failed
+FROM_PLACER: msgspec.msgpack.Decoder[FromPlacer] = msgspec.msgpack.Decoder(FromPlacer)
+TO_PLACER: msgspec.msgpack.Decoder[PlaceAgents] = msgspec.msgpack.Decoder(PlaceAgents)
+
+
+def look(spec: RayPlacerSpec, wanted: PlaceAgents, seconds: float) -> None:
+    """Ask in a process of its own whether the cluster is there, and could ever have these agents; none is placed.
+
+    Raises:
+        RecipeError: it is not, or could not, or has not said it within `seconds`.
+    """
+    words = [sys.executable, "-m", RAY_PLACER, *(msgspec.json.encode(told).decode() for told in (spec, wanted))]
+    try:
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        found = f"no Ray cluster has answered within {seconds:g} s"
+    else:
+        if asked.returncode == RecipeError.exit_code:
+            raise RecipeError(msgspec.json.decode(asked.stdout.splitlines()[-1], type=list[Problem]))
+        if not asked.returncode:
+            return
+        found = (asked.stderr.strip().splitlines() or [f"Ray ended with exit code {asked.returncode}"])[-1]
+    raise RecipeError([Problem(f"cluster.ray: {spec.address!r}", found, START_RAY)])

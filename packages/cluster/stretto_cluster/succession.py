@@ -1,0 +1,147 @@
+"""One conductor for each run, though its folder was copied.
+
+A run folder has a lock, and a copy has one of its own. But both have the run's name and token, and the address at
+which its last conductor was: a resume of a copy looks there first, and later tells a conductor that comes back.
+The newer one stays. Machines carry the word too: each remembers the newest conductor that it has served
+(`cluster.messages.Join`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import (
+    DeadlineExceeded,
+    HandshakeBroken,
+    HandshakeRefused,
+    MachineLost,
+    Problem,
+    RecipeError,
+    RunFolderError,
+    StrettoError,
+    WireError,
+)
+from stretto.processes.handshake import call
+from stretto.processes.tls import client_context
+from stretto.processes.wire import Wire, connect
+from stretto_cluster.join_file import JOIN, JoinFile, read_join_file
+from stretto_cluster.messages import TENURE, Look, Tenure
+
+UNIX = "unix:"  #: begins an address on this machine
+_SECONDS = 5.0
+_PAUSE_SECONDS = 5.0
+_SEARCH_SECONDS = 24 * 3600.0  # a network that is cut for longer is a run of its own
+
+
+class RunSuperseded(StrettoError):
+    """A newer conductor goes on with the run, from a copy of its folder: this one ends, so that there is one.
+
+    `epoch` and `address` are those of the newer one; an address is not always known ("").
+    """
+
+    def __init__(self, run: str, epoch: int, address: str) -> None:
+        self.run, self.epoch, self.address = run, epoch, address
+        super().__init__(run, epoch, address)
+
+    def __str__(self) -> str:
+        where = f" at {self.address}" if self.address else ""
+        return (
+            f"a newer conductor goes on with run {self.run}{where} (epoch {self.epoch}), from a copy of its folder: "
+            "this one ends"
+        )
+
+
+def next_tenure(before: Tenure | None) -> Tenure:
+    """That of a conductor that begins where `before` was the last one."""
+    return Tenure(epoch=1 if before is None else before.epoch + 1, conductor=secrets.token_hex(8))
+
+
+async def assert_alone(folder: Path, tls: str) -> None:
+    """Look where the run's conductors have been; `tls` is the folder of certificates, "" for none.
+
+    Raises:
+        RunFolderError: one of them is alive, and has another folder: this one is a copy. Or a newer one has gone on
+            with a copy of this folder, wherever it is now.
+    """
+    try:
+        known = read_join_file(folder)
+    except RecipeError:  # it was killed before it had a gate
+        return
+    places = [address for address in (known.control, known.address, *known.before) if address]
+    lives = await asyncio.gather(*(_lives(known, address, tls) for address in places))
+    own_run = f"remove {JOIN} from this one, which is then a run of its own"
+    if living := [address for address, alive in zip(places, lives, strict=True) if alive]:
+        where = "on this machine" if living[0].startswith(UNIX) else f"at {living[0]}"
+        found = f"is a copy of the folder of run {known.run}, whose conductor lives {where}"
+        raise RunFolderError([Problem(str(folder), found, f"stop that one first; or {own_run}")])
+    if known.superseded:
+        found = f"a newer conductor (epoch {known.superseded}) has gone on with run {known.run}, from a copy of it"
+        raise RunFolderError([Problem(str(folder), found, f"go on with that copy; or {own_run}")])
+
+
+async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str, seconds: float = _SEARCH_SECONDS) -> str:
+    """Tell the conductor at `before` that a newer one goes on with the run; what has come of it, "" where there is
+    nobody to tell. It may come back when a network has healed, so it is looked for `seconds` long.
+
+    Raises:
+        RunSuperseded: it is the newer one.
+        DeadlineExceeded: it was not found.
+    """
+    look, end = Look(known.run, tenure, known.address or known.control), time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            theirs = await _asked(known, before, tls, look)
+        except MachineLost:
+            if before.startswith(UNIX):  # on this machine: a process that is stopped would still have its socket
+                return ""
+            theirs = None
+        except HandshakeRefused as other:
+            return f"nobody at {before} can be told that this conductor has the run now: {other}"
+        if theirs is not None:
+            if theirs > tenure:
+                raise RunSuperseded(known.run, theirs.epoch, before)
+            told = f"the conductor at {before}, which went on with another copy of this run, was told to end"
+            return told if theirs < tenure else ""  # it is this one, at another of its addresses
+        await asyncio.sleep(min(_PAUSE_SECONDS, seconds))
+    raise DeadlineExceeded("the conductor", f"the one at {before}, to tell it that the run is here now", seconds)
+
+
+async def _lives(known: JoinFile, address: str, tls: str) -> bool:
+    """Whether a conductor of the run replies at the address."""
+    try:
+        return await _asked(known, address, tls, Look(known.run)) is not None
+    except (MachineLost, HandshakeRefused):
+        return False
+
+
+async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure | None:
+    """The tenure of the run's conductor at `address`; None where it does not reply, or is about to end.
+
+    Raises:
+        MachineLost: nobody listens there.
+        HandshakeRefused: the listener has another run, another token or another language.
+    """
+    try:
+        reader, writer = await connect(address, None if address.startswith(UNIX) else client_context(tls))
+    except DeadlineExceeded:
+        return None
+    wire: Wire[Tenure] = Wire(address, reader, writer, TENURE)
+    try:
+        said = msgspec.msgpack.encode(look)
+        await call(reader, writer, known.token, said, peer=address, seconds=_SECONDS)
+        async with deadline("the conductor", f"a word of the one at {address}", _SECONDS):
+            return await wire.receive()
+    except (HandshakeBroken, DeadlineExceeded):
+        return None
+    except HandshakeRefused:
+        raise
+    except (WireError, msgspec.MsgspecError) as error:
+        raise HandshakeRefused(address, f"speaks another language: {error}") from None
+    finally:
+        wire.cut()

@@ -1,0 +1,248 @@
+"""Calls of tools as models write them, and back; the reasoning before an answer.
+
+    hermes    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      Qwen, Hermes, ChatML
+    llama     {"name": "add", "parameters": {"a": 1}}; {...}                     Llama 3, with or without <|python_tag|>
+    mistral   [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]               and [TOOL_CALLS]add[ARGS]{"a": 1}
+
+What is malformed is text: a message has all its calls, or none. The arguments of a call keep every byte that the model
+wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from stretto.conversation.messages import Tool, ToolCall
+from stretto.core.engine import json_rule
+from stretto_verify.thoughts import MARKS, with_opening
+
+NameCall = Callable[[int], str]
+"""The id of the call with this number in its message."""
+
+_CALL, _CALLED = "<tool_call>", "</tool_call>"
+_BETWEEN = re.compile(r"[; \n]*")
+_MISTRAL, _ARGUMENTS, _PYTHON = "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
+MOST_CALLS = 16  #: of one message that a grammar makes
+
+
+class _Written(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """The text around the calls, and the calls."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+class CallForm(Protocol):
+    """How one family of models writes calls."""
+
+    def parse(self, text: str, name: NameCall) -> Parsed:
+        """The calls in a message; without any, or with one that is malformed, all of it is text."""
+        ...
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """The calls as the model would write them."""
+        ...
+
+    def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
+        """The grammar of `calls` of these tools and nothing else (`Sampling.grammar`); `word` writes a text that may be
+        one token. Without `parallel` there is one call, else at most `MOST_CALLS`.
+
+        Raises:
+            RefusedRequest: a schema cannot be written.
+        """
+        ...
+
+
+class HermesForm:
+    """Qwen 2.5 and 3, Hermes, and other ChatML models."""
+
+    def parse(self, text: str, name: NameCall) -> Parsed:
+        """See `CallForm`."""
+        written, around, at = list[str](), list[str](), 0
+        while (begin := text.find(_CALL, at)) >= 0:
+            end = text.find(_CALLED, begin)
+            if end < 0:  # no later one has an end either: to look for it each time would be quadratic
+                return Parsed(text)
+            around.append(text[at:begin])
+            written.append(text[begin + len(_CALL) : end])
+            at = end + len(_CALLED)
+        outside = "".join((*around, text[at:]))
+        if not written or "tool_call>" in outside:
+            return Parsed(text)
+        calls = _calls(written, name)
+        return Parsed(text) if calls is None else Parsed("" if outside.isspace() else outside, calls)
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """See `CallForm`."""
+        return "\n".join(f"<tool_call>\n{_object(call, 'arguments')}\n</tool_call>" for call in calls)
+
+    def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
+        """See `CallForm`."""
+        call = f'call: {word(_CALL)} "\\n" tool "\\n" {word(_CALLED)}'
+        calls = _several("call", "\n", parallel)
+        return f"calls: {calls}\n{call}\n{_tool_rules(tools, 'arguments')}"
+
+
+class LlamaForm:
+    """Llama 3.1 and later: the whole message is calls."""
+
+    def parse(self, text: str, name: NameCall) -> Parsed:
+        """See `CallForm`."""
+        body = text.strip().removeprefix(_PYTHON).strip()
+        objects = list(_objects(body)) if body.startswith("{") else []
+        calls = _calls(objects, name) if objects else None
+        return Parsed(text) if calls is None else Parsed("", calls)
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """See `CallForm`."""
+        return "; ".join(_object(call, "parameters") for call in calls)
+
+    def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
+        """See `CallForm`."""
+        return f"calls: {_several('tool', '; ', parallel)}\n{_tool_rules(tools, 'parameters')}"
+
+
+class MistralForm:
+    """Mistral: calls behind a control token."""
+
+    def parse(self, text: str, name: NameCall) -> Parsed:
+        """See `CallForm`."""
+        outside, *parts = text.split(_MISTRAL)
+        if not parts:
+            return Parsed(text)
+        written = [*_listed(parts[0])] if len(parts) == 1 and parts[0].lstrip().startswith("[") else []
+        if not written:
+            named = [part.partition(_ARGUMENTS) for part in parts]
+            written = [
+                f'{{"name": {json.dumps(tool.strip())}, "arguments": {arguments}}}' for tool, _, arguments in named
+            ]
+        calls = _calls(written, name)
+        return Parsed(text) if calls is None else Parsed("" if outside.isspace() else outside, calls)
+
+    def render(self, calls: Sequence[ToolCall]) -> str:
+        """See `CallForm`."""
+        return f"{_MISTRAL}[{', '.join(_object(call, 'arguments') for call in calls)}]"
+
+    def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
+        """See `CallForm`."""
+        listed = f'{word(_MISTRAL)} "[" {_several("tool", ", ", parallel)} "]"'
+        return f"calls: {listed}\n{_tool_rules(tools, 'arguments')}"
+
+
+def form_of(chat_template: str) -> CallForm:
+    """The form that a chat template renders; the Hermes form where it renders none."""
+    if _MISTRAL in chat_template:
+        return MistralForm()
+    if "<tool_call>" not in chat_template and (_PYTHON in chat_template or '"parameters": ' in chat_template):
+        return LlamaForm()
+    return HermesForm()
+
+
+def split_reasoning(text: str, opens: str = "") -> tuple[str, str]:
+    """The reasoning of a message, and the rest. Its beginning may stand in the prompt, which ends with the mark `opens`
+    then; an end that never comes makes all of it reasoning.
+
+    >>> split_reasoning("<think>small</think>3"), split_reasoning("small", "<think>")
+    (('small', '3'), ('small', ''))
+    """
+    text = with_opening(text, opens)
+    for begin, end in MARKS:
+        before, ended, behind = text.partition(end)
+        if ended or text.startswith(begin):
+            return before.removeprefix(begin).strip("\n"), behind.lstrip("\n")
+    return "", text
+
+
+def knows_reasoning(chat_template: str) -> bool:
+    """Whether a chat template knows the reasoning of a message."""
+    return any(end in chat_template for _, end in MARKS)
+
+
+def instructions(tools: Sequence[Tool]) -> str:
+    """The text that describes tools to a model whose template knows none: the words of Qwen's and Hermes' templates."""
+    listed = "\n".join(json.dumps(tool.function, ensure_ascii=False) for tool in tools)
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        "You are provided with function signatures within <tools></tools> XML tags:\n"
+        f"<tools>\n{listed}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within "
+        '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
+        "</tool_call>"
+    )
+
+
+def result(text: str) -> str:
+    """The result of a tool, as such a model reads it."""
+    return f"<tool_response>\n{text}\n</tool_response>"
+
+
+def _calls(written: Iterator[str] | Sequence[str], name: NameCall) -> tuple[ToolCall, ...] | None:
+    """The calls, or None if one is malformed."""
+    found = []
+    for number, text in enumerate(written):
+        try:
+            call = msgspec.json.decode(text, type=_Written)
+            arguments = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
+            msgspec.json.decode(arguments, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return None
+        if not call.name:
+            return None
+        found.append(ToolCall(name(number), call.name, arguments))
+    return tuple(found)
+
+
+def _object(call: ToolCall, field: str) -> str:
+    return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "{field}": {call.arguments}}}'
+
+
+def _several(rule: str, between: str, parallel: bool) -> str:
+    return f"{rule} ({json.dumps(between)} {rule}){{0,{MOST_CALLS - 1}}}" if parallel else rule
+
+
+def _tool_rules(tools: Sequence[Tool], field: str) -> str:
+    """`tool`: a call of one of these, as JSON."""
+    lines = ["tool: " + " | ".join(f"tool_{at}" for at in range(len(tools)))]
+    for at, tool in enumerate(tools):
+        opening = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{field}": '
+        arguments = json_rule({**tool.parameters, "type": "object"})
+        lines += [f'tool_{at}: {json.dumps(opening)} arguments_{at} "}}"', f"arguments_{at}: {arguments}"]
+    return "\n".join(lines)
+
+
+def _objects(text: str) -> Iterator[str]:
+    """The JSON objects in a text, divided by semicolons; the rest of a malformed one."""
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(text):
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            yield text[at:]
+            return
+        yield text[at:end]
+        between = _BETWEEN.match(text, end)
+        at = between.end() if between else end
+        if at == end < len(text):
+            yield text[at:]
+            return
+
+
+def _listed(text: str) -> Iterator[str]:
+    """The objects in a JSON array, as they are written; the text if it is none."""
+    try:
+        yield from (bytes(raw).decode() for raw in msgspec.json.decode(text, type=list[msgspec.Raw]))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        yield text

@@ -1,0 +1,91 @@
+"""The `[engine]` section of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+
+from stretto.doors.door import Door, Section
+
+#: Classes that satisfy `stretto_servers.make.Make`, each for one make of server.
+MAKES = Door(
+    key="engine.kind",
+    what="make of inference server",
+    arguments=("http", "load_seconds"),
+    built_in={
+        "vllm": "stretto_servers.vllm:VllmServer",
+        "sglang": "stretto_servers.sglang:SglangServer",
+    },
+    section=Section,
+    words=("native",),
+)
+
+#: A list in TOML; a tuple cannot be changed.
+Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+
+
+class EngineConfig(BaseModel, extra="forbid", frozen=True):
+    """How completions are generated."""
+
+    kind: Annotated[str, MAKES] = Field(
+        "native",
+        description="native: the engine of this package; vllm, sglang: a server that stretto starts and watches",
+    )
+    python: str | None = Field(None, description="interpreter of the environment that has vLLM or SGLang")
+    arguments: Words = Field((), description="further arguments of the server of vLLM or SGLang")
+    addresses: Words = Field(
+        (),
+        strict=False,
+        description="host:port of servers of vLLM or SGLang that run already; stretto starts none then",
+    )
+    count: int = Field(1, ge=1, le=1024, description="engine processes")
+    threads: int = Field(1, ge=1, le=256, description="torch threads of each engine")
+    slots: int = Field(128, ge=1, le=65_536, description="completions decoded together by one engine")
+    cache_gib: float = Field(
+        4.0,
+        gt=0,
+        le=1_048_576,
+        allow_inf_nan=False,
+        description="GiB of KV cache of one engine; when it is full, the newest completions are dropped from it and "
+        "recomputed later",
+    )
+    on_update: Literal["recompute", "keep"] = Field(
+        "recompute", description="the KV cache of running completions when weights are loaded"
+    )
+    load_interval: float = Field(
+        0.0,
+        ge=0,
+        le=600,
+        description="least seconds between two interruptions of an engine, which then loads the newest version; "
+        "an idle engine loads at once",
+    )
+    batching: Literal["auto", "shared", "rounds"] = Field(
+        "auto",
+        description="shared: groups start and end independently; rounds: groups start and end together, so that "
+        "batches depend on weights and prompts alone; auto: rounds in synchronous runs (rollout.max_staleness = 0) "
+        "without a workflow",
+    )
+    max_prefill_tokens: int = Field(
+        4096, ge=1, description="tokens of prompts, or of interrupted completions, computed per step; whole sequences"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs; auto: CUDA if present")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="numbers of weights and cache")
+    transport: Literal["unix", "tcp"] = Field("unix", description="wire to the conductor on one machine")
+    base_port: int = Field(8300, ge=1, le=65_535, description="first port when transport is tcp")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_engine_for_each_address(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("addresses") and isinstance(values["addresses"], (list, tuple)):
+            return {"count": len(values["addresses"])} | values
+        return values
+
+    @property
+    def cache_bytes(self) -> int:
+        """`cache_gib` in bytes."""
+        return int(self.cache_gib * 2**30)
+
+    def in_rounds(self, synchronous: bool) -> bool:
+        """Whether groups begin and end together in a run without a workflow."""
+        return self.batching == "rounds" or (self.batching == "auto" and synchronous and self.kind == "native")

@@ -1,0 +1,261 @@
+"""Held-out accuracy: completions for each prompt, sampled with seeds that never change."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import msgspec
+
+from stretto.core.engine import Generate
+from stretto.core.events import Span
+from stretto.core.records import (
+    Completion,
+    GenerateRequest,
+    Prompt,
+    Sampling,
+    Trajectory,
+    Update,
+    derive_seed,
+    trajectory_id,
+)
+from stretto.core.tasks import cancel_and_wait, gather_or_cancel
+from stretto.loop.engines.router import attempts
+from stretto.loop.records.evaluation import Evaluation, QuestionResult
+from stretto.loop.records.recorder import Recorder
+from stretto.store.series.samples import SampledCompletion
+from stretto.worlds.single_turn import Detokenize, Score, judge
+from stretto_verify.thoughts import with_opening
+
+_PORTION = 64  # completions of one request, or those of one prompt
+_PORTIONS_IN_FLIGHT = 4
+_PREFIX = "evaluation."
+
+#: (prompt, completion) -> the final answer, None where there is none: what a majority is counted over.
+FinalAnswerOf = Callable[[str, str], str | None]
+
+
+def is_evaluation(request: str) -> bool:
+    """Whether a request, by its id, is of an evaluation."""
+    return request.startswith(_PREFIX)
+
+
+class Converse(Protocol):
+    """One judged trajectory of a prompt, by the workflow of a run."""
+
+    async def __call__(self, id: str, prompt: Prompt, member: int, seed: int, /) -> Trajectory: ...
+
+
+class FollowsBest(Protocol):
+    """What keeps the best policy, and knows when it no longer gets better (`loop.best`)."""
+
+    keeps: bool
+
+    @property
+    def enough(self) -> bool: ...
+    def hold(self, step: int) -> None: ...
+    def measured(self, step: int, evaluation: Evaluation) -> None: ...
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Generates and scores as the training loop does, beside it or alone.
+
+    `count` gets each completion as it ends, also in an evaluation that is cut short. `keep` gets the judged completions
+    of a whole evaluation, `rows` the results of its questions. `name` is that of a further set.
+    """
+
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    seed: int
+    generate: Generate
+    score: Score
+    detokenize: Detokenize
+    count: Callable[[Completion], None] = lambda completion: None
+    keep: Callable[[Sequence[SampledCompletion]], None] = lambda samples: None
+    samples: int = 1  # completions of each prompt
+    final_answer: FinalAnswerOf | None = None
+    rows: Callable[[Sequence[QuestionResult]], None] = lambda results: None
+    name: str = ""
+    converse: Converse | None = None  # None: single turns; it counts its tokens itself
+
+    async def __call__(self) -> Evaluation:
+        """Generate and judge the completions of every prompt; each wait inside has its own deadline.
+
+        The portions are always the same, so that engines without other work compute the same numbers each time.
+        """
+        free = asyncio.Semaphore(_PORTIONS_IN_FLIGHT)
+        size = max(1, _PORTION // self.samples)
+        parts = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
+        judged = list(chain.from_iterable(await gather_or_cancel(*(self._judged(part, free) for part in parts))))
+        results = [result for result, _ in judged]
+        evaluation = Evaluation.of(results)
+        kept = chain.from_iterable(samples for _, samples in judged)
+        self.keep([msgspec.structs.replace(sample, version=evaluation.version) for sample in kept])
+        self.rows(results)
+        return evaluation
+
+    async def _judged(
+        self, prompts: Sequence[Prompt], free: asyncio.Semaphore
+    ) -> list[tuple[QuestionResult, list[SampledCompletion]]]:
+        if (converse := self.converse) is not None:
+            async with free:
+                judged = await gather_or_cancel(*(self._conversed(converse, prompt) for prompt in prompts))
+        else:
+            async with free:
+                completions = await self._completions(prompts)
+            judged = await gather_or_cancel(
+                *(
+                    judge(self._id(prompt), prompt, completions[prompt.id], self.score, self.detokenize)
+                    for prompt in prompts
+                )
+            )
+        return [self._result(prompt, trajectories) for prompt, trajectories in zip(prompts, judged, strict=True)]
+
+    def _result(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory]
+    ) -> tuple[QuestionResult, list[SampledCompletion]]:
+        final = self.final_answer
+        texts = [with_opening(one.text, prompt.opens) for one in trajectories]
+        finals = [final(prompt.text, text) for text in texts] if final is not None else None
+        samples = [SampledCompletion.of(prompt, one.versions, one.text, one.verdict) for one in trajectories]
+        return QuestionResult.of(prompt, trajectories, finals), samples
+
+    def _seeds(self, prompt: Prompt) -> tuple[int, ...]:
+        further = (derive_seed(self.seed, prompt.id, number) for number in range(1, self.samples))
+        return derive_seed(self.seed, prompt.id), *further
+
+    async def _conversed(self, converse: Converse, prompt: Prompt) -> list[Trajectory]:
+        """The trajectories of one prompt, as the workflow makes and judges them."""
+        ids = [trajectory_id(self._id(prompt), number) for number in range(self.samples)]
+        members = enumerate(zip(ids, self._seeds(prompt), strict=True))
+        return await gather_or_cancel(*(converse(id, prompt, number, seed) for number, (id, seed) in members))
+
+    def _id(self, prompt: Prompt) -> str:
+        """Of the prompt's request, and of its group."""
+        return f"{_PREFIX}{self.name}.{prompt.id}"
+
+    def _request(self, prompt: Prompt) -> GenerateRequest:
+        return GenerateRequest(
+            id=self._id(prompt),
+            prompt_token_ids=prompt.token_ids,
+            seeds=self._seeds(prompt),
+            sampling=self.sampling,
+        )
+
+    async def _completions(self, prompts: Sequence[Prompt]) -> dict[str, list[Completion]]:
+        """By prompt, in the order of their seeds. When an engine is lost all are asked again, together, so that the
+        numbers stay the same."""
+        found: dict[tuple[str, int], Completion] = {}
+        requests = [self._request(prompt) for prompt in prompts]
+        for attempt in attempts():
+            with attempt:
+                async for completion in self.generate(*requests):
+                    self.count(completion)
+                    found[completion.request, completion.member] = completion
+                break
+        return {prompt.id: [found[self._id(prompt), member] for member in range(self.samples)] for prompt in prompts}
+
+
+class PeriodicEvaluation:
+    """Evaluates one set of questions beside the training, one evaluation at a time: every `every` steps, or at
+    the first step after an interval of minutes."""
+
+    def __init__(
+        self,
+        evaluate: Callable[[], Awaitable[Evaluation]],
+        recorder: Recorder,
+        every: int,
+        minutes: float = 0.0,
+        name: str = "",
+        best: FollowsBest | None = None,
+    ) -> None:
+        self._evaluate, self._recorder, self._every, self._seconds = evaluate, recorder, every, 60.0 * minutes
+        self._name, self._best = name, best
+        self._started = time.monotonic()
+        self._running: asyncio.Task[None] | None = None
+
+    def due(self, update: Update) -> bool:
+        """Whether an evaluation is to start behind this step, and none is under way."""
+        waited = bool(self._seconds) and time.monotonic() - self._started >= self._seconds
+        by_steps = bool(self._every) and update.step % self._every == 0
+        return (by_steps or waited) and (self._running is None or self._running.done())
+
+    def after(self, update: Update) -> None:
+        """Start an evaluation if one is due."""
+        if self.due(update):
+            self.check()
+            self._started = time.monotonic()
+            self._running = asyncio.create_task(self.evaluate(update.step))
+
+    async def evaluate(self, step: int) -> None:
+        """Evaluate and record."""
+        start = time.monotonic()
+        if self._best is not None:
+            self._best.hold(step)
+        evaluation = await self._evaluate()
+        self._recorder.evaluated(evaluation, step, self._name)
+        span = Span(role="conductor", name="evaluate", start=start, end=time.monotonic(), version=evaluation.version)
+        self._recorder.spans([span])
+        if self._best is not None:
+            self._best.measured(step, evaluation)
+
+    def check(self) -> None:
+        """Raise the error of the last evaluation, if it failed."""
+        if self._running is not None and self._running.done() and not self._running.cancelled():
+            self._running.result()
+
+    async def end(self) -> None:
+        """Wait for the evaluation under way; each of its waits has a deadline."""
+        if self._running is not None:
+            await self._running
+
+    async def close(self) -> None:
+        """Cancel the evaluation under way, if there is one."""
+        if self._running is not None:
+            await cancel_and_wait([self._running])
+
+
+class Evaluations:
+    """The evaluations of a run, of its held-out questions and of further sets; `best` follows one of them."""
+
+    def __init__(self, evaluations: Sequence[PeriodicEvaluation], best: FollowsBest | None = None) -> None:
+        self._all, self._best = tuple(evaluations), best
+
+    @property
+    def enough(self) -> bool:
+        """Whether the training is to end, since the accuracy has not grown for long."""
+        return self._best is not None and self._best.enough
+
+    def keeps(self, update: Update) -> bool:
+        """Whether the policy of this step has to be saved: an evaluation is due that may find it the best."""
+        return self._best is not None and self._best.keeps and any(one.due(update) for one in self._all)
+
+    def after(self, update: Update) -> None:
+        """Start those that are due."""
+        for one in self._all:
+            one.after(update)
+
+    async def evaluate(self, step: int) -> None:
+        """Evaluate and record all, one after the other."""
+        for one in self._all:
+            await one.evaluate(step)
+
+    def check(self) -> None:
+        """Raise the error of the last evaluation of any set, if it failed."""
+        for one in self._all:
+            one.check()
+
+    async def end(self) -> None:
+        """Wait for those under way."""
+        for one in self._all:
+            await one.end()
+
+    async def close(self) -> None:
+        """Cancel those under way."""
+        for one in self._all:
+            await one.close()

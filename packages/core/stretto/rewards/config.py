@@ -1,0 +1,191 @@
+"""The settings of the reward service."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+
+from stretto.core.states import LARGEST_REWARD
+from stretto.rewards.address import AddressConfig
+from stretto.rewards.built_in import BUILT_IN, timeout_of
+from stretto.rewards.judge import JudgeConfig
+from stretto.rewards.reward_model import RewardModelConfig
+from stretto_verify.sandbox.config import SandboxConfig
+
+_AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
+
+
+class RewardPart(BaseModel, extra="forbid", frozen=True):
+    """One of several rewards, a table of `functions`. The reward of a completion is the sum of weight times value over
+    those that judge it; it is right if the first of them finds it right, and undecided if one of them is.
+
+    Example: ``RewardPart(name="form", function="my_rewards:has_box", weight=0.2)``
+    """
+
+    function: str = Field(min_length=1, description="as `rewards.function`")
+    name: str = Field(
+        default="", description="of its metric; left out: the last part of `function`", pattern=r"^[A-Za-z0-9_.-]*$"
+    )
+    weight: float = Field(
+        default=1.0,
+        ge=-LARGEST_REWARD,
+        le=LARGEST_REWARD,
+        description="of its value in the sum; 0: it is measured only, negative: it is a penalty",
+    )
+    sources: Names = Field(
+        default=(), description="names of the sources whose completions it judges; left out: those of all sources"
+    )
+
+    @property
+    def title(self) -> str:
+        """Its name, else the last part of its function."""
+        return self.name or self.function.rpartition(":")[2]
+
+
+class RewardsConfig(BaseModel, extra="forbid", frozen=True):
+    """Section ``[rewards]`` of a recipe."""
+
+    function: str = Field(
+        default="final_answer",
+        min_length=1,
+        description="A built-in reward (final_answer, exact_match, last_number, math, code, judge, "
+        "reward_model, reasoning_gym), "
+        "or 'package.module:function'.",
+    )
+    functions: Annotated[tuple[RewardPart, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="Several rewards in place of `function`: `[[rewards.functions]]`."
+    )
+    path: str | None = Field(
+        default=None,
+        description="Folder in which the modules of functions are looked for first, before the folder that stretto is "
+        "started from; left out: the recipe's folder, if one is there.",
+    )
+    workers: int = Field(default=1, ge=1, le=256, description="Processes that judge completions.")
+    timeout: float | None = Field(
+        default=None,
+        gt=0,
+        le=3600,
+        description="Seconds of processor time one completion may take, or ten times as many by the clock, at most "
+        "60 more; then its worker is killed. Left out: the reward's own limit, 1 s for most; of several, the sum of "
+        "theirs.",
+    )
+    memory_gib: float = Field(
+        default=16.0,
+        ge=0.25,
+        allow_inf_nan=False,
+        description="GiB of memory of one worker, and of each process that the reward starts: beyond it the reward "
+        "gets a MemoryError. Importing torch takes 0.25.",
+    )
+    right: float = Field(
+        default=1.0,
+        ge=-LARGEST_REWARD,
+        le=LARGEST_REWARD,
+        description="Reward of a right completion. A reward beyond ±1e6 is no verdict: the completion is undecided.",
+    )
+    wrong: float = Field(
+        default=0.0, ge=-LARGEST_REWARD, le=LARGEST_REWARD, description="Reward of a wrong completion."
+    )
+    max_consecutive_undecided: int = Field(
+        default=256, ge=1, description="Undecided completions in a row that end the run: the reward is broken."
+    )
+    start_timeout: float = Field(
+        default=60.0, gt=0, description="Seconds a worker may take to start and to import the reward."
+    )
+    recycle_after: int = Field(
+        default=10_000,
+        ge=1,
+        description="Completions after which a worker is replaced, which ends leaks of the reward.",
+    )
+    patience: float = Field(
+        default=600.0, gt=0, description="Seconds a caller waits for its verdicts, the queue included."
+    )
+
+    code: SandboxConfig = SandboxConfig()
+    judge: JudgeConfig = JudgeConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+
+    @property
+    def parts(self) -> tuple[RewardPart, ...]:
+        """The rewards that are added up; a single `function` is a sum of one."""
+        return self.functions or (RewardPart(function=self.function),)
+
+    @property
+    def title(self) -> str:
+        """What the recipe calls its reward: the function, or the names of all."""
+        return " + ".join(part.title for part in self.functions) or self.function
+
+    @property
+    def deciding(self) -> str:
+        """The function that says what is right; empty if that is not the same one for all sources."""
+        return "" if self.parts[0].sources else self.parts[0].function
+
+    @property
+    def seconds_per_completion(self) -> float:
+        """The hard limit for one completion: the recipe's, else that of the rewards."""
+        return self.timeout or sum(timeout_of(part.function) for part in self.parts)
+
+    def alone(self, part: RewardPart) -> Self:
+        """With this part as the single reward."""
+        return self.model_copy(update={"function": part.function, "functions": ()})
+
+    def section(self, function: str) -> str:
+        """The section of a built-in that has one, as JSON."""
+        configured = function in BUILT_IN and BUILT_IN[function].configured
+        section: BaseModel | None = getattr(self, function) if configured else None
+        return "{}" if section is None else section.model_dump_json()
+
+    def has(self, function: str) -> bool:
+        """Whether a part is this function."""
+        return any(part.function == function for part in self.parts)
+
+    @model_validator(mode="after")
+    def _the_parts_have_names(self) -> Self:
+        if self.functions and self.function != "final_answer":
+            raise ValueError(f"give either function ({self.function!r}) or functions, of which each is one reward")
+        names = Counter(part.title for part in self.functions)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"two of the functions are called {twice[0]!r}; give each a name of its own")
+        if self.functions and not any(part.weight for part in self.functions):
+            raise ValueError("all functions have weight 0, so every completion would get the same reward")
+        return self
+
+    @property
+    def asked(self) -> dict[str, AddressConfig]:
+        """The addresses that the rewards ask, by section."""
+        sections: dict[str, AddressConfig] = {"judge": self.judge, "reward_model": self.reward_model}
+        return {name: section for name, section in sections.items() if self.has(name)}
+
+    @model_validator(mode="after")
+    def _what_is_asked_can_answer_in_time(self) -> Self:
+        for name, section in self.asked.items():
+            if not (section.address and section.model):
+                raise ValueError(f'function = "{name}" needs {name}.address and {name}.model')
+            if self.seconds_per_completion <= section.seconds:
+                found = f"timeout ({self.seconds_per_completion:g}) must be more than {name}.seconds"
+                raise ValueError(f"{found} ({section.seconds:g})")
+        return self
+
+    @model_validator(mode="after")
+    def _right_is_worth_more(self) -> Self:
+        if self.right <= self.wrong:
+            raise ValueError(f"right ({self.right:g}) must be greater than wrong ({self.wrong:g})")
+        return self
+
+    @model_validator(mode="after")
+    def _a_program_ends_before_its_worker(self) -> Self:
+        needed = self.code.completion_seconds + _AFTER_PROGRAMS
+        if self.has("code") and self.seconds_per_completion < needed:
+            raise ValueError(
+                f"timeout ({self.seconds_per_completion:g}) must leave room for code.completion_seconds: "
+                f"{needed:g} or more"
+            )
+        return self

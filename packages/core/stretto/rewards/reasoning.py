@@ -1,0 +1,140 @@
+"""Tasks of the package reasoning-gym, judged by their own scorers.
+
+A gold answer says how its question is made again (task, parameters, seed, place), since a scorer needs the whole entry.
+
+The scorers are guarded. Nonsense earns something in many tasks, and a policy could live on it: what it earns is
+measured once per task, on the task's first questions, and subtracted: ``(score - floor) / (1 - floor)``, not below 0. A
+task whose nonsense earns too much is refused. A scorer that raises decides nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from stretto.rewards.functions import Undecided
+from stretto_verify.thoughts import said
+
+_PACKAGE = "reasoning_gym"  # of the extra `reasoning`
+HIGHEST_FLOOR = 0.5  #: a task whose nonsense earns more is refused
+_MEASURED = 8  # questions
+_NONSENSE = ("nonsense", "", "None", "I do not know.", "[]", "{}")
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Gold:
+    """How a question is made again, and the digest of its text, by which it is known to be the same."""
+
+    task: str
+    seed: int
+    size: int
+    place: int
+    parameters: str  # JSON
+    digest: str
+
+    @classmethod
+    def of(cls, answer: str) -> Gold:
+        try:
+            row = json.loads(answer)
+            return cls(
+                row["task"], row["seed"], row["size"], row["place"], json.dumps(row["parameters"]), row["digest"]
+            )
+        except (ValueError, KeyError, TypeError):
+            raise Undecided("the gold answer is none of a reasoning-gym source") from None
+
+
+def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
+    """The score of what stands in the last ``<answer>...</answer>``, else of all behind the thoughts, above the floor.
+
+    Raises:
+        Undecided: the question cannot be made again, its scorer raises, or nonsense earns too much in its task.
+    """
+    asked = Gold.of(answer)
+    entry, floor = _entry(asked), floor_of(asked.task, asked.parameters)
+    text = said(completion, prompt)
+    if completion.strip() and not text.strip():
+        return 0.0
+    tagged = _TAGGED.findall(text)
+    score = _score(asked, (tagged[-1] if tagged else text).strip(), entry)
+    return max(0.0, (score - floor) / (1.0 - floor))
+
+
+def gold(prompt: str, completion: str, answer: str) -> bool:
+    """Can the question be made again, and does its task tell an answer from nonsense?
+
+    Raises:
+        Undecided: it cannot; the reason says why.
+    """
+    asked = Gold.of(answer)
+    _entry(asked)
+    return floor_of(asked.task, asked.parameters) <= HIGHEST_FLOOR
+
+
+@lru_cache(maxsize=64)
+def floor_of(task: str, parameters: str) -> float:
+    """The most that nonsense earns in a task, over its first questions; the answer of a question is no nonsense there.
+
+    Raises:
+        Undecided: it is more than `HIGHEST_FLOOR`.
+    """
+    floor = 0.0
+    for place in range(_MEASURED):
+        asked = Gold(task, 1, _MEASURED, place, parameters, "")
+        entry = _made(task, 1, _MEASURED, parameters)[place]
+        for text in _NONSENSE:
+            if text.strip() != str(entry["answer"]).strip():
+                try:
+                    floor = max(floor, _score(asked, text, entry))
+                except Undecided:  # it earns nothing
+                    continue
+    if floor > HIGHEST_FLOOR:
+        raise Undecided(f"the scorer of reasoning-gym's {task} gives nonsense {floor:g}, more than {HIGHEST_FLOOR:g}")
+    return floor
+
+
+def _entry(asked: Gold) -> Mapping[str, Any]:
+    entry: Mapping[str, Any] = _made(asked.task, asked.seed, asked.size, asked.parameters)[asked.place]
+    found = hashlib.blake2b(str(entry["question"]).encode(), digest_size=8).hexdigest()
+    if found != asked.digest:
+        raise Undecided(f"question {asked.place} of {asked.task} is not the same when it is made again")
+    return entry
+
+
+@lru_cache(maxsize=64)
+def _made(task: str, seed: int, size: int, parameters: str) -> Any:
+    """The task's questions; each is made when it is asked for.
+
+    Raises:
+        Undecided: the package is missing, or refuses the parameters.
+    """
+    try:
+        package = importlib.import_module(_PACKAGE)
+        return package.create_dataset(task, size=size, seed=seed, **json.loads(parameters))
+    except ImportError as error:
+        raise Undecided(
+            f"the reward needs the package reasoning-gym ({error}): pip install 'stretto[reasoning]'"
+        ) from None
+    # The generators are programs of many authors.
+    except Exception as error:
+        raise Undecided(f"{task} cannot be made: {type(error).__name__}: {error}") from None
+
+
+def _score(asked: Gold, text: str, entry: Mapping[str, Any]) -> float:
+    random.seed(0)  # a scorer may draw
+    try:
+        score = float(_made(asked.task, asked.seed, asked.size, asked.parameters).score_answer(text, entry))
+    # The scorers are programs of many authors, and what they raise tells nothing of the completion.
+    except Exception as error:
+        raise Undecided(f"the scorer of {asked.task} raised {type(error).__name__}: {error}") from None
+    if not math.isfinite(score):
+        raise Undecided(f"the scorer of {asked.task} gave {score}")
+    return score

@@ -1,0 +1,395 @@
+"""The reward service: worker processes that can be killed, scoring while generation goes on.
+
+    score(items) ─► queue ─► least busy worker ─► verdicts
+                      ▲           │ hangs or dies
+                      └───────────┘ it is killed and replaced, the other items are scored again
+
+A thread cannot be stopped in the middle of ``9 ** 9 ** 9``; a process can. So a completion costs at most its timeout,
+the slot always comes back, and the completion that was the cause is undecided: a reason, and never a zero reward.
+The timeout is one of processor time, so that a verdict does not depend on what else the machine has to do. A reward
+that waits instead of computing has longer by the clock (`stretto_verify.clock.clock_limit`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError, described
+from stretto.core.events import Span
+from stretto.core.records import Outcome, Verdict
+from stretto.processes.spawn import cut_log
+from stretto.processes.supervisor import RestartBudget, Supervisor
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.facts import Facts
+from stretto.rewards.service.judging import undecided
+from stretto.rewards.service.loading import PLACE
+from stretto.rewards.service.process import FORGED, WorkerProcess
+from stretto.rewards.service.queueing import Call, Chunk, blame, chunks
+from stretto.rewards.service.wire import Request, Row, ScoreItem, Verdicts
+from stretto_verify.clock import clock_limit
+
+ROLE = "rewards"
+TIMED_OUT, DIED = "timeout after", "worker died"  # beginnings of reasons in which the machine has a part
+_DEPTH = 2  # chunks a worker holds: one in work, one at hand, so that it never waits for the conductor
+_LOSSES = 2  # workers that one completion may bring down before it is undecided
+_START_TRIES, _START_PAUSE_SECONDS = 3, 0.2
+_LOOK_SECONDS = 0.25
+_SPAN_GAP = 0.002  # seconds; work that follows so closely is one block of the timeline
+
+
+class RewardPool:
+    """Several worker processes behind one `score`.
+
+    Example::
+
+        async with RewardPool(RewardsConfig(function="final_answer", workers=2)) as pool:
+            [verdict] = await pool.score([ScoreItem(prompt="3+8=", completion="11", answer="11")])
+    """
+
+    def __init__(
+        self,
+        config: RewardsConfig,
+        *,
+        log: Path | None = None,
+        on_change: Callable[[str], None] = lambda sentence: None,
+        hung: float = 10.0,
+        rows: Mapping[tuple[str, str], Row] | None = None,
+    ) -> None:
+        """`on_change` reports a worker that comes back with other `facts`, or that sent no heartbeat for `hung` seconds
+        and is replaced. `rows` has what else the rewards need of each question, by prompt and gold answer."""
+        self._hung = hung
+        self._rows = rows or {}
+        self.busy_seconds = 0.0  # seconds of all workers together
+        self._facts, self._on_change = Facts(), on_change
+        self._config, self._log = config, log
+        self._slots = [_Slot(f"{ROLE}-{number}") for number in range(config.workers)]
+        self._queue: deque[Chunk] = deque()
+        self._calls: set[Call] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spans: list[Span] = []
+        self._failure: BaseException | None = None
+        self._requests = 0
+        self._seconds_per_item = 0.0
+        self._undecided_in_a_row = 0
+
+    @property
+    def workers(self) -> int:
+        return len(self._slots)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of all workers."""
+        return [pid for slot in self._slots if slot.process is not None for pid in slot.process.pids]
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """The facts about the reward, for the run's record."""
+        return self._facts.known
+
+    async def start(self) -> None:
+        """Start all workers.
+
+        Raises:
+            RewardFunctionError: the reward cannot be used; the message says why.
+            RoleDied, DeadlineExceeded: a worker does not start.
+        """
+        self._spawn(self._watch())
+        try:
+            await asyncio.gather(*[self._start(slot) for slot in self._slots])
+        except BaseException:
+            await self.close()
+            raise
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
+        """One verdict per item, in order.
+
+        Raises:
+            RewardFunctionError: ``max_consecutive_undecided`` verdicts in a row were undecided.
+            RoleDied: a worker cannot be brought back, or the pool is closed.
+            DeadlineExceeded: ``rewards.patience`` went by.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not items:
+            return []
+        call = Call(items)
+        self._calls.add(call)
+        self._queue.extend(chunks(call, self._seconds_per_item))
+        self._dispatch()
+        try:
+            async with deadline(ROLE, f"{len(items)} verdicts", self._config.patience):
+                await call.done
+        finally:
+            self._calls.discard(call)
+        verdicts = [verdict for verdict in call.verdicts if verdict is not None]
+        self._count(verdicts)
+        return verdicts
+
+    async def score_group(self, prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
+        """As `score`, for several completions of one prompt."""
+        row = self._rows.get((prompt, answer), Row())
+        return await self.score([ScoreItem(prompt, text, answer, row.fields, row.source) for text in completions])
+
+    def drain_spans(self) -> list[Span]:
+        """The stretches of work since the last call, for the timeline."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    async def close(self) -> None:
+        """Kill all workers and wait until they are gone; pending calls of `score` raise `RoleDied`."""
+        self._fail(RoleDied(ROLE, "was closed"))
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*[slot.process.end() for slot in self._slots if slot.process is not None])
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # Workers: start, watch, lose, start again.
+
+    async def _start(self, slot: _Slot) -> None:
+        restarts = RestartBudget(_START_TRIES - 1, delay=_START_PAUSE_SECONDS)
+        await Supervisor(slot.name, lambda: self._start_once(slot), restarts, log=str(self._log or "")).begin()
+
+    async def _start_once(self, slot: _Slot) -> None:
+        slot.begin(WorkerProcess(slot.name, lambda reply: self._replied(slot, reply), lambda: self._lost(slot)))
+        assert slot.process is not None
+        try:
+            await slot.process.start(self._config, self._log)
+        except OSError as error:  # no room for another process, for the moment
+            raise RoleDied(slot.name, f"cannot be started: {described(error)}", str(self._log or "")) from error
+        slot.ready = True
+        for sentence in self._facts.hear(slot.name, slot.process.facts):
+            self._on_change(sentence)
+        self._dispatch()
+
+    async def _watch(self) -> None:
+        """Kill a worker that computes on one completion for longer than the timeout, or that has no heartbeat."""
+        timeout, patience = self._config.seconds_per_completion, self._clock_seconds
+        pause = min(_LOOK_SECONDS, timeout / 10)
+        while True:
+            await asyncio.sleep(pause)
+            for slot in self._slots:
+                if slot.process is None:
+                    continue
+                still = slot.still_for(4 * pause)
+                if slot.ready and slot.process.ended:
+                    slot.process.give_up("")
+                elif slot.ready and slot.is_judging and still >= timeout:
+                    waited = slot.computed < timeout
+                    if not waited or still >= patience:
+                        slot.condemned, slot.waited = slot.seen, waited
+                        slot.process.kill()
+                elif not slot.is_judging and still >= self._hung:
+                    silent = "did not reply" if slot.ready and slot.outstanding else "sent no heartbeat"
+                    slot.process.give_up(how := f"{silent} for {still:.0f} s")
+                    self._on_change(f"{slot.name} {how}: a new one is started")
+            if self._log is not None:
+                cut_log(self._log)
+
+    def _lost(self, slot: _Slot) -> None:
+        if slot.ready and self._failure is None:
+            slot.ready = False
+            self._spawn(self._replace(slot))
+
+    async def _replace(self, slot: _Slot) -> None:
+        assert slot.process is not None
+        progress = slot.process.progress
+        how = await slot.process.end()
+        # What wrote into the replies stands before its own reply: it is in the oldest chunk.
+        lost = blame(tuple(slot.outstanding.values()), slot.judged, 0 if how == FORGED else progress)
+        slot.outstanding.clear()
+        self._score_again(lost.innocent, how)
+        if lost.culprit is not None:
+            if progress == slot.condemned:
+                lost.culprit.settle([undecided(self._late(slot.waited))])
+            else:
+                self._score_again([lost.culprit], how)
+        self._dispatch()
+        await self._start(slot)
+
+    @property
+    def _clock_seconds(self) -> float:
+        return clock_limit(self._config.seconds_per_completion)
+
+    def _late(self, waited: bool) -> str:
+        timeout = f"{self._config.seconds_per_completion:g} s"
+        return (
+            f"{TIMED_OUT} {self._clock_seconds:g} s, with less than {timeout} of processor time"
+            if waited
+            else (f"{TIMED_OUT} {timeout}")
+        )
+
+    async def _recycle(self, slot: _Slot) -> None:
+        assert slot.process is not None
+        await slot.process.end()
+        await self._start(slot)
+
+    # Chunks: out, back, out again.
+
+    def _dispatch(self) -> None:
+        while self._queue:
+            slot = min(self._slots, key=self._load)
+            if self._load(slot) >= _DEPTH:
+                return
+            chunk = self._queue.popleft()
+            if not chunk.call.done.done():
+                self._send(slot, chunk)
+
+    def _load(self, slot: _Slot) -> int:
+        """Chunks that it holds; one that takes no more is full."""
+        return len(slot.outstanding) if slot.ready and not self._is_worn(slot) else _DEPTH
+
+    def _is_worn(self, slot: _Slot) -> bool:
+        return slot.judged >= self._config.recycle_after
+
+    def _send(self, slot: _Slot, chunk: Chunk) -> None:
+        assert slot.process is not None
+        self._requests += 1
+        try:
+            slot.process.send(Request(id=self._requests, items=chunk.items))
+        except UnicodeEncodeError:
+            if len(chunk.indices) == 1:
+                chunk.settle([undecided("the text is not valid Unicode (a lone surrogate)")])
+            else:
+                self._queue.extendleft(Chunk(chunk.call, (index,)) for index in reversed(chunk.indices))
+            return
+        slot.outstanding[self._requests] = chunk
+
+    def _replied(self, slot: _Slot, reply: Verdicts) -> None:
+        """
+        Raises:
+            WireError: it is no reply to the oldest request, so user code has written it.
+        """
+        request, chunk = next(iter(slot.outstanding.items()), (None, None))
+        if chunk is None or reply.request != request or len(reply.verdicts) != len(chunk.indices):
+            raise WireError(f"{slot.name}: {len(reply.verdicts)} verdicts for request {reply.request}")
+        del slot.outstanding[reply.request]
+        slot.judged += len(reply.verdicts)
+        chunk.settle(reply.verdicts)
+        seconds = reply.end - reply.start
+        self.busy_seconds += seconds
+        self._seconds_per_item += 0.1 * (seconds / len(reply.verdicts) - self._seconds_per_item)
+        self._note(Span(role=slot.name, name="score", start=reply.start, end=reply.end))
+        if self._is_worn(slot) and not slot.outstanding and self._failure is None:
+            slot.ready = False
+            self._spawn(self._recycle(slot))
+        self._dispatch()
+
+    def _score_again(self, lost: Sequence[Chunk], how: str) -> None:
+        for chunk in reversed(lost):
+            if chunk.losses < _LOSSES:
+                self._queue.appendleft(chunk)
+            else:
+                chunk.settle([undecided(f"{DIED}: {how}")] * len(chunk.indices))
+
+    # Accounts.
+
+    def _note(self, span: Span) -> None:
+        last = self._spans[-1] if self._spans else None
+        if last is not None and last.role == span.role and span.start - last.end < _SPAN_GAP:
+            self._spans[-1] = Span(role=span.role, name=span.name, start=last.start, end=span.end)
+        else:
+            self._spans.append(span)
+
+    def _count(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            if verdict.outcome is not Outcome.UNDECIDED:
+                self._undecided_in_a_row = 0
+                continue
+            self._undecided_in_a_row += 1
+            if self._undecided_in_a_row >= self._config.max_consecutive_undecided:
+                found = (
+                    f"the last {self._undecided_in_a_row} completions were undecided, the last one: {verdict.reason}"
+                )
+                remedy = "mend the reward, or allow more with rewards.max_consecutive_undecided"
+                raise RewardFunctionError([Problem(PLACE, found, remedy)])
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        for call in self._calls:
+            if not call.done.done():
+                call.done.set_exception(self._failure)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody awaits this task, so all calls fail with its error."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+
+class _Slot:
+    """A place for one worker, with the chunks that it holds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.process: WorkerProcess | None = None
+        self.ready = False
+        self.outstanding: dict[int, Chunk] = {}  # by request, the oldest first
+        self.judged = 0
+        self.condemned: int | None = None  # the counter at which the worker was killed for being stuck
+        self.waited = False  # it was killed by the clock, and had computed for less than the timeout
+        self.seen = 0
+        self._before = 0.0  # processor seconds when it was first seen to judge what it judges
+        self._signs: object = None
+        self._looked, self._still = time.monotonic(), 0.0
+
+    def begin(self, process: WorkerProcess) -> None:
+        self.process, self.judged, self.condemned, self.seen = process, 0, None, 0
+        self._signs, self._still = None, 0.0
+
+    @property
+    def is_judging(self) -> bool:
+        """Whether it was judging at the last poll."""
+        return self.seen % 2 == 1
+
+    def still_for(self, longest: float) -> float:
+        """Seconds without progress; while it holds no chunk, or starts, a heartbeat is progress too.
+
+        At most `longest` seconds of the time since the last poll count, since the machine may have slept."""
+        assert self.process is not None
+        now, progress, signs = time.monotonic(), self.process.progress, self.process.signs
+        elapsed, self._looked = min(now - self._looked, longest), now
+        moved = progress != self.seen or (not self.outstanding and signs != self._signs)
+        self.seen, self._signs = progress, signs
+        if not moved and not self._still:
+            self._before = self.process.processor_seconds
+        self._still = 0.0 if moved else self._still + elapsed
+        return self._still
+
+    @property
+    def computed(self) -> float:
+        """Processor seconds of what it judges, but for those before it was first looked at."""
+        assert self.process is not None
+        return self.process.processor_seconds - self._before
+
+
+async def check_reward(config: RewardsConfig) -> None:
+    """Load the reward in a worker process, where a module that hangs or exits does no harm.
+
+    Raises:
+        RewardFunctionError: it cannot; the message says why.
+        RoleDied, DeadlineExceeded: the worker ended or hung while importing it.
+    """
+    async with RewardPool(config.model_copy(update={"workers": 1})):
+        pass

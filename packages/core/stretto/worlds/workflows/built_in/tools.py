@@ -1,0 +1,156 @@
+"""Tools: a calculator, Python in the sandbox, a search over a local folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from stretto.worlds.workflows.built_in.calculator import calculate
+from stretto.worlds.workflows.conversation import Conversation, Workflow
+from stretto.worlds.workflows.task import Reward, WorkflowTask
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.probe import probe
+from stretto_verify.sandbox.sandbox import Sandbox, SandboxFailed
+
+_SHOWN = 2000  # characters of a tool's result
+_WORD = re.compile(r"\w+")
+_LARGEST_TEXT = 1 << 20  # bytes of a file that are searched
+_MOST_FILES = 10_000
+
+
+class Search:
+    """Finds the passages of a folder's text files that fit a query best (Okapi BM25, k1 = 1.5, b = 0.75: Robertson and
+    Zaragoza, 2009)."""
+
+    def __init__(self, folder: Path, results: int) -> None:
+        """
+        Raises:
+            ValueError: there is no text in the folder.
+        """
+        self._results = results
+        files = [path for path in sorted(folder.rglob("*")) if path.suffix in (".txt", ".md") and path.is_file()]
+        self._passages = [
+            (path.relative_to(folder), passage.strip())
+            for path in files[:_MOST_FILES]
+            for passage in path.read_bytes()[:_LARGEST_TEXT].decode(errors="replace").split("\n\n")
+            if passage.strip()
+        ]
+        if not self._passages:
+            raise ValueError(f"{folder}: there are no .txt or .md files with text in it")
+        self._counts = [Counter(_words(text)) for _, text in self._passages]
+        self._length = sum(sum(counts.values()) for counts in self._counts) / len(self._counts)
+        self._with = Counter(word for counts in self._counts for word in counts)
+
+    @classmethod
+    def of(cls, folder: str, results: int) -> Self:
+        return cls(Path(folder).expanduser(), results)
+
+    def __call__(self, query: str) -> str:
+        scores = [(self._score(counts, _words(query)), -at) for at, counts in enumerate(self._counts)]
+        best = [-at for score, at in sorted(scores, reverse=True)[: self._results] if score > 0]
+        found = [f"{self._passages[at][0]}: {self._passages[at][1]}" for at in best]
+        return "\n\n".join(found) or "nothing was found"
+
+    def _score(self, counts: Counter[str], query: Sequence[str]) -> float:
+        length, total = sum(counts.values()), len(self._counts)
+        weight = 1.5 * (0.25 + 0.75 * length / self._length)
+        rarity = {word: math.log(1 + (total - self._with[word] + 0.5) / (self._with[word] + 0.5)) for word in query}
+        return sum(rarity[word] * counts[word] * 2.5 / (counts[word] + weight) for word in query if counts[word])
+
+
+def _words(text: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(text)]
+
+
+class PythonTool:
+    """Runs a program in the sandbox, without network and without files of this machine."""
+
+    def __init__(self, seconds: float) -> None:
+        """
+        Raises:
+            SandboxRefused: no sandbox holds on this machine.
+        """
+        self._config, self._seconds = SandboxConfig(seconds=seconds, completion_seconds=max(10.0, seconds)), seconds
+        self._walls, _ = probe(self._config)
+
+    def __call__(self, code: str) -> str:
+        try:
+            with Sandbox(self._walls, self._config) as sandbox:
+                ended = sandbox.run({"source": code}, b"", self._seconds)
+        except SandboxFailed as failure:
+            return f"the program could not be run: {failure}"
+        return ended.output.decode(errors="replace") + ("" if ended.well else f"\n[{ended.how}]")
+
+
+def _described(name: str, description: str, argument: str, meaning: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {argument: {"type": "string", "description": meaning}}}
+    told = {"name": name, "description": description, "parameters": schema | {"required": [argument]}}
+    return {"type": "function", "function": told}
+
+
+_DESCRIBED = {
+    "calculator": _described("calculator", "Evaluates an arithmetic expression.", "expression", "such as (3+4)*5"),
+    "python": _described("python", "Runs a Python program and returns what it prints.", "code", "the program"),
+    "search": _described("search", "Searches the documents.", "query", "words"),
+}
+
+
+class Tools(Workflow):
+    """The model calls tools, in the form of its chat template, until it answers; the answer is judged.
+
+    Args:
+        tools: of calculator, python, search.
+        folder: that is searched; its .txt and .md files.
+        turns: completions at most; the last one is judged.
+        seconds: that one program may take.
+        results: passages of one search.
+    """
+
+    needs_chat_template = "tells the model its tools by the chat template"
+
+    def __init__(
+        self,
+        tools: Sequence[str] = ("calculator",),
+        folder: str = "",
+        turns: int = 6,
+        seconds: float = 5.0,
+        results: int = 3,
+    ) -> None:
+        if unknown := [name for name in tools if name not in _DESCRIBED]:
+            raise ValueError(f"there is no tool {unknown[0]!r}; there are {', '.join(_DESCRIBED)}")
+        if "search" in tools and not folder:
+            raise ValueError("the tool 'search' needs a folder")
+        made: dict[str, Callable[[], Callable[[str], str]]] = {
+            "calculator": lambda: calculate,
+            "python": lambda: PythonTool(seconds),
+            "search": lambda: Search.of(folder, results),
+        }
+        self._tools = {name: made[name]() for name in tools}
+        self._turns = turns
+
+    async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
+        """The reward of the last completion; the calls that were made, by name."""
+        described, calls = [_DESCRIBED[name] for name in self._tools], 0
+        reply = await chat.generate(tools=described)
+        for _ in range(self._turns - 1):
+            if not reply.calls:
+                break
+            told = await asyncio.gather(*(self._called(chat, call["function"]) for call in reply.calls))
+            calls += len(told)
+            for call, text in zip(reply.calls, told, strict=True):
+                chat.say(text[:_SHOWN], role="tool", tool_call_id=call["id"])
+            reply = await chat.generate(tools=described)
+        return Reward(await chat.score(reply.text), named={"calls": float(calls)})
+
+    async def _called(self, chat: Conversation, function: Mapping[str, str]) -> str:
+        name = function["name"]
+        if name not in self._tools:
+            return f"there is no tool {name!r}"
+        arguments = json.loads(function["arguments"])
+        return await chat.tool(name, arguments, self._tools[name], repeatable=True)  # none of them has an effect

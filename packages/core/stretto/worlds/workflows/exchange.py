@@ -1,0 +1,205 @@
+"""One trajectory of a workflow, in the conductor: its session serves the orders that come from the user's process."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from stretto.conversation.forest import Tokens
+from stretto.conversation.session import Session
+from stretto.core.errors import CallInterrupted, RefusedRequest
+from stretto.core.records import (
+    NOTHING,
+    PROMPT,
+    Outcome,
+    Prompt,
+    Sampling,
+    StopReason,
+    Trajectory,
+    Verdict,
+)
+from stretto.core.states import why_no_reward
+from stretto.worlds.single_turn import Detokenize, Score
+from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.rendering import Rendering
+from stretto.worlds.workflows.task import TurnReply, WorkflowTask
+from stretto.worlds.workflows.wire import CallOrder, MemberEnded, OrderDone, ScoreOrder, TurnOrder
+from stretto_verify.thoughts import with_opening
+
+
+@dataclass(frozen=True)
+class Services:
+    """What workflows of a run work with.
+
+    Attributes:
+        plain: how prompts that are no chats go on, `template` how chats do, if the model has a chat template.
+        context: tokens that the model can have before it.
+        verdict: of a number, by the recipe's rewards of right and wrong.
+    """
+
+    score: Score
+    detokenize: Detokenize
+    plain: Rendering
+    template: Rendering | None
+    sampling: Sampling
+    context: int
+    verdict: Callable[[float], Verdict]
+    config: WorkflowConfig
+
+
+class Forged(Exception):
+    """The user's process says something that no workflow says."""
+
+
+class Exchange:
+    """Serves the orders of one trajectory."""
+
+    def __init__(
+        self,
+        session: Session,
+        prompt: Prompt,
+        task: WorkflowTask,
+        services: Services,
+        rendering: Rendering | None = None,
+    ) -> None:
+        """`rendering`: of the prompt's conversation; None: it is no chat."""
+        self.session, self.task = session, task
+        self._prompt, self._services = prompt, services
+        self._rendering = rendering or services.plain
+        self._turns = self._tokens = 0  # sampled, and sampled or wanted by turns under way
+        self._thoughts: set[str] = set()  # texts of turns that end within a thought of the prompt
+
+    def again(self) -> Exchange:
+        """For a workflow that begins again, when nothing is under way."""
+        return Exchange(self.session.again(), self._prompt, self.task, self._services, self._rendering)
+
+    async def turn(self, order: TurnOrder) -> OrderDone:
+        """
+        Raises:
+            RefusedRequest, DataError: the workflow's request cannot be served.
+            Forged: it stands behind a turn that no engine has sampled.
+            EngineLost: several engines were lost with it.
+        """
+        services, limits = self._services, self._services.config
+        prompt, cause = order.token_ids, ""
+        if not prompt:
+            prompt, cause = self._rendered(order)
+        sampling = self._sampling(order.sampling, len(prompt))
+        if self._turns >= limits.max_turns:
+            raise RefusedRequest("generate", f"turn {self._turns + 1}", f"workflow.max_turns is {limits.max_turns}")
+        self._turns += 1
+        self._tokens += sampling.max_tokens
+        try:
+            turn = await self.session.turn(prompt, sampling, order.cause or cause)
+        except BaseException:  # nothing was sampled for the workflow
+            self._turns -= 1
+            self._tokens -= sampling.max_tokens
+            raise
+        segment = turn.segment
+        self._tokens += len(segment.token_ids) - sampling.max_tokens
+        text, opens = services.detokenize(segment.token_ids), "" if order.token_ids else self._prompt.opens
+        if with_opening(text, opens) != text:
+            self._thoughts.add(text)
+        message = self._rendering.message(segment.token_ids, text, order.tools, opens)
+        cut = segment.stop_reason is StopReason.LENGTH
+        return OrderDone(order.run, order.order, TurnReply(turn.node, text, message, segment.token_ids, cut))
+
+    def _rendered(self, order: TurnOrder) -> tuple[Tokens, str]:
+        held = self._held(order)
+        try:
+            return self._rendering.prompt(order.messages, order.known, held, order.tools)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # messages of the user's own
+            found = f"{type(error).__name__}: {error}"
+            raise RefusedRequest("messages", found, 'a message is {"role": ..., "content": text}') from None
+
+    def _held(self, order: TurnOrder) -> Tokens:
+        if order.node == NOTHING or not order.known:
+            return ()
+        if order.node == PROMPT:
+            return self._prompt.token_ids
+        segments = self.session.forest.segments
+        if not 0 <= order.node < len(segments) or segments[order.node].stop_reason is None:
+            raise Forged(f"goes on behind turn {order.node}, which no engine has sampled")
+        return self.session.forest.tokens(order.node)
+
+    def _sampling(self, wanted: Any, before: int) -> Sampling:
+        """That of the run, with the workflow's limit and stop texts, within context and budget."""
+        sampling, limits = self._services.sampling, self._services.config
+        room = min(sampling.max_tokens, self._services.context - before, limits.max_tokens - self._tokens)
+        if self._services.context <= before:
+            allowed = f"the model's context has {self._services.context}"
+            raise RefusedRequest("messages", f"{before} tokens", allowed)
+        if room < 1:
+            found = f"{self._tokens} tokens are sampled"
+            raise RefusedRequest("generate", found, f"workflow.max_tokens is {limits.max_tokens}")
+        try:
+            chosen = msgspec.convert(wanted, _Wanted)
+        except msgspec.ValidationError as error:
+            raise RefusedRequest(
+                "sampling", str(error), "max_tokens is a number from 1, stop a list of texts"
+            ) from None
+        room = min(room, chosen.max_tokens or room)
+        return msgspec.structs.replace(sampling, max_tokens=room, stop=(*sampling.stop, *chosen.stop))
+
+    async def score(self, order: ScoreOrder) -> OrderDone:
+        """The reward of a text; it is on record, since a judge may say something else the next time."""
+
+        async def judged() -> bytes:
+            text = self._prompt.opens + order.text if order.text in self._thoughts else order.text
+            [verdict] = await self._services.score(self._prompt.text, [text], order.answer)
+            if verdict.reward is None:
+                raise RefusedRequest("score", "undecided", verdict.reason)
+            return msgspec.json.encode((verdict.reward, verdict.outcome is Outcome.RIGHT))
+
+        asked = b"score" + msgspec.json.encode([order.text, order.answer])
+        reply = await self.session.call(asked, judged, repeatable=True)
+        reward, right = msgspec.json.decode(reply, type=tuple[float, bool])
+        return OrderDone(order.run, order.order, score=reward, right=right)
+
+    async def call(self, order: CallOrder, run: Callable[[], Awaitable[bytes]]) -> OrderDone:
+        """A call of the workflow, made by `run` unless it is on record.
+
+        Raises:
+            CallInterrupted: it had begun before a crash, and may not be made again.
+        """
+        answer = await self.session.call(b"call" + order.asked, run, repeatable=order.repeatable)
+        return OrderDone(order.run, order.order, answer=answer)
+
+    def trajectory(self, ended: MemberEnded) -> Trajectory:
+        """What the workflow has made; one that failed is undecided, with the reason."""
+        session = self.session
+        nodes = session.returned  # what only an earlier process asked for has no place in the order, and no reward
+        failure, rewards = ended.failure, dict[int, float]()
+        try:
+            session.check_calls()
+        except CallInterrupted as interrupted:
+            failure = failure or str(interrupted)
+        for given in (ended.value or 0.0, *ended.by_turn.values(), *ended.named.values()):
+            if why := why_no_reward(given):  # the process may say what its workflow never returned
+                failure = failure or f"the workflow returned {why}"
+        for key, reward in ended.by_turn.items():
+            node = key if key >= 0 else nodes[-1 - key] if -1 - key < len(nodes) else None
+            if node not in nodes:
+                failure = failure or f"the workflow gives a reward to turn {node}, which was not returned to it"
+            else:
+                rewards[node] = reward
+        segments = session.segments(rewards)
+        if not failure and not segments:
+            failure = "the workflow has returned without a completion"
+        verdict = Verdict(Outcome.UNDECIDED, None, failure)
+        if not failure and ended.value is not None:
+            verdict = msgspec.structs.replace(self._services.verdict(ended.value), rewards=dict(ended.named))
+        text = self._services.detokenize([token for segment in segments for token in segment.token_ids])
+        return Trajectory(session.id, segments, verdict, text)
+
+
+class _Wanted(msgspec.Struct, forbid_unknown_fields=True):
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}")

@@ -1,0 +1,346 @@
+"""A worker process of workflows, in the conductor: its trajectories, their time, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.core.deadlines import waiting
+from stretto.core.errors import (
+    CallInterrupted,
+    DataError,
+    DeadlineExceeded,
+    Problem,
+    RefusedRequest,
+    RoleDied,
+    WireError,
+    WorkflowError,
+)
+from stretto.core.tasks import cancel_and_wait
+from stretto.processes.channel import ConductorEnd
+from stretto.processes.role import RoleProcess
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.tree import descendants, kill_marked
+from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.exchange import Exchange, Forged
+from stretto.worlds.workflows.wire import (
+    LARGEST_MESSAGE,
+    MARK,
+    RUN_MARK,
+    Begin,
+    CallOrder,
+    CallRan,
+    FromWorker,
+    GiveUp,
+    MemberEnded,
+    MemberGone,
+    Order,
+    OrderDone,
+    OrderRefused,
+    RunCall,
+    ScoreOrder,
+    ToWorker,
+    TurnOrder,
+    WorkflowReady,
+    WorkflowRefused,
+    WorkflowSpec,
+)
+from stretto_verify.sandbox.cgroups import remove_groups_of
+
+ROLE = "stretto.worlds.workflows.worker"
+_FROM_WORKER = msgspec.msgpack.Decoder(FromWorker)
+_MOST_AT_A_TIME = 256  # orders of one trajectory; more are a flood
+_MOST_STRAYS = 10_000  # messages for trajectories that have ended
+_GONE_SECONDS = 5.0  # for the code of a trajectory that was given up to end
+
+
+class WorkerLost(Exception):
+    """The worker has ended, and its trajectories with it."""
+
+
+class _OwnTime:
+    """The seconds in which a trajectory waits for nothing of the run; `over` is done when they are used up."""
+
+    def __init__(self, seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        self._left, self._served = seconds, 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._since = 0.0
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._since = self._loop.time()
+        self._timer = self._loop.call_later(max(0.0, self._left), self._end)
+
+    def _end(self) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def stop(self) -> None:
+        """The run serves an order."""
+        self._served += 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._left -= self._loop.time() - self._since
+
+    def resume(self) -> None:
+        """It has served one."""
+        self._served -= 1
+        if not self._served and not self.over.done():
+            self._go_on()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class _Member:
+    """One trajectory on the worker.
+
+    Attributes:
+        gone: its thread there has ended by itself.
+        broken: what the run could not do for it is raised here.
+    """
+
+    def __init__(self, run: int, exchange: Exchange, seconds: float) -> None:
+        self.run, self.exchange, self.gone = run, exchange, False
+        self.time = _OwnTime(seconds)
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[MemberEnded] = loop.create_future()
+        self.broken: asyncio.Future[None] = loop.create_future()
+        self.calls: dict[int, asyncio.Future[bytes]] = {}
+        self.orders: set[asyncio.Task[None]] = set()
+
+    def end(self, ended: MemberEnded) -> None:
+        if not self.ended.done():
+            self.ended.set_result(ended)
+
+    def fail(self, reason: str) -> None:
+        self.end(MemberEnded(self.run, failure=reason))
+
+    def break_off(self, error: Exception) -> None:
+        if not self.broken.done():
+            self.broken.set_exception(error)
+            self.broken.exception()  # it may be looked at by nobody: the trajectory may have ended
+
+
+class WorkflowProcess:
+    """See the module.
+
+    Attributes:
+        lost: how it has ended.
+        worn: one that was given up does not end there: it takes no more trajectories.
+        ready: what the workflow said when it was loaded.
+    """
+
+    ready = WorkflowReady()
+
+    def __init__(
+        self, name: str, config: WorkflowConfig, log: Path, hung: float, spawner: Spawner = FRESH, run: str = ""
+    ) -> None:
+        """`run`: the mark of the run, if it is one's."""
+        self.name = name
+        self._config, self._log = config, log
+        self._process = RoleProcess(name, ROLE, log, hung, spawner)
+        self._channel: ConductorEnd[FromWorker] = ConductorEnd(name, _FROM_WORKER, str(log), LARGEST_MESSAGE)
+        self._members: dict[int, _Member] = {}
+        self._given_up: dict[int, asyncio.TimerHandle] = {}
+        self._runs = self._strays = 0
+        self._ending = False
+        self._reading: asyncio.Task[None] | None = None
+        self._pid: int | None = None
+        self._marks = {MARK: uuid.uuid4().hex} | ({RUN_MARK: run} if run else {})
+        loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[str] = loop.create_future()
+        self.worn: asyncio.Future[None] = loop.create_future()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process, if it is running."""
+        return self._process.pids
+
+    @property
+    def load(self) -> int:
+        """Trajectories on it."""
+        return len(self._members)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no trajectory, not even one that was given up and may still run."""
+        return not self._members and not self._given_up
+
+    @property
+    def free(self) -> bool:
+        """Whether it takes another trajectory."""
+        return not (self.worn.done() or self._ending or self.lost.done()) and self.load < self._config.concurrency
+
+    async def start(self) -> None:
+        """
+        Raises:
+            WorkflowError: the workflow cannot be used; the message says why.
+            RoleDied, DeadlineExceeded: the process does not start.
+        """
+        descriptor = self._channel.far.fileno()
+        settings = msgspec.json.encode(self._config.settings).decode()
+        memory = int(self._config.memory_gib * (1 << 30))
+        spec = WorkflowSpec(self._config.function, settings, descriptor, memory, self._config.path)
+        await self._process.start(spec, 1, (descriptor,), self._marks)
+        self._pid = self._process.pid
+        await self._channel.open(self._process.ended)
+        said = await self._channel.receive(f"to import {self._config.function}", self._config.start_timeout)
+        if isinstance(said, WorkflowRefused):
+            raise WorkflowError([Problem(said.place, said.found, said.remedy)])
+        if not isinstance(said, WorkflowReady):
+            raise RoleDied(self.name, "said something else than that it is ready", str(self._log))
+        self.ready = said
+        self._reading = asyncio.create_task(self._read())
+
+    async def stop(self) -> None:
+        """End the process, and what it has started."""
+        if self._reading is not None:
+            await cancel_and_wait([self._reading])
+        for timer in self._given_up.values():
+            timer.cancel()
+        self._channel.close()
+        if self._pid is not None and self._process.running:  # those in sessions of their own would live on
+            for pid in descendants(self._pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        await self._process.stop(0.0)
+        if self._pid is not None:
+            await asyncio.to_thread(kill_marked, f"{MARK}={self._marks[MARK]}")
+            await asyncio.to_thread(remove_groups_of, self._pid)  # of the sandboxes of its tools
+
+    async def run(self, exchange: Exchange) -> MemberEnded:
+        """Run the workflow for one trajectory; its own time and its orders are bounded.
+
+        Raises:
+            WorkerLost: the process has ended.
+            StrettoError: the run could not serve an order.
+        """
+        self._runs += 1
+        member = self._members[self._runs] = _Member(self._runs, exchange, self._config.deadline)
+        try:
+            await self._send(Begin(member.run, exchange.task))
+            ends: list[asyncio.Future[Any]] = [member.ended, member.broken, member.time.over, self.lost]
+            with waiting("conductor", f"the workflow of {exchange.session.id}", self._config.deadline):
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if member.broken.done():
+                member.broken.result()
+            if not member.ended.done() and self.lost.done():
+                raise WorkerLost(self.lost.result())
+            member.fail(f"the workflow took more than {self._config.deadline:g} s of its own")
+            return member.ended.result()
+        finally:
+            del self._members[member.run]
+            member.time.close()
+            await cancel_and_wait([*member.orders])
+            if not member.gone and not self.lost.done():
+                timer = asyncio.get_running_loop().call_later(_GONE_SECONDS, self._wear_out)
+                self._given_up[member.run] = timer
+                with contextlib.suppress(WorkerLost):
+                    await self._send(GiveUp(member.run))
+
+    def _wear_out(self) -> None:
+        if not self.worn.done():
+            self.worn.set_result(None)
+
+    async def _send(self, message: ToWorker) -> None:
+        try:
+            await self._channel.send(message)
+        except (RoleDied, DeadlineExceeded) as loss:
+            raise WorkerLost(str(loss)) from None
+
+    async def _read(self) -> None:
+        """Take its messages until it has ended; the wait has no deadline, its owner is the pool."""
+        how = ""
+        try:
+            while True:
+                self._take(await self._channel.next())
+        except RoleDied:
+            self._ending = True
+            how = await self._process.last_words()
+        except (WireError, msgspec.DecodeError):
+            how = "had something written into its messages"
+            self._process.kill()
+        self.lost.set_result(how)
+
+    def _take(self, message: FromWorker) -> None:
+        """
+        Raises:
+            WireError: it is no message of a worker that is at work.
+        """
+        if isinstance(message, WorkflowReady | WorkflowRefused):
+            raise WireError(f"{self.name} said that it is ready a second time")
+        member = self._members.get(message.run)
+        if isinstance(message, MemberGone | MemberEnded) and (timer := self._given_up.pop(message.run, None)):
+            timer.cancel()
+        elif member is None:
+            self._strays += 1
+            if self._strays > _MOST_STRAYS:
+                raise WireError(f"{self.name} does not stop to ask")
+        elif isinstance(message, MemberEnded):
+            member.gone = True
+            member.end(message)
+        elif isinstance(message, CallRan):
+            if (call := member.calls.pop(message.order, None)) is not None and not call.done():
+                call.set_result(message.answer)
+        elif isinstance(message, TurnOrder | ScoreOrder | CallOrder):
+            self._begin(member, message)
+
+    def _begin(self, member: _Member, order: Order) -> None:
+        if len(member.orders) >= _MOST_AT_A_TIME:
+            member.fail(f"the workflow asks for more than {_MOST_AT_A_TIME} things at a time")
+            return
+        task = asyncio.create_task(self._serve(member, order))
+        member.orders.add(task)
+        task.add_done_callback(member.orders.discard)
+
+    async def _serve(self, member: _Member, order: Order) -> None:
+        reply: OrderDone | OrderRefused
+        try:
+            reply = await self._served(member, order)
+        except RefusedRequest as refusal:
+            reply = OrderRefused(order.run, order.order, refusal.field, refusal.found, refusal.allowed)
+        except DataError as mistake:  # of its messages; one of the run, as of its reward function, is not its own
+            [problem, *_] = mistake.problems
+            reply = OrderRefused(order.run, order.order, problem.place, problem.found, problem.remedy)
+        except (CallInterrupted, Forged) as end:
+            member.fail(str(end))
+            return
+        except WorkerLost:  # which `run` hears of
+            return
+        except (
+            Exception
+        ) as error:  # an engine or a reward worker is lost, a bug: it is raised where the group is awaited
+            member.break_off(error)
+            return
+        with contextlib.suppress(WorkerLost):
+            await self._send(reply)
+
+    async def _served(self, member: _Member, order: Order) -> OrderDone:
+        if isinstance(order, CallOrder):
+            return await member.exchange.call(order, lambda: self._called(member, order.order))
+        member.time.stop()
+        try:
+            if isinstance(order, TurnOrder):
+                return await member.exchange.turn(order)
+            return await member.exchange.score(order)
+        finally:
+            member.time.resume()
+
+    async def _called(self, member: _Member, order: int) -> bytes:
+        """The answer of a call that the worker makes, in its own time."""
+        call: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        member.calls[order] = call
+        await self._send(RunCall(member.run, order))
+        return await call

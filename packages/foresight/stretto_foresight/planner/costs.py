@@ -1,0 +1,217 @@
+"""What one layout of a run costs: seconds and bytes, by formulas whose numbers are the machine's.
+
+The *roofline* (Williams, Waterman, Patterson 2009): a piece of work takes the longer of its products at the rate of
+products and its bytes at the rate of memory. The formulas:
+
+    decode step     2 products per weight and row; weights once, keys and values of every row
+    prefill         2 per weight and token; causal attention 2 L^2 per layer and unit of width (Megatron-LM,
+                    arXiv 2104.04473, appendix, halved by the mask)
+    training        three times a forward pass (forward and backward); activation checkpointing adds one; so does the
+                    proximal policy (AReaL, section 5.2) for its share
+    ranks           FSDP (arXiv 2304.11277, section 4): each pass over a micro-batch gathers the parameters forward and
+                    backward and scatters the gradients, while products go on; the longest sequence of a minibatch is
+                    one rank's (AReaL, algorithm 1, packs whole sequences), and all wait for it
+    tensor parallel Megatron-LM (arXiv 1909.08053): two all-reduces of the activations in each layer
+    memory          ZeRO (arXiv 1910.02054): weights, gradients and Adam's moments, 16 bytes per parameter in float32;
+                    `trainer.dtype` is that of the arithmetic, so that parameters are gathered in float32 too
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stretto_foresight.planner.job import BYTES, Job
+from stretto_foresight.planner.machine import MachineProfile
+
+_GATHERED_BYTES = 4  # of a parameter: ranks shard float32, and the products convert it
+_TRAINED_BYTES = 16  # of a parameter: weight, gradient and two moments in float32
+_KEPT = 40  # numbers of the model's width that a layer keeps for each token, as `stretto train --dry-run` counts them
+_CHUNK_LOGITS = 1 << 28  # the trainer computes no more of them at a time
+_RESERVED = 0.1  # of a device's memory: the context of the driver, fragments
+NATIVE_SLOT = 4 / 3  # slots of the native engine have powers of two as their lengths; the mean of their fill is 3/4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run uses its devices. `tensor` devices make one engine."""
+
+    engines: int
+    ranks: int
+    tensor: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.engines * self.tensor + self.ranks
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GiB of one device of each side, and those of a device; the KV cache gets what is left. `completion` is the part
+    of the KV cache without which an engine cannot finish its longest completion."""
+
+    trainer: float
+    engine: float
+    cache: float
+    available: float
+    completion: float
+
+    @property
+    def most(self) -> float:
+        return max(self.trainer, self.engine + self.cache)
+
+    @property
+    def generation(self) -> float:
+        """GiB that an engine needs at least."""
+        return self.engine + self.completion
+
+    @property
+    def missing(self) -> float:
+        """GiB by which the fuller side exceeds a device; not positive where it fits."""
+        return max(self.trainer, self.generation) - self.available
+
+
+class TrainingSeconds(NamedTuple):
+    """The parts of a training step: the conductor's before it, the proximal policy, the update, the publication."""
+
+    conduct: float
+    proximal: float
+    update: float
+    publish: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The `Durations` of a simulated run. `slower` stretches generation and training: roles that share cores."""
+
+    job: Job
+    machine: MachineProfile
+    layout: Layout
+    slower_generation: float = 1.0
+    slower_training: float = 1.0
+
+    def decode(self, rows: int, cached: float) -> float:
+        job, machine, shape, tensor = self.job, self.machine, self.job.shape, self.layout.tensor
+        weights = (shape.body + shape.embedding) / tensor
+        products = 2.0 * weights * rows / machine.decode_flops
+        read = weights * BYTES[job.engine.dtype] / machine.weight_bandwidth
+        cache = cached * self.token_bytes / machine.cache_bandwidth
+        fixed = machine.step_seconds + shape.layers * machine.layer_seconds
+        each = machine.row_seconds + shape.layers * shape.hidden_size * machine.row_width_seconds
+        by_rows = rows * (each + machine.serve_seconds / job.lengths.mean)  # rows / mean of them end in a step
+        return self.slower_generation * (fixed + by_rows + max(products, read) + cache + self._reduced(rows))
+
+    def prefill(self, contexts: Sequence[float]) -> float:
+        machine, shape, tensor = self.machine, self.job.shape, self.layout.tensor
+        tokens = sum(contexts)
+        products = self._forward(tokens, len(contexts), sum(context * context for context in contexts))
+        passes = math.ceil(tokens / self.job.engine.max_prefill_tokens)
+        fixed = passes * (machine.prefill_seconds + shape.layers * machine.layer_seconds)
+        own = tokens * machine.prefill_token_seconds
+        return self.slower_generation * (
+            fixed + own + products / tensor / machine.prefill_flops + self._reduced(tokens)
+        )
+
+    def transfer(self) -> float:
+        machine = self.machine
+        return machine.transfer_seconds + machine.transfer_parameter_seconds * self.job.shape.parameters
+
+    def load(self) -> float:
+        machine, parameters = self.machine, self.job.shape.parameters / self.layout.tensor
+        return self.slower_generation * (machine.load_seconds + machine.load_parameter_seconds * parameters)
+
+    def judge(self) -> float:
+        return self.machine.judge_seconds
+
+    def train(self, sequences: Sequence[int]) -> float:
+        return sum(self.training(sequences))
+
+    def training(self, sequences: Sequence[int]) -> TrainingSeconds:
+        """The parts of a training step."""
+        job, machine, shape, ranks = self.job, self.machine, self.job.shape, self.layout.ranks
+        tokens, squares = sum(sequences), sum(length * length for length in sequences)
+        forwards = 3.0 + (1.0 if job.trainer.activation_checkpointing else 0.0) + job.proximal
+        minibatches = job.trainer.minibatches
+        # A sequence is not shared out: of each minibatch one rank has the longest, and the others wait for it.
+        longest = heapq.nlargest(minibatches, sequences)
+        alone = self._forward(sum(longest), sum(longest), sum(length * length for length in longest))
+        shared = self._forward(tokens, tokens, squares) / ranks
+        products = forwards * max(shared, alone) / machine.train_flops
+        passes = minibatches * math.ceil(tokens / minibatches / ranks / job.trainer.micro_batch_tokens)
+        gathered = passes * (3.0 + job.proximal) * self._gather()
+        whole = max(products, gathered)
+        beside = passes * shape.layers * machine.micro_batch_seconds
+        beside += tokens / ranks * shape.layers * shape.hidden_size * machine.token_width_seconds
+        beside += squares / ranks * shape.layers * shape.width * machine.pair_width_seconds
+        proximal = job.proximal * (whole / forwards + beside / 3)
+        adam = shape.parameters / ranks * machine.parameter_seconds / 2  # a publication reads as much
+        own = machine.train_seconds + len(sequences) * machine.sequence_seconds / ranks
+        update = own + minibatches * adam + (1 - job.proximal / forwards) * whole + beside
+        conduct = len(sequences) * machine.batch_seconds
+        return TrainingSeconds(*(self.slower_training * part for part in (conduct, proximal, update, adam)))
+
+    def _forward(self, tokens: float, sampled: float, squares: float) -> float:
+        """Operations of a forward pass, of `sampled` tokens through the output matrix too."""
+        shape = self.job.shape
+        attention = 2.0 * squares * shape.width * shape.layers
+        return 2.0 * (shape.body * tokens + shape.embedding * sampled) + attention
+
+    def _gather(self) -> float:
+        """Seconds in which each rank gets the parts of all others."""
+        ranks, shape = self.layout.ranks, self.job.shape
+        if ranks == 1:
+            return 0.0
+        size = shape.parameters * _GATHERED_BYTES * (ranks - 1) / ranks
+        return self._collective(ranks, size) + shape.layers * self.machine.link_seconds
+
+    def _reduced(self, tokens: float) -> float:
+        """Two all-reduces in each layer; a ring sends twice what it reduces."""
+        tensor, shape = self.layout.tensor, self.job.shape
+        if tensor == 1:
+            return 0.0
+        size = 2 * tokens * shape.hidden_size * BYTES[self.job.engine.dtype] * (tensor - 1) / tensor
+        return 2 * shape.layers * (self._collective(tensor, size) + self.machine.link_seconds)
+
+    def _collective(self, devices: int, size: float) -> float:
+        machine = self.machine
+        within = devices <= machine.node_devices or not machine.network_bandwidth
+        bandwidth = machine.link_bandwidth if within else machine.network_bandwidth
+        return size / bandwidth if bandwidth else 0.0
+
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────
+
+    def memory(self) -> Memory:
+        """A rank has its part of weights, gradients and moments, two layers whole, and what one micro-batch keeps for
+        the backward pass; an engine its part of the weights, and a KV cache in what is left, up to its slots."""
+        job, shape, layout = self.job, self.job.shape, self.layout
+        tokens = max(job.trainer.micro_batch_tokens, job.longest)
+        item = BYTES[job.trainer.dtype]
+        layer = shape.body / shape.layers * _GATHERED_BYTES
+        layers = shape.layers + _KEPT if job.trainer.activation_checkpointing else shape.layers * _KEPT
+        kept = tokens * shape.hidden_size * layers * item
+        logits = 2 * 4 * min(tokens * shape.vocab_size, _CHUNK_LOGITS)
+        trainer = shape.parameters * _TRAINED_BYTES / layout.ranks + 2 * layer + kept + logits
+        engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor
+        available = self.machine.memory_gib * (1 - _RESERVED)
+        wanted = job.engine.slots * job.longest * self.token_bytes / 2**30
+        room = max(0.0, available - engine / 2**30)
+        asked = wanted if job.engine.kind != "native" else min(wanted, job.engine.cache_gib)
+        completion = job.longest * self.token_bytes * self._waste / 2**30
+        return Memory(trainer / 2**30, engine / 2**30, min(asked, room), available, completion)
+
+    def cache_tokens(self) -> float:
+        """Tokens that the KV cache of one engine holds."""
+        return self.memory().cache * 2**30 / self.token_bytes / self._waste
+
+    @property
+    def token_bytes(self) -> float:
+        """Of a token's keys and values on one device of an engine; fewer heads than devices are replicated."""
+        shape = self.job.shape
+        return shape.cache_bytes(self.job.engine.dtype) / min(self.layout.tensor, shape.kv_heads)
+
+    @property
+    def _waste(self) -> float:
+        return NATIVE_SLOT if self.job.engine.kind == "native" else 1.0

@@ -1,0 +1,151 @@
+"""A machine's record from measurements, by least squares; every formula is the one that `costs` computes with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto_foresight.planner.job import ModelShape
+
+Floats = npt.NDArray[np.float64]
+_FREE = 1e18  # a rate that costs nothing
+#: The fields of `MachineProfile` in the order in which they are fitted; the rates come last.
+DECODE_SECONDS = ("step_seconds", "layer_seconds", "row_seconds", "row_width_seconds")
+TRAIN_SECONDS = (
+    "train_seconds",
+    "micro_batch_seconds",
+    "token_width_seconds",
+    "pair_width_seconds",
+    "sequence_seconds",
+    "parameter_seconds",
+)
+
+
+@dataclass(frozen=True)
+class DecodeSample:
+    """Seconds of one decode step of `rows` completions with `cached` tokens together."""
+
+    shape: ModelShape
+    rows: int
+    cached: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PrefillSample:
+    """Seconds that the contexts took beside the decode step that they were part of."""
+
+    shape: ModelShape
+    contexts: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """Seconds of a training step with one minibatch in `passes` micro-batches; publication included."""
+
+    shape: ModelShape
+    sequences: tuple[int, ...]
+    passes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LoadSample:
+    """Seconds for which an engine paused to load that number of parameters."""
+
+    parameters: int
+    seconds: float
+
+
+def least_squares(
+    features: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | float = 0.0
+) -> Floats:
+    """Coefficients that are not negative, with the least squares of the relative errors: those that would be negative
+    are left out, the most negative one at a time. `known`: the part of the seconds that the features do not explain."""
+    rows, times = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
+    wanted = 1.0 - np.asarray(known, np.float64) / times
+    weighted = rows / times[:, None]
+    scale = np.abs(weighted).max(axis=0)
+    scale[scale == 0] = 1.0
+    kept = list(range(weighted.shape[1]))
+    found = np.zeros(weighted.shape[1])
+    while kept:
+        values = np.linalg.lstsq(weighted[:, kept] / scale[kept], wanted, rcond=None)[0]
+        if values.min() >= 0:
+            found[kept] = values / scale[kept]
+            break
+        kept.pop(int(values.argmin()))
+    return found
+
+
+def fit_decode(samples: Sequence[DecodeSample]) -> Mapping[str, float]:
+    """The fields of `MachineProfile` for a decode step."""
+    found = least_squares(
+        [
+            (
+                1.0,
+                one.shape.layers,
+                one.rows,
+                one.rows * one.shape.layers * one.shape.hidden_size,
+                2.0 * (one.shape.body + one.shape.embedding) * one.rows,
+                one.cached * one.shape.cache_bytes("float32"),
+            )
+            for one in samples
+        ],
+        [one.seconds for one in samples],
+    )
+    rates = {"decode_flops": _rate(found[4]), "cache_bandwidth": _rate(found[5])}
+    return dict(zip(DECODE_SECONDS, map(float, found[:4]), strict=True)) | rates
+
+
+def fit_prefill(samples: Sequence[PrefillSample], layer_seconds: float) -> Mapping[str, float]:
+    """Those for the computation of contexts, where every sample is one pass. A pass takes the `layer_seconds` of a
+    decode step for each layer, too."""
+    found = least_squares(
+        [(1.0, sum(one.contexts), _forward(one.shape, one.contexts, len(one.contexts))) for one in samples],
+        [one.seconds for one in samples],
+        [one.shape.layers * layer_seconds for one in samples],
+    )
+    fixed, each = map(float, found[:2])
+    return {"prefill_seconds": fixed, "prefill_token_seconds": each, "prefill_flops": _rate(found[2])}
+
+
+def fit_training(samples: Sequence[TrainSample]) -> Mapping[str, float]:
+    """Those for a training step."""
+    found = least_squares(
+        [
+            (
+                1.0,
+                one.passes * one.shape.layers,
+                sum(one.sequences) * one.shape.layers * one.shape.hidden_size,
+                sum(length * length for length in one.sequences) * one.shape.layers * one.shape.width,
+                len(one.sequences),
+                one.shape.parameters,
+                3.0 * _forward(one.shape, one.sequences, sum(one.sequences)),
+            )
+            for one in samples
+        ],
+        [one.seconds for one in samples],
+    )
+    return dict(zip(TRAIN_SECONDS, map(float, found[:6]), strict=True)) | {"train_flops": _rate(found[6])}
+
+
+def fit_loads(samples: Sequence[LoadSample]) -> Mapping[str, float]:
+    """Those for a load of weights."""
+    fixed, each = least_squares([(1.0, one.parameters) for one in samples], [one.seconds for one in samples])
+    return {"load_seconds": float(fixed), "load_parameter_seconds": float(each)}
+
+
+def _forward(shape: ModelShape, lengths: Sequence[int], through_the_output: int) -> float:
+    attention = 2.0 * sum(length * length for length in lengths) * shape.width * shape.layers
+    return 2.0 * (shape.body * sum(lengths) + shape.embedding * through_the_output) + attention
+
+
+def _rate(seconds: float) -> float:
+    """Of what takes that time each."""
+    return float(min(_FREE, 1.0 / seconds if seconds > 0 else inf))

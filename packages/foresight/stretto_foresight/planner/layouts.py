@@ -1,0 +1,186 @@
+"""Which layouts a number of devices allows, cheapest estimate first; those without the memory are left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from stretto.core.errors import Problem, RecipeError
+from stretto_foresight.planner.costs import Costs, Layout, Memory
+from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.machine import MachineProfile
+
+_TENSOR = (1, 2, 4, 8)
+_SIXTEENTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # of the devices, for training
+_FINE = 16  # devices up to which every split is tried
+_MICRO_BATCHES = (1, 2, 4)  # times the recipe's
+_MOST_DEVICES = 1 << 16
+_TENSOR_WORDS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
+_SMALLER = "devices with more memory, or shorter completions (sampling.max_tokens)"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A job with the settings of a layout."""
+
+    job: Job
+    layout: Layout
+    costs: Costs
+
+    @cached_property
+    def estimate(self) -> float:
+        """The seconds of a step without any waiting."""
+        return _estimate(self.costs)
+
+    @property
+    def fits(self) -> bool:
+        """Whether its devices have the memory."""
+        return self.costs.memory().missing <= 0
+
+
+def own_layout(job: Job) -> Layout:
+    """The layout that the recipe asks for; tensor parallelism is an argument of its engine's server."""
+    words = [part for word in job.engine.arguments for part in word.split("=", 1)]
+    sizes = [word for name, word in pairwise(words) if name in _TENSOR_WORDS and word.isdecimal()]
+    return Layout(job.engine.count, job.trainer.ranks, max(1, int(sizes[-1])) if sizes else 1)
+
+
+def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
+    """The layout that the recipe asks for.
+
+    Raises:
+        RecipeError: it does not have the memory; by how much, and what would make it fit.
+    """
+    layout = own_layout(job)
+    memory = Costs(job, machine, layout).memory()
+    if memory.missing > 0:
+        settings = _settings_that_fit(job, lambda changed: Costs(changed, machine, layout).memory().missing <= 0)
+        trains = memory.trainer >= memory.generation
+        place = f"trainer.ranks = {layout.ranks}" if trains else f"engine.count = {layout.engines}"
+        remedies = settings or [_SMALLER, "give --gpus N for the layouts of N devices"]
+        raise RecipeError([Problem(place, f"the layout lacks the memory: {_lack(memory)}", _any_of(remedies))])
+    return layout
+
+
+def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Candidate]:
+    """Layouts of this number of devices that have the memory, by their estimates.
+
+    Raises:
+        RecipeError: none has it; by how much, and what would make it fit. Or a batch feeds no rank.
+    """
+    found = list(_all(job, machine, devices))
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        raise RecipeError([_too_large(job, machine, devices, found)])
+    return sorted(fitting, key=lambda one: one.estimate)
+
+
+def _all(job: Job, machine: MachineProfile, devices: int) -> Iterator[Candidate]:
+    for layout in _layouts(job, devices, machine):
+        for times in _MICRO_BATCHES:
+            tokens = job.trainer.micro_batch_tokens * times
+            if times > 1 and tokens > job.completions * job.lengths.mean / layout.ranks:
+                continue
+            yield candidate(job, machine, layout, job.rollout.max_staleness, tokens)
+
+
+def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: float | str, tokens: int) -> Candidate:
+    """The job with this layout, and as many groups in flight as equation 3 and the engines' slots allow. A bound that
+    is "auto" stays so: the simulation adapts it as a run does."""
+    slots = max(1, layout.engines * job.engine.slots // job.rollout.group_size)
+    most = job.rollout.staleness_bounds[1] if isinstance(staleness, str) else staleness
+    allowed = slots if math.isinf(most) else min(slots, int(most + 1) * job.rollout.batch_size)
+    planned = job.with_settings(
+        {"max_staleness": staleness, "max_in_flight": allowed},
+        {"count": layout.engines},
+        {"ranks": layout.ranks, "micro_batch_tokens": tokens},
+    )
+    return Candidate(planned, layout, Costs(planned, machine, layout))
+
+
+def _layouts(job: Job, devices: int, machine: MachineProfile) -> Iterator[Layout]:
+    most = _most_ranks(job)
+    splits = set(range(1, devices)) if devices <= _FINE else {devices * part // 16 for part in _SIXTEENTHS}
+    if most < min(splits, default=0):  # of many devices a small batch feeds few ranks
+        splits = {1 << power for power in range(most.bit_length())} | {most}
+    for tensor in _TENSOR:
+        if tensor <= machine.node_devices and _divides(job, tensor):
+            for ranks in sorted(splits):
+                if 0 < ranks <= most and devices - ranks >= tensor and (devices - ranks) % tensor == 0:
+                    yield Layout((devices - ranks) // tensor, ranks, tensor)
+
+
+def _most_ranks(job: Job) -> int:
+    """More would be idle."""
+    return job.completions // job.trainer.minibatches
+
+
+def _divides(job: Job, tensor: int) -> bool:
+    """Whether engines can be of this number of devices: servers share out whole heads, and replicate those of the KV
+    cache where there are fewer; the native engine has one device."""
+    kv_heads = job.shape.kv_heads
+    shared = job.shape.heads % tensor == 0 and max(tensor, kv_heads) % min(tensor, kv_heads) == 0
+    return tensor == 1 or (shared and job.engine.kind != "native")
+
+
+def _estimate(costs: Costs) -> float:
+    """The longer of generating a batch, at the rows that fit, and of training on it."""
+    job = costs.job
+    context = job.lengths.prompt_tokens + job.lengths.mean
+    in_flight = job.rollout.in_flight_bounds[1] * job.rollout.group_size / costs.layout.engines
+    rows = max(1, int(min(job.engine.slots, in_flight, costs.cache_tokens() / context)))
+    cached = rows * (job.lengths.prompt_tokens + job.lengths.mean / 2)
+    tokens = job.completions * job.lengths.mean / costs.layout.engines
+    generation = tokens / rows * costs.decode(rows, cached)
+    return max(generation, costs.train([round(context)] * job.completions))
+
+
+def _too_large(job: Job, machine: MachineProfile, devices: int, found: list[Candidate]) -> Problem:
+    place = f"--gpus {devices}"
+    if not found and not _most_ranks(job):
+        said = f"{job.completions} completions a step cannot be shared out to {job.trainer.minibatches} minibatches"
+        return Problem(place, said, f"trainer.minibatches can be {job.completions} at most")
+    if not found:
+        return Problem(place, "too few devices to generate and to train", "two are needed at least")
+    least = min((one.costs.memory() for one in found), key=lambda memory: memory.missing)
+    return Problem(place, f"no layout has the memory: {_lack(least)}", _any_of(_remedies(job, machine, devices)))
+
+
+def _lack(memory: Memory) -> str:
+    trains = memory.trainer >= memory.generation
+    side, needed = ("training", memory.trainer) if trains else ("generation", memory.generation)
+    return (
+        f"{side} needs {needed:.1f} GiB of a device, of which {memory.available:.1f} GiB can be used: "
+        f"{memory.missing:.1f} GiB too much"
+    )
+
+
+def _any_of(remedies: list[str]) -> str:
+    return "what would make it fit: " + ", or ".join(remedies)
+
+
+def _settings_that_fit(job: Job, fits: Callable[[Job], bool]) -> list[str]:
+    settings: list[tuple[str, dict[str, object]]] = [
+        ("trainer.activation_checkpointing=true", {"activation_checkpointing": True}),
+        (f"trainer.micro_batch_tokens={job.longest}", {"micro_batch_tokens": job.longest}),
+    ]
+    return [words for words, change in settings if fits(job.with_settings({}, {}, change))]
+
+
+def _remedies(job: Job, machine: MachineProfile, devices: int) -> list[str]:
+    remedies = _settings_that_fit(job, lambda changed: _fits(changed, machine, devices))
+    saving = job.with_settings({}, {}, {"activation_checkpointing": True})
+    more = devices * 2
+    while more <= _MOST_DEVICES and not _fits(saving, machine, more):
+        more *= 2
+    if more <= _MOST_DEVICES:
+        already = job.trainer.activation_checkpointing
+        remedies.append(f"--gpus {more}" if already else f"--gpus {more} with activation checkpointing")
+    return remedies or [_SMALLER]
+
+
+def _fits(job: Job, machine: MachineProfile, devices: int) -> bool:
+    return any(one.fits for one in _all(job, machine, devices))

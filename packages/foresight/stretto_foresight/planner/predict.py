@@ -1,0 +1,390 @@
+"""The prediction of a layout: the real controller on the virtual clock, with the costs of a machine."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from stretto.core.errors import RecipeError
+from stretto.core.events import Span
+from stretto.core.records import Record
+from stretto.rollout.pacing import pacing_of
+from stretto_foresight.planner.costs import Costs, Layout
+from stretto_foresight.planner.job import Job
+from stretto_foresight.planner.layouts import Candidate, candidate, candidates, fitting_own_layout
+from stretto_foresight.planner.lengths import Lengths
+from stretto_foresight.planner.machine import MachineProfile
+from stretto_foresight.simulator.engines import EngineLimits
+from stretto_foresight.simulator.report import SimulationReport
+from stretto_foresight.simulator.run import SimulatedRun
+
+_GRAINS = 48  # simulated tokens of a mean completion
+_TRAJECTORIES = 12_000  # of one simulation
+_STEPS = 9  # of a simulation at least
+_ROUNDS = 3  # until roles that share cores agree on how much they slow each other down
+_SIMULATED = 6  # candidates
+_PATIENCE = 30.0  # processor seconds, after which no simulation begins and none goes on beyond its first step
+_CHANCE = 1.0  # of the best step that was simulated; a longer estimate cannot win
+_DRAWN = 4  # steps of a timeline
+_BUSY = 0.9  # share of a step; the trainer is what it waits for
+GOALS = ("time", "cost", "staleness")
+
+
+class Staleness(Record, frozen=True):
+    """Versions between sampling and training, over the tokens of the loss."""
+
+    mean: float
+    p99: int
+
+
+class LayoutPrediction(Record, frozen=True):
+    """One line of `stretto plan --json`. `busy` has the names of `stretto inspect`; tokens are trained ones."""
+
+    engines: int
+    ranks: int
+    step_seconds: float
+    busy: Mapping[str, float]
+    staleness: Staleness
+    tokens_per_second: float
+    memory_gib: float  # of the fuller device
+    hours: float
+    device_hours: float
+    tensor: int
+    micro_batch_tokens: int
+    max_staleness: float | None  # at the end of the simulation; None: no bound
+    max_in_flight: int  # at the end of the simulation
+    memory: Mapping[str, float]  # GiB of a device: trainer, engine, cache
+    masked: float  # share of the trained completions' tokens
+    recomputed: float  # tokens computed again, for each sampled one
+    waits_for: str  # what a step waits for: generation, judging or training
+    terms: Mapping[str, float]  # seconds of a step by role and work, and what they depend on
+    timeline: tuple[Span, ...] = ()  # of the trainer and of one engine, over the last steps of the simulation
+
+
+class RunPlan(Record, frozen=True):
+    """What `stretto plan` has found, best first."""
+
+    machine: str
+    goal: str
+    mean_length: float
+    layouts: tuple[LayoutPrediction, ...]
+    recipe: str | None = None  # the digest of the recipe whose own layout this is; None: other layouts
+
+
+@dataclass(frozen=True)
+class Grained:
+    """Lengths in simulated tokens, each of which stands for `grain` tokens."""
+
+    lengths: Lengths
+    grain: int
+    failure_rate: float = 0.0
+    filter_rate: float = 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.lengths.prompt_tokens
+
+    def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
+        """Rounded up or down by chance, so that the mean stays."""
+        drawn = self.lengths.groups(chance, members)
+        if self.grain == 1:
+            return drawn
+        return (tuple([max(1, int(length / self.grain + chance.random())) for length in group]) for group in drawn)
+
+
+def plan(
+    job: Job,
+    machine: MachineProfile,
+    devices: int | None,
+    goal: str = "time",
+    seed: int = 1,
+    say: Callable[[str], None] = lambda text: None,
+    clock: Callable[[], float] = time.process_time,
+) -> RunPlan:
+    """The best layouts of this number of devices; without one, the recipe's own. `say` is told what is simulated; after
+    `_PATIENCE` seconds of the `clock` no simulation begins, and the one under way ends with its step.
+
+    Raises:
+        RecipeError: no layout has the memory.
+    """
+    start = clock()
+
+    def over() -> bool:
+        return clock() - start > _PATIENCE
+
+    if devices is None:
+        found = [predict(job, machine, fitting_own_layout(job, machine), seed, over, say)]
+    else:
+        found = _search(job, machine, devices, goal, seed, say, over)
+    return RunPlan(machine.name, goal, round(job.lengths.mean, 1), tuple(best_first(found, goal)))
+
+
+def _search(
+    job: Job,
+    machine: MachineProfile,
+    devices: int,
+    goal: str,
+    seed: int,
+    say: Callable[[str], None],
+    over: Callable[[], bool],
+) -> list[LayoutPrediction]:
+    """The candidates that may be the best, the least estimates first, and the best of them with other bounds."""
+    chosen = _chosen(job, machine, devices, goal)
+    found: list[tuple[LayoutPrediction, Candidate]] = []
+
+    def simulate(which: Sequence[Candidate]) -> None:
+        for number, one in enumerate(which, start=1):
+            if found and not _may_win(one, [done for done, _ in found], goal):
+                continue
+            name = f"{one.layout.engines} x {one.layout.tensor} devices generate, {one.layout.ranks} train"
+            if found and over():
+                say(
+                    f"{len(which) - number + 1} more layouts are not simulated, {_PATIENCE:.0f} s are over: {name}, ..."
+                )
+                return
+            say(f"simulating {number} of {len(which)}: {name}, eta {one.job.rollout.max_staleness}")
+            found.append((predict(one.job, machine, one.layout, seed, over, say), one))
+
+    simulate(chosen)
+    best = best_first([done for done, _ in found], goal)[0]
+    simulate(_other_bounds(next(one for done, one in found if done is best), machine, goal))
+    return distinct([done for done, _ in found])
+
+
+def _may_win(one: Candidate, found: Sequence[LayoutPrediction], goal: str) -> bool:
+    """Whether its estimate, in which nothing waits, leaves it a chance against the best that was simulated."""
+    devices = one.layout.devices if goal == "cost" else 1
+    prices = [
+        done.step_seconds * ((done.engines * done.tensor + done.ranks) if goal == "cost" else 1) for done in found
+    ]
+    return one.estimate * devices <= _CHANCE * min(prices)
+
+
+def distinct(found: Sequence[LayoutPrediction]) -> list[LayoutPrediction]:
+    """Without those that differ from an earlier one in the bound on staleness alone: the bound was never reached."""
+    kept: list[LayoutPrediction] = []
+    for one in found:
+        if not any(_alike(one, other) for other in kept):
+            kept.append(one)
+    return kept
+
+
+def _alike(one: LayoutPrediction, other: LayoutPrediction) -> bool:
+    same = all(
+        getattr(one, name) == getattr(other, name) for name in ("engines", "ranks", "tensor", "micro_batch_tokens")
+    )
+    shown = one.staleness.p99 == other.staleness.p99 and abs(one.staleness.mean - other.staleness.mean) < 0.05
+    return same and shown and math.isclose(one.step_seconds, other.step_seconds, rel_tol=5e-3)
+
+
+def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPrediction]:
+    """By hours; by device-hours; or by staleness among those within a tenth of the fastest."""
+    if goal == "cost":
+        return sorted(found, key=lambda one: one.device_hours)
+    if goal == "staleness":
+        bound = 1.1 * min(one.hours for one in found)
+        return sorted(found, key=lambda one: (one.hours > bound, one.staleness.mean, one.hours))
+    return sorted(found, key=lambda one: one.hours)
+
+
+def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[Candidate]:
+    """The candidates with the least estimates, one for each split; fewer devices too where they may cost less."""
+    chosen: dict[Layout, Candidate] = {}
+    fewer = range(1, devices.bit_length() - 1) if goal == "cost" else ()
+    for number in (devices, *(devices >> power for power in fewer)):
+        with suppress(RecipeError) if number < devices else nullcontext():  # fewer may have too little memory
+            for one in candidates(job, machine, number):
+                chosen.setdefault(one.layout, one)
+
+    def price(one: Candidate) -> float:
+        return one.estimate * (one.layout.devices if goal == "cost" else 1)
+
+    return sorted(chosen.values(), key=price)[:_SIMULATED]
+
+
+def _other_bounds(first: Candidate, machine: MachineProfile, goal: str) -> list[Candidate]:
+    """The best layout with half and with twice the bound on staleness; with small ones, where staleness counts."""
+    job, bound = first.job, first.job.rollout.max_staleness
+    if not isinstance(bound, float | int) or not bound or math.isinf(bound):  # "auto" finds it
+        return []
+    others = {bound * 2, bound // 2} | ({1.0, 2.0} if goal == "staleness" else set())
+    tokens = job.trainer.micro_batch_tokens
+    return [candidate(job, machine, first.layout, eta, tokens) for eta in sorted(others - {bound, 0.0})]
+
+
+def predict(
+    job: Job,
+    machine: MachineProfile,
+    layout: Layout,
+    seed: int = 1,
+    over: Callable[[], bool] = lambda: False,
+    say: Callable[[str], None] = lambda text: None,
+) -> LayoutPrediction:
+    """Simulate some steps of the run, behind as many as fill its queues; all of a short run. In a synchronous run the
+    roles work in turn, and share no cores. Where the time is `over`, one step has to do, which `say` is told."""
+    costs = Costs(job, machine, layout)
+    grain = max(1, round(job.lengths.mean / _GRAINS))
+    steps = min(job.trainer.steps, max(_STEPS, _TRAJECTORIES // job.completions))
+    warm = 0 if steps == job.trainer.steps else steps // 3
+    run = _simulated(job, costs, grain, steps, warm, seed, over)
+    for _ in range(_ROUNDS if machine.cores and job.rollout.staleness_bounds[1] else 0):
+        if over():
+            break
+        costs = _sharing_cores(costs, run.report)
+        run = _simulated(job, costs, grain, steps, warm, seed, over)
+    if run.report.steps < steps - warm:
+        say(f"{_PATIENCE:.0f} s are over: this layout is judged by {run.report.steps} of {steps - warm} steps")
+    return msgspec.structs.replace(_prediction(costs, run.report, grain), timeline=newest_steps(run.spans))
+
+
+def newest_steps(spans: Sequence[Span], steps: int = _DRAWN) -> tuple[Span, ...]:
+    """The spans of the last training steps, from the end of the one before them; times from there."""
+    ends = [0.0, *(span.end for span in spans if span.name == "update")]
+    start = ends[max(0, len(ends) - 1 - steps)]
+    return tuple(
+        msgspec.structs.replace(span, start=max(0.0, span.start - start), end=min(span.end, ends[-1]) - start)
+        for span in sorted(spans, key=lambda span: span.start)
+        if span.end > start and span.start <= ends[-1]
+    )
+
+
+def _simulated(
+    job: Job, costs: Costs, grain: int, steps: int, warm: int, seed: int, over: Callable[[], bool]
+) -> SimulatedRun:
+    rollout, engine = job.rollout, job.engine
+    limits = EngineLimits(
+        count=costs.layout.engines,
+        slots=engine.slots,
+        cache_tokens=costs.cache_tokens(),
+        recompute=engine.on_update == "recompute",
+        load_interval=engine.load_interval,
+        grain=grain,
+    )
+    config = rollout.model_copy(update={"filter": "none", "success_rate_min": 0.0, "success_rate_max": 1.0})
+    lengths = Grained(job.lengths, grain)
+    run = SimulatedRun(
+        config,
+        lengths,
+        steps,
+        seed,
+        durations=costs,
+        limits=limits,
+        pacing=pacing_of(rollout, job.in_rounds),
+        warm=warm,
+        judges=job.reward_workers,
+    )
+    run.run(over)
+    return run
+
+
+def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
+    """With how much the roles slow each other down: more threads than cores share them, and two roles that work at the
+    same time share caches and memory."""
+    machine, job, layout = costs.machine, costs.job, costs.layout
+    conductor, working = (min(1.0, share) for share in _conducting_and_training(costs, report))
+    engines = [(job.engine.threads, min(1.0, report.generating / report.seconds / layout.engines))] * layout.engines
+    ranks = [(job.trainer.threads, working)] * layout.ranks
+
+    def slower(threads: int, others: Sequence[tuple[int, float]]) -> float:
+        beside = machine.beside * sum(share for _, share in others)
+        return crowded(threads, [*others, (1, conductor)], machine.cores) * (1 + beside)
+
+    generating = slower(job.engine.threads, engines[1:] + ranks)
+    training = slower(job.trainer.threads, engines + ranks[1:])
+    return replace(costs, slower_generation=generating, slower_training=training)
+
+
+def crowded(threads: int, others: Sequence[tuple[int, float]], cores: float) -> float:
+    """How much longer a role with that many threads takes among others, each with its threads and the share of the time
+    for which it works: whether one works at a moment does not depend on the rest.
+
+    Two cores, the role, a neighbour that always works and one that works a fifth of the time:
+
+    >>> round(crowded(1, [(1, 1.0), (1, 0.2)], 2), 4)   # 1 / (0.8 + 0.2 * 2 / 3)
+    1.0714
+    """
+    running = {threads: 1.0}  # the chance of each number of threads
+    for own, share in others:
+        grown: dict[int, float] = {}
+        for count, chance in running.items():
+            grown[count] = grown.get(count, 0.0) + chance * (1 - share)
+            grown[count + own] = grown.get(count + own, 0.0) + chance * share
+        running = grown
+    return 1.0 / sum(chance * min(1.0, cores / count) for count, chance in running.items())
+
+
+def _conducting_and_training(costs: Costs, report: SimulationReport) -> tuple[float, float]:
+    """The busy shares of the conductor and of the trainer; a simulated step has the conductor's part before it too."""
+    completions = costs.job.completions * report.steps
+    before = costs.slower_training * costs.machine.batch_seconds * completions
+    return costs.machine.conduct_seconds * completions / report.seconds, (report.training - before) / report.seconds
+
+
+def _serving(costs: Costs, report: SimulationReport) -> float:
+    """Seconds of all engines between their steps, which a run counts as idle."""
+    return costs.slower_generation * costs.machine.serve_seconds * report.completions.total()
+
+
+def _terms(costs: Costs, report: SimulationReport, grain: int) -> dict[str, float]:
+    """Seconds of a step by role and work, those of engines in the mean of them, under the names of
+    `store.prediction`; and what they depend on."""
+    job, engines = costs.job, costs.layout.engines * report.steps
+    parts = costs.training([round(job.lengths.prompt_tokens + job.lengths.mean)] * job.completions)
+    trained = report.training / report.steps / sum(parts)
+    step = report.seconds / report.steps
+    working = trained * (sum(parts) - parts.conduct)
+    completions = report.completions.total()
+    generating = report.generating - _serving(costs, report)
+    return {
+        "step_seconds": step,
+        "tokens_per_second": report.trained_tokens * grain / report.seconds,
+        "completion_tokens": report.trained_tokens * grain / completions,
+        "staleness": report.mean_staleness,
+        "engines.generate": (generating - report.loading - report.recomputing) / engines,
+        "engines.recompute": report.recomputing / engines,
+        "engines.load": report.loading / engines,
+        "engines.idle": max(0.0, step - generating / engines),
+        "trainer.proximal": trained * parts.proximal,
+        "trainer.update": trained * parts.update,
+        "trainer.publish": trained * parts.publish,
+        "trainer.idle": max(0.0, step - working),
+        "rewards.score": report.judging / report.steps / job.reward_workers,
+    }
+
+
+def _prediction(costs: Costs, report: SimulationReport, grain: int) -> LayoutPrediction:
+    job, layout, memory = costs.job, costs.layout, costs.memory()
+    step_seconds = report.seconds / report.steps
+    hours = (costs.machine.start_seconds + step_seconds * job.trainer.steps) / 3600
+    generation = min(1.0, (report.generating - _serving(costs, report)) / report.seconds / layout.engines)
+    conductor, training = _conducting_and_training(costs, report)
+    judging = report.judging / report.seconds / job.reward_workers
+    others = {"trainer": training, "rewards": judging}
+    busy = {f"engine-{number}": round(generation, 4) for number in range(layout.engines)}
+    bound = report.max_staleness
+    return LayoutPrediction(
+        engines=layout.engines,
+        ranks=layout.ranks,
+        step_seconds=step_seconds,
+        busy=busy | {name: round(min(1.0, share), 4) for name, share in others.items()},
+        staleness=Staleness(round(report.mean_staleness, 3), report.staleness_quantile(0.99)),
+        tokens_per_second=report.trained_tokens * grain / report.seconds,
+        memory_gib=round(memory.most, 2),
+        hours=hours,
+        device_hours=hours * layout.devices,
+        tensor=layout.tensor,
+        micro_batch_tokens=job.trainer.micro_batch_tokens,
+        max_staleness=None if math.isinf(bound) else bound,
+        max_in_flight=report.max_in_flight,
+        memory={"trainer": memory.trainer, "engine": memory.engine, "cache": memory.cache},
+        masked=round(report.masked_share, 4),
+        recomputed=round(report.recomputed / max(1.0, report.sampled), 4),
+        waits_for="training" if training + conductor > _BUSY else "judging" if judging > _BUSY else "generation",
+        terms=_terms(costs, report, grain),
+    )

@@ -1,0 +1,317 @@
+"""Engines on a virtual clock: continuous batching whose steps take as long as their rows and their cache make them.
+
+All running completions of an engine get one token in each step, so that one number, the *tick*, says how far all of
+them are, and a completion ends at a tick that is known when it enters. Between two events the seconds of a step are
+those at the middle of the interval.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from stretto.core.events import Span
+from stretto.rollout.controller import Ticket
+from stretto_foresight.simulator.clock import VirtualClock
+
+#: The part of the cache that is kept free for growth when a completion starts, as the native engine keeps it.
+GROWTH = 1 / 16
+_ROUNDING = 1e-9  # of the clock, between two spans of one stretch
+
+
+class Durations(Protocol):
+    """The seconds that everything takes; tokens are those of the model."""
+
+    def decode(self, rows: int, cached: float) -> float:
+        """One step: one token for each of `rows` completions, which have `cached` tokens together."""
+
+    def prefill(self, contexts: Sequence[float]) -> float:
+        """The computation of the KV cache of contexts, each given by its tokens."""
+
+    def transfer(self) -> float:
+        """From a publication until an engine can load it; generation continues."""
+
+    def load(self) -> float:
+        """The pause in which an engine loads weights."""
+
+    def judge(self) -> float:
+        """The judging of one completion, by one worker; those of a group begin after its last completion."""
+
+    def train(self, sequences: Sequence[int]) -> float:
+        """A training step, from the batch to the publication; tokens of each sequence, its prompt included."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """The engines of a run: how many, and what each can hold. `recompute`: the KV cache of running completions is
+    computed again after weights are loaded. One simulated token stands for `grain` tokens of the model."""
+
+    count: int = 1
+    slots: float = math.inf
+    cache_tokens: float = math.inf
+    recompute: bool = True
+    load_interval: float = 0.0
+    grain: int = 1
+
+
+@dataclass(eq=False)
+class Flight:
+    """A group in flight: its prompt's tokens, the final lengths of its completions, the versions of ended ones."""
+
+    ticket: Ticket
+    prompt: int
+    lengths: tuple[int, ...]
+    versions: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    judged: bool = False
+
+
+@dataclass(eq=False)
+class CompletionRow:
+    """A completion in an engine: what is left of it, and the versions of its tokens before it entered the last time."""
+
+    flight: Flight
+    member: int
+    entered: float = 0.0
+    before: tuple[int, ...] = ()
+
+    @property
+    def left(self) -> int:
+        return self.flight.lengths[self.member] - len(self.before)
+
+
+class SimulatedEngine:
+    """See the module; `ended` gets each completion that ends, `loaded` is called when a version has been loaded, and
+    `spans` gets what the engine did and when."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        durations: Durations,
+        limits: EngineLimits,
+        ended: Callable[[Flight], None],
+        loaded: Callable[[], None],
+        spans: list[Span] | None = None,
+    ) -> None:
+        self.version = self.served = 0  # of the newest tokens; the same, once it has been loaded
+        self.busy = 0.0  # seconds, of which:
+        self.loading = self.recomputing = 0.0
+        self.sampled = self.recomputed = 0.0  # tokens of the model
+        self.preempted = 0
+        self.load = 0  # completions that run or wait
+        self._clock, self._durations, self._limits = clock, durations, limits
+        self._ended, self._loaded, self._spans = ended, loaded, spans
+        self._tick, self._at, self._step = 0.0, 0.0, 1.0  # at the time `_at`, which is in the future during a pause
+        self._running: list[tuple[float, int, CompletionRow]] = []  # by the tick at which they end
+        self._waiting: deque[CompletionRow] = deque()
+        self._entered = 0
+        self._cached = 0.0
+        self._switches: list[tuple[float, int]] = []  # ticks at which versions took over
+        self._arrived, self._last_load = 0, -math.inf
+        self._plan_number = 0
+
+    def start(self, flight: Flight) -> None:
+        """Queue the completions of a group."""
+        self.load += len(flight.lengths)
+        self._waiting.extend(CompletionRow(flight, member) for member in range(len(flight.lengths)))
+        self._go_on()
+
+    def stop(self, flight: Flight) -> list[int]:
+        """Abort a group; returns the tokens that each of its completions has."""
+        self._advance()
+        sampled = {member: len(versions) for member, versions in flight.versions.items()}
+        for row in self._rows():
+            if row.flight is flight:
+                self._cached -= self._context(row)
+                sampled[row.member] = min(
+                    int(len(row.before) + self._tick - row.entered), row.flight.lengths[row.member]
+                )
+        self._running = [entry for entry in self._running if entry[2].flight is not flight]
+        heapq.heapify(self._running)
+        self._waiting = deque(row for row in self._waiting if row.flight is not flight)
+        self.load = len(self._running) + len(self._waiting)
+        self._go_on()
+        return [sampled.get(member, 0) for member in range(len(flight.lengths))]
+
+    def needed(self) -> float:
+        """As `core.engine.EngineHealth.needed`."""
+        self._advance()
+        mean = self._cached / max(1, len(self._running))
+        tokens = (row.flight.prompt + len(row.before) * self._limits.grain for row in self._waiting)
+        cached = self._cached + sum(max(mean, count) for count in tokens)
+        return max(self.load / self._limits.slots, cached / self._limits.cache_tokens)
+
+    def arrives(self, version: int) -> None:
+        """A version can be loaded: at once when the engine is idle, else `load_interval` after the load before."""
+        self._arrived = max(self._arrived, version)
+        self._load_when_due()
+
+    def _load_when_due(self) -> None:
+        if self._arrived <= self.version:
+            return
+        due = self._last_load + self._limits.load_interval if self._running else 0.0
+        if self._clock.now() < due:
+            self._clock.call_at(due, self._load_when_due)
+            return
+        self._advance()
+        self.version, self._last_load = self._arrived, self._clock.now()
+        self._switches.append((self._tick, self.version))
+        seconds = self._durations.load()
+        self.loading += seconds
+        self._pause(seconds, "load")
+        ready = self._at
+        if self._limits.recompute and self._running:
+            contexts = list(self._own_contexts())
+            self.recomputed += sum(contexts)
+            seconds = self._durations.prefill(contexts)
+            self.recomputing += seconds
+            self._pause(seconds, "recompute")
+        self._go_on()
+        version = self.version
+        if ready > self._clock.now():
+            self._clock.call_at(ready, lambda: self._serve(version))
+        else:
+            self._serve(version)
+
+    def _serve(self, version: int) -> None:
+        self.served = version
+        self._loaded()
+
+    # ── ticks ────────────────────────────────────────────────────────────────────────────────────
+
+    def _rows(self) -> Iterator[CompletionRow]:
+        return (row for _, _, row in self._running)
+
+    def _context(self, row: CompletionRow) -> float:
+        """Tokens of the model that a running completion has in the cache."""
+        return row.flight.prompt + (len(row.before) + self._tick - row.entered) * self._limits.grain
+
+    def _own_contexts(self) -> Iterator[float]:
+        """What is computed again of each running completion: the prompt once for those of a group."""
+        seen = set[int]()
+        for row in self._rows():
+            shared = row.flight.prompt if id(row.flight) in seen else 0
+            seen.add(id(row.flight))
+            yield max(1.0, self._context(row) - shared)
+
+    def _advance(self, tick: float | None = None) -> None:
+        """Bring the tick to the present; `tick` is what it then is, if that is known exactly."""
+        now = self._clock.now()
+        if now < self._at:
+            return
+        if self._running:
+            before = self._tick
+            reached = tick if tick is not None else before + (now - self._at) / self._step
+            # Rounding must neither pass the tick at which a completion ends nor go back: versions would follow it.
+            self._tick = max(before, min(reached, self._running[0][0]))
+            tokens = (self._tick - before) * len(self._running) * self._limits.grain
+            self._cached += tokens
+            self.sampled += tokens
+            self._work("generate", self._at, now)
+        self._at = now
+
+    def _pause(self, seconds: float, name: str = "generate") -> None:
+        start = max(self._at, self._clock.now())
+        self._at = start + seconds
+        self._work(name, start, self._at)
+
+    def _work(self, name: str, start: float, end: float) -> None:
+        self.busy += end - start
+        if self._spans is None or start == end:
+            return
+        if self._spans and (last := self._spans[-1]).name == name and start - last.end < _ROUNDING * end:
+            self._spans[-1] = Span(last.role, name, last.start, end, self.version)
+        else:
+            self._spans.append(Span("engine-0", name, start, end, self.version))
+
+    def _go_on(self) -> None:
+        """Let waiting completions enter, and schedule the next event."""
+        self._advance()
+        self._enter()
+        self._plan_number += 1
+        if not self._running:
+            self._cached = 0.0
+            return
+        limits, rows = self._limits, len(self._running)
+        until_full = (limits.cache_tokens - self._cached) / rows / limits.grain if rows > 1 else math.inf
+        ticks = max(0.0, min(self._running[0][0] - self._tick, until_full))
+        full = until_full <= ticks
+        self._step = limits.grain * self._durations.decode(rows, self._cached + rows * ticks * limits.grain / 2)
+        target = self._tick + ticks if full else self._running[0][0]
+        number = self._plan_number
+        when = max(self._at + ticks * self._step, self._clock.now())
+        self._clock.call_at(when, lambda: self._reach(number, target, full))
+
+    def _reach(self, number: int, tick: float, full: bool) -> None:
+        if number != self._plan_number:
+            return  # something else has happened
+        self._advance(tick)
+        ended = []
+        while self._running and self._running[0][0] <= tick:
+            row = heapq.heappop(self._running)[2]
+            self._cached -= self._context(row)
+            row.flight.versions[row.member] = row.before + self._versions(row, row.left)
+            ended.append(row.flight)
+        self.load -= len(ended)
+        if full and not ended:
+            self._preempt()
+        self._go_on()
+        if not self._running:
+            self._load_when_due()
+        for flight in ended:
+            self._ended(flight)
+
+    def _enter(self) -> None:
+        limits, contexts, seen = self._limits, list[float](), set[int]()
+        if not self._running:
+            self._tick = self._next_step()  # an idle engine is in no step
+        while self._waiting and len(self._running) < limits.slots:
+            row = self._waiting[0]
+            tokens = row.flight.prompt + len(row.before) * limits.grain
+            if self._running and self._cached + tokens > limits.cache_tokens * (1 - GROWTH):
+                break
+            self._waiting.popleft()
+            row.entered = self._next_step()
+            heapq.heappush(self._running, (row.entered + row.left, self._entered, row))
+            self._entered += 1
+            self._cached += self._context(row)
+            self.sampled -= (row.entered - self._tick) * limits.grain  # which the ticks until then will count
+            if row.before:
+                contexts.append(tokens)
+                self.recomputed += tokens
+            elif id(row.flight) not in seen:  # the prompt is computed once for the completions that enter together
+                seen.add(id(row.flight))
+                contexts.append(tokens)
+        if contexts:
+            self._pause(self._durations.prefill(contexts))
+
+    def _next_step(self) -> float:
+        """The tick at which a completion that enters now begins: the end of the step in progress, so that completions
+        end together, and others take their rows together. With grains a tick is many steps."""
+        return math.ceil(self._tick) if self._limits.grain == 1 else self._tick
+
+    def _preempt(self) -> None:
+        """Drop the newest completion from the full cache; it enters again when there is room."""
+        newest = max(self._running, key=lambda entry: entry[1])
+        self._running.remove(newest)
+        heapq.heapify(self._running)
+        row = newest[2]
+        self._cached -= self._context(row)
+        row.before += self._versions(row, min(row.left - 1, math.ceil(self._tick - row.entered)))
+        self._waiting.appendleft(row)
+        self.preempted += 1
+
+    def _versions(self, row: CompletionRow, tokens: int) -> tuple[int, ...]:
+        """The versions of the `tokens` that a row has sampled since it entered: token t at the tick ``entered + t``."""
+        behind = len(self._switches)
+        while behind and self._switches[behind - 1][0] > row.entered:
+            behind -= 1
+        version = self._switches[behind - 1][1] if behind else 0
+        versions: tuple[int, ...] = ()
+        for tick, newer in self._switches[behind:]:
+            versions += (version,) * (min(tokens, math.ceil(tick - row.entered)) - len(versions))
+            version = newer
+        return versions + (version,) * (tokens - len(versions))

@@ -1,0 +1,252 @@
+"""A whole run on a virtual clock: the real controller, simulated engines and trainer.
+
+`rollout.controller` makes every decision (admit, filter, take, expire); only durations are simulated. A token's
+version is the one that was live when it was sampled.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from stretto.core.events import Span
+from stretto.core.records import (
+    Batch,
+    Outcome,
+    Prompt,
+    Segment,
+    StopReason,
+    Trajectory,
+    Verdict,
+    trajectory_id,
+)
+from stretto.measures.selection import SelectionWatch
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.controller import Controller, Ticket
+from stretto.rollout.pacing import Pacing
+from stretto.rollout.pressure import Pressure
+from stretto.rollout.prompts import PromptStream
+from stretto_foresight.simulator.accounts import Accounts
+from stretto_foresight.simulator.clock import VirtualClock
+from stretto_foresight.simulator.engines import Durations, EngineLimits, Flight, SimulatedEngine
+from stretto_foresight.simulator.report import SimulationReport
+from stretto_foresight.simulator.workload import GroupLengths, Workload
+
+_PROMPTS = 997
+_LOOK = 64  # events between two looks at whether the time is over
+_POLL_SECONDS = 1.0  # as the conductor polls
+
+
+def without_mismatch(batch: Batch) -> Mapping[str, float]:
+    """What a trainer would measure if staleness changed nothing."""
+    return {"kl_behavior": 0.0}
+
+
+class SimulatedRun:
+    """One run of `steps` training steps; the same seed gives the same run.
+
+    `workload` says how long completions are and which groups fail, `durations` how long everything takes (default: what
+    the workload says), `limits` what engines there are, `judges` how many completions are judged at
+    a time, `measured` what the trainer measures of a batch (default: no mismatch of the policies). The report begins
+    after the first `warm` steps.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        workload: GroupLengths,
+        steps: int,
+        seed: int,
+        *,
+        durations: Durations | None = None,
+        limits: EngineLimits | None = None,
+        pacing: Pacing | None = None,
+        warm: int = 0,
+        judges: int = 1,
+        measured: Callable[[Batch], Mapping[str, float]] = without_mismatch,
+    ) -> None:
+        if durations is None:
+            assert isinstance(workload, Workload), "lengths alone say no durations"
+            durations = workload
+        self.clock = VirtualClock()
+        self.accounts = Accounts()
+        self.report = SimulationReport()
+        self._workload, self._steps, self._warm = workload, steps, warm
+        self._durations, self._measured = durations, measured
+        self._limits = limits or EngineLimits()
+        self._chance = random.Random(seed)
+        self._lengths = workload.groups(self._chance, config.group_size)
+        prompts = PromptStream([Prompt(id=str(i), token_ids=(0,), text="", answer="") for i in range(_PROMPTS)], seed)
+        self.selection = SelectionWatch(
+            self.accounts, self.clock.now, say=lambda said: self.report.warnings.append(said)
+        )
+        self.selection.ask(lambda group_id: self._aborted.pop(group_id, 0))
+        self.spans: list[Span] = []  # of the trainer and of the first engine
+        self._aborted: dict[str, int] = {}  # the tokens of groups that are about to expire in flight
+        self.controller = Controller(config, prompts, self.selection, seed, pacing=pacing)
+        self._engines = [
+            SimulatedEngine(
+                self.clock, self._durations, self._limits, self._completed, self._loaded, None if number else self.spans
+            )
+            for number in range(self._limits.count)
+        ]
+        self._flights: dict[str, tuple[Flight, SimulatedEngine]] = {}
+        self._idle_since: float | None = 0.0
+        self._watched, self._preempted = False, 0  # the engines' pressure; completions, when it was last read
+        self._free = [0.0] * judges  # a heap: the times at which each has judged what it was given
+
+    def run(self, over: Callable[[], bool] = lambda: False) -> SimulationReport:
+        """Run to the last step; where the time is `over`, no more than to the first step that is reported.
+
+        Raises:
+            RuntimeError: no event is left before that step: the run is stuck.
+        """
+        self._admit()
+        self._run_steps(self._warm, over)
+        began, before, gone = self.clock.now(), self._engine_counts(), len(self.accounts.expired)
+        self.report = SimulationReport()
+        self._run_steps(self._steps - self._warm, lambda: self.report.steps > 0 and over())
+        self.report.seconds = self.clock.now() - began
+        counts = [now - then for now, then in zip(self._engine_counts(), before, strict=True)]
+        self.report.generating, self.report.loading, self.report.recomputing = counts[:3]
+        self.report.sampled, self.report.recomputed, self.report.preempted = counts[3:]
+        self.report.max_staleness = self.controller.max_staleness
+        self.report.max_in_flight = self.controller.max_in_flight
+        for trajectory in self.accounts.expired[gone:]:
+            length = len(trajectory.token_ids)
+            self.report.expire(length, sampled=length)
+        return self.report
+
+    def _run_steps(self, steps: int, over: Callable[[], bool]) -> None:
+        events = 0
+        while self.report.steps < steps:
+            if not self.clock.advance():
+                raise RuntimeError(f"stuck at step {self.report.steps}: {self.accounts.balance}")
+            events += 1
+            if not events % _LOOK and over():
+                return
+
+    def _engine_counts(self) -> tuple[float, ...]:
+        """Seconds busy, loading and recomputing, tokens sampled and recomputed, preemptions, of all engines."""
+        engines = self._engines
+        return (
+            sum(engine.busy for engine in engines),
+            sum(engine.loading for engine in engines),
+            sum(engine.recomputing for engine in engines),
+            sum(engine.sampled for engine in engines),
+            sum(engine.recomputed for engine in engines),
+            sum(engine.preempted for engine in engines),
+        )
+
+    # ── generation ───────────────────────────────────────────────────────────────────────────────
+
+    def _admit(self) -> None:
+        while (ticket := self.controller.admit()) is not None:
+            self._start(ticket)
+
+    def _start(self, ticket: Ticket) -> None:
+        flight = Flight(ticket, self._workload.prompt_tokens, next(self._lengths))
+        loads = [engine.load for engine in self._engines]
+        engine = self._engines[loads.index(min(loads))]
+        self._flights[ticket.group_id] = flight, engine
+        engine.start(flight)
+        if self.controller.config.max_in_flight == "auto" and not self._watched:
+            self._watched = True
+            self.clock.call_after(_POLL_SECONDS, self._observe_pressure)
+
+    def _observe_pressure(self) -> None:
+        """Read the engines; again in a while, unless nothing is in flight."""
+        before, self._preempted = self._preempted, sum(engine.preempted for engine in self._engines)
+        needed = max(engine.needed() for engine in self._engines)
+        self.controller.observe_pressure(Pressure(needed, self._preempted - before, len(self._engines)))
+        self._watched = bool(self._flights)
+        if self._watched:
+            self.clock.call_after(_POLL_SECONDS, self._observe_pressure)
+        self._admit()
+
+    def _completed(self, flight: Flight) -> None:
+        """A completion has ended; the group is judged after its last one."""
+        if len(flight.versions) < len(flight.lengths) or flight.judged:
+            return
+        flight.judged = True
+        seconds, judged = self._durations.judge(), self.clock.now()
+        if not seconds:
+            self._finish(flight)
+            return
+        for _ in flight.lengths:
+            judged = max(self._free[0], self.clock.now()) + seconds
+            heapq.heapreplace(self._free, judged)
+        self.clock.call_at(judged, lambda: self._judge(flight, seconds * len(flight.lengths)))
+
+    def _judge(self, flight: Flight, seconds: float) -> None:
+        self.report.judging += seconds
+        self._finish(flight)
+
+    def _finish(self, flight: Flight) -> None:
+        ticket = flight.ticket
+        if self._flights.pop(ticket.group_id, None) is None:
+            return  # aborted
+        if self._chance.random() < self._workload.failure_rate:
+            self.controller.fail(ticket, "simulated failure")
+        else:
+            flat = self._chance.random() < self._workload.filter_rate
+            rewards = (1.0 if flat else float(member % 2) for member in ticket.members)
+            trajectories = [self._trajectory(flight, member, reward) for member, reward in enumerate(rewards)]
+            self.controller.finish(ticket, trajectories)
+        self._train()
+        self._admit()
+
+    def _trajectory(self, flight: Flight, member: int, reward: float) -> Trajectory:
+        length = flight.lengths[member]
+        segment = Segment(
+            token_ids=(0,) * length,
+            behavior_logprobs=(0.0,) * length,
+            versions=flight.versions[member],
+            stop_reason=StopReason.STOP,
+        )
+        verdict = Verdict(outcome=Outcome.RIGHT if reward else Outcome.WRONG, reward=reward)
+        return Trajectory(
+            id=trajectory_id(flight.ticket.group_id, member), segments=(segment,), verdict=verdict, text=""
+        )
+
+    # ── training ─────────────────────────────────────────────────────────────────────────────────
+
+    def _train(self) -> None:
+        if self._idle_since is None or (batch := self.controller.take()) is None:
+            return
+        self.report.waiting += self.clock.now() - self._idle_since
+        self._idle_since = None
+        prompt, grain = self._workload.prompt_tokens, self._limits.grain
+        lengths = (len(trajectory.token_ids) for group in batch.groups for trajectory in group.trajectories)
+        seconds = self._durations.train([prompt + length * grain for length in lengths])
+        self.clock.call_after(seconds, lambda: self._publish(batch, seconds))
+
+    def _publish(self, batch: Batch, seconds: float) -> None:
+        self.report.train(batch)
+        self.report.training += seconds
+        now, version = self.clock.now(), batch.version + 1
+        self.spans.append(Span("trainer", "update", now - seconds, now, version))
+        self.spans.append(Span("trainer", "publish", now, now, version))
+        self.report.steps += 1
+        self._idle_since = self.clock.now()
+        self.controller.observe(version, self._measured(batch))
+        self.controller.publish(version)
+        self._stop_overdue()
+        for engine in self._engines:
+            self.clock.call_after(self._durations.transfer(), partial(engine.arrives, version))
+        self._train()
+
+    def _stop_overdue(self) -> None:
+        for ticket in self.controller.overdue():
+            flight, engine = self._flights.pop(ticket.group_id)
+            sampled = engine.stop(flight)
+            for length, tokens in zip(flight.lengths, sampled, strict=True):
+                self.report.expire(length, sampled=tokens)
+            self._aborted[ticket.group_id] = sum(sampled)
+            self.controller.expire(ticket)
+
+    def _loaded(self) -> None:
+        self.controller.load(min(engine.served for engine in self._engines))
+        self._admit()

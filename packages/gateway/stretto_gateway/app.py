@@ -1,0 +1,276 @@
+"""HTTP of a chat server, with sessions or without: routes, bodies, models, replies and errors in every dialect."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from stretto.conversation.messages import ChatRequest, SampledTurn
+from stretto.core.deadlines import deadline
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
+from stretto.processes.http.asgi import HttpExchange, header, read_body, unless_gone
+from stretto.processes.http.names import HostNames, foreign_host
+from stretto_gateway.dialects.dialect import Dialect, TokenCount, refusal
+from stretto_gateway.dialects.openai import ChoiceDialect
+from stretto_gateway.model import ServedModel
+from stretto_gateway.requests import NotServed, Request
+
+_KEEP_ALIVE_SECONDS = 15.0  # the shortest usual idle timeouts, of proxies and of load balancers, are 30 to 60 s
+_BODY_SECONDS = 60.0
+_MODELS = "/v1/models"
+_STATUSES = {
+    "400": "a field is wrong",
+    "401": "the key is missing or wrong",
+    "404": "no such model",
+    "409": "the session has ended",
+    "413": "the body is too large",
+    "503": "the client may try again",
+}
+_DETAILS = {"type": "object", "required": ["message", "type"]}
+_ERROR = {"application/json": {"schema": {"type": "object", "required": ["error"], "properties": {"error": _DETAILS}}}}
+_RESPONSES: Mapping[str, Any] = {
+    "responses": {
+        "200": {"description": "a reply"},
+        **{status: {"description": text, "content": _ERROR} for status, text in _STATUSES.items()},
+    }
+}
+
+
+class ChatExchange(HttpExchange):
+    """One HTTP request to a chat server.
+
+    Attributes:
+        path: of the request, without a key that it holds.
+        key: that the client has sent; "" for none.
+        dialect: of the request, and of an error that it gets.
+        request: the decoded body, once it is known.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, path: str, key: str) -> None:
+        super().__init__(scope, receive, send)
+        self.path, self.key = path, key
+        self.dialect: Dialect | ChoiceDialect
+        self.request: Request | None = None
+
+    def add_headers(self, headers: Mapping[str, str]) -> None:
+        """Add headers to the reply."""
+        self.headers += [(name.encode(), value.encode()) for name, value in headers.items()]
+
+    async def show(self, found: object) -> None:
+        """Reply with a value as JSON."""
+        await self.reply(msgspec.json.encode(found))
+
+
+Handler = Callable[[ChatExchange], Awaitable[None]]
+
+
+class ChatServer(ABC):
+    """The ASGI application that all servers of dialects share. They add keys, and how a turn is made."""
+
+    title: str
+
+    def __init__(
+        self, model: ServedModel, dialects: Sequence[Dialect | ChoiceDialect], names: HostNames | None = None
+    ) -> None:
+        """
+        Args:
+            dialects: the first one writes the errors of other paths.
+            names: names of this server; requests to another ``Host`` are refused. None allows every name.
+        """
+        self.model, self._names, self._created = model, names, date_of_reply()
+        self._dialects, self._plain = {dialect.path: dialect for dialect in dialects}, dialects[0]
+        self._counts = {count.path: (count, dialect) for dialect in dialects for count in dialect.counts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, key = self.address(scope)
+        call = ChatExchange(scope, receive, send, path, key)
+        call.dialect = self._dialects.get(path) or self._counts.get(path, (None, self._plain))[1]
+        try:
+            if self._names is not None and (host := self._names.foreign(scope)) is not None:
+                raise NotServed(403, foreign_host(host), "host")
+            await self.serve(call)
+        except (NotServed, RefusedRequest, EngineLost, DeadlineExceeded) as error:
+            await self._fail(call, self.error(call, error))
+        except Exception as error:  # a bug: its traceback goes to the server's log, the client gets a 500
+            traceback.print_exc(file=sys.stderr)
+            self.failed(call, error)
+            if not call.status:
+                await self._fail(call, NotServed(500, "internal error of the server; its log has the traceback"))
+
+    def address(self, scope: Scope) -> tuple[str, str]:
+        """The path and the key of a request."""
+        return scope["path"], sent_key(scope)
+
+    def route(self, path: str) -> tuple[str, Handler] | None:
+        """The method and the handler of a path; None if there is none."""
+        if (dialect := self._dialects.get(path)) is not None:
+            return "POST", partial(self.complete, dialect)
+        if path in self._counts:
+            return "POST", partial(self.count, self._counts[path][0])
+        if path.startswith(f"{_MODELS}/"):
+            return "GET", self.models
+        page = self.pages().get(path)
+        return None if page is None else ("GET", page)
+
+    def pages(self) -> dict[str, Handler]:
+        """Handlers of GET by path."""
+        return {_MODELS: self.models, "/openapi.json": self._describe, "/health": self.health}
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """All paths that have a name of their own."""
+        return frozenset({*self._dialects, *self._counts, *self.pages()})
+
+    async def serve(self, call: ChatExchange) -> None:
+        """Find the handler of a request, and call it.
+
+        Raises:
+            NotServed, RefusedRequest, EngineLost, DeadlineExceeded: the client gets this error.
+        """
+        method = call.scope["method"]
+        if (route := self.route(call.path)) is None:
+            raise NotServed(404, f"{method} {call.path[:80]}: no such path")
+        if method != route[0]:
+            raise NotServed(405, f"{call.path[:80]} allows {route[0]}, not {method}", allow=route[0])
+        await route[1](call)
+
+    @abstractmethod
+    async def complete(self, dialect: Any, call: ChatExchange) -> None:
+        """Reply to a request for completions in this dialect."""
+
+    @abstractmethod
+    async def count(self, count: TokenCount, call: ChatExchange) -> None:
+        """Reply to a request for a number of tokens."""
+
+    async def health(self, call: ChatExchange) -> None:
+        """Reply to ``GET /health``."""
+        await call.show({"status": "ok", "model": self.model.name})
+
+    def failed(self, call: ChatExchange, error: Exception) -> None:  # noqa: B027  # a hook: most servers need none
+        """Called with an error that is a bug."""
+
+    def error(self, call: ChatExchange, error: Exception) -> NotServed:
+        """The reply for an error."""
+        if isinstance(error, NotServed):
+            return error
+        if isinstance(error, RefusedRequest):
+            return refusal(error, call.dialect.fields, call.request)
+        return NotServed(503, str(error), code="unavailable")
+
+    async def _fail(self, call: ChatExchange, why: NotServed) -> None:
+        if call.status:
+            await call.write(call.dialect.fail(why), last=True)
+        else:
+            call.headers = why.headers
+            await call.reply(call.dialect.refuse(why), why.status)
+
+    async def body(self, call: ChatExchange) -> bytes:
+        """The body of a request.
+
+        Raises:
+            NotServed: it is too long, or too slow.
+        """
+        most = self.model.config.body_bytes
+        try:
+            async with deadline("the server", "the body of a request", _BODY_SECONDS):
+                raw = await read_body(call.scope, call.receive, most)
+        except DeadlineExceeded:
+            raise NotServed(408, f"the body did not come within {_BODY_SECONDS:g} s") from None
+        if raw is None:
+            raise NotServed(413, f"body: more than {most:,} bytes, which is the limit", "body", "body_too_large")
+        return raw
+
+    async def parsed(self, parse: Callable[[bytes], Any], call: ChatExchange) -> Any:
+        """The request in a body.
+
+        Raises:
+            NotServed: another model is wanted.
+            RefusedRequest: a field is wrong.
+        """
+        raw = await self.body(call)
+        call.request = request = parse(raw)
+        if request.model is not None and request.model != self.model.name:
+            raise self._unknown(request.model)
+        if isinstance(request, ChatRequest):
+            self.model.rule.check(request)
+            if unapplied := self.model.rule.unapplied(request):
+                call.add_headers({"x-stretto-unapplied": ", ".join(unapplied)})
+        return request
+
+    async def send(
+        self, dialect: Dialect, call: ChatExchange, turns: Coroutine[Any, Any, Sequence[SampledTurn]]
+    ) -> None:
+        """Send turns when they are there. A stream is kept alive until then; a client that leaves cancels them."""
+        request = call.request
+        assert isinstance(request, ChatRequest)
+        seconds = _KEEP_ALIVE_SECONDS if request.stream else None
+        found = await unless_gone(call.receive, turns, lambda: call.write(dialect.keep_alive), seconds)
+        if found is None:
+            return
+        call.add_headers(dialect.reply_headers(found[0].id))
+        if request.stream:
+            await call.write(b"".join(dialect.events(request, found)), last=True)
+        else:
+            await call.reply(dialect.reply(request, found))
+
+    async def models(self, call: ChatExchange) -> None:
+        """Reply to ``GET /v1/models`` and ``GET /v1/models/NAME``."""
+        name, created, most = self.model.name, self._created, self.model.rule.context
+        card = {"id": name, "created": created, "max_model_len": most, "object": "model", "owned_by": "stretto"}
+        if call.path == _MODELS:
+            await call.show({"data": [card], "object": "list"})
+        elif call.path == f"{_MODELS}/{name}":
+            await call.show(card)
+        else:
+            raise self._unknown(call.path.removeprefix(f"{_MODELS}/"))
+
+    def _unknown(self, name: str) -> NotServed:
+        error = RefusedRequest("model", f"{name[:80]!r} is not served here", f"the model is {self.model.name!r}")
+        return NotServed(404, str(error), "model", "model_not_found")
+
+    async def _describe(self, call: ChatExchange) -> None:
+        await call.reply(self.openapi())
+
+    def openapi(self) -> bytes:
+        """The OpenAPI 3.1 description, made from the records of the bodies. The server refuses more than it says: what
+        depends on the model or on a session."""
+        forms = {path: dialect.body for path, dialect in self._dialects.items()}
+        forms |= {path: count.body for path, (count, _) in self._counts.items()}
+        references, schemas = msgspec.json.schema_components(forms.values(), ref_template="#/components/schemas/{name}")
+        for schema in schemas.values():
+            if "model" in schema.get("properties", {}):
+                schema["properties"]["model"] = {"enum": [self.model.name]}
+        paths: dict[str, Any] = {path: {"get": _RESPONSES} for path in self.pages()}
+        for path, reference in zip(forms, references, strict=True):
+            body = {"required": True, "content": {"application/json": {"schema": reference}}}
+            paths[path] = {"post": {"requestBody": body, **_RESPONSES}}
+        named = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        paths[f"{_MODELS}/{{model}}"] = {"parameters": [named], "get": _RESPONSES}
+        described = {"openapi": "3.1.0", "info": {"title": self.title, "version": "1"}, "paths": paths}
+        return msgspec.json.encode({**described, "components": {"schemas": schemas}})
+
+
+def date_of_reply() -> int:
+    """Seconds since 1970."""
+    return int(time.time())
+
+
+def unknown_key() -> NotServed:
+    """The error for a request without the key that it needs."""
+    return NotServed(401, "the API key is missing or wrong", code="invalid_api_key")
+
+
+def sent_key(scope: Scope) -> str:
+    """The API key of a request, in the header of OpenAI's clients or in that of Anthropic's; "" for none."""
+    if (value := header(scope, b"x-api-key")) is None:
+        scheme, _, value = (header(scope, b"authorization") or b"").partition(b" ")
+        value = value if scheme.lower() == b"bearer" else b""
+    return value.decode("latin-1").strip()

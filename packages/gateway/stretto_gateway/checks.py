@@ -1,0 +1,78 @@
+"""What is checked before a gateway starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from ipaddress import ip_address
+
+from stretto.conversation.bridge import ChatTemplate
+from stretto.core.errors import ModelFolderError, Problem, RecipeError, WorkflowError
+from stretto_gateway.config import AgentConfig
+
+_IMPORT_SECONDS = 60.0
+KEY = "STRETTO_API_KEY"  #: environment variable with the key that opens sessions
+
+
+def check_reach(bound: socket.socket, api_key: str | None, place: str) -> None:
+    """
+    Raises:
+        RecipeError: other machines would reach the sessions without a key; the socket is closed.
+    """
+    host = bound.getsockname()[0]
+    if api_key is None and not ip_address(host).is_loopback:
+        bound.close()
+        found = f"{host} lets other machines open sessions without a key"
+        raise RecipeError([Problem(place, found, f"give --api-key or {KEY}, or listen on 127.0.0.1")])
+
+
+def check_chat(tokenizer: ChatTemplate, place: str) -> None:
+    """
+    Raises:
+        ModelFolderError: the tokenizer, of the folder `place`, has no chat template.
+    """
+    if not tokenizer.chat_template:
+        remedy = "agents send messages: choose a model whose tokenizer has one"
+        raise ModelFolderError([Problem(place, "the tokenizer has no chat template", remedy)])
+
+
+def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> None:
+    """
+    Raises:
+        WorkflowError: the agent cannot be started.
+        ModelFolderError: the tokenizer has no chat template.
+    """
+    problems = []
+    if config.command and config.function is not None:
+        problems.append(Problem("workflow", "has a command and a function", "give one of them"))
+    elif config.command and _program(config) is None:
+        problems.append(Problem("workflow.command", f"{config.command[0]!r} is no program that can be started"))
+    elif config.function is not None and not all(config.function.partition(":")):
+        problems.append(Problem("workflow.function", repr(config.function), "'package.module:function' is needed"))
+    elif config.function is not None and (missing := _missing(config.function, config.path)):
+        problems.append(Problem("workflow.function", f"{config.function!r} cannot be called: {missing}"))
+    if problems:
+        raise WorkflowError(problems)
+    check_chat(tokenizer, place)
+
+
+def _missing(function: str, folder: str | None) -> str:
+    """Why the function is not there; empty if it is. Its module is imported in a process of its own."""
+    command = (sys.executable, "-m", "stretto_gateway.agents.call", "--check", function)
+    try:
+        found = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"its module took more than {_IMPORT_SECONDS:g} s to be imported"
+    said = found.stderr.strip().splitlines() or [f"exit code {found.returncode}"]
+    return said[-1] if found.returncode else ""
+
+
+def _program(config: AgentConfig) -> str | None:
+    """Where it is: by `PATH`, or in the folder in which it runs if it is named with one, as ``./agent.sh``."""
+    name = config.command[0]
+    return shutil.which(os.path.join(config.path or "", name) if os.path.dirname(name) else name)

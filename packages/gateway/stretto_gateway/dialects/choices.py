@@ -1,0 +1,63 @@
+"""The text of a completion in pieces.
+
+engine ─► new tokens ─► characters ─► text before a stop ─► pieces ─► client
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from stretto.conversation.messages import SampledToken, SamplingOptions
+from stretto.conversation.text import RunningText, StopFinder
+from stretto.core.engine import Progress
+from stretto.core.records import StopReason
+from stretto_gateway.model import ServedModel
+
+
+class Piece(NamedTuple):
+    """New text of a completion, with its tokens if the client wants log-probabilities. The last has a `finish`."""
+
+    text: str
+    tokens: Sequence[SampledToken]
+    finish: StopReason | None
+
+
+class CompletionText:
+    """One completion as it grows. It ends before a stop text."""
+
+    def __init__(self, model: ServedModel, options: SamplingOptions) -> None:
+        self._model, self._with_tokens = model, options.logprobs is not None
+        self._running, self._stop = RunningText(model.template), StopFinder(options.stop)
+        self._length = 0  # of the text so far, held-back characters included
+        self._text: list[str] = []
+        self._tokens: list[SampledToken] = []
+        self._finish: StopReason | None = None
+
+    def take(self, progress: Progress) -> Piece | None:
+        """Add new tokens. Returns the text since the last piece; None if it is empty and the completion goes on."""
+        new = progress.segment
+        if self._finish is not None:
+            return None
+        if not self._with_tokens:
+            self._add(self._running.push(new.token_ids))
+        else:
+            for id, token in zip(new.token_ids, self._model.tokens(new, progress.top_logprobs), strict=True):
+                self._tokens.append(replace(token, offset=self._length))
+                self._add(self._running.push((id,)))
+        if new.stop_reason is not None and not self._stop.found:
+            self._add(self._running.end())
+            self._text.append(self._stop.end())
+        self._finish = StopReason.STOP if self._stop.found else new.stop_reason
+        text = "".join(self._text)
+        if not text and self._finish is None:
+            return None
+        piece = Piece(text, self._tokens, self._finish)
+        self._text, self._tokens = [], []
+        return piece
+
+    def _add(self, text: str) -> None:
+        self._length += len(text)
+        self._text.append(self._stop.push(text))

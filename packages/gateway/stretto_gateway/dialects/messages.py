@@ -1,0 +1,341 @@
+"""Anthropic's Messages.
+
+A message is a text or a list of *blocks*. A user's message with results of tools becomes one message per result, and
+one for its text. The interface grows by beta fields, so unknown top-level fields are ignored: they change nothing of
+the conversation. Unknown blocks would lose a part of it, and are refused by name.
+
+Claude Code sends its version in a block of its system prompt (``x-anthropic-billing-header``). It is no instruction to
+a model, and this dialect removes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from stretto.conversation.messages import ChatRequest, Message, SampledTurn, SamplingOptions, Tool, ToolCall
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import Record, StopReason
+from stretto.processes.http.asgi import sent_event
+from stretto.processes.http.bodies import parse_record
+from stretto_gateway.dialects.dialect import TokenCount
+from stretto_gateway.dialects.openai import MostTokens, Stops, Temperature, TopK, TopP
+from stretto_gateway.requests import NotServed
+
+_BILLING = "x-anthropic-billing-header:"
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class Block(Record, frozen=True, tag_field="type", kw_only=True):
+    """A part of a message. `cache_control` has no effect here."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(Block, frozen=True, tag="text", kw_only=True):
+    text: str
+    citations: list[Any] | None = None
+
+
+class ThinkingBlock(Block, frozen=True, tag="thinking", kw_only=True):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Block, frozen=True, tag="tool_use", kw_only=True):
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+class ToolReferenceBlock(Block, frozen=True, tag="tool_reference", kw_only=True):
+    """A tool that the client has found for the model, and offers from now on."""
+
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
+
+
+class ToolResultBlock(Block, frozen=True, tag="tool_result", kw_only=True):
+    tool_use_id: str
+    content: str | list[TextBlock | ToolReferenceBlock] | None = None
+    is_error: bool | None = None
+
+
+class AnthropicMessage(Record, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+
+
+class AnthropicTool(Record, frozen=True, forbid_unknown_fields=False):
+    """A tool that the client runs. Those that Anthropic's servers run have types of their own, and are refused."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(Record, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(Record, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Record, frozen=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+    task_budget: dict[str, Any] | None = None
+
+
+class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """POST /v1/messages/count_tokens, the fields of a prompt."""
+
+    model: str
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """POST /v1/messages, the fields that have an effect."""
+
+    max_tokens: MostTokens
+    tool_choice: ToolChoice | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesDialect:
+    """The dialect of ``/v1/messages`` (a `dialect.Dialect`)."""
+
+    path = "/v1/messages"
+    body = MessagesBody
+    keep_alive = sent_event({"type": "ping"}, "ping")
+    strict = False
+    fields: Mapping[str, str] = {"prompt_token_ids": "messages"}
+
+    @property
+    def counts(self) -> Sequence[TokenCount]:
+        """See `Dialect`."""
+        return [TokenCount(f"{self.path}/count_tokens", CountBody, _counted, _count)]
+
+    def parse(self, body: bytes) -> ChatRequest:
+        """See `Dialect`."""
+        found = parse_record(body, MessagesBody)
+        choice = found.tool_choice or ToolChoice("auto")
+        form = found.output_config.format if found.output_config else None
+        return ChatRequest(
+            model=found.model,
+            messages=tuple(_messages(found)),
+            tools=_tools(found),
+            options=SamplingOptions(
+                max_tokens=found.max_tokens,
+                temperature=found.temperature,
+                top_p=found.top_p,
+                top_k=found.top_k,
+                stop=tuple(found.stop_sequences or ()),
+                tool_choice=_chosen(choice),
+                parallel_calls=not choice.disable_parallel_tool_use,
+                json=form is not None,
+                schema=form.schema if form else None,
+            ),
+            stream=bool(found.stream),
+        )
+
+    def reply(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> bytes:
+        """See `Dialect`."""
+        [turn] = turns
+        return msgspec.json.encode(
+            {**_beginning(turn), "content": _blocks(turn), **_ending(turn), "usage": _usage(turn)}
+        )
+
+    def events(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> Iterable[bytes]:
+        """See `Dialect`."""
+        for kind, fields in _events(turns[0]):
+            yield sent_event({"type": kind, **fields}, kind)
+
+    def refuse(self, why: NotServed) -> bytes:
+        """See `Dialect`."""
+        return msgspec.json.encode(_error(why))
+
+    def fail(self, why: NotServed) -> bytes:
+        """See `Dialect`."""
+        return sent_event(_error(why), "error")
+
+    def reply_headers(self, id: str) -> Mapping[str, str]:
+        """See `Dialect`."""
+        return {"request-id": f"req_{id}"}
+
+
+def _counted(body: bytes) -> ChatRequest:
+    found = parse_record(body, CountBody)
+    return ChatRequest(found.model, tuple(_messages(found)), _tools(found))
+
+
+def _count(tokens: int) -> bytes:
+    return msgspec.json.encode({"input_tokens": tokens})
+
+
+def _error(why: NotServed) -> dict[str, Any]:
+    kind = "api_error" if why.status == 500 else _KINDS.get(why.status, "invalid_request_error")
+    place = f"{why.field}: " if why.field and not why.message.startswith(why.field) else ""
+    return {"type": "error", "error": {"type": kind, "message": place + why.message}}
+
+
+def _tools(body: CountBody) -> tuple[Tool, ...]:
+    offered = body.tools or ()
+    return tuple(Tool(tool.name, tool.description or "", tool.input_schema, tool.strict) for tool in offered)
+
+
+def _messages(body: CountBody) -> Iterator[Message]:
+    system = body.system
+    if system is not None:
+        blocks = [TextBlock(text=system)] if isinstance(system, str) else system
+        yield Message("system", _text([block for block in blocks if not block.text.startswith(_BILLING)]))
+    for place, message in enumerate(body.messages):
+        if isinstance(message.content, str):
+            yield Message(message.role, message.content)
+        elif message.role == "assistant":
+            yield _assistant(message, f"messages[{place}]")
+        else:
+            yield from _others(message, f"messages[{place}]")
+
+
+def _assistant(message: AnthropicMessage, place: str) -> Message:
+    blocks = [block for block in message.content if not isinstance(block, str)]
+    if any(isinstance(block, ToolResultBlock) for block in blocks):
+        raise RefusedRequest(
+            f"{place}.content", "a tool_result of the assistant", "results are in messages of the user"
+        )
+    return Message(
+        "assistant",
+        text=_text([block for block in blocks if isinstance(block, TextBlock)]),
+        reasoning="".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)),
+        calls=tuple(
+            ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+            for block in blocks
+            if isinstance(block, ToolUseBlock)
+        ),
+    )
+
+
+def _others(message: AnthropicMessage, place: str) -> Iterator[Message]:
+    """The messages for one of the user or of the system: the results, which Anthropic wants first, then the text."""
+    texts = list[TextBlock]()
+    for block in message.content:
+        if isinstance(block, ToolResultBlock):
+            content = block.content or ""
+            yield Message("tool", content if isinstance(content, str) else _text(content), call_id=block.tool_use_id)
+        elif isinstance(block, TextBlock):
+            texts.append(block)
+        else:
+            raise RefusedRequest(
+                f"{place}.content", f"a block of the assistant in a message of the {message.role}", "text"
+            )
+    if texts or not message.content:
+        yield Message(message.role, _text(texts))
+
+
+def _text(blocks: Iterable[TextBlock | ToolReferenceBlock]) -> str:
+    return "\n".join(block.text for block in blocks)
+
+
+def _chosen(choice: ToolChoice) -> str:
+    if choice.type != "tool":
+        return {"any": "required"}.get(choice.type, choice.type)
+    if choice.name is None:
+        raise RefusedRequest("tool_choice.name", "missing", "the name of a tool")
+    return choice.name
+
+
+def _beginning(turn: SampledTurn) -> dict[str, Any]:
+    return {"id": f"msg_{turn.id}", "type": "message", "role": "assistant", "model": turn.model, "content": []}
+
+
+def _ending(turn: SampledTurn) -> dict[str, Any]:
+    if turn.stop_reason is StopReason.LENGTH:
+        reason = "max_tokens"
+    elif turn.message.calls:
+        reason = "tool_use"
+    else:
+        reason = "stop_sequence" if turn.stop else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": turn.stop if reason == "stop_sequence" else None}
+
+
+def _usage(turn: SampledTurn, sampled: int | None = None) -> dict[str, int]:
+    return {
+        "input_tokens": turn.prompt_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": turn.sampled_tokens if sampled is None else sampled,
+    }
+
+
+def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
+    message, blocks = turn.message, list[dict[str, Any]]()
+    if message.reasoning:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": turn.id})
+    if message.text or not (blocks or message.calls):
+        blocks.append({"type": "text", "text": message.text})
+    blocks += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)}
+        for call in message.calls
+    ]
+    return blocks
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """The arguments of a call: a JSON object, as any other call is part of the text."""
+    read = json.loads(arguments or "{}")
+    assert isinstance(read, dict)
+    return read
+
+
+def _events(turn: SampledTurn) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Types and fields of the events, with one delta for each block: events are made from the whole turn."""
+    started = {**_beginning(turn), "stop_reason": None, "stop_sequence": None, "usage": _usage(turn, sampled=0)}
+    yield "message_start", {"message": started}
+    calls = {call.id: call.arguments for call in turn.message.calls}
+    for place, block in enumerate(_blocks(turn)):
+        if block["type"] == "thinking":
+            empty = {**block, "thinking": "", "signature": ""}
+            deltas = [
+                {"type": "thinking_delta", "thinking": block["thinking"]},
+                {"type": "signature_delta", "signature": block["signature"]},
+            ]
+        elif block["type"] == "text":
+            empty, deltas = {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        else:
+            empty = {**block, "input": {}}
+            deltas = [{"type": "input_json_delta", "partial_json": calls[block["id"]]}]
+        yield "content_block_start", {"index": place, "content_block": empty}
+        for delta in deltas:
+            yield "content_block_delta", {"index": place, "delta": delta}
+        yield "content_block_stop", {"index": place}
+    yield "message_delta", {"delta": _ending(turn), "usage": _usage(turn)}
+    yield "message_stop", {}

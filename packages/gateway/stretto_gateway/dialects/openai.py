@@ -1,0 +1,197 @@
+"""What OpenAI's interfaces have in common: fields of a request, errors, usage, log-probabilities, streamed choices."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from stretto.conversation.messages import SampledToken, SamplingOptions
+from stretto.conversation.text import NO_CHARACTER
+from stretto.core.engine import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS, Progress
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import Record
+from stretto.processes.http.asgi import KEEP_ALIVE, sent_event
+from stretto_gateway.dialects.dialect import TokenCount
+from stretto_gateway.model import ServedModel
+from stretto_gateway.requests import NotServed, Request
+
+MOST_CHOICES = 128
+LAST_EVENT = b"data: [DONE]\n\n"
+_SHOWN = 60  # characters of a value
+Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
+Stops = Annotated[list[Stop], Meta(max_length=MOST_STOPS)]
+MostTokens = Annotated[int, Meta(ge=1)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MOST_LIKELIEST)]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+Part = dict[str, Any]
+"""One choice of a reply or of an event."""
+
+
+class StreamOptions(Record, frozen=True):
+    include_usage: bool | None = None
+    # accepted and ignored
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that completions and chats share. A field that is null counts as absent."""
+
+    model: str
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    max_tokens: MostTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    stop: Stop | Stops | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # accepted and ignored
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # `stretto serve` takes values that change nothing, see `check_neutral`
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "logit_bias": ({},),
+    }
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream and self.stream_options and self.stream_options.include_usage)
+
+    def options(self, max_tokens: int | None, logprobs: int | None, **further: Any) -> SamplingOptions:
+        """How a completion is to be sampled."""
+        return SamplingOptions(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            logprobs=logprobs,
+            **further,
+        )
+
+    def check_neutral(self, **further: tuple[object, ...]) -> None:
+        """
+        Args:
+            further: more fields with the values that change nothing.
+
+        Raises:
+            RefusedRequest: a field has a value that would need what no engine here has.
+        """
+        for field, values in {**self.NEUTRAL, **further}.items():
+            found = getattr(self, field)
+            if found is not None and found not in values:
+                shown, allowed = json.dumps(found), " or ".join(json.dumps(value) for value in values)
+                shown = shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
+                raise RefusedRequest(field, shown, f"only {allowed} or null: the engine supports nothing else")
+        if self.stream_options is not None and not self.stream:
+            raise RefusedRequest("stream_options", "set without stream", 'only together with "stream": true')
+
+
+class OpenAIDialect:
+    """The errors of OpenAI's interfaces, and the parts of a `Dialect` that they share."""
+
+    keep_alive = KEEP_ALIVE
+    counts: Sequence[TokenCount] = ()
+    strict = False
+    fields: Mapping[str, str] = {"prompt_token_ids": "messages"}
+
+    def refuse(self, why: NotServed) -> bytes:
+        """See `Dialect`."""
+        return msgspec.json.encode({"error": error_of(why)})
+
+    def fail(self, why: NotServed) -> bytes:
+        """See `Dialect`."""
+        return sent_event({"error": error_of(why)})
+
+    def reply_headers(self, id: str) -> Mapping[str, str]:
+        """See `Dialect`."""
+        return {"x-request-id": f"req_{id}"}
+
+
+class ChoiceDialect(OpenAIDialect):
+    """A dialect whose replies list choices, each of which can be sent while it is sampled."""
+
+    path: str
+    body: type[msgspec.Struct]
+    prefix: str  #: of the id of a reply
+    object: str
+    chunk: str  #: `object` of an event
+
+    @abstractmethod
+    def parse(self, body: bytes) -> Request:
+        """See `Dialect`."""
+
+    @abstractmethod
+    def writer(self, request: Any, index: int, model: ServedModel) -> Callable[[Progress], list[Part]]:
+        """A function from new tokens of choice `index` to its parts in a reply."""
+
+    def opening(self, index: int) -> list[Part]:
+        """The parts of choice `index` before its first token."""
+        return []
+
+    def head(self, request: Any, id: str, created: int, model: str, *, whole: bool) -> dict[str, Any]:
+        """The fields of a reply, or of an event, besides its choices."""
+        return {
+            "id": self.prefix + id,
+            "object": self.object if whole else self.chunk,
+            "created": created,
+            "model": model,
+        }
+
+    def event(self, request: Any, head: Mapping[str, Any], choices: Sequence[Part], usage: Any = None) -> bytes:
+        """One event of a stream."""
+        shown = {"usage": usage} if request.dialect_fields.get("usage") else {}
+        return sent_event({**head, "choices": choices, **shown})
+
+    def closing(self, request: Any, head: Mapping[str, Any], usage: Mapping[str, int]) -> bytes:
+        """The last events of a stream."""
+        shown = request.dialect_fields.get("usage")
+        return (self.event(request, head, [], usage) if shown else b"") + LAST_EVENT
+
+
+def error_of(why: NotServed) -> dict[str, Any]:
+    """An error as OpenAI's clients read it."""
+    kind = "server_error" if why.status >= 500 else "rate_limit_error" if why.status == 429 else "invalid_request_error"
+    return {"message": why.message, "type": kind, "param": why.field or None, "code": why.code or None}
+
+
+def usage_of(prompt: int, sampled: int) -> dict[str, int]:
+    """Counts of tokens; a prompt counts once for all its completions."""
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def logprob_of(token: SampledToken) -> dict[str, Any]:
+    """The log-probability of a token, with those of the likeliest ones."""
+    return {**_ranked(token.text, token.logprob), "top_logprobs": [_ranked(*ranked) for ranked in token.likeliest]}
+
+
+def _ranked(text: str, logprob: float) -> dict[str, Any]:
+    # A part of a character has no text of its own, so its bytes are not known.
+    return {"token": text, "logprob": logprob, "bytes": None if NO_CHARACTER in text else list(text.encode())}

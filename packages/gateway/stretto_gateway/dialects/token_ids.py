@@ -1,0 +1,155 @@
+"""vLLM's token interface, ``POST /inference/v1/generate``: token ids in; token ids, log-probabilities and the weight
+version of every token out. Trainers and environments that were written for vLLM (verifiers, prime-rl) use it.
+
+    {"token_ids": [5, 12], "sampling_params": {"max_tokens": 8, "logprobs": 1}, "stream": false}
+
+A reply has one choice. ``weight_versions`` are spans ``[start, end)`` of its tokens; a stream has them in its last
+event, as vLLM does. Fields of vLLM that change nothing here are accepted with the value that changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from stretto.conversation.messages import SamplingOptions
+from stretto.core.engine import Progress
+from stretto.core.records import Likeliest, Record, StopReason
+from stretto.processes.http.asgi import sent_event
+from stretto.processes.http.bodies import parse_record
+from stretto_gateway.dialects.openai import ChoiceDialect, MinP, MostTokens, Part, Temperature, TopLogprobs, TopP
+from stretto_gateway.model import ServedModel
+from stretto_gateway.requests import PromptRequest
+
+
+class TokenSampling(Record, frozen=True, kw_only=True):
+    """vLLM's `SamplingParams`, as far as they have a meaning here."""
+
+    max_tokens: MostTokens | None = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: MinP = 0.0
+    seed: Annotated[int, Meta(ge=0)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    logprobs: TopLogprobs | None = None
+    # without effect on tokens
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    include_stop_str_in_output: bool = False
+    # only the value that changes nothing
+    n: Annotated[int, Meta(ge=1, le=1)] = 1
+    min_tokens: Annotated[int, Meta(ge=0, le=0)] = 0
+    presence_penalty: Annotated[float, Meta(ge=0, le=0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=0, le=0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=1, le=1)] = 1.0
+    prompt_logprobs: None = None
+    logit_bias: None = None
+
+
+class TokenBody(Record, frozen=True, kw_only=True):
+    """POST /inference/v1/generate."""
+
+    token_ids: list[int]
+    sampling_params: TokenSampling
+    model: str | None = None
+    request_id: str | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    cache_salt: str | None = None  # prompts share no cache here
+    priority: int = 0  # completions are served in the order in which they come
+    kv_transfer_params: None = None
+    features: None = None
+
+
+class TokenIdsDialect(ChoiceDialect):
+    """See the module."""
+
+    path = "/inference/v1/generate"
+    body = TokenBody
+    fields: Mapping[str, str] = {"prompt_token_ids": "token_ids", "sampling.": "sampling_params."}
+
+    def parse(self, body: bytes) -> PromptRequest:
+        """See `Dialect`."""
+        found = parse_record(body, TokenBody)
+        params = found.sampling_params
+        stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
+        return PromptRequest(
+            model=found.model,
+            prompts=(tuple(found.token_ids),),
+            options=SamplingOptions(
+                max_tokens=params.max_tokens,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                min_p=params.min_p,
+                seed=params.seed,
+                stop=tuple(stop),
+                logprobs=params.logprobs,
+            ),
+            stream=found.stream,
+            dialect_fields={"id": found.request_id},
+            stop_token_ids=tuple(params.stop_token_ids or ()),
+            ignore_eos=params.ignore_eos,
+        )
+
+    def head(self, request: PromptRequest, id: str, created: int, model: str, *, whole: bool) -> dict[str, Any]:
+        """See `ChoiceDialect`."""
+        return {"request_id": request.dialect_fields["id"] or id, "model": model, "created": created}
+
+    def event(self, request: PromptRequest, head: Any, choices: Sequence[Part], usage: Any = None) -> bytes:
+        """See `ChoiceDialect`."""
+        return sent_event({**head, "choices": choices, "usage": usage})
+
+    def writer(self, request: PromptRequest, index: int, model: ServedModel) -> Callable[[Progress], list[Part]]:
+        """See `ChoiceDialect`."""
+        versions = list[int]()
+
+        def write(progress: Progress) -> list[Part]:
+            new = progress.segment
+            versions.extend(new.versions)
+            stopped = new.stop_reason is StopReason.STOP and new.token_ids[-1] in request.stop_token_ids
+            part = {
+                "token_ids": new.token_ids,
+                "finish_reason": new.stop_reason,
+                "stop_reason": new.token_ids[-1] if stopped else None,
+                "weight_versions": None if new.stop_reason is None else spans(versions),
+                "logprobs": None if request.options.logprobs is None else {"content": _content(progress)},
+                "index": index,
+                "routed_experts": None,
+                "sampling_mask": None,
+            }
+            return [part]
+
+        return write
+
+
+def spans(versions: Sequence[int]) -> list[dict[str, Any]]:
+    """Runs of equal versions.
+
+    >>> [(span["version"], span["start"], span["end"]) for span in spans([6, 6, 7])]
+    [('6', 0, 2), ('7', 2, 3)]
+    """
+    begins = [place for place, version in enumerate(versions) if not place or version != versions[place - 1]]
+    ends = [*begins[1:], len(versions)]
+    return [
+        {"version": str(versions[begin]), "start": begin, "end": end} for begin, end in zip(begins, ends, strict=False)
+    ]
+
+
+def _content(progress: Progress) -> list[Part]:
+    new = progress.segment
+    ranks: Sequence[Likeliest] = progress.top_logprobs or [()] * len(new.token_ids)
+    return [
+        {**_ranked(token, logprob), "top_logprobs": [_ranked(*ranked) for ranked in likeliest]}
+        for token, logprob, likeliest in zip(new.token_ids, new.behavior_logprobs, ranks, strict=True)
+    ]
+
+
+def _ranked(token: int, logprob: float) -> Part:
+    return {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}  # vLLM writes a text so

@@ -1,0 +1,127 @@
+"""The model that a server has: messages to tokens, and sampled tokens to messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import TypeVar
+
+from stretto.conversation.bridge import ChatTemplate, Renderer
+from stretto.conversation.forest import Tokens
+from stretto.conversation.messages import ChatRequest, Message, SampledToken, SampledTurn
+from stretto.conversation.text import StopFinder
+from stretto.conversation.tool_calls import form_of, knows_reasoning, split_reasoning
+from stretto.core.errors import DataError, ModelFolderError, RefusedRequest
+from stretto.core.records import Likeliest, Segment, StopReason
+from stretto_gateway.config import GatewayConfig
+from stretto_gateway.sampling import SamplingRule
+from stretto_verify.thoughts import opened
+
+_NAMES = 65_536  # texts of single tokens that are kept
+_LONG_TEXT = 20_000  # characters; encoding them takes milliseconds, and releases the GIL
+_SHOWN = 400  # characters of a reason
+_LAST = 64  # tokens of a prompt among which the mark of a thought may be
+Encoded = TypeVar("Encoded")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model by name, with its tokenizer and the rule by which it is sampled.
+
+    Attributes:
+        reasoning: reasoning is split from the text of a reply, if the chat template knows any.
+    """
+
+    name: str
+    template: ChatTemplate
+    rule: SamplingRule
+    config: GatewayConfig = field(default_factory=GatewayConfig)
+    reasoning: bool = True
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        """Writes conversations as tokens."""
+        return Renderer(self.template)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters that one token can stand for."""
+        return max(map(len, self.template.vocabulary))
+
+    @cached_property
+    def spell(self) -> Callable[[int], str]:
+        """The text of one token by itself."""
+        return lru_cache(maxsize=_NAMES)(lambda token: self.template.spell((token,)))
+
+    async def encoded(self, characters: int, encode: Callable[[], Encoded]) -> Encoded:
+        """The tokens of a prompt; a long one is encoded in a thread.
+
+        Raises:
+            RefusedRequest: the tokenizer or the template refuses it.
+        """
+        try:
+            return await asyncio.to_thread(encode) if characters > _LONG_TEXT else encode()
+        except (ModelFolderError, DataError) as error:  # without its place, which is a folder of the server
+            found, remedy = (text[:_SHOWN] for text in (error.problems[0].found, error.problems[0].remedy))
+            raise RefusedRequest("prompt_token_ids", found, remedy or "see the chat template") from None
+
+    def tokens(self, segment: Segment, top_logprobs: Sequence[Likeliest] = ()) -> list[SampledToken]:
+        """The sampled tokens as text."""
+        ranks = top_logprobs or [()] * len(segment.token_ids)
+        return [
+            SampledToken(self.spell(token), logprob, tuple((self.spell(other), number) for other, number in likeliest))
+            for token, logprob, likeliest in zip(segment.token_ids, segment.behavior_logprobs, ranks, strict=True)
+        ]
+
+    def turn(
+        self,
+        request: ChatRequest,
+        segment: Segment,
+        *,
+        id: str,
+        created: int,
+        prompt: Tokens,
+        call_id: Callable[[int], str],
+        top_logprobs: Sequence[Likeliest] = (),
+    ) -> SampledTurn:
+        """The message of a completion. It depends on the arguments alone, so that a replay makes the same.
+
+        Args:
+            call_id: the id of the call with this number in the message.
+        """
+        ids, stops = segment.token_ids, request.options.stop
+        if ids and segment.stop_reason is StopReason.STOP and ids[-1] in self.template.eos_token_ids:
+            ids = ids[:-1]
+        text, stop = _before_stop(self.template.spell(ids), stops)
+        message = self._message(request, text, opened(self.template.spell(prompt[-_LAST:])), call_id)
+        if not message.calls and not message.reasoning:
+            text, stop = _before_stop(self.template.decode(ids), stops)
+            message = Message("assistant", text)
+        assert segment.stop_reason is not None
+        return SampledTurn(
+            id=id,
+            created=created,
+            model=self.name,
+            message=message,
+            stop_reason=segment.stop_reason,
+            stop=stop,
+            prompt_tokens=len(prompt),
+            sampled_tokens=len(segment.token_ids),
+            tokens=() if request.options.logprobs is None else tuple(self.tokens(segment, top_logprobs)),
+        )
+
+    def _message(self, request: ChatRequest, text: str, opens: str, call_id: Callable[[int], str]) -> Message:
+        splits = self.reasoning and (opens or knows_reasoning(self.template.chat_template))
+        reasoning, rest = split_reasoning(text, opens) if splits else ("", text)
+        if not request.tools or request.options.tool_choice == "none":
+            return Message("assistant", rest, reasoning)
+        parsed = form_of(self.template.chat_template).parse(rest, call_id)
+        return Message("assistant", parsed.text, reasoning, parsed.calls)
+
+
+def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """The text before the first stop text, and that stop text; "" if there is none."""
+    finder = StopFinder(stops)
+    return finder.push(text) + finder.end(), finder.found

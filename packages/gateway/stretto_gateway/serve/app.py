@@ -1,0 +1,208 @@
+"""An engine over HTTP without sessions, beside the engine's token interface.
+
+GET  /v1/models  /v1/models/NAME
+POST /v1/completions  /v1/chat/completions      whole, or streamed token by token
+POST /v1/responses  /v1/messages  /v1/messages/count_tokens
+POST /inference/v1/generate                     vLLM's: token ids in, token ids with weight versions out
+GET  /health  /metrics  /openapi.json
+else the token interface
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, cast
+
+import msgspec
+from msgspec import UNSET
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stretto.conversation.messages import ChatRequest
+from stretto.core.engine import EngineHealth
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import GenerateRequest, derive_seed
+from stretto.processes.http.asgi import header, unless_gone
+from stretto.processes.http.names import HostNames
+from stretto.processes.http.prometheus import CONTENT_TYPE
+from stretto.processes.http.server import admit
+from stretto_gateway.app import ChatExchange, ChatServer, Handler, unknown_key
+from stretto_gateway.dialects.chat import ChatDialect
+from stretto_gateway.dialects.completions import CompletionsDialect
+from stretto_gateway.dialects.dialect import Dialect, TokenCount
+from stretto_gateway.dialects.messages import MessagesDialect
+from stretto_gateway.dialects.openai import ChoiceDialect
+from stretto_gateway.dialects.responses import ResponsesDialect
+from stretto_gateway.dialects.token_ids import TokenIdsDialect
+from stretto_gateway.model import ServedModel
+from stretto_gateway.requests import PromptRequest, Request
+from stretto_gateway.serve.completing import Completing, Stream
+from stretto_gateway.serve.metrics import Counters
+
+_TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/partials", "/spans"})
+_MOST_COMPLETIONS = 4096
+_SEEDS = 2**64
+Tokens = tuple[int, ...]
+
+
+class ServedEngine(Protocol):
+    """What a server needs of its engine (implemented by `engine.native.generation.SharedGeneration`)."""
+
+    stopping: bool
+
+    async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
+        """Do what takes long before requests can be submitted.
+
+        Raises:
+            RefusedRequest: one of them will not be served.
+        """
+        ...
+
+    def streaming(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> AbstractContextManager[Stream]:
+        """Submit requests until the block ends. Their tokens come as they are sampled, or when a completion ends.
+
+        Raises:
+            RefusedRequest: one of them will not be served, and so none; the iterator raises it if it turns out later.
+            EngineLost: the engine is stopping, or has ended; too many completions wait.
+        """
+        ...
+
+    async def health(self) -> EngineHealth:
+        """Version, queue and counters."""
+        ...
+
+
+class ServeApp(ChatServer):
+    """The ASGI application of `stretto serve`."""
+
+    title = "stretto serve"
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        model: ServedModel,
+        tokens: ASGIApp,
+        *,
+        api_key: str = "",
+        names: HostNames | None = None,
+    ) -> None:
+        """
+        Args:
+            tokens: the token interface of the engine.
+            api_key: without it, a client gets /health alone; "" for none.
+        """
+        conversations: list[Dialect] = [ChatDialect(strict=True), ResponsesDialect(), MessagesDialect()]
+        super().__init__(model, [*conversations, CompletionsDialect(), TokenIdsDialect()], names)
+        self._engine, self._tokens, self._api_key = engine, tokens, api_key.encode()
+        self._counters = Counters()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"] if scope["path"] in self.paths | _TOKEN_PATHS else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._counters.replied(path, message["status"])
+            await send(message)
+
+        await super().__call__(scope, receive, counted)
+
+    async def serve(self, call: ChatExchange) -> None:
+        """See `ChatServer`."""
+        if self._api_key and hmac.compare_digest(call.key.encode("latin-1"), self._api_key):
+            admit(call.scope)
+        elif self._api_key and call.path != "/health":
+            raise unknown_key()
+        msgpack = b"msgpack" in (header(call.scope, b"accept") or b"")
+        if call.path in _TOKEN_PATHS or (call.path == "/health" and msgpack):
+            await self._tokens(call.scope, call.receive, call.send)
+        else:
+            await super().serve(call)
+
+    def pages(self) -> dict[str, Handler]:
+        """See `ChatServer`."""
+        return {**super().pages(), "/metrics": self._metrics}
+
+    async def health(self, call: ChatExchange) -> None:
+        """See `ChatServer`."""
+        stopping = self._engine.stopping
+        status = {"status": "stopping" if stopping else "ok", "model": self.model.name}
+        call.headers = [(b"retry-after", b"1")] if stopping else []
+        body = msgspec.json.encode({**status, "engine": await self._engine.health()})
+        await call.reply(body, 503 if stopping else 200)
+
+    async def _metrics(self, call: ChatExchange) -> None:
+        await call.reply(self._counters.text(await self._engine.health()).encode(), media=CONTENT_TYPE)
+
+    async def count(self, count: TokenCount, call: ChatExchange) -> None:
+        """See `ChatServer`."""
+        [prompt] = await self._prompts(await self.parsed(count.parse, call))
+        await call.reply(count.reply(len(prompt)))
+
+    async def complete(self, dialect: Dialect | ChoiceDialect, call: ChatExchange) -> None:
+        """See `ChatServer`."""
+        began, name = time.monotonic(), uuid.uuid4().hex
+        request: Request = await self.parsed(dialect.parse, call)
+        requests = self._requests(request, await self._prompts(request), name, strict=dialect.strict)
+        await self._engine.prepare(requests)
+        completing = Completing(request, requests, name, self.model, began)
+        # Whether a message has calls is known at its end.
+        in_parts = isinstance(request, PromptRequest) or (request.stream and not request.tools)
+        choices = dialect if in_parts and isinstance(dialect, ChoiceDialect) else None
+        with self._engine.streaming(requests, every_token=request.stream and choices is not None) as stream:
+            if choices is None:
+                await self.send(cast(Dialect, dialect), call, completing.turns(stream))
+            else:
+                call.add_headers(choices.reply_headers(name))
+                await unless_gone(call.receive, completing.write(choices, call, stream))
+        if completing.last_token is not None:
+            first = completing.first_token if request.stream else None
+            self._counters.completed(completing.prompt_tokens, completing.sampled, first, completing.last_token)
+
+    async def _prompts(self, request: Request) -> list[Tokens]:
+        """
+        Raises:
+            RefusedRequest: the tokenizer or the chat template refuses a prompt.
+        """
+        model = self.model
+        if isinstance(request, ChatRequest):
+            if request.previous:
+                allowed = "null: this server keeps no conversation"
+                raise RefusedRequest("previous_response_id", repr(request.previous[:80]), allowed)
+            characters = sum(len(message.text) for message in request.messages)
+            messages, tools = request.messages, request.tools
+            return [await model.encoded(characters, lambda: model.renderer.whole(messages, tools))]
+        prompts, encode = request.prompts, model.template.encode
+        characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await model.encoded(
+            characters, lambda: [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        )
+
+    def _requests(
+        self, request: Request, prompts: Sequence[Tokens], name: str, *, strict: bool
+    ) -> list[GenerateRequest]:
+        """The requests to the engine, one for each prompt. All completions of a prompt have different seeds.
+
+        Raises:
+            RefusedRequest: too many completions, or too many tokens.
+        """
+        options, completions = request.options, 1 if request.n is UNSET else request.n
+        if completions * len(prompts) > _MOST_COMPLETIONS:
+            found = f"{completions} completions to each of {len(prompts):,} prompts"
+            raise RefusedRequest("n", found, f"at most {_MOST_COMPLETIONS:,} completions in one request")
+        engine_requests = []
+        for number, prompt in enumerate(prompts):
+            seed = secrets.randbits(63) if options.seed is None else options.seed % _SEEDS
+            engine_requests.append(
+                GenerateRequest(
+                    id=f"{name}/{number}",
+                    prompt_token_ids=prompt,
+                    seeds=(seed, *(derive_seed(seed, member) for member in range(1, completions))),
+                    sampling=self.model.rule.sampling(request, len(prompt), strict=strict),
+                    top_logprobs=options.logprobs or 0,
+                )
+            )
+        return engine_requests

@@ -1,0 +1,392 @@
+"""One agent's session: requests become turns, and a request that is repeated gets the same reply.
+
+the same request again (a retry) ─► the reply on record, or the one under way
+a request on record from an earlier process ─► its reply, byte for byte
+a new request ─► bridge ─► prompt ─► Session.turn ─► message
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal
+
+import msgspec
+
+from stretto.conversation.bridge import Bridge, CompletedTurn, NextPrompt
+from stretto.conversation.forest import parent_of, paths
+from stretto.conversation.messages import ChatRequest, Match, Message, SampledTurn, Tool
+from stretto.conversation.session import RecordedCall, Session
+from stretto.core.deadlines import deadline
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import Record, Segment
+from stretto.core.states import LARGEST_REWARD, why_no_reward
+from stretto_gateway.model import ServedModel
+from stretto_gateway.requests import NotServed
+
+State = Literal["open", "ended"]
+_SHOWN = 300  # characters of a reason
+_CALL_ID = 9  # letters and digits, as Mistral's templates want
+
+
+class SessionEnded(NotServed):
+    """A request to a session that has ended."""
+
+    def __init__(self, session: str) -> None:
+        super().__init__(409, f"session: {session} has ended; open another one", code="session_ended")
+
+
+class TurnRecord(Record, frozen=True):
+    """A turn on record.
+
+    Attributes:
+        behind: id of the turn whose history this one continues with the messages `new`.
+        key: the idempotency key of the request.
+    """
+
+    turn: SampledTurn = msgspec.field(name="said")
+    node: int
+    behind: str
+    new: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    key: str = ""
+
+
+class GivenRewards(Record, frozen=True):
+    """Rewards that came over HTTP: of the trajectory, and of turns by node. `nodes` are those of the turns that the
+    agent had when the last reward came."""
+
+    reward: float | None = None
+    by_turn: Mapping[int, float] = {}
+    nodes: tuple[int, ...] = ()
+
+
+class Attempt(Record, frozen=True):
+    """The client's idempotency key ("" for none), and the number of this try (None if it does not say)."""
+
+    key: str = ""
+    attempt: int | None = None
+
+
+@dataclass
+class _PendingTurn:
+    """The turn of one request, being sampled or complete, and the number of clients that wait for it."""
+
+    digest: bytes
+    task: asyncio.Task[SampledTurn]
+    waiting: int = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether it has or will have a reply."""
+        if self.task.done():
+            return not self.task.cancelled() and self.task.exception() is None
+        return not self.task.cancelling()
+
+
+@dataclass
+class AgentSession:
+    """A session as clients use it over HTTP.
+
+    Attributes:
+        key: every client that has it may ask for turns.
+        created: seconds since 1970.
+        about: the task of the session.
+        given: the rewards that came over HTTP.
+        stragglers: number of requests after the end.
+        retries: number of requests that got the reply of an earlier one.
+        as_json: number of turns whose history came back with arguments spelled differently.
+        unapplied: number of turns per sampling option that was ignored.
+        asked_at: time of the last request for a turn, or of the opening, by the monotonic clock.
+        unanswered: requests that failed through a fault of the run, with the error. A later reward does not count:
+            the trajectory fails. A refused request is the agent's own mistake, and not among them.
+        ended: set when the session has ended.
+        last_text: text of the last turn that a client got.
+    """
+
+    id: str
+    key: str
+    created: int
+    about: Mapping[str, Any]
+    session: Session
+    model: ServedModel
+    state: State = "open"
+    given: GivenRewards = field(default_factory=GivenRewards)
+    stragglers: int = 0
+    retries: int = 0
+    as_json: int = 0
+    unapplied: Counter[str] = field(default_factory=Counter)
+    asked_at: float = field(default_factory=time.monotonic)
+    unanswered: dict[bytes, str] = field(default_factory=dict)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    last_text: str = ""
+    _pending: dict[bytes | str, _PendingTurn] = field(default_factory=dict)  # by idempotency key, or by digest
+
+    def __post_init__(self) -> None:
+        self._bridge = Bridge(self.model.renderer)
+        self._keyed: dict[str, tuple[bytes, SampledTurn]] = {}  # by idempotency key: digest of the request, and reply
+        turns = self._turn_calls()
+        self._on_record = Counter(call.asked for call in turns)  # that no client of this process has asked for
+        for call in turns:
+            if call.reply is not None:
+                record = msgspec.json.decode(call.reply, type=TurnRecord)
+                self.session.pass_over(record.node)
+                self._add(record, live=False)
+                self._note(call.asked, record)
+        self._unclaimed = {*self._keyed}  # keys of an earlier process that no client of this one has sent
+
+    async def answer(self, request: ChatRequest, attempt: Attempt) -> SampledTurn:
+        """The turn of a request. It is broken off when every client that waits for it has gone.
+
+        Raises:
+            SessionEnded: the session has ended, or ends meanwhile.
+            RefusedRequest: names the wrong field.
+            EngineLost, DeadlineExceeded: the client may try again.
+        """
+        if self.state == "ended" and (known := self._keyed.get(attempt.key)) and known[0] == digest_of(request):
+            self.retries += 1
+            return known[1]
+        self._check_open()
+        pending = self._pending_turn(request, attempt)
+        pending.waiting += 1
+        try:
+            return await asyncio.shield(pending.task)
+        except asyncio.CancelledError:
+            if pending.task.cancelled():  # the session has ended meanwhile, and not the client
+                raise SessionEnded(self.id) from None
+            raise
+        finally:
+            pending.waiting -= 1
+            if not pending.waiting and not pending.task.done():
+                pending.task.cancel()
+
+    async def count(self, request: ChatRequest) -> int:
+        """Number of tokens in the prompt of this request. Nothing is sampled or recorded.
+
+        Raises:
+            SessionEnded: the session has ended.
+            RefusedRequest: names the wrong field.
+        """
+        self._check_open()
+        return len((await self._prompt(self._history(request), request.tools)).tokens)
+
+    def give(self, reward: float, node: int | None) -> None:
+        """Take a reward of the trajectory, or of the turn `node`: one that the agent repeats differently after a crash
+        loses its reward.
+
+        Raises:
+            RefusedRequest: there is no such turn, or the number is beyond the bound of rewards.
+        """
+        if why_no_reward(reward):
+            raise RefusedRequest("reward", f"{reward:g}", f"a number between ±{LARGEST_REWARD:g} is needed")
+        turns = [at for at, one in enumerate(self.session.forest.segments) if one.sampled and one.stop_reason]
+        if node is not None and node not in turns:
+            allowed = f"the id of a sampled node that has ended: {', '.join(map(str, turns))[:400] or 'there is none'}"
+            raise RefusedRequest("node", str(node), allowed)
+        by_turn = self.given.by_turn if node is None else {**self.given.by_turn, node: reward}
+        whole = reward if node is None else self.given.reward
+        self.given = GivenRewards(whole, by_turn, tuple(self.session.returned))
+
+    @property
+    def rewards(self) -> GivenRewards:
+        """The rewards that count: after a crash, only if the agent has repeated every turn that it had before them."""
+        return self.given if set(self.given.nodes) <= set(self.session.returned) else GivenRewards()
+
+    @property
+    def broken(self) -> str:
+        """Why the session has no verdict: the first error of `unanswered`; "" if there is none."""
+        return next(iter(self.unanswered.values()), "")
+
+    def fail(self, why: str) -> None:
+        """Note that the agent reports a failure; "" for none."""
+        if why:
+            self.unanswered[b"failed"] = f"the agent failed: {why[:_SHOWN]}"
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn is being sampled."""
+        return any(not pending.task.done() for pending in self._pending.values())
+
+    def end(self) -> None:
+        """End the session, and break off turns that are being sampled."""
+        self.state = "ended"
+        self.ended.set()
+        for pending in self._pending.values():
+            pending.task.cancel()
+
+    def _check_open(self) -> None:
+        if self.state == "ended":
+            self.stragglers += 1
+            raise SessionEnded(self.id)
+        self.asked_at = time.monotonic()
+
+    def _turn_calls(self) -> list[RecordedCall]:
+        return [call for call in self.session.calls if len(call.asked) == blake2b.MAX_DIGEST_SIZE]
+
+    def _turns_counted(self) -> int:
+        """Number of turns. A request without a reply counts once, however often it was tried."""
+        calls = self._turn_calls()
+        replied = sum(call.reply is not None for call in calls)
+        return replied + len({call.asked for call in calls if call.reply is None})
+
+    def _pending_turn(self, request: ChatRequest, attempt: Attempt) -> _PendingTurn:
+        """The turn of this request, begun if it is a new one. A client that says that this is its first try wants a new
+        turn, though the request may equal an earlier one."""
+        digest = digest_of(request)
+        name = attempt.key or digest
+        known, keyed = self._pending.get(name), self._keyed.get(attempt.key)
+        if (known is not None and known.digest != digest) or (keyed is not None and keyed[0] != digest):
+            raise RefusedRequest("Idempotency-Key", "was the key of another request", "one key for each request")
+        if known is not None and known.usable and (attempt.key or attempt.attempt != 0):
+            self.retries += 1
+            return known
+        recorded, most = self._on_record[digest] > 0, self.model.config.turns
+        if not (recorded or keyed) and max(len(self._pending), self._turns_counted()) >= most:
+            raise RefusedRequest("messages", "another turn", f"at most {most:,} turns of one session")
+        self._on_record[digest] -= recorded
+        task = asyncio.create_task(self._watched(request, digest, attempt.key), name=f"a turn of {self.id}")
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # those who wait have it, if any
+        if known is not None and not known.task.done():
+            name = f"{attempt.attempt} {len(self._pending)}"  # of two equal turns under way, retries get the first
+        self._pending[name] = _PendingTurn(digest, task)
+        return self._pending[name]
+
+    async def _watched(self, request: ChatRequest, digest: bytes, key: str) -> SampledTurn:
+        try:
+            turn = await self._turn(request, digest, key)
+        except RefusedRequest:
+            raise
+        except Exception as error:  # of an engine, of the record, or a bug: the agent may go on as if nothing had been
+            self.unanswered[digest] = f"a turn gave no reply: {type(error).__name__}: {error}"
+            raise
+        self.unanswered.pop(digest, None)
+        return turn
+
+    async def _turn(self, request: ChatRequest, digest: bytes, key: str) -> SampledTurn:
+        async def run() -> bytes:
+            return msgspec.json.encode(await self._sample(request, key))
+
+        if key in self._keyed and key not in self._unclaimed:  # another request with this body has taken its reply
+            return self._keyed[key][1]
+        async with deadline(f"session {self.id}", "a turn", self.model.config.turn_seconds):
+            self.session.prefer(digest, lambda reply: msgspec.json.decode(reply, type=TurnRecord).key == key)
+            # A reply is on record before the agent has it.
+            reply = await self.session.call(digest, run, repeatable=True, durable=True)
+        record = msgspec.json.decode(reply, type=TurnRecord)
+        self.session.claim(record.node)
+        self._add(record, live=True)
+        self._note(digest, record)
+        self._unclaimed.discard(record.key)
+        self.last_text = record.turn.message.text
+        return record.turn
+
+    async def _sample(self, request: ChatRequest, key: str) -> TurnRecord:
+        rule, history = self.model.rule, self._history(request)
+        prompt = await self._prompt(history, request.tools)
+        sampling = rule.sampling(request, len(prompt.tokens))
+        self._bridge.begin(history, prompt)
+        sampled = await self.session.turn(prompt.tokens, sampling, prompt.cause)
+        turn = self.model.turn(
+            request,
+            sampled.segment,
+            id=self._named(sampled.node),
+            created=self.created,
+            prompt=prompt.tokens,
+            call_id=lambda call: self._named(sampled.node, call)[:_CALL_ID],
+        )
+        self.as_json += prompt.match is Match.EQUAL_AS_JSON
+        self.unapplied.update(rule.unapplied(request))
+        behind = prompt.behind
+        new = prompt.history[len(behind.history) :] if behind else prompt.history
+        return TurnRecord(turn, sampled.node, behind.id if behind else "", new, prompt.tools, key)
+
+    def _named(self, node: int, call: int | None = None) -> str:
+        """The id of a turn, or of a call in it. A replay makes the same."""
+        return blake2b(f"{self.id}\0{node}\0{call}".encode(), digest_size=12).hexdigest()
+
+    def _history(self, request: ChatRequest) -> tuple[Message, ...]:
+        """The whole history, also if the request names an earlier reply in place of it."""
+        history = request.messages
+        if request.previous:
+            before = self._bridge.turn(request.previous)
+            if before is None:
+                raise RefusedRequest("previous_response_id", "unknown in this session", "the id of an earlier reply")
+            known, system = before.history, history[:1] if history[0].role == "system" else ()
+            if system and known[0].role == "system":  # clients repeat instructions with each request
+                known = known[1:]
+            history = (*system, *known, *history[len(system) :])
+        return history
+
+    async def _prompt(self, history: tuple[Message, ...], tools: tuple[Tool, ...]) -> NextPrompt:
+        size = sum(map(_characters, history)) + len(msgspec.json.encode(tools).decode())
+        context = self.model.rule.context
+        most = context * self.model.longest_token
+        if size > most:  # more tokens than the context has, however it is encoded
+            allowed = f"at most {most:,}, which no context of {context:,} tokens goes beyond"
+            raise RefusedRequest("messages", f"{size:,} characters", allowed)
+        return await self.model.encoded(size, lambda: self._bridge.next(history, tools))
+
+    def _note(self, digest: bytes, record: TurnRecord) -> None:
+        if record.key:
+            self._keyed[record.key] = digest, record.turn
+
+    def _add(self, record: TurnRecord, *, live: bool) -> None:
+        """Let later prompts continue this turn."""
+        behind = self._bridge.turn(record.behind) if record.behind else None
+        before = behind.history if behind else ()
+        tokens = self.session.forest.tokens(record.node)
+        history = (*before, *record.new, record.turn.message)
+        self._bridge.add(CompletedTurn(record.turn.id, history, record.tools, tokens, live))
+
+
+def digest_of(request: ChatRequest) -> bytes:
+    """The digest by which a request finds its reply on record, that of an earlier version too."""
+    recorded = msgspec.structs.replace(request, limit=msgspec.UNSET)  # a name alone
+    return blake2b(msgspec.json.encode(recorded, order="deterministic")).digest()
+
+
+def _characters(message: Message) -> int:
+    calls = sum(len(call.name) + len(call.arguments) for call in message.calls)
+    return len(message.text) + len(message.reasoning) + calls
+
+
+def shown(session: AgentSession) -> dict[str, Any]:
+    """The session as ``GET /sessions/ID`` shows it."""
+    segments = session.session.forest.segments
+    nodes = [
+        {
+            "id": place,
+            "parent": parent if (parent := parent_of(segments, place)) >= 0 else None,
+            "sampled": segment.sampled,
+            "token_ids": segment.token_ids,
+            "logprobs": segment.behavior_logprobs,
+            "versions": segment.versions,
+            "branch_cause": segment.cause or None,
+            "finish_reason": segment.stop_reason,
+            "reward": session.given.by_turn.get(place),
+        }
+        for place, segment in enumerate(segments)
+    ]
+    return {
+        "id": session.id,
+        "state": session.state,
+        "reward": session.given.reward,
+        "failed": session.broken or None,
+        "nodes": nodes,
+        "samples": [path.segments for path in paths(list(map(_whole, segments)))],
+        "branches": Counter(segment.cause for segment in segments if segment.cause),
+        "equal_as_json": session.as_json,
+        "unapplied": session.unapplied,
+        "retries": session.retries,
+        "stragglers": session.stragglers,
+    }
+
+
+def _whole(segment: Segment) -> Segment:
+    """Nothing in place of a turn that has not ended."""
+    unfinished = segment.sampled and segment.stop_reason is None
+    return Segment(parent=segment.parent, cause=segment.cause) if unfinished else segment

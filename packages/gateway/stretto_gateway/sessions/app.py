@@ -1,0 +1,219 @@
+"""The gateway over HTTP.
+
+    POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url", "model", "task"}
+    POST /sessions/ID/reward           {"reward": 1.0}; with "node": N, that of one turn
+    POST /sessions/ID/end              {"failed": "why"} if it came to nothing
+    GET  /sessions/ID                  state, nodes, samples
+    POST /s/KEY/v1/chat/completions    and the paths of the other dialects; without /s/KEY the key comes as an API key
+    POST /s/KEY/v1/messages/count_tokens
+    GET  /s/KEY/v1/models              the model
+    GET  /health  /openapi.json
+
+An operator's key, if there is one, opens, rewards, ends and shows sessions. The key of a session does the same for this
+session, but opens none. Without an operator's key the name of a session, which nobody can guess, is enough.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta
+from starlette.types import Scope
+
+from stretto.conversation.messages import ChatRequest, SampledTurn
+from stretto.core.errors import RefusedRequest
+from stretto.processes.http.asgi import header
+from stretto.processes.http.bodies import parse_record
+from stretto.processes.http.names import LOOPBACK, HostNames, own_address
+from stretto.processes.http.server import admit
+from stretto_gateway.app import ChatExchange, ChatServer, Handler, sent_key, unknown_key
+from stretto_gateway.dialects.chat import ChatDialect
+from stretto_gateway.dialects.dialect import Dialect, TokenCount
+from stretto_gateway.dialects.messages import MessagesDialect
+from stretto_gateway.dialects.responses import ResponsesDialect
+from stretto_gateway.model import ServedModel
+from stretto_gateway.requests import NotServed
+from stretto_gateway.sessions.agent_session import AgentSession, Attempt, SessionEnded, shown
+from stretto_gateway.sessions.sessions import Host, SessionTable
+
+_IN_PATH = re.compile(r"/s/(?P<key>[^/]+)(?P<rest>/.*)")
+_SESSION = re.compile(r"/sessions/(?P<id>[^/]+)(?P<rest>/reward|/end|)")
+
+
+class OpenBody(msgspec.Struct, frozen=True):
+    """POST /sessions."""
+
+    task: dict[str, Any] = {}
+
+
+class RewardBody(msgspec.Struct, frozen=True):
+    """POST /sessions/ID/reward."""
+
+    reward: float
+    node: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+class EndBody(msgspec.Struct, frozen=True):
+    """POST /sessions/ID/end."""
+
+    failed: str = ""
+
+
+class GatewayApp(ChatServer):
+    """The ASGI application of a gateway."""
+
+    title = "stretto gateway"
+
+    def __init__(
+        self,
+        sessions: SessionTable,
+        host: Host,
+        model: ServedModel,
+        *,
+        operator_key: str = "",
+        names: HostNames | None = LOOPBACK,
+    ) -> None:
+        """`names`: see `ChatServer`; with None, nothing is shown without the key."""
+        super().__init__(model, [ChatDialect(), ResponsesDialect(), MessagesDialect()], names)
+        self.sessions, self._host = sessions, host
+        self._operator_key = operator_key.encode()
+        self.refused = 0  # requests with a key of no session
+
+    def address(self, scope: Scope) -> tuple[str, str]:
+        """See `ChatServer`."""
+        found = _IN_PATH.fullmatch(scope["path"])
+        return (found["rest"], found["key"]) if found else (scope["path"], sent_key(scope))
+
+    def route(self, path: str) -> tuple[str, Handler] | None:
+        """See `ChatServer`."""
+        if path == "/sessions":
+            return "POST", self._open
+        if found := _SESSION.fullmatch(path):
+            return "POST" if found["rest"] else "GET", partial(self._control, found["id"], found["rest"])
+        return super().route(path)
+
+    def failed(self, call: ChatExchange, error: Exception) -> None:
+        """See `ChatServer`."""
+        session = self.sessions.of_key(call.key)
+        if session is not None and not session.broken:  # else it is the error of a turn, which may be tried again
+            session.unanswered[b""] = f"the gateway failed: {type(error).__name__}: {error}"
+
+    async def _open(self, call: ChatExchange) -> None:
+        if not self._operates(call.key):
+            raise self._unknown_key()
+        if self._operator_key:
+            admit(call.scope)
+        body = parse_record(await self.body(call) or b"{}", OpenBody)
+        session = await self._host.open(body.task)
+        self.sessions.add(session)
+        await call.show(opened(session, own_address(call.scope)))
+
+    async def _control(self, id: str, what: str, call: ChatExchange) -> None:
+        session = self._controlled(id, call.key)
+        admit(call.scope)
+        if what == "/reward":
+            body = parse_record(await self.body(call) or b"{}", RewardBody)
+            if session.state == "ended":
+                raise SessionEnded(session.id)
+            await self._reward(session, body.node, body.reward + 0.0)
+        elif what == "/end":
+            ended = parse_record(await self.body(call) or b"{}", EndBody)
+            if session.state == "open":
+                await self._end(session, ended.failed)
+        await call.show(shown(session) if not what else {"id": session.id, "state": session.state})
+
+    async def _reward(self, session: AgentSession, node: int | None, reward: float) -> None:
+        before = session.given
+        try:
+            session.give(reward, node)
+            await self._host.rewarded(session)
+        except BaseException:  # raised again: a reward that is not on record does not count
+            session.given = before
+            raise
+
+    async def _end(self, session: AgentSession, failed: str) -> None:
+        before = {**session.unanswered}
+        try:
+            session.fail(failed)
+            await self._host.ended(session)  # on record before it is so
+        except BaseException:  # raised again: a failure that is not on record does not count
+            session.unanswered = before
+            raise
+        session.end()
+
+    async def complete(self, dialect: Dialect, call: ChatExchange) -> None:
+        """See `ChatServer`."""
+        session = self._of_key(call.key)
+        admit(call.scope)
+        request: ChatRequest = await self.parsed(dialect.parse, call)
+        if request.n is not UNSET or request.options.logprobs:
+            field, found = ("n", request.n) if request.n is not UNSET else ("top_logprobs", request.options.logprobs)
+            raise RefusedRequest(field, str(found), "one completion, and log-probabilities of the sampled tokens alone")
+
+        async def turn() -> Sequence[SampledTurn]:
+            return [await session.answer(request, _attempt(call.scope))]
+
+        await self.send(dialect, call, turn())
+
+    async def count(self, count: TokenCount, call: ChatExchange) -> None:
+        """See `ChatServer`."""
+        session = self._of_key(call.key)
+        admit(call.scope)
+        request = await self.parsed(count.parse, call)
+        await call.reply(count.reply(await session.count(request)))
+
+    async def models(self, call: ChatExchange) -> None:
+        """See `ChatServer`."""
+        self._of_key(call.key)
+        await super().models(call)
+
+    def _operates(self, key: str) -> bool:
+        return not self._operator_key or hmac.compare_digest(key.encode(), self._operator_key)
+
+    def _controlled(self, id: str, key: str) -> AgentSession:
+        """The session that this key may reward, end and see.
+
+        Raises:
+            NotServed: there is none.
+        """
+        session = self.sessions.named(id)
+        own = session is not None and hmac.compare_digest(key.encode(), session.key.encode())
+        if not (own or self._operates(key)):
+            raise self._unknown_key()
+        if session is None:
+            raise NotServed(404, f"{id[:80]!r}: no such session")
+        return session
+
+    def _of_key(self, key: str) -> AgentSession:
+        """
+        Raises:
+            NotServed: no session has this key.
+        """
+        session = self.sessions.of_key(key)
+        if session is not None:
+            return session
+        if (dropped := self.sessions.dropped(key)) is not None:
+            raise SessionEnded(dropped)
+        raise self._unknown_key()
+
+    def _unknown_key(self) -> NotServed:
+        self.refused += 1
+        return unknown_key()
+
+
+def opened(session: AgentSession, address: str) -> dict[str, Any]:
+    """What a program needs to use a session; `address` is that of the gateway as ``http://host:port``."""
+    base, model = f"{address}/s/{session.key}/v1", session.model.name
+    return {"id": session.id, "api_key": session.key, "base_url": base, "model": model, "task": session.about}
+
+
+def _attempt(scope: Scope) -> Attempt:
+    """The headers about retries that the libraries of OpenAI and Anthropic send."""
+    key = (header(scope, b"idempotency-key") or b"").decode("latin-1")
+    count = (header(scope, b"x-stainless-retry-count") or b"").decode("latin-1")
+    return Attempt(key, int(count) if count.isdecimal() and len(count) < 9 else None)

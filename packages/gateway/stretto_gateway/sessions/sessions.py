@@ -1,0 +1,276 @@
+"""The sessions of a gateway, by key and by name. Without a run, a folder records them.
+
+    FOLDER/ID.jsonl    opened, pieces of segments, calls with their replies, the reward, the end: one record a line
+
+A record is written before the client gets its reply. A new process reads the files of a killed one, cuts off a line
+that is not whole, and has every session as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from stretto.conversation.session import CallInMemory, Sampler, Session, SessionRecord, joined_pieces
+from stretto.core.errors import Problem, RunFolderError
+from stretto.core.records import Record, Segment, derive_seed
+from stretto_gateway.model import ServedModel
+from stretto_gateway.requests import NotServed
+from stretto_gateway.sessions.agent_session import AgentSession, GivenRewards
+
+_SECRET_BYTES = 18
+_SHOWN = 64  # ended sessions that are kept whole
+_RETIRED = 16_384  # keys of dropped sessions: their error says that the session has ended, not that the key is wrong
+_IDLE_SECONDS = 3600.0  # without a request; such a session ends when a new one needs room
+
+
+class TooManySessions(NotServed):
+    """There are as many open sessions as the gateway allows."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(429, f"sessions: another one; at most {most:,} are open at once", "sessions")
+
+
+class NothingWaits(NotServed):
+    """No trajectory of the run waits for a service now. One may later."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "no trajectory of the run waits for a service; try again later", code="unavailable")
+
+
+class Host(Protocol):
+    """Opens sessions, and records what clients do with them."""
+
+    async def open(self, about: Mapping[str, Any]) -> AgentSession:
+        """Open a session for a task.
+
+        Raises:
+            NotServed: there is none.
+        """
+        ...
+
+    async def rewarded(self, session: AgentSession) -> None:
+        """Record the rewards of the session."""
+        ...
+
+    async def ended(self, session: AgentSession) -> None:
+        """Record the end of the session."""
+        ...
+
+
+class SessionTable:
+    """The sessions of a gateway."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, AgentSession] = {}
+        self._by_key: dict[str, AgentSession] = {}
+        self._ended: deque[AgentSession] = deque()
+        self._dropped: dict[str, str] = {}  # names of dropped sessions by key
+
+    def add(self, session: AgentSession) -> None:
+        """Add a session, in place of the one with its name."""
+        self._by_id[session.id] = self._by_key[session.key] = session
+        self._dropped.pop(session.key, None)
+
+    def retire(self, session: AgentSession) -> None:
+        """Note that a session has ended. It is shown for a while, and its key is known for longer."""
+        self._ended.append(session)
+        while len(self._ended) > _SHOWN:
+            old = self._ended.popleft()
+            if self._by_id.get(old.id) is old:
+                del self._by_id[old.id], self._by_key[old.key]
+                self._dropped[old.key] = old.id
+        while len(self._dropped) > _RETIRED:
+            del self._dropped[next(iter(self._dropped))]
+
+    def of_key(self, key: str) -> AgentSession | None:
+        """The session with this key."""
+        return self._by_key.get(key)
+
+    def dropped(self, key: str) -> str | None:
+        """The name of the dropped session with this key."""
+        return self._dropped.get(key)
+
+    def named(self, id: str) -> AgentSession | None:
+        """The session with this name."""
+        return self._by_id.get(id)
+
+    def open_ones(self) -> list[AgentSession]:
+        """The sessions that have not ended."""
+        return [session for session in self._by_id.values() if session.state == "open"]
+
+
+class Opened(Record, frozen=True, tag=True):
+    """The first line of a session's file."""
+
+    id: str
+    key: str
+    created: int
+    about: dict[str, Any]
+
+
+class Written(Record, frozen=True, tag=True):
+    node: int
+    segment: Segment
+
+
+class Began(Record, frozen=True, tag=True):
+    number: int
+    asked: bytes
+
+
+class Replied(Record, frozen=True, tag=True):
+    number: int
+    reply: bytes
+
+
+class Rewarded(GivenRewards, frozen=True, tag=True):
+    pass
+
+
+class Ended(Record, frozen=True, tag=True):
+    broken: str = ""
+
+
+Line = Opened | Written | Began | Replied | Rewarded | Ended
+MakeSampler = Callable[[str, SessionRecord], Sampler]
+
+
+class FolderRecord:
+    """The file of a session (a `SessionRecord`)."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, line: Line) -> None:
+        """Append a line so that it survives the process, or nothing of it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        left = memoryview(msgspec.json.encode(line) + b"\n")
+        with self._path.open("ab", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
+            try:
+                while left:  # a disk that is nearly full takes a part
+                    left = left[file.write(left) :]
+            except OSError:
+                file.truncate(before)
+                raise
+
+    def journal(self, node: int, piece: Segment) -> None:
+        """See `SessionRecord`."""
+        self.write(Written(node, piece))
+
+    def begin_call(self, number: int, asked: bytes, durable: bool) -> None:
+        """See `SessionRecord`."""
+        self.write(Began(number, asked))
+
+    def end_call(self, number: int, reply: bytes) -> None:
+        """See `SessionRecord`."""
+        self.write(Replied(number, reply))
+
+
+class RecordedSessions:
+    """The sessions of a gateway without a run (a `Host`)."""
+
+    def __init__(self, folder: Path, model: ServedModel, sampler: MakeSampler, most: int = 4096) -> None:
+        """`most`: number of open sessions."""
+        self._folder, self._model, self._sampler, self._most = folder, model, sampler, most
+        self._table = SessionTable()
+
+    def load(self) -> SessionTable:
+        """Load the sessions of earlier processes. Those of this one join them.
+
+        Raises:
+            RunFolderError: a file holds something else.
+        """
+        for path in sorted(self._folder.glob("*.jsonl")):
+            if lines := _read(path):
+                session = self._restored(path, lines)
+                self._table.add(session)
+                if session.state == "ended":
+                    self._table.retire(session)
+        return self._table
+
+    async def open(self, about: Mapping[str, Any]) -> AgentSession:
+        """See `Host`.
+
+        Raises:
+            TooManySessions: as many as may be are open, and in use.
+        """
+        await self._make_room()
+        opened = Opened(new_key(), new_key(), int(time.time()), {**about})
+        path = self._folder / f"{opened.id}.jsonl"
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # it holds the key
+        FolderRecord(path).write(opened)
+        return self._restored(path, [opened])
+
+    async def rewarded(self, session: AgentSession) -> None:
+        """See `Host`."""
+        FolderRecord(self._folder / f"{session.id}.jsonl").write(Rewarded(**msgspec.structs.asdict(session.given)))
+
+    async def ended(self, session: AgentSession) -> None:
+        """See `Host`."""
+        FolderRecord(self._folder / f"{session.id}.jsonl").write(Ended(session.broken))
+        self._table.retire(session)
+
+    async def _make_room(self) -> None:
+        """End the session that has been idle for longest, if a new one needs its room."""
+        found = self._table.open_ones()
+        if len(found) < self._most:
+            return
+        oldest = min(found, key=lambda session: session.asked_at)
+        if oldest.busy or time.monotonic() - oldest.asked_at < _IDLE_SECONDS:
+            raise TooManySessions(self._most)
+        await self.ended(oldest)
+        oldest.end()
+
+    def _restored(self, path: Path, lines: list[Line]) -> AgentSession:
+        opened = lines[0]
+        if not isinstance(opened, Opened):
+            raise RunFolderError([Problem(f"{path}:1", "is not the beginning of a session", "give another folder")])
+        record = FolderRecord(path)
+        calls = [CallInMemory(line.number, line.asked) for line in lines if isinstance(line, Began)]
+        for line in lines:
+            if isinstance(line, Replied):
+                calls[line.number].reply = line.reply
+        segments = joined_pieces((line.node, line.segment) for line in lines if isinstance(line, Written))
+        sampler, seed = self._sampler(opened.id, record), derive_seed(opened.key)
+        session = Session(opened.id, (), seed, sampler, record, segments, calls)
+        found = AgentSession(opened.id, opened.key, opened.created, opened.about, session, self._model)
+        for line in lines:
+            if isinstance(line, Rewarded):
+                found.given = line
+        for line in lines:
+            if isinstance(line, Ended):
+                found.unanswered.update({b"": line.broken} if line.broken else {})
+                found.end()
+        return found
+
+
+def _read(path: Path) -> list[Line]:
+    """The lines of a session's file. A last one that is not whole is cut off."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    found: list[Line] = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            found.append(msgspec.json.decode(line, type=Line))
+        except msgspec.DecodeError as error:
+            raise RunFolderError([Problem(f"{path}:{number}", f"is no record of a session: {error}")]) from None
+    return found
+
+
+def new_key() -> str:
+    """A key, or a name, that nobody can guess."""
+    return secrets.token_hex(_SECRET_BYTES)

@@ -1,0 +1,318 @@
+"""What goes wrong in a run although nothing fails: each alarm a function from its measurements to one sentence.
+
+An alarm is about now: what has passed again is none. Every alarm compares means over `WINDOW` steps, so that one
+strange step says nothing. What a run does not measure raises none, and `AlarmReport` says so.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tomllib
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.core.canary import AGREEING, coarser
+from stretto.core.records import Record
+from stretto.store import lock
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
+from stretto_report.audit.symptoms.agreement import canary_drifting, mismatch
+from stretto_report.audit.symptoms.evidence import READ, Alarm, Disk, Evidence, numbers_of
+from stretto_report.audit.symptoms.learning import (
+    accuracy_falling,
+    bad_steps,
+    dead_gradient,
+    exploding_gradient,
+    policy_apart,
+    reward_without_accuracy,
+)
+from stretto_report.audit.symptoms.memory import memory_growing
+from stretto_report.audit.symptoms.windows import WINDOW, apart, measured, newest_mean
+
+_IDLE_SECONDS = 10.0
+_ROOM = 1 << 30  # bytes that a disk needs at least
+_LARGEST = 1 << 63  # a number that no column can hold
+_LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
+_CUT_OFF = 0.5  # of the completions
+
+
+def entropy_collapse(found: Evidence) -> Iterator[Alarm]:
+    """The entropy is less than a fifth of what it was in the beginning: the policy says the same whatever the seed."""
+    name = "trainer.entropy"
+    if (ill := apart(found.steps, found.series.get(name), lambda mean, begin: mean < 0.2 * begin)) is not None:
+        message = f"the entropy fell from {ill.was:.3g} to {ill.now:.3g} nats"
+        yield Alarm("entropy_collapse", "entropy collapse", ill.first, message, f"series:{name}")
+
+
+def length_explosion(found: Evidence) -> Iterator[Alarm]:
+    """Completions are more than three times as long as in the beginning."""
+    name = "length_mean"
+    if (ill := apart(found.steps, found.series.get(name), lambda mean, begin: mean > 3 * begin)) is not None:
+        message = f"completions grew from {ill.was:.0f} to {ill.now:.0f} tokens"
+        yield Alarm("length_explosion", "length explosion", ill.first, message, f"series:{name}")
+
+
+def completions_cut_off(found: Evidence) -> Iterator[Alarm]:
+    """Half of the completions or more end at their limit of tokens, and most are not right: where they are, the limit
+    may be meant."""
+    name, title = "truncated", "completions cut off"
+    right = found.series.get("accuracy")
+    ill = apart(found.steps, found.series.get(name), lambda mean, begin: mean >= _CUT_OFF, 1)
+    if ill is not None and (right is None or not measured(right) or newest_mean(right) < 0.5):
+        message = f"{ill.now:.0%} of the completions end at their limit of tokens"
+        yield Alarm(name, title, ill.first, message, f"series:{name}")
+    elif ill is None and not measured(found.series.get(name)) and found.evaluations:
+        last = found.evaluations[-1]
+        share = last.truncated / max(last.samples, last.prompts, 1)
+        if last.step > 0 and share >= _CUT_OFF and last.accuracy < 0.5:
+            message = f"{share:.0%} of the held-out completions end at their limit of tokens"
+            yield Alarm(name, title, last.step, message, "recipe:sampling.max_tokens")
+
+
+def idle_role(found: Evidence) -> Iterator[Alarm]:
+    """A role has done nothing at all for `WINDOW` steps, and for ten seconds. The workers that judge are left out: as
+    long as there are steps, agents or workflows bring their own rewards."""
+    clock = found.series.get("rl_seconds")
+    if clock is None or len(clock) < WINDOW:
+        return
+    for name in sorted(series for series in found.series if series.startswith("busy.") and series != "busy.rewards"):
+        working = np.flatnonzero(np.nan_to_num(found.series[name], nan=1.0) > 0)
+        first = int(working[-1]) + 1 if len(working) else 0
+        seconds = float(clock[-1] - clock[min(first, len(clock) - 1)])
+        if len(clock) - first >= WINDOW and seconds >= _IDLE_SECONDS:
+            role = name.removeprefix("busy.")
+            message = f"{role} has done nothing for {seconds:.0f} s, {len(clock) - first} steps"
+            yield Alarm("idle_role", f"{role} does nothing", int(found.steps[first]), message, "timeline")
+
+
+def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
+    """The mean staleness is nine tenths of the bound: generation waits for it, more than for anything else."""
+    bound = found.in_force
+    if not bound or not np.isfinite(bound):
+        return
+    ill = apart(found.steps, found.series.get("staleness_mean"), lambda mean, begin: mean >= 0.9 * bound, 1)
+    if ill is not None:
+        message = f"tokens are {ill.now:.2f} versions old on average, and at most {bound:g} may they be"
+        yield Alarm("staleness_at_bound", "staleness at its bound", ill.first, message, "recipe:rollout.max_staleness")
+
+
+def disk_filling(found: Evidence) -> Iterator[Alarm]:
+    """What is free on the disk is less than the steps that are left will write, or less than 1 GiB."""
+    if found.disk is None or not len(found.steps):
+        return
+    done = int(found.steps[-1])
+    left = max((found.last_step or done) - done, 0)
+    need = found.disk.written / max(done, 1) * left
+    if found.disk.free < max(need, _ROOM):
+        message = f"{found.disk.free / 2**30:.2f} GiB are free"
+        if left:
+            message += f"; the {left} steps that are left will write about {need / 2**30:.2f} GiB"
+        yield Alarm("disk_filling", "disk filling", done, message, "recipe:store.keep_payloads")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One alarm: it is decided by any of the series `needs`, over so many `windows`. A name that ends with a point is
+    the beginning of names; ``evaluation`` are two evaluations."""
+
+    title: str
+    alarms: Callable[[Evidence], Iterator[Alarm]]
+    needs: tuple[str, ...] = ()
+    windows: int = 1
+
+    def is_measured(self, found: Evidence) -> bool:
+        return not self.needs or any(self._has(found, name) for name in self.needs)
+
+    def _has(self, found: Evidence, need: str) -> bool:
+        if need == "evaluation":
+            return len(found.evaluations) >= 2
+        names = [name for name in found.series if name.startswith(need)] if need.endswith(".") else [need]
+        return any(measured(found.series.get(name), self.windows) for name in names)
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("accuracy falling", accuracy_falling, ("evaluation", "accuracy"), 2),
+    Check("reward without accuracy", reward_without_accuracy, ("evaluation",)),
+    Check("dead gradient", dead_gradient, ("trainer.grad_norm",)),
+    Check("exploding gradient", exploding_gradient, ("trainer.grad_norm",)),
+    Check("gradients not finite", bad_steps, ("trainer.bad_steps",)),
+    Check("policy far away", policy_apart, ("trainer.kl_behavior", "trainer.kl_reference")),
+    Check("entropy collapse", entropy_collapse, ("trainer.entropy",), 2),
+    Check("completions cut off", completions_cut_off, ("truncated", "evaluation")),
+    Check("length explosion", length_explosion, ("length_mean",), 2),
+    Check("a role does nothing", idle_role, ("busy.",)),
+    Check("staleness at its bound", staleness_at_bound, ("staleness_mean",)),
+    Check("mismatch of engine and trainer", mismatch, ("trainer.behavior_logprob_error",)),
+    Check("an engine drifts from the trainer", canary_drifting, ("canary.",)),
+    Check("memory of a role growing", memory_growing, ("memory.",)),
+    Check("disk filling", disk_filling),
+)
+
+
+class AlarmReport(Record, frozen=True):
+    """The alarms in the order of the steps since which they hold; of how many that were looked at, and the titles of
+    those that nothing is measured for, which is other than that nothing is wrong."""
+
+    alarms: list[Alarm]
+    checks: int
+    not_measured: tuple[str, ...]
+
+    def with_death(self, reason: str, step: int) -> AlarmReport:
+        """The same, and whether the run is dead looked at too: for the `reason`, if there is one, after a step."""
+        dead = [Alarm("dead_run", "the run is dead", step, reason, "logs")] if reason else []
+        return AlarmReport([*dead, *self.alarms], self.checks + 1, self.not_measured)
+
+    def told(self) -> dict[str, object]:
+        """For `stretto inspect --json`."""
+        return {"alarms": self.alarms, "alarms_checked": self.checks, "alarms_not_measured": self.not_measured}
+
+    def lines(self) -> list[str]:
+        """For a terminal: each alarm, and how many could not be looked at."""
+        return [*map(str, self.alarms), f"alarms  {self}"]
+
+    def __str__(self) -> str:
+        fired = (
+            f"{len(self.alarms)} of {self.checks} alarms fired"
+            if self.alarms
+            else f"none of {self.checks} alarms fired"
+        )
+        if not self.not_measured:
+            return f"{fired}, all were measured"
+        return f"{fired}, {len(self.not_measured)} not measured: {', '.join(self.not_measured)}"
+
+
+def findings_of(found: Evidence) -> AlarmReport:
+    """All alarms, and what could not be looked at."""
+    alarms = sorted((alarm for check in CHECKS for alarm in check.alarms(found)), key=lambda alarm: alarm.first_step)
+    missing = tuple(check.title for check in CHECKS if not check.is_measured(found))
+    return AlarmReport(alarms, len(CHECKS), missing)
+
+
+def alarms_of(found: Evidence) -> list[Alarm]:
+    """All alarms, in the order of the steps since which they hold."""
+    return findings_of(found).alarms
+
+
+class AlarmWatch:
+    """The alarms of a run that is shown step by step. A step costs an append to each series that an alarm reads; the
+    alarms are decided when they are asked for."""
+
+    def __init__(self, folder: Path, bound: float | None, last_step: int | None, mismatch: float = 0.1) -> None:
+        """`bound`, `last_step` and `mismatch`: as in `Evidence`."""
+        self._folder, self._bound, self._last_step, self._mismatch = folder, bound, last_step, mismatch
+        self._steps, self._series = array("q"), dict[str, "array[float]"]()
+        self._evaluations: list[EvaluationLine] = []
+
+    @classmethod
+    def of(cls, folder: Path, recipe: Mapping[str, Any] | None = None) -> AlarmWatch:
+        """The alarms of the run in a folder, by its `recipe`; None: that of the folder is read."""
+        recipe = _tables(RunFolder(folder).recipe) if recipe is None else recipe
+        return cls(folder, number_of(recipe, "rollout", "max_staleness"), last_step_of(recipe), mismatch_of(recipe))
+
+    def step(self, metrics: StepMetrics) -> None:
+        """The next step."""
+        for name, value in numbers_of(metrics):
+            if name.startswith(("busy.", "memory.", "canary.")) or name in READ:
+                column = self._series.setdefault(name, array("d"))
+                if (missing := len(self._steps) - len(column)) > 0:
+                    column.extend([math.nan] * missing)
+                column.append(value)
+        self._steps.append(metrics.step)
+
+    def evaluated(self, evaluation: EvaluationLine) -> None:
+        """The next held-out accuracy."""
+        self._evaluations.append(evaluation)
+
+    def sentences(self) -> dict[str, str]:
+        """The alarms of now: by the title of each, its line."""
+        return {alarm.title: str(alarm) for alarm in self.alarms()}
+
+    def alarms(self) -> list[Alarm]:
+        """The alarms of now."""
+        return self.findings().alarms
+
+    def findings(self) -> AlarmReport:
+        """The alarms of now, and what could not be looked at."""
+        steps = np.array(self._steps, np.int64)
+        series = {name: np.full(len(steps), np.nan) for name in self._series}
+        for name, column in self._series.items():
+            series[name][: len(column)] = column
+        disk = disk_of(self._folder)
+        rest = self._bound, disk, self._last_step, self._mismatch
+        return findings_of(Evidence(steps, series, self._evaluations, *rest))
+
+
+def findings_of_run(path: Path) -> AlarmReport:
+    """The alarms of a running, finished or dead run. Lines of its metrics that cannot be read are left out, as they are
+    in the browser.
+
+    Raises:
+        RunFolderError: there is no run.
+    """
+    folder = RunFolder.open(path)
+    lines = list(_readable(folder.metrics))
+    found = Evidence.of([line for line in lines if isinstance(line, StepMetrics)])
+    evaluations = [line for line in lines if type(line) is EvaluationLine]
+    recipe = _tables(folder.recipe)
+    rest = number_of(recipe, "rollout", "max_staleness"), disk_of(path), last_step_of(recipe), mismatch_of(recipe)
+    return findings_of(Evidence(found.steps, found.series, evaluations, *rest))
+
+
+def _readable(metrics: Path) -> Iterator[MetricsLine]:
+    try:
+        rows = metrics.read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return
+    for row in rows:
+        try:
+            line = _LINE.decode(row)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+        if abs(line.step) < _LARGEST:
+            yield line
+
+
+def last_step_of(recipe: Mapping[str, Any]) -> int | None:
+    """`trainer.steps` of a recipe; None if it has none, or one that no column can hold."""
+    steps = number_of(recipe, "trainer", "steps")
+    return int(steps) if steps is not None and abs(steps) < _LARGEST else None
+
+
+def mismatch_of(recipe: Mapping[str, Any]) -> float:
+    """The nats between engine and trainer that rounding may come to."""
+    sections = (recipe.get(name) for name in ("engine", "trainer"))
+    types = [section.get("dtype") for section in sections if isinstance(section, dict)]
+    return AGREEING[coarser("float32", *(dtype for dtype in types if dtype in AGREEING))]
+
+
+def _tables(recipe: Path) -> Mapping[str, Any]:
+    """Those of a recipe; none if it cannot be read."""
+    try:
+        return tomllib.loads(recipe.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def number_of(recipe: Mapping[str, Any], section: str, key: str) -> float | None:
+    """A number of a recipe; None if it has none there, or one that no column can hold."""
+    found = recipe.get(section)
+    value = found.get(key) if isinstance(found, dict) else None
+    return value if type(value) is float or (type(value) is int and abs(value) < _LARGEST) else None
+
+
+def disk_of(folder: Path) -> Disk | None:
+    """The disk of a run that is running; of another it does not matter."""
+    try:
+        if not lock.is_held(folder):
+            return None
+        written = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        return Disk(shutil.disk_usage(folder).free, written)
+    except OSError:  # it was removed meanwhile
+        return None

@@ -1,0 +1,72 @@
+"""`stretto check` and `stretto inspect --ledger`: the laws, checked against the records of a run alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from stretto.core.states import FINAL, OPEN
+from stretto.store.ledger.schema import check_resting_log
+from stretto_report.audit.history import read_history
+from stretto_report.audit.laws import LAWS
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The breaches of each law, none where it was kept. `balance` counts trajectories by state; `notes` name what could
+    not be checked."""
+
+    breaches: Mapping[str, tuple[str, ...]]
+    balance: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> bool:
+        return not any(self.breaches.values())
+
+
+def check_run(folder: str | Path) -> Findings:
+    """Check every law against a running, finished or dead run.
+
+    Raises:
+        RunFolderError: there is no run.
+        StoreError: the ledger, its log or the recipe cannot be read at all.
+    """
+    check_resting_log(Path(folder) / "ledger.sqlite")
+    history = read_history(Path(folder))
+    breaches = {law.__name__.replace("_", " "): tuple(law(history)) for law in LAWS}
+    states = Counter(trajectory.state for trajectory in history.trajectories)
+    issued = sum(group.members for group in history.groups)
+    return Findings(breaches, {"issued": issued, **{state: states[state] for state in (*FINAL, *OPEN)}}, history.notes)
+
+
+def print_findings(findings: Findings) -> int:
+    """Print one line for each law, with its first breaches; the exit code: 1 if a law was broken."""
+    for law, breaches in findings.breaches.items():
+        print(f"{'BROKEN' if breaches else 'kept  '}  {law}" + (f" ({len(breaches)})" if breaches else ""))
+        for breach in breaches[:_SHOWN]:
+            print(f"        {breach}")
+    for note in findings.notes:
+        print(f"note    {note}")
+    return 0 if findings.kept else 1
+
+
+def print_balance(folder: str | Path, console: Console | None = None) -> int:
+    """Print the balance of the ledger, then the findings; the exit code: 1 if a law was broken."""
+    findings = check_run(folder)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=str(folder), title_justify="left")
+    table.add_column(style="dim", justify="right")
+    table.add_column(justify="right")
+    for state, count in findings.balance.items():
+        table.add_row(state.replace("_", " "), f"{count:,}")
+    total = sum(count for state, count in findings.balance.items() if state != "issued")
+    table.add_row("sum of the states", f"{total:,}")
+    (console or Console()).print(table)
+    return print_findings(findings)

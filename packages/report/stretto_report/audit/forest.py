@@ -1,0 +1,42 @@
+"""The laws of segments: where they stand, which versions may follow each other, what was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto_report.audit.history import NOTHING, PROMPT, History, RecordedTrajectory
+
+
+def every_segment_has_its_place(history: History) -> Iterator[str]:
+    """A segment is behind an earlier one, the prompt or, if it was given, nothing; so each sampled token is in one
+    sample. A sampled one has as many log-probabilities and versions as tokens, a given one none."""
+    for one in history.trajectories:
+        for place, segment in enumerate(one.segments):
+            if not NOTHING <= segment.parent < place:
+                yield f"{one.id}: segment {place} is behind segment {segment.parent}"
+            elif segment.parent == NOTHING and segment.versions:
+                yield f"{one.id}: segment {place} was sampled behind nothing"
+            if not segment.logprobs == len(segment.versions) in (0, segment.tokens):
+                found = f"{segment.logprobs} log-probabilities and {len(segment.versions)} versions"
+                yield f"{one.id}: segment {place} has {segment.tokens} tokens, {found}"
+
+
+def backward_versions(one: RecordedTrajectory) -> Iterator[tuple[int, ...]]:
+    """The versions of each sampled segment whose versions go back, or begin before those of the turn that it is behind:
+    that turn's last version and its own."""
+    last: list[tuple[int, ...]] = []  # version of the last sampled token from the root to the end of each segment
+    for segment in one.segments:
+        before = last[segment.parent] if PROMPT < segment.parent < len(last) else ()
+        chain = before + segment.versions
+        if segment.versions and list(chain) != sorted(chain):
+            yield chain
+        last.append(chain[-1:])
+
+
+def every_sampled_token_is_trained_once(history: History) -> Iterator[str]:
+    """The trainer says of each step that it trained on as many tokens as its batch has, and masked the others."""
+    for step in history.steps:
+        line = history.lines.get(step.step)
+        if line is not None and (line.trained, line.masked) != (step.trained_tokens, step.masked_tokens):
+            told = f"{line.trained} tokens and masked {line.masked}"
+            yield f"step {step.step} trained on {told}, its batch has {step.trained_tokens} and {step.masked_tokens}"

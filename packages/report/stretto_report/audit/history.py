@@ -1,0 +1,395 @@
+"""The records of a run, read for the checker from SQLite directly: no line here is shared with the writers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import tomllib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.core.errors import Problem, RunFolderError, StoreError
+from stretto_report.audit.bounds import Bounds, RecordedChange, read_bounds
+from stretto_report.audit.checksums import CHECKSUM_BYTES, broken_checksums, broken_files, payload_fits, segments_of
+
+FORMATS = (2, 3, 4, 5)  #: formats that can be checked
+PROMPT, NOTHING = -1, -2  #: what a segment is behind that is behind no other
+_FIRST_SEALED = 3
+_ENGINES, _PARENT = 5, 6  # their places in a segment
+
+#: Settings that may change when a run is resumed: sections, and keys of sections.
+MAY_CHANGE = frozenset({"cluster", "evaluation", "deadlines", "store", "logging"})
+MAY_CHANGE_OF = {"trainer": frozenset({"steps", "ranks", "remote_ranks", "keep_versions", "checkpoint_every"})}
+
+_TRAJECTORIES = """
+    SELECT groups.id, prompt_id, members, admitted_version, groups.key, trajectories.key, member, state, reason,
+        trained_step, verdict, reward, stop_reason, tokens, oldest_version, newest_version, interrupted, payload
+    FROM groups LEFT JOIN trajectories ON group_key = groups.key LEFT JOIN payloads ON payloads.key = trajectories.key
+    ORDER BY groups.key, member
+"""
+_STEPS = (
+    "SELECT step, version, oldest_trainable, trajectories, trained_tokens, masked_tokens, batch, published_version"
+    " FROM steps ORDER BY rowid"
+)
+
+
+@dataclass(frozen=True)
+class RecordedSegment:
+    """What is known of one segment of a trajectory; a given one has no versions."""
+
+    tokens: int
+    logprobs: int
+    versions: tuple[int, ...]
+    parent: int  # the place of the segment it is behind, PROMPT or NOTHING
+
+
+@dataclass(frozen=True)
+class RecordedTrajectory:
+    """One trajectory. `versions` is None if its tokens were not kept, or are damaged; then it has no segments."""
+
+    id: str
+    group: str
+    member: int
+    state: str
+    reason: str
+    trained_step: int | None
+    verdict: str | None
+    reward: float | None
+    stop_reason: str | None
+    tokens: int
+    oldest_version: int | None
+    newest_version: int | None
+    versions: tuple[int, ...] | None
+    lengths: tuple[int, int] | None  # sampled tokens, log-probabilities
+    writers: tuple[tuple[str, int], ...] = ()  # engines, each with the tokens that it wrote; none before format 4
+    segments: tuple[RecordedSegment, ...] = ()
+
+
+@dataclass(frozen=True)
+class RecordedGroup:
+    """One attempt at a prompt, ``epoch.prompt.attempt``."""
+
+    id: str
+    prompt: str
+    epoch: int
+    attempt: int
+    members: int
+    admitted_version: int
+    max_staleness: float  # the bound in force when it was admitted
+    max_in_flight: float  # the number in force, likewise
+    trajectories: tuple[RecordedTrajectory, ...]
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One training step: `batch` has its groups in order, each with the members that were trained on. `own_oldest` has
+    the oldest version that is in the loss for groups for which it is another than that of the step."""
+
+    step: int
+    version: int
+    oldest_trainable: int
+    trajectories: int
+    trained_tokens: int
+    masked_tokens: int
+    batch: tuple[tuple[str, tuple[int, ...]], ...]
+    published_version: int | None
+    own_oldest: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RecordedLine:
+    """What ``metrics.jsonl`` says of a step: tokens that the trainer trained on and masked; since the start of the run,
+    tokens that engines have sampled, and tokens by category of the goodput budget (none of an earlier stretto)."""
+
+    trained: int
+    masked: int
+    generated: int
+    budget: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class RecordedData:
+    """The questions of a run: their digest on record and as they are now; what the order of an epoch follows from."""
+
+    digest: str
+    found: str
+    prompts: tuple[str, ...]
+    seed: int
+    sources: tuple[tuple[str, int, float | None], ...]  # name, prompts, weight
+    easy: float | None
+    hard: float | None
+
+
+@dataclass(frozen=True)
+class RecordedProofs:
+    """The versions that each engine has proven by the canary, as ranges; versions before `since` need no proof, because
+    an earlier stretto ran them."""
+
+    since: int
+    proven: Mapping[str, tuple[tuple[int, int], ...]]
+
+
+@dataclass(frozen=True)
+class History:
+    """All records of a run's trajectories and steps."""
+
+    groups: tuple[RecordedGroup, ...]
+    steps: tuple[RecordedStep, ...]
+    bounds: Bounds
+    given_back: tuple[tuple[int, str, int], ...]  # epoch, prompt, attempt of the prompts that are next
+    position: tuple[int, int] | None  # epoch, and the number of prompts drawn in it
+    policies: tuple[int, ...]
+    roster: tuple[str, ...]  # the engines of the run
+    damage: tuple[str, ...]  # found by SQLite's integrity check
+    broken_checksums: tuple[str, ...]
+    broken_start: tuple[str, ...]  # files of the run's start that have changed
+    edited: tuple[str, ...]  # keys of the recipe that differ from the record
+    notes: tuple[str, ...]  # what cannot be checked
+    lines: Mapping[int, RecordedLine]  # by step
+    changes: tuple[RecordedChange, ...] = ()  # of bounds
+    most_in_flight: Mapping[str, int] = field(
+        default_factory=dict
+    )  # groups under the same bounds, by the first of them
+    data: RecordedData | None = None  # None: a run of an earlier stretto
+    proofs: RecordedProofs | None = None  # None: likewise
+
+    @property
+    def trajectories(self) -> tuple[RecordedTrajectory, ...]:
+        return tuple(trajectory for group in self.groups for trajectory in group.trajectories)
+
+
+def read_history(folder: Path) -> History:
+    """Read a run folder.
+
+    Raises:
+        RunFolderError: there is no run.
+        StoreError: the ledger has another format, or the ledger or the recipe cannot be read at all.
+    """
+    path = folder / "ledger.sqlite"
+    if not path.is_file():
+        found = "holds no run (no ledger.sqlite)" if folder.is_dir() else "does not exist"
+        raise RunFolderError([Problem(str(folder), found, "give a run folder")])
+    policies = _policies(folder)  # before the ledger: a run records a batch before it publishes
+    bounds = read_bounds(folder / "recipe.toml")
+    try:
+        with closing(sqlite3.connect(_address(path), uri=True)) as connection:
+            (found,) = connection.execute("PRAGMA user_version").fetchone()
+            if found not in FORMATS:
+                can = f"formats {FORMATS[0]} to {FORMATS[-1]}"
+                raise StoreError(f"{path}: has format {found}, this version of stretto checks {can}")
+            connection.execute("BEGIN")
+            return _history(connection, found, folder, bounds, policies)
+    except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise StoreError(f"{path}: cannot be read: the position or a batch is not what was written: {error}") from error
+
+
+def _address(path: Path) -> str:
+    """Read only; immutable where SQLite can write no index of the log and there is no log."""
+    log, index = path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")
+    bare = not index.exists() and not (log.exists() and log.stat().st_size)
+    how = "mode=ro&immutable=1" if bare and not os.access(path.parent, os.W_OK) else "mode=ro"
+    return f"{path.absolute().as_uri()}?{how}"
+
+
+def _policies(folder: Path) -> tuple[int, ...]:
+    """The versions whose policy is kept."""
+    kept = [path.name[1:] for path in (folder / "policy").glob("v*") if path.is_dir()]
+    return tuple(sorted(int(version) for version in kept if version.isdecimal()))
+
+
+def _history(
+    connection: sqlite3.Connection, number: int, folder: Path, bounds: Bounds, policies: tuple[int, ...]
+) -> History:
+    damage = tuple(text for (text,) in connection.execute("PRAGMA integrity_check").fetchall() if text != "ok")
+    facts = {name: json.loads(value) for name, value in connection.execute("SELECT name, value FROM meta")}
+    position = facts["standing"]["position"] if "standing" in facts else None
+    given_back = position["given_back"] if position else []
+    changes = tuple(RecordedChange(*change) for change in facts.get("bounds", ()))
+    return History(
+        groups=_groups(connection, bounds, changes),
+        changes=changes,
+        most_in_flight=_most_in_flight(connection, facts.get("in_flight", ())),
+        steps=tuple(_step(row) for row in connection.execute(_STEPS)),
+        bounds=bounds,
+        given_back=tuple((again["epoch"], again["prompt_id"], again["attempt"]) for again in given_back),
+        position=(position["epoch"], position["index"]) if position else None,
+        policies=policies,
+        roster=tuple(engine["name"] for engine in facts.get("engines", ())),
+        damage=damage,
+        broken_checksums=tuple(broken_checksums(connection, number)),
+        broken_start=tuple(broken_files(folder, _kept(folder, facts.get("start", {})))),
+        edited=tuple(_edited(folder, facts.get("recipe"))),
+        notes=tuple(_not_judged(folder, number, facts)),
+        data=_data(folder / "questions.jsonl", facts["data"]) if "data" in facts else None,
+        proofs=_proofs(facts["canary"]) if "canary" in facts else None,
+        lines=_lines(folder / "metrics.jsonl"),
+    )
+
+
+def _data(questions: Path, fact: Mapping[str, Any]) -> RecordedData:
+    """The record, and what the file of the questions says now."""
+    found, prompts = _digest(questions)
+    return RecordedData(
+        digest=fact["digest"],
+        found=found,
+        prompts=prompts,
+        seed=fact["seed"],
+        sources=tuple((source["name"], source["prompts"], source["weight"]) for source in fact["sources"]),
+        easy=fact["easy"],
+        hard=fact["hard"],
+    )
+
+
+def _proofs(fact: Mapping[str, Any]) -> RecordedProofs:
+    proven = {one["engine"]: tuple((first, last) for first, last in one["ranges"]) for one in fact["proven"]}
+    return RecordedProofs(fact["since"], proven)
+
+
+def _digest(questions: Path) -> tuple[str, tuple[str, ...]]:
+    """The digest and the ids of the questions; in place of the digest what is wrong with the file, if something is."""
+    whole, prompts = hashlib.blake2b(digest_size=16), list[str]()
+    try:
+        # Ends of lines of other kinds than this one may be in a text.
+        for line in questions.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
+            row = json.loads(line)
+            prompts.append(row["id"])
+            for text in (row["id"], row["prompt"], row["answer"]):
+                whole.update(f"{len(text)}:{text}".encode())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"none ({type(error).__name__}: {error})", ()
+    return whole.hexdigest(), tuple(prompts)
+
+
+def _kept(folder: Path, start: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The folders of a run's start that exist: a run that has just begun has no policy yet, and a reference may be on
+    another machine."""
+    return {name: files for name, files in start.items() if (folder / name).exists()}
+
+
+def _not_judged(folder: Path, number: int, facts: Mapping[str, Any]) -> Iterator[str]:
+    if number < _FIRST_SEALED:
+        yield f"the ledger has format {number}: it has no seals of its recipe and of its first policy"
+    elif missing := {"recipe", "start"} - facts.keys():
+        yield f"{' and '.join(sorted(missing))}: not on record, so not checked"
+    start = facts.get("start", {})
+    yield from (
+        f"{folder / name} does not exist, so it is not checked" for name in start.keys() - _kept(folder, start).keys()
+    )
+
+
+def _edited(folder: Path, recorded: str | None) -> Iterator[str]:
+    """A sentence for each key of the recipe that differs from the record and that a resume may not change."""
+    if recorded is None:
+        return
+    before, after = tomllib.loads(recorded), tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
+    for section in sorted((before.keys() | after.keys()) - MAY_CHANGE):
+        yield from _differing(section, before.get(section), after.get(section), MAY_CHANGE_OF.get(section, frozenset()))
+
+
+def _differing(name: str, before: object, after: object, ignored: Set[str] = frozenset()) -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in sorted((before.keys() | after.keys()) - ignored):
+            yield from _differing(f"{name}.{key}", before.get(key), after.get(key))
+    elif before != after:
+        yield f"{name} is {after!r}, on record is {before!r}"
+
+
+def _groups(
+    connection: sqlite3.Connection, bounds: Bounds, changes: Sequence[RecordedChange]
+) -> tuple[RecordedGroup, ...]:
+    """All groups; `bounds` are in force until the first changes."""
+    facts: dict[str, tuple[str, int, int, float, float]] = {}
+    trajectories: dict[str, list[RecordedTrajectory]] = {}
+    of_staleness, of_number = (
+        sorted((change for change in changes if change.name == name), key=lambda one: one.key)
+        for name in ("max_staleness", "max_in_flight")
+    )
+    for group, prompt, members, admitted, first, key, *rest in connection.execute(_TRAJECTORIES):
+        if group not in facts:
+            own = in_force(of_staleness, first, bounds.max_staleness), in_force(of_number, first, bounds.max_in_flight)
+            facts[group] = (prompt, members, admitted, *own)
+            trajectories[group] = []
+        trajectories[group].extend([_trajectory(group, rest)] if key is not None else [])
+    return tuple(
+        RecordedGroup(
+            id=id,
+            prompt=prompt,
+            epoch=int(id.split(".")[0]),
+            attempt=int(id.rsplit(".", 1)[1]),
+            members=members,
+            admitted_version=admitted,
+            max_staleness=bound,
+            max_in_flight=number,
+            trajectories=tuple(trajectories[id]),
+        )
+        for id, (prompt, members, admitted, bound, number) in facts.items()
+    )
+
+
+def _most_in_flight(connection: sqlite3.Connection, stretches: Sequence[tuple[int, int]]) -> Mapping[str, int]:
+    names = dict(connection.execute("SELECT key, id FROM groups"))
+    return {names.get(key, f"of key {key}"): most for key, most in stretches}
+
+
+def in_force(changes: Sequence[RecordedChange], key: int, start: float) -> float:
+    """The bound under which the group `key` was admitted, of `changes` in the order of their keys, or else `start`."""
+    place = bisect_right(changes, key, key=lambda change: change.key)
+    return changes[place - 1].after if place else start
+
+
+def _trajectory(group: str, row: list[object]) -> RecordedTrajectory:
+    *facts, interrupted, payload = row
+    member, _, _, _, verdict, reward, stop_reason, *_ = facts
+    id = f"{group}/{member}"
+    versions, lengths = None, None
+    writers: tuple[tuple[str, int], ...] = ()
+    recorded: tuple[RecordedSegment, ...] = ()
+    if isinstance(payload, bytes) and payload_fits(id, (verdict, reward, stop_reason, interrupted), payload):
+        bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
+        found = segments_of(bulk)
+        every = [bulk[:3]] if found is None else found
+        recorded = tuple(_segment(place, segment) for place, segment in enumerate(every))
+        segments = [segment for segment in every if segment[2]]
+        versions = tuple(version for segment in segments for version in segment[2])
+        lengths = sum(len(segment[0]) for segment in segments), sum(len(segment[1]) for segment in segments)
+        writers = tuple((name, count) for segment in segments for name, count in (segment[_ENGINES:] or [()])[0])
+    return RecordedTrajectory(id, group, *facts, versions, lengths, writers, recorded)  # type: ignore[arg-type,call-arg]  # columns of SQLite
+
+
+def _segment(place: int, columns: list[Any]) -> RecordedSegment:
+    tokens, logprobs, versions, *_ = columns
+    parent = next(iter(columns[_PARENT:]), None)
+    return RecordedSegment(len(tokens), len(logprobs), tuple(versions), place - 1 if parent is None else parent)
+
+
+def _lines(path: Path) -> Mapping[int, RecordedLine]:
+    """The line of metrics of each step."""
+    found: dict[int, RecordedLine] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+            if row["kind"] == "step":
+                budget = {name: category["tokens"] for name, category in row.get("goodput", {}).items()}
+                counts = row["trained_tokens"], row["masked_tokens"], row.get("generated_tokens", 0)
+                found[row["step"]] = RecordedLine(*counts, budget)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # a line that is being written, or has been cut off
+    return found
+
+
+def _step(row: tuple[object, ...]) -> RecordedStep:
+    *facts, batch, published = row
+    placed = json.loads(str(batch))
+    members = tuple((str(group), tuple(numbers)) for group, numbers, *_ in placed)
+    own = {str(group): int(oldest[0]) for group, _, *oldest in placed if oldest}
+    return RecordedStep(*facts, members, published, own)  # type: ignore[arg-type,call-arg]  # columns of SQLite

@@ -1,0 +1,325 @@
+"""The laws of a run, each a function from its history to one sentence for each breach.
+
+The laws hold after any crash: work may be unfinished, and nothing may be wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice, pairwise
+
+from stretto.core.states import FINAL, OPEN, UNTRAINED
+from stretto_report.audit.budget import every_token_has_one_category
+from stretto_report.audit.forest import (
+    backward_versions,
+    every_sampled_token_is_trained_once,
+    every_segment_has_its_place,
+)
+from stretto_report.audit.history import History, RecordedGroup, RecordedStep, RecordedTrajectory
+from stretto_report.audit.order import prompts_come_in_their_order
+
+
+def the_file_is_whole(history: History) -> Iterator[str]:
+    """SQLite's integrity check passes."""
+    yield from history.damage
+
+
+def every_checksum_fits(history: History) -> Iterator[str]:
+    """Groups, trajectories, partials, batches and facts are what was written."""
+    yield from history.broken_checksums
+
+
+def the_start_is_what_it_was(history: History) -> Iterator[str]:
+    """The files of the first policy, and of the reference, have not changed since the run started."""
+    yield from history.broken_start
+
+
+def the_recipe_is_the_one_on_record(history: History) -> Iterator[str]:
+    """The run's recipe differs from the record only in keys that a resume may change."""
+    yield from history.edited
+
+
+def everything_issued_has_one_state(history: History) -> Iterator[str]:
+    """Each trajectory has exactly one row, one of the six states, and a reason if it ended untrained."""
+    for group in history.groups:
+        if (found := [one.member for one in group.trajectories]) != list(range(group.members)):
+            yield f"group {group.id} has {group.members} members, on record are {found}"
+    for one in history.trajectories:
+        if one.state not in (*FINAL, *OPEN):
+            yield f"{one.id} is {one.state!r}"
+        if one.state in UNTRAINED and not one.reason:
+            yield f"{one.id} is {one.state} without a reason"
+        if (one.state == "trained") != (one.trained_step is not None):
+            yield f"{one.id} is {one.state}, trained in step {one.trained_step}"
+
+
+def nothing_is_trained_twice(history: History) -> Iterator[str]:
+    """The members of all batches are the trajectories in state trained, each once."""
+    placed = Counter((name, member) for step in history.steps for name, members in step.batch for member in members)
+    yield from (f"{name}/{member} is in {count} batches" for (name, member), count in placed.items() if count > 1)
+    in_batches = {
+        (f"{name}/{member}", step.step) for step in history.steps for name, members in step.batch for member in members
+    }
+    by_rows = {(one.id, one.trained_step) for one in history.trajectories if one.state == "trained"}
+    yield from (
+        f"{id} is in the batch of step {step}, and its row does not say so" for id, step in in_batches - by_rows
+    )
+    yield from (f"the row of {id} says step {step}, whose batch does not have it" for id, step in by_rows - in_batches)
+    trained: dict[tuple[int, str], str] = {}
+    for group in history.groups:
+        if any(one.state == "trained" for one in group.trajectories):
+            other = trained.setdefault((group.epoch, group.prompt), group.id)
+            if other != group.id:
+                yield f"prompt {group.prompt} was trained twice in epoch {group.epoch}: {other} and {group.id}"
+
+
+def versions_grow_by_one(history: History) -> Iterator[str]:
+    """Step n trains at version n - 1 and publishes version n; no step is missing; only the last may be unpublished."""
+    for place, step in enumerate(history.steps, start=1):
+        if (step.step, step.version) != (place, place - 1):
+            yield f"the {place}. step on record is step {step.step}, at version {step.version}"
+        if step.published_version is None and place < len(history.steps):
+            yield f"step {step.step} was never published, and step {step.step + 1} was trained"
+        if step.published_version not in (None, step.step):
+            yield f"step {step.step} published version {step.published_version}"
+    newest = len(history.steps)
+    yield from (f"policy {version} belongs to no step on record" for version in history.policies if version > newest)
+    for one in history.trajectories:
+        yield from (f"{one.id}: its versions go back: {versions}" for versions in backward_versions(one))
+        if one.newest_version is not None and one.newest_version > newest:
+            yield f"{one.id} was sampled by version {one.newest_version}, and {newest} is the newest"
+
+
+def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
+    """Equation 3 held when each group was issued: the earlier groups that did not end untrained fill no more batches
+    than its version and the bound in force allow. (Others ended untrained at a time that is not on record.) The live
+    version never decreases, and no token of a group is older than the version at which it was admitted."""
+    bounds, counted, live = history.bounds, 0, 0
+    for group in history.groups:
+        version = group.admitted_version
+        if counted // bounds.batch_size > version + group.max_staleness:
+            bound = f"max_staleness {group.max_staleness:g}"
+            yield f"{group.id} was admitted at version {version} behind {counted} groups; {bound}"
+        if version < live:
+            yield f"{group.id} was admitted at version {version}, an earlier group at {live}"
+        counted, live = counted + (not _ended_untrained(group)), max(live, version)
+        for one in group.trajectories:
+            if one.oldest_version is not None and one.oldest_version < version:
+                yield f"{one.id} has a token of version {one.oldest_version}, and was admitted at {version}"
+
+
+def no_bound_is_broken(history: History) -> Iterator[str]:
+    """No token was trained at a version beyond the bound from its own, and none at an older version. The bound is the
+    one in force when its group was admitted."""
+    bounds, policy = {group.id: group.max_staleness for group in history.groups}, history.bounds.beyond_bound
+    for step, one in _trained(history):
+        bound, oldest = bounds[one.group], step.own_oldest.get(one.group, step.oldest_trainable)
+        if one.newest_version is not None and one.newest_version > step.version:
+            yield f"{one.id} has tokens of version {one.newest_version}, trained at {step.version}"
+        if policy == "train" or math.isinf(bound):
+            continue
+        versions = one.versions if one.versions is not None else (one.oldest_version,)
+        trainable = [version for version in versions if version is not None and version >= oldest]
+        if one.versions is None and oldest:
+            continue  # masked tokens cannot be told from trained ones without the tokens
+        if trainable and step.version - min(trainable) > bound:
+            yield f"{one.id} was trained at {step.version} with a token of {min(trainable)}; max_staleness {bound:g}"
+
+
+def no_more_are_in_flight_than_allowed(history: History) -> Iterator[str]:
+    """When a group was issued, no more groups were in flight than the number in force then: of those that the run has
+    counted, and of those that are in flight still."""
+    unfinished = 0
+    for group in history.groups:
+        unfinished += (still := "in_flight" in _states(group))
+        found = max(unfinished * still, history.most_in_flight.get(group.id, 0))
+        if found > group.max_in_flight:
+            told = f"{found} groups were in flight when {group.id}, or one under the same bounds, was issued"
+            yield f"{told}; max_in_flight {group.max_in_flight:g}"
+
+
+def bounds_change_as_recorded(history: History) -> Iterator[str]:
+    """A bound changes only where the recipe leaves it to the run, within the recipe's limits, from what it was before,
+    after a step that is on record; the one on staleness not twice after one."""
+    adaptive = history.bounds.adaptive
+    value = {name: lowest for name, (lowest, _) in adaptive.items()}
+    newest = dict.fromkeys(adaptive, 0)
+    for change in history.changes:
+        told = f"{change.name} went from {change.before} to {change.after} after step {change.step}"
+        if change.name not in adaptive:
+            yield f"{told}, and the recipe fixes it"
+            continue
+        lowest, highest = adaptive[change.name]
+        if not lowest <= change.after <= highest:
+            yield f"{told}; the recipe allows {lowest} to {highest}"
+        if change.before != value[change.name]:
+            yield f"{told}, and was {value[change.name]}"
+        earliest = newest[change.name] + (change.name == "max_staleness")
+        if not earliest <= change.step <= len(history.steps):
+            yield f"{told}; the one before it came after step {newest[change.name]}, {len(history.steps)} are on record"
+        value[change.name], newest[change.name] = change.after, change.step
+
+
+def batches_are_complete(history: History) -> Iterator[str]:
+    """Each batch has the recipe's number of groups, each with enough trajectories, whole and judged."""
+    groups = {group.id: group for group in history.groups}
+    for step in history.steps:
+        if len(step.batch) != history.bounds.batch_size:
+            yield f"the batch of step {step.step} has {len(step.batch)} groups, not {history.bounds.batch_size}"
+        for name, members in step.batch:
+            yield from _incomplete(step, groups.get(name), name, members, history.bounds.min_group_size)
+        trajectories = sum(len(members) for _, members in step.batch)
+        if trajectories != step.trajectories:
+            yield f"step {step.step} says {step.trajectories} trajectories, its batch has {trajectories}"
+    counted: Mapping[int, list[RecordedTrajectory]] = defaultdict(list)
+    for step, one in _trained(history):
+        counted[step.step].append(one)
+    for step in history.steps:
+        tokens = sum(one.tokens for one in counted[step.step])
+        if tokens != step.trained_tokens + step.masked_tokens:
+            counts = f"{step.trained_tokens + step.masked_tokens} tokens"
+            yield f"step {step.step} says {counts}, its trajectories have {tokens}"
+
+
+def _incomplete(
+    step: RecordedStep, group: RecordedGroup | None, name: str, members: tuple[int, ...], fewest: int
+) -> Iterator[str]:
+    if group is None:
+        yield f"step {step.step} trained on group {name}, which was never issued"
+        return
+    if len(members) < fewest:
+        yield f"group {name} was trained with {len(members)} trajectories, at least {fewest} are needed"
+    for one in (group.trajectories[member] for member in members if member < len(group.trajectories)):
+        if one.reward is None or one.verdict not in ("right", "wrong") or one.stop_reason is None:
+            yield f"{one.id} was trained without a verdict"
+        if one.lengths is not None and one.versions is not None:
+            found = {*one.lengths, len(one.versions), one.tokens}
+            if len(found) > 1:
+                yield f"{one.id} has {one.tokens} tokens, and on record are {sorted(found)}"
+
+
+def every_token_has_its_engine(history: History) -> Iterator[str]:
+    """An engine that is named as a writer of tokens is on the roster of the run; the writers of a trajectory wrote as
+    many tokens as it has."""
+    for one in history.trajectories:
+        yield from (
+            f"{one.id} has tokens of {name}, which is not on the roster"
+            for name in sorted({name for name, _ in one.writers} - {"", *history.roster})
+        )
+        if one.writers and one.lengths is not None and sum(count for _, count in one.writers) != one.lengths[0]:
+            yield f"{one.id} has {one.lengths[0]} sampled tokens, its engines wrote {one.writers}"
+
+
+def every_token_was_sampled_by_proven_weights(history: History) -> Iterator[str]:
+    """The engine that wrote a token had proven, by the canary, that it computed with the version of the token."""
+    if history.proofs is None:
+        return
+    since, proven = history.proofs.since, history.proofs.proven
+    for one in history.trajectories:
+        stamps = iter(one.versions or ())
+        sampled = {(name, version) for name, count in one.writers for version in islice(stamps, count)}
+        yield from (
+            f"{one.id} has a token of {name or 'no engine'} at version {version}, which it had not proven"
+            for name, version in sorted(sampled)
+            if version >= since and not any(first <= version <= last for first, last in proven.get(name, ()))
+        )
+
+
+def no_prompt_is_skipped_or_repeated(history: History) -> Iterator[str]:
+    """Each epoch asks each prompt once, and again only after an attempt that ended untrained; each attempt that ended
+    untrained, and may be repeated, was repeated or is next."""
+    epochs: dict[int, dict[str, list[RecordedGroup]]] = defaultdict(lambda: defaultdict(list))
+    for group in history.groups:
+        epochs[group.epoch][group.prompt].append(group)
+    about_to = set(history.given_back)
+    for epoch, prompts in epochs.items():
+        for prompt, groups in prompts.items():
+            yield from _attempts(epoch, prompt, groups, about_to, history.bounds.max_attempts)
+    if history.position is not None:
+        yield from _drawn(epochs, history.position, same=history.data is None)
+
+
+def _attempts(
+    epoch: int, prompt: str, groups: list[RecordedGroup], about_to: set[tuple[int, str, int]], most: int
+) -> Iterator[str]:
+    if (found := [group.attempt for group in groups]) != list(range(len(groups))):
+        yield f"prompt {prompt} was asked in epoch {epoch} in the attempts {found}"
+    for earlier, later in pairwise(groups):
+        if not _ended_untrained(earlier):
+            yield f"{later.id} was asked although {earlier.id} had not ended untrained"
+    last = groups[-1]
+    failures = sum(_failed(group) for group in groups)
+    wanted = (epoch, prompt, len(groups))
+    if _asked_again(last, failures, most) and wanted not in about_to:
+        yield f"{last.id} ended untrained, and prompt {prompt} is not asked again"
+    if wanted in about_to and not _ended_untrained(last):
+        yield f"prompt {prompt} is to be asked again, and {last.id} has not ended untrained"
+
+
+def _drawn(
+    epochs: Mapping[int, Mapping[str, list[RecordedGroup]]], position: tuple[int, int], same: bool
+) -> Iterator[str]:
+    """The prompts that were drawn are those that were issued; `same`: each epoch asks all (else
+    `prompts_come_in_their_order` knows which)."""
+    newest, drawn = position
+    sizes = {epoch: len(prompts) for epoch, prompts in epochs.items()}
+    if sizes.get(newest, 0) != drawn:
+        yield f"{drawn} prompts of epoch {newest} were drawn, {sizes.get(newest, 0)} were issued"
+    whole = {epoch: size for epoch, size in sizes.items() if epoch < newest}
+    if not same:
+        return
+    if len(set(whole.values())) > 1 or len(whole) != newest:
+        yield f"epochs before {newest} asked different numbers of prompts: {whole}"
+    asked = [frozenset(epochs[epoch]) for epoch in whole]
+    if len(set(asked)) > 1:
+        yield "not every epoch asked the same prompts"
+
+
+def _states(group: RecordedGroup) -> set[str]:
+    return {one.state for one in group.trajectories}
+
+
+def _ended_untrained(group: RecordedGroup) -> bool:
+    return _states(group) <= UNTRAINED
+
+
+def _failed(group: RecordedGroup) -> bool:
+    return _states(group) == {"failed"}
+
+
+def _asked_again(group: RecordedGroup, failures: int, most: int) -> bool:
+    """Expired groups always; failed ones up to `most` failures; filtered ones never."""
+    states = _states(group)
+    return states <= {"expired", "failed"} and ("expired" in states or failures < most)
+
+
+def _trained(history: History) -> Iterator[tuple[RecordedStep, RecordedTrajectory]]:
+    steps = {step.step: step for step in history.steps}
+    for one in history.trajectories:
+        if one.trained_step in steps:
+            yield steps[one.trained_step], one
+
+
+LAWS: tuple[Callable[[History], Iterator[str]], ...] = (
+    the_file_is_whole,
+    every_checksum_fits,
+    the_start_is_what_it_was,
+    the_recipe_is_the_one_on_record,
+    everything_issued_has_one_state,
+    nothing_is_trained_twice,
+    versions_grow_by_one,
+    no_group_starts_before_its_turn,
+    no_bound_is_broken,
+    no_more_are_in_flight_than_allowed,
+    bounds_change_as_recorded,
+    batches_are_complete,
+    every_segment_has_its_place,
+    every_sampled_token_is_trained_once,
+    every_token_has_one_category,
+    every_token_has_its_engine,
+    every_token_was_sampled_by_proven_weights,
+    no_prompt_is_skipped_or_repeated,
+    prompts_come_in_their_order,
+)

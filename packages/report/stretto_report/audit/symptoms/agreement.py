@@ -1,0 +1,50 @@
+"""Alarms about engines that do not compute what the trainer does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from stretto_report.audit.symptoms.evidence import Alarm, Evidence
+from stretto_report.audit.symptoms.windows import apart
+
+_RISING = 0.01  # nats a token
+_HALF, _QUARTER = 0.5, 0.25  # of the tolerance
+_ERROR = "trainer.behavior_logprob_error"
+
+
+def mismatch(found: Evidence) -> Iterator[Alarm]:
+    """In two measured steps, one after the other, engine and trainer differ by more than rounding comes to in their
+    type; or by more than three times as much as in the beginning, and by more than 0.01 nats."""
+    values = found.series.get(_ERROR)
+    if values is None:
+        return
+    known = np.flatnonzero(np.isfinite(values))
+    beyond = values[known] > found.mismatch
+    if len(known) >= 2 and beyond[-2:].all():
+        within = np.flatnonzero(~beyond)
+        first = int(found.steps[known[within[-1] + 1 if len(within) else 0]])
+        message = f"engine and trainer differ by {values[known[-1]]:.2g} nats a token, {found.mismatch:g} are rounding"
+        yield Alarm("mismatch", "mismatch of engine and trainer", first, message, f"series:{_ERROR}")
+    elif (ill := apart(found.steps, values, lambda mean, begin: (mean > 3 * begin) & (mean > _RISING))) is not None:
+        message = f"engine and trainer differed by {ill.was:.2g} nats a token, and differ by {ill.now:.2g}"
+        yield Alarm("mismatch", "mismatch of engine and trainer", ill.first, message, f"series:{_ERROR}")
+
+
+def canary_drifting(found: Evidence) -> Iterator[Alarm]:
+    """An engine's distance from the trainer on the canary is half of its tolerance or more; or a quarter, and three
+    times what it was in the beginning."""
+    for name, values in found.series.items():
+        if not name.startswith("canary."):
+            continue
+        ill = apart(
+            found.steps,
+            values,
+            lambda mean, begin: (mean >= _HALF) | ((mean >= _QUARTER) & (mean > 3 * begin)),
+            1,
+        )
+        if ill is not None:
+            engine = name.removeprefix("canary.")
+            message = f"{engine} was at {ill.was:.0%} of what it may be from the trainer, and is at {ill.now:.0%}"
+            yield Alarm("canary_drifting", "an engine drifts from the trainer", ill.first, message, f"series:{name}")

@@ -1,0 +1,84 @@
+"""What the alarms are decided by, and what an alarm is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stretto.core.records import Record
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto_report.audit.symptoms.windows import Numbers, Steps
+
+
+class Alarm(Record, frozen=True):
+    """`first_step` is the step since which it holds; `look` is where the reason may be seen: a series, the timeline, a
+    key of the recipe."""
+
+    name: str
+    title: str
+    first_step: int
+    message: str
+    look: str
+
+    def __str__(self) -> str:
+        return f"alarm  {self.title} since step {self.first_step}: {self.message}; see {self.look}"
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The disk of a running run, in bytes: what is free, and what the run has written."""
+
+    free: int
+    written: int
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the alarms are decided by.
+
+    `series` are numbers by their names in docs/metrics.md (``reward``, ``trainer.entropy``, ``busy.trainer``), one for
+    each of `steps`, NaN where nothing was measured.
+    """
+
+    steps: Steps
+    series: Mapping[str, Numbers]
+    evaluations: Sequence[EvaluationLine] = ()
+    bound: float | None = None  # `rollout.max_staleness`, for steps without the series `max_staleness`; None: no bound
+    disk: Disk | None = None
+    last_step: int | None = None  # `trainer.steps`; None: not known
+    mismatch: float = 0.1  # nats between engine and trainer that rounding may come to, by their types
+
+    @property
+    def in_force(self) -> float | None:
+        """The bound on staleness of the newest step that has one; else that of the recipe."""
+        values = self.series.get("max_staleness", np.empty(0))
+        known = values[np.isfinite(values)]
+        return float(known[-1]) if len(known) else self.bound
+
+    @classmethod
+    def of(cls, steps: Sequence[StepMetrics]) -> Evidence:
+        """That of the lines of ``metrics.jsonl``."""
+        series: dict[str, Numbers] = {}
+        for place, step in enumerate(steps):
+            for name, value in numbers_of(step):
+                series.setdefault(name, np.full(len(steps), np.nan))[place] = value
+        return cls(np.array([step.step for step in steps], np.int64), series)
+
+
+_WHOLE = ("reward", "accuracy", "length_mean", "truncated", "staleness_mean", "rl_seconds", "max_staleness")
+_OF_TRAINER = ("entropy", "behavior_logprob_error", "grad_norm", "bad_steps", "kl_behavior", "kl_reference")
+READ = frozenset({*_WHOLE, *(f"trainer.{name}" for name in _OF_TRAINER)})  # by an alarm, beside busy shares and memory
+
+
+def numbers_of(step: StepMetrics) -> Iterator[tuple[str, float]]:
+    """The measurements of a step by their names; those that are none are left out."""
+    for name in _WHOLE:
+        if (value := getattr(step, name)) is not None:
+            yield name, value
+    kinds = {"trainer": step.trainer, "busy": step.busy, "memory": step.memory, "canary": step.canary}
+    for kind, values in kinds.items():
+        for name, value in values.items():
+            if value is not None:
+                yield f"{kind}.{name}", value

@@ -1,0 +1,115 @@
+"""Alarms about learning: the accuracy, the gradient, the distance of policies.
+
+Each needs nothing that a recipe may have turned off, or else has a second measurement to go by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from stretto_report.audit.symptoms.evidence import Alarm, Evidence
+from stretto_report.audit.symptoms.windows import (
+    WINDOW,
+    Flags,
+    Numbers,
+    apart,
+    collapsed,
+    fallen,
+    measured,
+    newest_mean,
+    rises,
+    still,
+)
+
+_WORSE = 0.2  # of the best accuracy
+_BAD_STEPS = 0.2  # of the steps of a window
+_FAR, _FAR_REFERENCE = 0.5, 3.0  # nats a token
+
+
+def reward_without_accuracy(found: Evidence) -> Iterator[Alarm]:
+    """The reward is higher than when the held-out accuracy was best, and the accuracy is lower, both by more than
+    chance: what is rewarded is no longer what is wanted."""
+    if (worse := fallen(found.evaluations)) is None:
+        return
+    (best, since), last = worse, found.evaluations[-1]
+    if (rise := rises(found.steps, found.series.get("reward"), best.step, last.step)) is not None:
+        message = (
+            f"the reward rose from {rise[0]:.3f} to {rise[1]:.3f} while the held-out accuracy fell from "
+            f"{best.accuracy:.1%} (step {best.step}) to {last.accuracy:.1%}"
+        )
+        yield Alarm("reward_without_accuracy", "reward without accuracy", since.step, message, "series:reward")
+
+
+def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
+    """The held-out accuracy has lost a fifth of its best or more, and the reward has not risen; or, since the newest
+    evaluation, the completions of the training are right less than half as often as in their best window."""
+    name, title, (steps, series) = "accuracy_falling", "accuracy falling", (found.steps, found.series)
+    last = found.evaluations[-1] if found.evaluations else None
+    if last is not None and (worse := fallen(found.evaluations)) is not None:
+        best, since = worse
+        lost = best.accuracy - last.accuracy >= _WORSE * best.accuracy
+        if lost and rises(steps, series.get("reward"), best.step, last.step) is None:
+            message = (
+                f"the held-out accuracy fell from {best.accuracy:.1%} (step {best.step}) to {last.accuracy:.1%}, and "
+                "the reward has not risen: what the model could do is destroyed; trainer.learning_rate may be too high"
+            )
+            yield Alarm(name, title, since.step, message, "series:accuracy")
+            return
+    ill = collapsed(steps, series.get("accuracy"))
+    if ill is not None and (last is None or ill.first > last.step):
+        message = f"{ill.was:.1%} of the completions were right, and {ill.now:.1%} are"
+        yield Alarm(name, title, ill.first, message, "series:accuracy")
+
+
+def dead_gradient(found: Evidence) -> Iterator[Alarm]:
+    """No gradient is left, and not because nearly all completions are right."""
+    name = "trainer.grad_norm"
+    right = found.series.get("accuracy")
+    if right is not None and measured(right) and newest_mean(right) >= 0.98:
+        return
+    if (ill := still(found.steps, found.series.get(name))) is not None:
+        message = (
+            f"the norm of the gradient is {ill.now:.3g}, and was {ill.was:.3g}: nothing is learned; the completions of "
+            "each prompt are alike, or worth the same"
+        )
+        yield Alarm("dead_gradient", "dead gradient", ill.first, message, f"series:{name}")
+
+
+def exploding_gradient(found: Evidence) -> Iterator[Alarm]:
+    """The norm of the gradient is more than a hundred times what it was in the beginning, or more than 10,000."""
+    name = "trainer.grad_norm"
+    ill = apart(
+        found.steps, found.series.get(name), lambda mean, begin: (mean > 100 * begin) | (mean > 1e4), 1, geometric=0.1
+    )
+    if ill is not None:
+        message = f"the norm of the gradient was {ill.was:.3g}, and is {ill.now:.3g}: each update is a step of noise"
+        yield Alarm("exploding_gradient", "exploding gradient", ill.first, message, f"series:{name}")
+
+
+def policy_apart(found: Evidence) -> Iterator[Alarm]:
+    """The policy is far from the one that samples, or from its reference."""
+    for name, bound, other in (
+        ("trainer.kl_behavior", _FAR, "the versions that sampled its tokens"),
+        ("trainer.kl_reference", _FAR_REFERENCE, "its reference"),
+    ):
+        ill = apart(found.steps, found.series.get(name), _above(bound), 1, geometric=0.01)
+        if ill is not None:
+            message = f"the policy is {ill.now:.3g} nats a token away from {other}"
+            yield Alarm("policy_apart", "policy far away", ill.first, message, f"series:{name}")
+            return
+
+
+def bad_steps(found: Evidence) -> Iterator[Alarm]:
+    """A fifth of the steps or more had a gradient that was not finite, and was left out."""
+    name = "trainer.bad_steps"
+    values = found.series.get(name)
+    some = None if values is None else np.where(np.isfinite(values), values > 0, np.nan)
+    if (ill := apart(found.steps, some, lambda mean, begin: mean >= _BAD_STEPS, 1)) is not None:
+        message = f"{ill.now:.0%} of the newest {WINDOW} steps have a gradient that is not finite, and is left out"
+        yield Alarm("bad_steps", "gradients not finite", ill.first, message, f"series:{name}")
+
+
+def _above(bound: float) -> Callable[[Numbers, float], Flags]:
+    return lambda mean, begin: mean > bound

@@ -1,0 +1,161 @@
+"""Snapshots of a run, made from its measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from stretto.core.records import Record
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.store.series.progress import LONGEST, RunProgress, lesson_line, seconds_left
+from stretto_report.dashboard.terminal.trend import Trend
+
+TRAINING = "training"
+
+#: Measurements of the trainer that are shown, with their labels.
+_TRAINER = {
+    "loss": "loss",
+    "kl_behavior": "KL to behavior",
+    "kl_reference": "KL to reference",
+    "grad_norm": "grad norm",
+    "learning_rate": "learning rate",
+}
+
+
+class WarmStartProgress(Protocol):
+    """Progress of supervised training: steps done, loss and accuracy of the last step, seconds since the start."""
+
+    @property
+    def phase(self) -> str: ...
+    @property
+    def accuracy(self) -> float | None: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+class Snapshot(Record, frozen=True):
+    """A run at one moment. `facts` are labels with formatted values; unknown values are left out.
+
+    Example: ``Snapshot(phase="training", step=120, steps=600, seconds=21.4, facts=(("accuracy", "71.2%"),))``
+    """
+
+    phase: str
+    step: int
+    steps: int
+    seconds: float  # since the phase started
+    line: str = ""  # the snapshot on one line
+    facts: tuple[tuple[str, str], ...] = ()
+    tokens_per_second: Mapping[str, float] = {}  # "generated" or "trained": rate
+    busy: Mapping[str, float] = {}  # role: fraction since the previous step
+    trends: Mapping[str, tuple[float, ...]] = {}  # measurement: its course over the run, the oldest first
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds until the last step at the pace so far; None before the first step, or if the last is not known."""
+        return seconds_left(self.step, self.steps, self.seconds)
+
+    def details(self) -> list[str]:
+        """All measurements, in lines of `LONGEST` characters at most."""
+        parts = [f"{name} {value}" for name, value in self.facts]
+        parts += [f"{rate:,.0f} tokens/s {what}" for what, rate in self.tokens_per_second.items()]
+        parts += [f"{role} {fraction:.0%}" for role, fraction in self.busy.items()]
+        lines = [""]
+        for part in parts:
+            longer = f"{lines[-1]} | {part}" if lines[-1] else f"  {part}"
+            lines = [*lines[:-1], longer] if len(longer) <= LONGEST else [*lines, f"  {part}"]
+        return [line for line in lines if line]
+
+
+class Watcher:
+    """Makes snapshots from measurements, with the history that they need; a snapshot is made when it is asked for."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._progress = RunProgress(steps)
+        self._trends = {name: Trend() for name in ("accuracy", "held-out", "reward", "staleness", "entropy")}
+        self._newest: StepMetrics | None = None
+        self._make: Callable[[], Snapshot] | None = None
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """Of now; None before the first measurement."""
+        return None if self._make is None else self._make()
+
+    def learning(self, lesson: WarmStartProgress) -> None:
+        facts = [("loss", f"{lesson.loss:.4f}")]
+        if lesson.accuracy is not None:
+            facts.append(("accuracy", f"{lesson.accuracy:.1%}"))
+        made = Snapshot(
+            phase=lesson.phase,
+            step=lesson.step,
+            steps=lesson.steps,
+            seconds=lesson.seconds,
+            line=lesson_line(lesson.phase, lesson.step, lesson.steps, lesson.seconds, lesson.loss, lesson.accuracy),
+            facts=tuple(facts),
+        )
+        self._make = lambda: made
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._newest = metrics
+        self._progress.step(metrics)
+        for name, value in (
+            ("accuracy", metrics.accuracy),
+            ("reward", metrics.reward),
+            ("staleness", metrics.staleness_mean),
+            ("entropy", metrics.trainer.get("entropy")),
+        ):
+            self._trends[name].add(value)
+        self._make = partial(self._snapshot, metrics)
+
+    def evaluated(self, evaluation: EvaluationLine) -> bool:
+        """Whether there is a step to show it with."""
+        self._progress.evaluated(evaluation)
+        self._trends["held-out"].add(evaluation.accuracy)
+        return self._newest is not None
+
+    def _snapshot(self, metrics: StepMetrics) -> Snapshot:
+        return Snapshot(
+            phase=TRAINING,
+            step=metrics.step,
+            steps=self._steps,
+            seconds=metrics.rl_seconds,
+            line=self._progress.line(),
+            facts=tuple(self._facts(metrics)),
+            tokens_per_second=self._progress.rates(),
+            busy={role: fraction for role, fraction in sorted(metrics.busy.items()) if fraction is not None},
+            trends={name: points for name, trend in self._trends.items() if len(points := trend.points) > 1},
+        )
+
+    def _facts(self, metrics: StepMetrics) -> list[tuple[str, str]]:
+        facts = []
+        if (held_out := self._progress.held_out) is not None:
+            unknown = f", {held_out.undecided} undecided" if held_out.undecided else ""
+            facts.append(("held-out", f"{held_out.accuracy:.1%} (v{held_out.version}{unknown})"))
+        facts += [
+            ("accuracy", f"{metrics.accuracy:.1%}"),
+            ("reward", f"{metrics.reward:.3f}"),
+            *((name, f"{value:.3f}") for name, value in metrics.rewards.items() if value is not None),
+            ("length", f"{metrics.length_mean:.1f}, longest {metrics.length_max}"),
+            ("staleness", f"{metrics.staleness_mean:.2f}, largest {metrics.staleness_max}{_bound(metrics)}"),
+        ]
+        facts += [
+            (shown, f"{value:.3g}")
+            for name, shown in _TRAINER.items()
+            if (value := metrics.trainer.get(name)) is not None
+        ]
+        if metrics.canary:
+            share, engine = max((share, engine) for engine, share in metrics.canary.items())
+            facts.append(("canary", f"{share:.0%} of its tolerance ({engine})"))
+        facts += [(name.replace("_", " "), f"{value:g}") for name, value in metrics.queues.items() if value is not None]
+        return facts
+
+
+def _bound(metrics: StepMetrics) -> str:
+    return "" if metrics.max_staleness is None else f", bound {metrics.max_staleness:g}"

@@ -1,0 +1,50 @@
+"""The alarms of a run that is followed (`audit.alarms`), each of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.follower import LineFollower
+from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
+from stretto_report.audit.alarms import AlarmWatch
+from stretto_report.audit.symptoms.evidence import Alarm
+
+_METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
+
+
+class AlarmFollower:
+    """Reads the metrics from their beginning, wherever the tool is: an alarm compares with the run's first steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lines, self._watch = LineFollower(RunFolder(folder).metrics, _METRICS), AlarmWatch.of(folder)
+
+    def new(self, sent: Collection[str]) -> list[Alarm]:
+        """The alarms of now whose titles are not among `sent`; none as long as no line has come.
+
+        Raises:
+            StoreError: the metrics are no file that can be read.
+        """
+        if not self._read():
+            return []
+        return [alarm for alarm in self._watch.alarms() if alarm.title not in sent]
+
+    def _read(self) -> bool:
+        """Whether there were new lines."""
+        found = False
+        while True:
+            lines, again = self._lines.read_on()
+            if again:
+                self._watch = AlarmWatch.of(self._folder)
+            for line in lines:
+                if isinstance(line, StepMetrics):
+                    self._watch.step(line)
+                elif type(line) is EvaluationLine:  # those of further sets raise none
+                    self._watch.evaluated(line)
+            found |= bool(lines)
+            if not self._lines.more:
+                return found

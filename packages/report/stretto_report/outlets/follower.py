@@ -1,0 +1,227 @@
+"""Follows the records of a run, and hands each line to a tool once.
+
+    metrics.jsonl, samples.jsonl ──► RunFollower ──► Outlet, a tool: points, tables, alarms
+                                        │
+                                        ▼
+                       cursor: what the tool has, beside the run
+
+The curve of a tool only grows: a step that the run has done again after a crash stays as it was when the tool got it
+first, since no tool can take a point back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from stretto.core.records import Record
+from stretto.store.files import write_atomically
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.follower import LineFollower
+from stretto.store.series.metrics import MetricsLine
+from stretto.store.series.samples import SampledCompletion
+from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.outlets.alarms import AlarmFollower
+from stretto_report.outlets.points import MetricsPoint, Value, point_of
+
+How = Literal["finished", "stopped", "failed"]
+
+ROWS = 16  #: most rows of a table
+ROW_STEPS = 10  #: least steps between two tables
+PORTION = 20  #: most points that a tool gets at a time: a slow one replies before it is taken for hung
+_LONGEST_TEXT = 20_000  # characters of a text in a table
+
+_METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
+_SAMPLES = msgspec.json.Decoder(SampledCompletion)
+
+
+class LinesRead(Record, frozen=True):
+    """How far a file has been read; see `LineFollower`."""
+
+    identity: tuple[int, int, str]
+    offset: int
+    number: int
+
+    @classmethod
+    def of(cls, lines: LineFollower[Any]) -> LinesRead:
+        return cls(lines.identity, lines.offset, lines.number)
+
+    def restore(self, lines: LineFollower[Any]) -> None:
+        lines.identity, lines.offset, lines.number = self.identity, self.offset, self.number
+
+
+class Cursor(Record, frozen=True):
+    """What a tool has of a run."""
+
+    project: str = ""  # of the tool, where the run is; empty: not recorded
+    run: str = ""  # the tool's own name for the run
+    began: float = 0.0  # when the run began, in seconds since 1970
+    sent: Mapping[str, int] = {}  # curve: the newest step
+    points: int = 0  # all of them
+    tabled: int = -ROW_STEPS  # the step of the newest table
+    metrics: LinesRead | None = None
+    samples: LinesRead | None = None  # those behind it are in no table yet
+    alarms: Mapping[str, int] = {}  # by the title of each that the tool has: the step since which it held
+    fault: str = ""  # the newest line that could not be read, and was left out
+
+
+def read_cursor(path: Path) -> Cursor:
+    """That of a file; a new one if there is none.
+
+    Raises:
+        OSError, msgspec.MsgspecError: it cannot be read.
+    """
+    return msgspec.json.decode(path.read_bytes(), type=Cursor) if path.exists() else Cursor()
+
+
+class About(Record, frozen=True):
+    """A run for a tool. `folder` is for files of the tool's own; `began` in seconds since 1970."""
+
+    folder: Path
+    project: str
+    name: str
+    tags: tuple[str, ...]
+    config: Mapping[str, Value]
+    began: float
+
+
+class Outlet(Protocol):
+    """One tool. An error of the tool is raised as it is: the process ends, and another one goes on."""
+
+    @property
+    def run(self) -> str:
+        """Run id in the tool, needed to resume logging."""
+        ...
+
+    @property
+    def had(self) -> Mapping[str, int]:
+        """The newest step of each curve that is in the tool already. Empty where the tool keeps a point that is sent
+        twice once, or cannot be asked."""
+        ...
+
+    def send(self, points: Sequence[MetricsPoint], first: int) -> None:
+        """Take points, `first` the number of the first among all points of the run; the tool has them at the return."""
+        ...
+
+    def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
+        """Take completions that were sampled up to a step, behind this number of points."""
+        ...
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Take an alarm; the tool has it at the return."""
+        ...
+
+    def close(self, how: How) -> None:
+        """No more is to come for now; `how` the run ended."""
+        ...
+
+
+class RunFollower:
+    """See the module."""
+
+    def __init__(self, folder: Path, path: Path, cursor: Cursor, outlet: Outlet, beat: Callable[[], None]) -> None:
+        """`path`: the file of the cursor; `beat` is called when the tool has taken a portion."""
+        run = RunFolder(folder)
+        self._outlet, self._path, self._beat = outlet, path, beat
+        self._metrics, self._samples = LineFollower(run.metrics, _METRICS), LineFollower(run.samples, _SAMPLES)
+        if cursor.metrics is not None:
+            cursor.metrics.restore(self._metrics)
+        if cursor.samples is not None:
+            cursor.samples.restore(self._samples)
+        self._alarms = AlarmFollower(folder)
+        self._waiting: deque[SampledCompletion] = deque(maxlen=ROWS)
+        # A process may have died between the tool's having a point and the note of it.
+        had: Mapping[str, int] = getattr(outlet, "had", {})  # an outlet of the user's own need not know
+        sent = {curve: max(cursor.sent.get(curve, -1), had.get(curve, -1)) for curve in sorted({*cursor.sent, *had})}
+        self._cursor = msgspec.structs.replace(cursor, run=outlet.run, sent=sent)
+        self._write()  # before anything is sent: another process goes on in the same run of the tool
+
+    def advance(self) -> bool:
+        """Hand on what is new, a megabyte at most, in portions; whether there may be more.
+
+        Raises:
+            StoreError: a file of the run is none that can be read.
+            Exception: what the tool raises.
+        """
+        lines, _ = self._metrics.read_on()
+        points = self._new([point_of(line) for line in lines])
+        self._waiting.extend(self._samples.read_on()[0])
+        for start in range(0, len(points), PORTION):
+            self._send(points[start : start + PORTION])
+        # Behind the last portion: what an earlier one had is known by its step when it is read again.
+        self._keep(msgspec.structs.replace(self._cursor, metrics=LinesRead.of(self._metrics), fault=self._fault()))
+        if self._step >= self._cursor.tabled + ROW_STEPS:
+            self._hand_on_table()
+        if not self._metrics.more:
+            self._hand_on_alarms()
+        return self._metrics.more or self._samples.more
+
+    def finish(self, how: Callable[[], How] = lambda: "finished") -> None:
+        """Hand on the rest, and close the tool; `how` says how the run ended.
+
+        Raises:
+            StoreError, Exception: as `advance`.
+        """
+        while self.advance():
+            pass
+        self._hand_on_table()
+        self._outlet.close(how())
+
+    @property
+    def _step(self) -> int:
+        return self._cursor.sent.get("step", 0)
+
+    def _send(self, points: Sequence[MetricsPoint]) -> None:
+        self._outlet.send(points, self._cursor.points)
+        sent = {**self._cursor.sent, **{point.curve: point.step for point in points}}
+        self._keep(msgspec.structs.replace(self._cursor, sent=sent, points=self._cursor.points + len(points)))
+        self._beat()
+
+    def _fault(self) -> str:
+        """The newest line that could not be read: in the log of the process once, for the conductor in the cursor."""
+        fault = self._metrics.fault or self._samples.fault or self._cursor.fault
+        if fault != self._cursor.fault:
+            print(fault, file=sys.stderr)
+        return fault
+
+    def _new(self, points: Sequence[MetricsPoint]) -> list[MetricsPoint]:
+        """Those that the tool does not have."""
+        sent, new = dict(self._cursor.sent), []
+        for point in points:
+            if point.step > sent.get(point.curve, -1):
+                sent[point.curve] = point.step
+                new.append(point)
+        return new
+
+    def _hand_on_table(self) -> None:
+        if not self._waiting:
+            return
+        self._outlet.table(self._step, [_shortened(sample) for sample in self._waiting], self._cursor.points)
+        self._waiting.clear()
+        self._keep(msgspec.structs.replace(self._cursor, tabled=self._step, samples=LinesRead.of(self._samples)))
+
+    def _hand_on_alarms(self) -> None:
+        """Each once in a run, by its title: one that passes and comes back is known, and so is one of steps that are
+        done again."""
+        for alarm in self._alarms.new(self._cursor.alarms):
+            self._outlet.alarm(alarm)
+            alarms = {**self._cursor.alarms, alarm.title: alarm.first_step}
+            self._keep(msgspec.structs.replace(self._cursor, alarms=alarms))
+
+    def _keep(self, cursor: Cursor) -> None:
+        if cursor != self._cursor or not self._path.exists():
+            self._cursor = cursor
+            self._write()
+
+    def _write(self) -> None:
+        write_atomically(self._path, msgspec.json.encode(self._cursor))
+
+
+def _shortened(sample: SampledCompletion) -> SampledCompletion:
+    prompt, completion = sample.prompt[:_LONGEST_TEXT], sample.completion[:_LONGEST_TEXT]
+    return msgspec.structs.replace(sample, prompt=prompt, completion=completion)

@@ -1,0 +1,115 @@
+"""The process that follows a run for one tool: ``python -m stretto_report.outlets.role SPEC``.
+
+It is no part of the run's work: it has the lowest claim to the processor, and the run waits for it at its own end only,
+for a while. It knows no retries: what a tool raises ends it, and another one goes on from the cursor.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import StoreError
+from stretto.core.records import Record
+from stretto.doors.loading import look_in
+from stretto.processes.heartbeat import end_with_conductor, own_heartbeat
+from stretto.store.ending import read_ending
+from stretto.store.folder.run_folder import RunFolder
+from stretto_report.outlets.config import OUTLETS, PROMETHEUS, stem
+from stretto_report.outlets.follower import About, Cursor, How, Outlet, RunFollower, read_cursor
+from stretto_report.outlets.points import flat_recipe
+from stretto_report.outlets.tools.prometheus_page import PrometheusPage
+
+MODULE = "stretto_report.outlets.role"
+
+_WITHOUT_PROJECTS = frozenset({"tensorboard", PROMETHEUS})
+_POLL_SECONDS = 1.0
+_LOWEST = 19  # of the priorities of processes
+
+
+class FollowerSpec(Record, frozen=True):
+    """What to follow, and for which tool. The run ends when the other end of the pipe `until` is closed.
+
+    Example: ``FollowerSpec("wandb", "runs/first", "stretto", "first", ("baseline",), until=7)``
+    """
+
+    tool: str
+    folder: str
+    project: str
+    name: str
+    tags: tuple[str, ...]
+    until: int
+    host: str = ""  # of the page for Prometheus
+    port: int = 0
+    path: str = ""  # a folder in which the module of a tool of the user's own is looked for first
+
+
+def main(arguments: list[str]) -> int:
+    """Follow until the run has ended, and hand on the rest."""
+    spec = msgspec.json.decode(arguments[0], type=FollowerSpec)
+    end_with_conductor()
+    os.nice(_LOWEST)
+    follow(spec, own_heartbeat())
+    return 0
+
+
+def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
+    """`main`; `beat` is called as long as the tool replies.
+
+    Raises:
+        Exception: what the tool raises, the run's files, or the cursor.
+    """
+    look_in(spec.path)
+    folder = RunFolder(Path(spec.folder).resolve())
+    folder.outlets.mkdir(exist_ok=True)
+    path = folder.outlets / f"{stem(spec.tool)}.json"
+    cursor = read_cursor(path) if spec.tool != PROMETHEUS else Cursor()
+    if spec.tool not in _WITHOUT_PROJECTS and cursor.project not in ("", spec.project):
+        cursor = Cursor()
+    cursor = msgspec.structs.replace(cursor, project=spec.project, began=cursor.began or _beginning(folder))
+    name = spec.name or folder.path.name
+    about = About(folder.path, spec.project, name, spec.tags, flat_recipe(folder.recipe), cursor.began)
+    outlet = _outlet(spec, about, cursor)
+    follower = RunFollower(folder.path, path, cursor, outlet, beat)
+    beat()
+    while not select.select([spec.until], (), (), _POLL_SECONDS)[0]:
+        while follower.advance():
+            beat()
+        beat()
+    follower.finish(lambda: _how(folder))
+
+
+def _how(folder: RunFolder) -> How:
+    """How the run ended, by its ledger. The conductor writes that before it asks followers to end; a run that fails is
+    still ``running`` there, and so counts as failed. A run of an earlier stretto, which has no such fact, counts as
+    finished."""
+    try:
+        ending = read_ending(folder.ledger)
+    except StoreError as error:
+        print(error, file=sys.stderr)
+        return "failed"
+    if ending is None:
+        return "finished"
+    return "failed" if ending.how == "running" else ending.how
+
+
+def _outlet(spec: FollowerSpec, about: About, cursor: Cursor) -> Outlet:
+    if spec.tool == PROMETHEUS:
+        return PrometheusPage(about, spec.host, spec.port)
+    outlet: Outlet = OUTLETS.load(spec.tool)(about, cursor)
+    return outlet
+
+
+def _beginning(folder: RunFolder) -> float:
+    """When the run began: its record of the machine is written then, and never again."""
+    machine = folder.path / "machine.json"
+    return (machine if machine.exists() else folder.recipe).stat().st_mtime
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

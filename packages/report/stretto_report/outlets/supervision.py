@@ -1,0 +1,203 @@
+"""The processes that follow a run for its tools, from the conductor's side: started, replaced, ended with the run.
+
+No failure of theirs is the run's: it is a sentence in the log, said once as long as a tool takes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.deadlines import waiting
+from stretto.core.errors import DeadlineExceeded, RoleDied, described
+from stretto.core.tasks import cancel_and_wait
+from stretto.processes.role import RoleProcess
+from stretto.processes.supervisor import RestartBudget, Supervisor
+from stretto.store.folder.run_folder import RunFolder
+from stretto_report.outlets.config import PROMETHEUS, OutletsConfig, stem
+from stretto_report.outlets.follower import Cursor
+from stretto_report.outlets.role import MODULE, FollowerSpec
+
+HUNG_SECONDS = 120.0  #: in which a tool has to reply
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before another process tries again
+_END_SECONDS = 20.0  # for a tool to take the rest when the run has ended
+_STOP_SECONDS = 2.0  # when it is stopped, and may go on later
+_GRACE = 0.0
+_LAST_WORDS = 300  # characters
+
+
+@asynccontextmanager
+async def followed(
+    config: OutletsConfig,
+    folder: RunFolder,
+    say: Callable[[str], None],
+    stopped: Callable[[], bool],
+    path: str = "",
+    hung: float = HUNG_SECONDS,
+) -> AsyncIterator[None]:
+    """Have each tool of the recipe follow the run as long as the block lasts.
+
+    Args:
+        say: gets the sentences of the log.
+        stopped: whether the run ends before its last step; then, or when it fails, tools have less time for its end.
+        path: a folder in which modules of the user's own tools are looked for first.
+        hung: seconds in which a tool has to reply.
+    """
+    tools = (*config.to, *((PROMETHEUS,) if config.prometheus_port is not None else ()))
+    followers = [ToolFollower(tool, config, folder, say, hung, path) for tool in tools]
+    tasks = {follower.tool: asyncio.create_task(follower.run(), name=follower.tool) for follower in followers}
+    seconds = _STOP_SECONDS
+    try:
+        yield
+        seconds = _STOP_SECONDS if stopped() else _END_SECONDS
+    finally:
+        await asyncio.gather(*(follower.end(tasks[follower.tool], seconds) for follower in followers))
+
+
+class ToolFollower:
+    """The process that follows a run for one tool, and those that replace it."""
+
+    def __init__(
+        self,
+        tool: str,
+        config: OutletsConfig,
+        folder: RunFolder,
+        say: Callable[[str], None],
+        hung: float,
+        path: str = "",
+    ) -> None:
+        self.tool = tool
+        self._say, self._log = say, folder.role_log(stem(tool))
+        self._cursor = folder.outlets / f"{stem(tool)}.json"
+        self._spec = FollowerSpec(
+            tool=tool,
+            folder=str(folder.path),
+            project=config.project,
+            name=config.name,
+            tags=config.tags,
+            until=-1,
+            host=config.prometheus_host,
+            port=config.prometheus_port or 0,
+            path=path,
+        )
+        self._process = RoleProcess(stem(tool), MODULE, self._log, hung)
+        self._ending = asyncio.Event()
+        self._until: int | None = None  # our end of the pipe
+        self._last = False  # the process was started when the run had ended
+        self._told = False  # it was said that the tool takes nothing, and it has taken nothing since
+        self._before, self._fault, self._how = self._has(), "", ""
+
+    async def run(self) -> None:
+        """Start processes until one has handed on everything after `end`; no error but a cancellation leaves it."""
+        restarts = RestartBudget(math.inf, delay=_FIRST_PAUSE, factor=2.0, longest=_LONGEST_PAUSE)
+        supervisor = Supervisor(
+            self.tool, self._start, restarts, lambda _: self._tell(), wanted=lambda: not self._last, sleep=self._pause
+        )
+        try:
+            await supervisor.begin()
+            while how := await self._how_it_ended(restarts):
+                await supervisor.replace(how)
+        except RoleDied as death:
+            self._say(f"{self.tool} has not taken the end of the run: {death.how}")
+
+    def _tell(self) -> None:
+        """Say that the tool takes nothing, once until it takes something."""
+        if not self._told:
+            self._say(
+                f"{self.tool} takes nothing: {self._how}; the run goes on without it, and tries again ({self._log})"
+            )
+            self._told = True
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait between two processes, until the run ends at most."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), seconds)
+
+    def _has(self) -> bytes:
+        """What the tool has, as its cursor says."""
+        try:
+            return self._cursor.read_bytes()
+        except OSError:
+            return b""
+
+    async def _start(self) -> None:
+        """
+        Raises:
+            RoleDied: the system has no room for another process.
+        """
+        self._last = self._ending.is_set()
+        try:
+            far, self._until = os.pipe()
+        except OSError as error:
+            self._how = described(error)
+            raise RoleDied(self.tool, self._how) from error
+        if self._ending.is_set():
+            self._close()
+        try:
+            spec = msgspec.structs.replace(self._spec, until=far)
+            # Roles look for nothing in Hugging Face's hub; a tool may send to it.
+            online = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0")}
+            await self._process.start(spec, 1, (far,), environment=online)
+        except RoleDied as error:
+            self._close()
+            self._how = error.how
+            raise
+        finally:
+            os.close(far)
+
+    async def _how_it_ended(self, restarts: RestartBudget) -> str:
+        """Wait until the process ends; "" if it was asked to and has handed on everything."""
+        how = await self._process.ended()
+        self._close()
+        if (has := self._has()) != self._before:
+            self._before, self._told = has, False
+            restarts.progressed()
+        if (found := _fault(has)) not in ("", self._fault):
+            self._say(f"{self.tool} lacks a line of the run: {found}")
+            self._fault = found
+        self._how = "" if how.endswith("exit code 0") else f"{_last_words(self._log)} ({how})"
+        return self._how
+
+    async def end(self, task: asyncio.Task[None], seconds: float) -> None:
+        """The run has ended: the process hands on the rest, `seconds` long at most."""
+        self._ending.set()
+        self._close()
+        with waiting("conductor", f"{self.tool} to take the end of the run", seconds):
+            await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            self._say(f"{self.tool} has not taken the end of the run within {seconds:g} s")
+            await cancel_and_wait([task])
+            with contextlib.suppress(DeadlineExceeded):  # the kernel does not let go of it: it ends with this process
+                await self._process.stop(_GRACE)
+
+    def _close(self) -> None:
+        if self._until is not None:
+            os.close(self._until)
+            self._until = None
+
+
+def _fault(cursor: bytes) -> str:
+    """What a cursor says of a line that could not be read."""
+    try:
+        return msgspec.json.decode(cursor, type=Cursor).fault
+    except (msgspec.MsgspecError, UnicodeDecodeError):  # there is none yet, or its process says that it cannot read it
+        return ""
+
+
+def _last_words(log: Path) -> str:
+    """The last line of a log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 4 * _LAST_WORDS))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError as error:
+        return described(error)
+    said = [line.strip() for line in lines if line.strip()]
+    return said[-1][:_LAST_WORDS] if said else "it has said nothing"

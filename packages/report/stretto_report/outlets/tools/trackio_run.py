@@ -1,0 +1,75 @@
+"""trackio: its database on this machine, or what its variables name (``TRACKIO_SPACE_ID``, ``TRACKIO_SERVER_URL``)."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from stretto.store.series.samples import SampledCompletion
+from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.outlets.follower import About, Cursor, How
+from stretto_report.outlets.points import MetricsPoint, newest_steps
+from stretto_report.outlets.tools.rows import COLUMNS, row_of
+
+_PACKAGE = "trackio"
+_REMOTE = frozenset({"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"})  # variables of a database elsewhere
+
+
+class TrackioRun:
+    """A run of trackio, gone on with by its name, which ends with a number of its own.
+
+    trackio writes in a thread, and its interface says only of `finish` that all is written: so each portion of points
+    begins and finishes, which takes it hundredths of a second.
+    """
+
+    def __init__(self, about: About, cursor: Cursor) -> None:
+        self._trackio: Any = importlib.import_module(_PACKAGE)
+        self._about = about
+        self.run = cursor.run or f"{about.name}-{uuid.uuid4().hex[:8]}"
+        self.had = self._newest_steps() if cursor.run and not _REMOTE & os.environ.keys() else {}
+
+    def _newest_steps(self) -> dict[str, int]:
+        """Those in the database of this machine. trackio's interface offers no such question, so that another version
+        may keep its points elsewhere: then a point is there twice if its process died before it noted it."""
+        try:
+            storage = importlib.import_module(f"{self._trackio.__name__}.sqlite_storage").SQLiteStorage
+            points = storage.get_logs(self._about.project, self.run)
+        except (ImportError, AttributeError, TypeError):
+            return {}
+        return newest_steps((point["step"], point) for point in points)
+
+    def send(self, points: Sequence[MetricsPoint], first: int) -> None:
+        self._log([(point.step, dict(point.values)) for point in points])
+
+    def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
+        table = self._trackio.Table(columns=list(COLUMNS), data=[row_of(sample) for sample in rows])
+        self._log([(step, {"samples": table})])
+
+    def alarm(self, alarm: Alarm) -> None:
+        run = self._opened()
+        self._trackio.alert(title=alarm.title, text=str(alarm), level=self._trackio.AlertLevel.WARN)
+        run.finish()
+
+    def close(self, how: How) -> None:
+        """Each portion has finished."""
+
+    def _log(self, lines: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        run = self._opened()
+        for step, values in lines:
+            run.log(values, step=step)
+        run.finish()
+
+    def _opened(self) -> Any:
+        config = {**self._about.config, "tags": ", ".join(self._about.tags)}
+        return self._trackio.init(
+            project=self._about.project,
+            name=self.run,
+            resume="allow",
+            config=config,
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )

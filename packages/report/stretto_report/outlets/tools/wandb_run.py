@@ -1,0 +1,94 @@
+"""Weights & Biases. The mode is that of its own variables (``WANDB_MODE=offline``); its files are in the run folder."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from stretto.store.series.samples import SampledCompletion
+from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.outlets.follower import About, Cursor, How
+from stretto_report.outlets.points import MetricsPoint
+from stretto_report.outlets.tools.rows import COLUMNS, row_of
+from stretto_report.outlets.tools.wandb_file import WrittenPoints, written
+
+_PACKAGE = "wandb"
+_LONGEST_TITLE = 63  # characters
+_APART = 4  # W&B's steps from point to point: those between are for tables
+_FLUSH_SECONDS = 0.1  # between two writes of W&B's process to its file
+_POLL_SECONDS = 0.02
+_WRITE_SECONDS = 60.0  # in which W&B has to write what it was given; less than what is taken for hung
+
+
+class WandbRun:
+    """A run of W&B, gone on with by its id.
+
+    Curves are drawn against stretto's steps. W&B's own step follows from the number of a point, and W&B leaves out
+    one that it has: a point is sent again if a process died before it could note that the point was sent.
+
+    W&B hands what it is given to a process of its own, which dies with this one: a point counts as sent when it is in
+    W&B's file, and what the files of earlier processes have is not sent again.
+    """
+
+    had: Mapping[str, int] = {}  # points have numbers of their own
+
+    def __init__(self, about: About, cursor: Cursor) -> None:
+        self._wandb = wandb = importlib.import_module(_PACKAGE)
+        self.run = cursor.run or uuid.uuid4().hex[:16]
+        self._had = self._before = written(wandb, about.folder / "wandb", self.run) // _APART
+        self._run = wandb.init(
+            project=about.project,
+            name=about.name,
+            id=self.run,
+            resume="allow",
+            dir=str(about.folder),
+            config=dict(about.config),
+            tags=list(about.tags),
+            allow_val_change=True,  # a resumed run may have more steps
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                save_code=False,
+                x_disable_stats=True,
+                x_transaction_log_flush_interval=_FLUSH_SECONDS,
+            ),
+        )
+        self._written = WrittenPoints(wandb, Path(self._run.settings.sync_file))
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def send(self, points: Sequence[MetricsPoint], first: int) -> None:
+        for number, point in enumerate(points, start=first + 1):
+            if number > self._had:
+                self._run.log({"step": point.step, **point.values}, step=_APART * number, commit=True)
+                self._had = number
+        if self._had > self._before:
+            self._wait_for(_APART * self._had)
+
+    def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
+        table = self._wandb.Table(columns=list(COLUMNS), data=[row_of(sample) for sample in rows])
+        number = max(_APART * points + 1, self._run.step)
+        self._run.log({"step": step, "samples": table}, step=number, commit=True)
+        self._wait_for(number)
+
+    def alarm(self, alarm: Alarm) -> None:
+        self._run.alert(title=alarm.title[:_LONGEST_TITLE], text=str(alarm), level="WARN")
+
+    def _wait_for(self, number: int) -> None:
+        """Until what has this step of W&B's is in the file, in which it outlives the process.
+
+        Raises:
+            TimeoutError: W&B does not write it.
+        """
+        until = time.monotonic() + _WRITE_SECONDS
+        while self._written.read_on() < number:
+            if time.monotonic() > until:
+                raise TimeoutError(f"W&B has not written its step {number} within {_WRITE_SECONDS:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def close(self, how: How) -> None:
+        self._run.finish(exit_code=1 if how == "failed" else 0)

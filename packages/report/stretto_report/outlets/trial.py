@@ -1,0 +1,39 @@
+"""Tries an outlet of the user's own before a run, in an empty folder."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from stretto.core.records import Outcome
+from stretto.store.series.samples import SampledCompletion
+from stretto_report.audit.symptoms.evidence import Alarm
+from stretto_report.outlets.config import OUTLETS, OutletsConfig
+from stretto_report.outlets.follower import About, Cursor, Outlet
+from stretto_report.outlets.points import MetricsPoint
+
+#: The name of the run that the outlet is made for.
+TRIAL = "dry-run"
+_METHODS = ("send", "table", "alarm", "close")
+_SAMPLE = SampledCompletion(0, "17", "3+8=", "11", "3+8=11", Outcome.RIGHT, 1.0, "", (0,))
+
+
+def outlet_faults(tool: str, config: OutletsConfig) -> Iterator[str]:
+    """A sentence for each way in which a class is no outlet: it is made, gets two points, a table and an alarm, and is
+    closed. It may raise whatever it raises."""
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        about = About(Path(folder), config.project, TRIAL, config.tags, {"trainer.steps": 1}, 0.0)
+        outlet: Outlet = OUTLETS.load(tool)(about, Cursor())
+        if lacking := [name for name in _METHODS if not callable(getattr(outlet, name, None))]:
+            yield f"has no method {', '.join(lacking)} (docs/doors/outlet.md)"
+            return
+        if not isinstance(getattr(outlet, "run", None), str):
+            yield "has no text 'run', the id by which another process goes on with the run"
+        points = [MetricsPoint("step", step, float(step), {"reward": 0.5, "trainer/loss": 0.1}) for step in (1, 2)]
+        outlet.send(points, 0)
+        outlet.table(2, [_SAMPLE], 2)
+        outlet.alarm(
+            Alarm("entropy", "entropy collapse", 2, "the entropy is a tenth of what it was", "trainer/entropy")
+        )
+        outlet.close("finished")

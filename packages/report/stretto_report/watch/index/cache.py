@@ -1,0 +1,69 @@
+"""What was read of a run, kept between two starts of the server: a file of SQLite in the user's cache folder.
+
+It is the dashboard's own. One that is missing, damaged, of another format, or of an earlier run at the same place is
+made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from stretto_report.watch.index.columns import Column
+
+_FORMAT = 2
+_TABLES = f"""
+CREATE TABLE IF NOT EXISTS columns (part TEXT, name TEXT, kind TEXT, data BLOB, PRIMARY KEY (part, name)) STRICT;
+CREATE TABLE IF NOT EXISTS facts (part TEXT PRIMARY KEY, value TEXT) STRICT;
+PRAGMA user_version = {_FORMAT};
+"""
+_LOCK_SECONDS = 1.0
+
+Facts = TypeVar("Facts")
+
+
+class Cache:
+    """The columns and facts of the parts of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def save(self, part: str, columns: Mapping[str, Column], facts: object) -> None:
+        """Keep a part; one that cannot be kept, on a full disk say, is read from the run again next time."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(self._path, timeout=_LOCK_SECONDS)) as connection, connection:
+                if connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
+                    connection.executescript(f"DROP TABLE IF EXISTS columns; DROP TABLE IF EXISTS facts; {_TABLES}")
+                connection.execute("DELETE FROM columns WHERE part = ?", (part,))
+                rows = [(part, name, array.dtype.str, array.tobytes()) for name, array in columns.items()]
+                connection.executemany("INSERT INTO columns VALUES (?, ?, ?, ?)", rows)
+                value = msgspec.json.encode(facts).decode()
+                connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (part, value))
+        except (sqlite3.Error, OSError):
+            with contextlib.suppress(OSError):  # it is a folder, say, or in one that cannot be written
+                self._path.unlink(missing_ok=True)
+
+    def load(self, part: str, kind: type[Facts]) -> tuple[dict[str, Column], Facts] | None:
+        """What was kept of a part; None if there is nothing, or nothing that can be read."""
+        if not self._path.is_file():
+            return None
+        try:
+            with closing(sqlite3.connect(self._path, timeout=_LOCK_SECONDS)) as connection:
+                if connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
+                    return None
+                found = connection.execute("SELECT value FROM facts WHERE part = ?", (part,)).fetchone()
+                rows = connection.execute("SELECT name, kind, data FROM columns WHERE part = ?", (part,)).fetchall()
+            if found is None:
+                return None
+            facts = msgspec.json.decode(found[0], type=kind)
+            return {name: np.frombuffer(data, kind).copy() for name, kind, data in rows}, facts
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError, TypeError, UnicodeDecodeError):
+            return None

@@ -1,0 +1,241 @@
+"""The learning curves of a run: every number of ``metrics.jsonl`` as a column, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.core.records import Record
+from stretto.store.series.follower import LineFollower
+from stretto.store.series.metrics import EvaluationLine, MetricsLine, SetEvaluationLine, StepMetrics
+from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.index.columns import Column, GrowingColumns
+
+_DECODER: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
+_PART = "steps"
+_NUMBERS: tuple[str, ...] = ("wall_seconds", "rl_seconds", "accuracy", "reward", "length_mean", "length_max")
+_NUMBERS += (
+    "staleness_mean",
+    "staleness_max",
+    "trained_tokens",
+    "masked_tokens",
+    "generated_tokens",
+    "max_staleness",
+    "truncated",
+)
+_MAPS = ("trainer", "queues", "busy", "memory", "rewards", "canary")
+_KEPT_FROM = 2_000  # steps: fewer are read again in an instant
+
+#: Series that follow from others.
+DERIVED = ("masked_fraction", "seconds_step", "tokens_per_second")
+#: The largest canary distance of all engines; `canary.ENGINE` is the distance of one.
+CANARY = "canary"
+
+
+class _Facts(Record, frozen=True):
+    identity: tuple[int, int, str]
+    offset: int
+    number: int
+    evaluations: tuple[EvaluationLine | SetEvaluationLine, ...]
+    skipped: dict[int, tuple[str, ...]]
+
+
+class Steps:
+    """The steps and evaluations of one run, followed as they are appended.
+
+    `evaluations` are of all sets; `skipped` are the trajectories of optimizer steps that were not taken, by step;
+    `epoch` grows whenever the file was written again, because the run was resumed from an earlier step.
+    """
+
+    def __init__(self, path: Path, cache: Cache) -> None:
+        self._follower, self._cache = LineFollower(path, _DECODER), cache
+        self.evaluations: list[EvaluationLine | SetEvaluationLine] = []
+        self.skipped: dict[int, tuple[str, ...]] = {}
+        self._reset()
+        self.epoch, self._kept = 0, 0
+        if (kept := cache.load(_PART, _Facts)) is not None and self.table.restore(kept[0]):
+            facts = kept[1]
+            follower = self._follower
+            follower.identity, follower.offset, follower.number = facts.identity, facts.offset, facts.number
+            self.evaluations, self.skipped, self._kept = list(facts.evaluations), facts.skipped, self.table.rows
+
+    def _reset(self) -> None:
+        self.table = GrowingColumns({"step": "i8"} | dict.fromkeys(_NUMBERS, "f8"))
+        self.evaluations.clear()
+        self.skipped.clear()
+
+    @property
+    def fault(self) -> str | None:
+        return self._follower.fault
+
+    def advance(self) -> bool:
+        """Read a few megabytes more; whether there may be more.
+
+        Raises:
+            StoreError: the file is no plain file.
+        """
+        lines, again = self._follower.read_on()
+        if again:
+            self._reset()
+            self.epoch, self._kept = self.epoch + 1, 0
+        steps = [line for line in lines if isinstance(line, StepMetrics)]
+        self.evaluations += [line for line in lines if isinstance(line, EvaluationLine)]
+        self.skipped |= {step.step: step.skipped for step in steps if step.skipped}
+        if steps:
+            self._append(steps)
+        if not self._follower.more and self.table.rows > max(_KEPT_FROM, 1.2 * self._kept):
+            self.keep()
+        return self._follower.more
+
+    def keep(self) -> None:
+        """Write what was read to the cache."""
+        follower, self._kept = self._follower, self.table.rows
+        facts = _Facts(follower.identity, follower.offset, follower.number, tuple(self.evaluations), self.skipped)
+        self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
+
+    def _append(self, steps: Sequence[StepMetrics]) -> None:
+        columns: dict[str, list[Any]] = {name: [getattr(step, name) for step in steps] for name in ("step", *_NUMBERS)}
+        for place, step in enumerate(steps):
+            for section in _MAPS:
+                for name, value in getattr(step, section).items():
+                    if (full := f"{section}.{name}") not in columns:
+                        columns[full] = [np.nan] * len(steps)
+                    columns[full][place] = np.nan if value is None else value
+        for name in columns.keys() - set(self.table.names):
+            self.table.add(name)
+        self.table.append(columns)
+
+    @property
+    def names(self) -> list[str]:
+        """The series of this run."""
+        found = [name for name in self.table.names if name != "step"]
+        derived = [*DERIVED, CANARY] if self._canaries else [*DERIVED]
+        return [*found[: len(_NUMBERS)], *derived, *sorted(found[len(_NUMBERS) :])]
+
+    @property
+    def _canaries(self) -> list[str]:
+        return [name for name in self.table.names if name.startswith(f"{CANARY}.")]
+
+    def column(self, name: str) -> Column:
+        """[steps] one series; NaN where it was not measured.
+
+        Raises:
+            KeyError: there is no such series.
+        """
+        table = self.table
+        if name in table and name != "step":
+            return table[name].astype(float)
+        match name:
+            case "masked_fraction":
+                whole = table["trained_tokens"] + table["masked_tokens"]
+                return _ratio(table["masked_tokens"], whole)
+            case "seconds_step":
+                return np.diff(table["rl_seconds"], prepend=0.0)
+            case "tokens_per_second":
+                return _ratio(table["trained_tokens"], np.diff(table["rl_seconds"], prepend=0.0))
+            case "canary" if engines := self._canaries:
+                largest: Column = np.fmax.reduce([table[engine] for engine in engines])
+                return largest
+            case _:
+                raise KeyError(name)
+
+    def values(self, row: int) -> Mapping[str, float | None]:
+        """All series of one row."""
+        return {name: finite(float(self.column(name)[row])) for name in self.names}
+
+
+def _ratio(part: Column, whole: Column) -> Column:
+    found: Column = np.divide(part, whole, out=np.full(len(part), np.nan), where=whole > 0)
+    return found
+
+
+def finite(value: float) -> float | None:
+    """The number, or None for one that JSON cannot hold."""
+    return value if np.isfinite(value) else None
+
+
+class Curve(Record, frozen=True):
+    """Points of a series: of each bucket of steps the mean, the least and the greatest; None where nothing is. `newest`
+    is the newest value itself, which the mean of a bucket is not."""
+
+    mean: list[float | None]
+    min: list[float | None]
+    max: list[float | None]
+    newest: float | None
+
+
+class Curves(Record, frozen=True):
+    """`points` points, each of `bucket` steps (the last may have fewer)."""
+
+    steps: int
+    points: int
+    bucket: int
+    x: dict[str, list[float | None]]
+    series: dict[str, Curve]
+
+
+def curves(
+    steps: Steps, trained: Column, names: Sequence[str], first: int | None, last: int | None, points: int
+) -> Curves:
+    """Series between two steps (both included), in at most `points` points.
+
+    Args:
+        trained: [steps] trajectories trained in each step.
+
+    Raises:
+        KeyError: there is no such series.
+    """
+    numbers = steps.table["step"]
+    begin = 0 if first is None else int(np.searchsorted(numbers, first))
+    end = len(numbers) if last is None else int(np.searchsorted(numbers, last, side="right"))
+    bucket = max(1, -(-(end - begin) // points))
+    starts = np.arange(begin, end, bucket) - begin
+    ends = np.minimum(starts + bucket, end - begin) - 1
+    axes = {
+        "step": numbers,
+        "wall_seconds": steps.table["wall_seconds"],
+        "rl_seconds": steps.table["rl_seconds"],
+        "trained_tokens": np.cumsum(steps.table["trained_tokens"]),
+        "trajectories": np.cumsum(trained),
+    }
+    return Curves(
+        steps=len(numbers),
+        points=len(starts),
+        bucket=bucket,
+        x={name: _listed(axis[begin:end][ends]) for name, axis in axes.items()},
+        series={name: _curve(steps.column(name)[begin:end], starts) for name in names},
+    )
+
+
+def _curve(values: Column, starts: Column) -> Curve:
+    if not len(starts):
+        return Curve([], [], [], None)
+    measured = np.flatnonzero(np.isfinite(values))
+    newest = float(values[measured[-1]]) if len(measured) else None
+    if len(starts) == len(values):
+        same = _listed(values)
+        return Curve(same, same, same, newest)
+    known = np.isfinite(values)
+    counts = np.add.reduceat(known, starts, dtype=float)
+    sums = np.add.reduceat(np.where(known, values, 0.0), starts)
+    means = np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
+    least = np.minimum.reduceat(np.where(known, values, np.inf), starts)
+    most = np.maximum.reduceat(np.where(known, values, -np.inf), starts)
+    return Curve(_listed(means), _listed(least), _listed(most), newest)
+
+
+def _listed(values: Column) -> list[float | None]:
+    return list(_finite_ones(values))
+
+
+def _finite_ones(values: Column) -> Iterator[float | None]:
+    known = np.isfinite(values)
+    if known.all():
+        yield from values.tolist()
+        return
+    for value, there in zip(values.tolist(), known.tolist(), strict=True):
+        yield value if there else None

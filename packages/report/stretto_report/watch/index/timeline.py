@@ -1,0 +1,216 @@
+"""The work of the roles over time, as tiles: spans as they are where they are wide enough to be seen, and short ones of
+one name merged pixel by pixel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from stretto.core.events import Span
+from stretto.core.records import Record
+from stretto.store.series.follower import LineFollower
+from stretto.store.series.spans import role_rank
+from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.index.columns import Column, GrowingColumns
+from stretto_report.watch.index.trajectories import WordCodes
+
+_PART = "spans"
+_KEPT_FROM = 20_000
+_FAR = 1e15  # pixels: a time that no machine has
+_KINDS = {"start": "f8", "end": "f8", "role": "i4", "name": "i4", "version": "i8"}
+_DECODER = msgspec.json.Decoder(Span)
+
+CATEGORIES: tuple[str, ...] = ("generate", "recompute", "load", "map", "pull", "proximal", "update", "publish")
+CATEGORIES += ("checkpoint", "evaluate", "score", "other")
+
+
+class _Facts(Record, frozen=True):
+    identity: tuple[int, int, str]
+    offset: int
+    number: int
+    roles: list[str]
+    names: list[str]
+
+
+class Spans:
+    """The spans of one run, followed as they are appended; `epoch` grows when the file was written again."""
+
+    def __init__(self, path: Path, cache: Cache) -> None:
+        self._follower, self._cache = LineFollower(path, _DECODER), cache
+        self._reset()
+        self.epoch, self._kept = 0, 0
+        if (kept := cache.load(_PART, _Facts)) is not None and self.table.restore(kept[0]):
+            facts, follower = kept[1], self._follower
+            follower.identity, follower.offset, follower.number = facts.identity, facts.offset, facts.number
+            self.roles, self.names, self._kept = WordCodes(facts.roles), WordCodes(facts.names), self.table.rows
+
+    def _reset(self) -> None:
+        self.table = GrowingColumns(_KINDS)
+        self.roles, self.names = WordCodes(), WordCodes()
+
+    @property
+    def fault(self) -> str | None:
+        return self._follower.fault
+
+    @property
+    def begin(self) -> float:
+        """When the first span began, on the clock of the run's machine; 0 without spans."""
+        return float(self.table["start"].min()) if self.table.rows else 0.0
+
+    @property
+    def end(self) -> float:
+        """Seconds from the beginning of the first span to the end of the last."""
+        return float(self.table["end"].max()) - self.begin if self.table.rows else 0.0
+
+    def advance(self) -> bool:
+        """Read a few megabytes more; whether there may be more.
+
+        Raises:
+            StoreError: the file is no plain file.
+        """
+        spans, again = self._follower.read_on()
+        if again:
+            self._reset()
+            self.epoch, self._kept = self.epoch + 1, 0
+        if spans:
+            self.table.append(
+                {
+                    "start": [span.start for span in spans],
+                    "end": [max(span.start, span.end) for span in spans],
+                    "role": [self.roles.code(span.role) for span in spans],
+                    "name": [self.names.code(span.name) for span in spans],
+                    "version": [span.version for span in spans],
+                }
+            )
+        if not self._follower.more and self.table.rows > max(_KEPT_FROM, 1.2 * self._kept):
+            self.keep()
+        return self._follower.more
+
+    def keep(self) -> None:
+        """Write what was read to the cache."""
+        follower, self._kept = self._follower, self.table.rows
+        facts = _Facts(follower.identity, follower.offset, follower.number, self.roles.all, self.names.all)
+        self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
+
+    def starts_of(self, role: str, name: str) -> dict[int, float]:
+        """By version, when the newest span of this name began."""
+        codes = self.roles.find(role), self.names.find(name)
+        if None in codes:
+            return {}
+        chosen = np.flatnonzero((self.table["role"] == codes[0]) & (self.table["name"] == codes[1]))
+        versions, starts = self.table["version"][chosen].tolist(), self.table["start"][chosen].tolist()
+        return dict(zip(versions, starts, strict=True))
+
+
+class Tiles(Record, frozen=True):
+    """Tiles as columns. A tile of one span has its times as they are; one of several goes from the beginning of the
+    first to the end of the last, and `busy` is how long the role was at it."""
+
+    start: list[float]
+    end: list[float]
+    category: list[int]
+    count: list[int]
+    busy: list[float]
+    version: list[int]
+    name: list[str]
+
+
+class Lane(Record, frozen=True):
+    """The tiles of one role."""
+
+    role: str
+    machine: str
+    tiles: Tiles
+
+
+def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pixels: int) -> tuple[list[Lane], int]:
+    """What the roles did between two moments, in seconds since the first span; and the number of these spans."""
+    table, begin = spans.table, spans.begin
+    inside = np.flatnonzero((table["start"] < begin + last) & (table["end"] > begin + first))
+    order = inside[np.lexsort((table["start"][inside], table["role"][inside]))]
+    roles = table["role"][order]
+    found = []
+    for code in sorted(range(len(spans.roles.all)), key=lambda code: role_rank(spans.roles.all[code])):
+        role = spans.roles.all[code]
+        low, high = np.searchsorted(roles, (code, code + 1))
+        tiles = _tiles(spans, order[low:high], first, max(last - first, 1e-9) / pixels)
+        found.append(Lane(role, machines.get(role, ""), tiles))
+    return found, len(inside)
+
+
+def _tiles(spans: Spans, rows: Column, first: float, pixel: float) -> Tiles:
+    """Of the spans of one role, in the order of their starts."""
+    table = spans.table
+    start, end = table["start"][rows] - spans.begin, table["end"][rows] - spans.begin
+    name, version = table["name"][rows], table["version"][rows]
+    wide = end - start >= pixel
+    at = np.floor((start - first) / pixel).clip(-_FAR, _FAR).astype(np.int64)
+    # What is wide stands alone; what is narrow stands with those of its pixel and name, wherever it is among others.
+    order = np.lexsort((np.arange(len(rows)), name, np.where(wide, np.arange(len(rows)), at), wide))
+    at, name, wide = at[order], name[order], wide[order]
+    fresh = np.ones(len(rows), bool)
+    fresh[1:] = wide[1:] | wide[:-1] | (at[1:] != at[:-1]) | (name[1:] != name[:-1])
+    cuts = np.flatnonzero(fresh)
+    if not len(cuts):
+        return Tiles([], [], [], [], [], [], [])
+    counts = np.diff(cuts, append=len(rows))
+    starts, ends = np.minimum.reduceat(start[order], cuts), np.maximum.reduceat(end[order], cuts)
+    busy = np.add.reduceat((end - start)[order], cuts)
+    shown = np.argsort(starts, kind="stable")
+    names = [spans.names.all[code] for code in name[cuts][shown].tolist()]
+    return Tiles(
+        start=np.round(starts[shown], 6).tolist(),
+        end=np.round(ends[shown], 6).tolist(),
+        category=[_category(one) for one in names],
+        count=counts[shown].tolist(),
+        busy=np.round(busy[shown], 6).tolist(),
+        version=version[order][cuts][shown].tolist(),
+        name=names,
+    )
+
+
+def _category(name: str) -> int:
+    return CATEGORIES.index(name if name in CATEGORIES else "other")
+
+
+class Mark(Record, frozen=True):
+    """A moment on the timeline."""
+
+    at: float
+    kind: str
+    text: str
+    step: int | None = None
+
+
+_MOST_MARKS = 2_000
+_DEATH = ("ended with", "died", "lost", "killed", "does not answer")
+
+
+def marks(
+    spans: Spans,
+    committed: Sequence[tuple[int, float]],
+    events: Sequence[tuple[float, str, str]],
+    first: float,
+    last: float,
+    most_steps: int,
+) -> list[Mark]:
+    """Steps, and the events of the ledger, between two moments.
+
+    Args:
+        committed: steps and the Unix seconds at which their batches were committed.
+        events: Unix seconds, name and detail.
+    """
+    started_at = {version + 1: at - spans.begin for version, at in spans.starts_of("trainer", "proximal").items()}
+    behind = [at - started_at[step] for step, at in committed if step in started_at]
+    steps = [Mark(at, "step", f"step {step}", step) for step, at in started_at.items() if first <= at <= last]
+    found = steps if len(steps) <= most_steps else []
+    if behind:  # what Unix seconds are on the clock of the spans
+        offset = float(np.median(behind))
+        for at, name, detail in events:
+            if first <= at - offset <= last:
+                death = any(word in detail for word in _DEATH)
+                found.append(Mark(at - offset, "death" if death else "event", f"{name}: {detail}"))
+    return sorted(found, key=lambda mark: mark.at)[:_MOST_MARKS]

@@ -1,0 +1,226 @@
+"""The trajectories of a run as columns, followed as the ledger grows and their states change."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.core.records import Outcome, Record, State, StopReason
+from stretto.core.states import OPEN
+from stretto.store.ledger.wal import log_of
+from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.index.columns import Column, GrowingColumns
+from stretto_report.watch.index.files import LEDGER, read_ledger
+
+_PART, _COUNTED = "trajectories", "counts"
+_COUNTS = "SELECT state, count(*) FROM trajectories GROUP BY state"
+_LONG_SECONDS = 0.02
+_AT_ONCE = 5_000
+_KEPT_FROM = 20_000
+_SELECT = """
+    SELECT t.key, group_key, member, state, reason, ifnull(trained_step, -1), verdict, reward, stop_reason, tokens,
+        ifnull(oldest_version, -1), ifnull(newest_version, -1), interrupted, admitted_version, prompt_id, members
+    FROM trajectories AS t JOIN groups ON groups.key = group_key
+"""
+_NEW = f"{_SELECT} WHERE t.key > ? ORDER BY t.key LIMIT ?"
+_AGAIN = f"{_SELECT} WHERE t.key IN (SELECT value FROM json_each(?)) ORDER BY t.key"
+_ANCHOR = "SELECT t.seal FROM groups AS t ORDER BY key LIMIT 1"
+_NUMBERS = {"key": "i8", "group_key": "i8", "member": "i4", "step": "i4", "length": "i4", "oldest": "i4"}
+_NUMBERS |= {"newest": "i4", "interrupted": "i4", "admitted": "i4", "members": "i4"}
+_WORDS = {"state": "i1", "verdict": "i1", "stop": "i1", "reason": "i4", "prompt": "i4"}
+_WORD_BYTES = 200  # about, of a word with its number
+_ORDER: tuple[str, ...] = ("key", "group_key", "member", "state", "reason", "step", "verdict", "reward", "stop")
+_ORDER += ("length", "oldest", "newest", "interrupted", "admitted", "prompt", "members")
+
+NONE = -1  #: in place of a number or a word that is not there
+
+
+class WordCodes:
+    """Words as small numbers; `NONE` is no word."""
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        self.all = list(known)
+        self._codes = {word: code for code, word in enumerate(self.all)}
+
+    def codes(self, words: Sequence[str | None]) -> list[int]:
+        """The numbers of words; `code` is asked once for each that is there."""
+        known = {word: self.code(word) for word in dict.fromkeys(words)}
+        return [known[word] for word in words]
+
+    def code(self, word: str | None) -> int:
+        """The number of a word, a new one if it is new."""
+        if word is None:
+            return NONE
+        code = self._codes.get(word)
+        if code is None:
+            code = self._codes[word] = len(self.all)
+            self.all.append(word)
+        return code
+
+    @property
+    def held(self) -> int:
+        """About how many bytes it takes."""
+        return _WORD_BYTES * len(self.all)
+
+    def find(self, word: str) -> int | None:
+        """The number of a word, if it has one."""
+        return self._codes.get(word)
+
+    def __getitem__(self, code: int) -> str | None:
+        return None if code == NONE else self.all[code]
+
+
+class _Facts(Record, frozen=True):
+    ledger: tuple[int, int]
+    anchor: str
+    words: dict[str, list[str]]
+
+
+class Trajectories:
+    """The rows of the ledger's trajectories. A row whose state is final is read once, any other again.
+
+    Its columns: the numbers of the ledger's row, with `NONE` where it has none; ``reward`` with NaN; and ``state``,
+    ``verdict``, ``stop``, ``reason``, ``prompt`` as numbers of `words`.
+    """
+
+    def __init__(self, folder: Path, cache: Cache) -> None:
+        self._folder, self._cache = folder, cache
+        self._ledger = folder / LEDGER
+        self.fault: str | None = None
+        self._reset()
+        if (kept := cache.load(_PART, _Facts)) is not None and kept[1].ledger == _identity(self._ledger):
+            self._restore(*kept)
+
+    def _reset(self) -> None:
+        self.table = GrowingColumns(_NUMBERS | _WORDS | {"reward": "f8"})
+        self.words = {name: WordCodes() for name in _WORDS}
+        self.words |= {"state": WordCodes(State), "verdict": WordCodes(Outcome), "stop": WordCodes(StopReason)}
+        self.indexed, self.changes = 0.0, 0
+        self._more = True  # also where the last rows were as many as are read at a time: none may follow
+        self._stamp: object = None
+        self._kept, self._anchor, self._file = 0, "", (0, 0)
+
+    def _restore(self, arrays: dict[str, Column], facts: _Facts) -> None:
+        if self.table.restore(arrays) and facts.words.keys() == self.words.keys():
+            self.words = {name: WordCodes(words) for name, words in facts.words.items()}
+            self._kept, self._anchor, self._file = self.table.rows, facts.anchor, facts.ledger
+
+    def advance(self) -> bool:
+        """Read some rows more; whether there are more. `changes` grows when something was new.
+
+        Raises:
+            StoreError: the ledger cannot be read; what was read stays.
+        """
+        if not self._more and _stamp(self._ledger) == self._stamp:
+            return False
+        stamp = _stamp(self._ledger)
+        with read_ledger(self._folder) as connection:
+            anchor = (connection.execute(_ANCHOR).fetchone() or (b"",))[0].hex()
+            if self._file != (file := _identity(self._ledger)) or (self.table.rows and self._anchor != anchor):
+                self._reset()
+            self._file, self._anchor = file, anchor
+            last = int(self.table["key"][-1]) if self.table.rows else -1
+            rows = connection.execute(_NEW, (last, _AT_ONCE)).fetchall()
+            again = self._open_places() if len(rows) < _AT_ONCE else np.empty(0, int)
+            keys = msgspec.json.encode(self.table["key"][again].tolist()).decode()
+            renewed = connection.execute(_AGAIN, (keys,)).fetchall() if len(again) else []
+            newest = connection.execute("SELECT coalesce(max(key), -1) FROM trajectories").fetchone()[0]
+        if renewed:
+            self._renew(renewed)
+        if rows:
+            self.table.append(self._columns(rows))
+            self.changes += 1
+        last = int(self.table["key"][-1]) if self.table.rows else -1
+        more = self._more = len(rows) == _AT_ONCE
+        self.indexed = (last + 1) / (newest + 1) if more else 1.0
+        self._stamp = stamp
+        if not more and self.table.rows > max(_KEPT_FROM, 1.2 * self._kept):
+            self.keep()
+        return more
+
+    @property
+    def held(self) -> int:
+        """About how many bytes they take."""
+        return self.table.held + sum(words.held for words in self.words.values())
+
+    def keep(self) -> None:
+        """Write what was read to the cache."""
+        self._kept = self.table.rows
+        facts = _Facts(self._file, self._anchor, {name: words.all for name, words in self.words.items()})
+        self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
+
+    def _open_places(self) -> Column:
+        states = [self.words["state"].code(state) for state in OPEN]
+        return np.flatnonzero(np.isin(self.table["state"], states))
+
+    def _renew(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        columns = self._columns(rows)
+        places = np.searchsorted(self.table["key"], columns["key"])
+        if any((self.table[name][places] != columns[name]).any() for name in ("state", "length", "step")):
+            self.table.put(places, columns)
+            self.changes += 1
+
+    def _columns(self, rows: Sequence[tuple[Any, ...]]) -> Mapping[str, Column]:
+        columns: dict[str, Sequence[Any]] = dict(zip(_ORDER, zip(*rows, strict=True), strict=True))
+        for name in _WORDS:
+            columns[name] = self.words[name].codes(columns[name])
+        kinds = _NUMBERS | _WORDS | {"reward": "f8"}
+        return {name: np.array(values, kinds[name]) for name, values in columns.items()}
+
+    def count(self, name: str) -> dict[str, int]:
+        """How many rows have each word of a column, the most frequent first; "none" for no word."""
+        values = self.table[name].astype(np.int64)
+        least = values.min(initial=0)
+        counts = np.bincount(values - least)
+        order = np.argsort(-counts, kind="stable")
+        return {self.words[name][int(at + least)] or "none": int(counts[at]) for at in order if counts[at]}
+
+    @property
+    def staleness(self) -> Column:
+        """[rows] versions between the oldest token and the update that trained on it; `NONE` where there was none."""
+        step, oldest = self.table["step"], self.table["oldest"]
+        return np.where((step >= 0) & (oldest >= 0), step - 1 - oldest, NONE)
+
+
+class _Counted(Record, frozen=True):
+    stamp: list[tuple[int, int]]
+    counts: dict[str, int]
+
+
+def count_states(connection: sqlite3.Connection, folder: Path, cache: Cache) -> dict[str, int]:
+    """The trajectories by state. Counts that took a while are kept for as long as the ledger stays as it is."""
+    stamp, since = _stamp(folder / LEDGER), time.monotonic()
+    if (kept := cache.load(_COUNTED, _Counted)) is not None and kept[1].stamp == stamp:
+        return kept[1].counts
+    counts = dict(connection.execute(_COUNTS).fetchall())
+    if time.monotonic() - since >= _LONG_SECONDS:
+        cache.save(_COUNTED, {}, _Counted(stamp, counts))
+    return counts
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_dev, found.st_ino
+
+
+def _stamp(ledger: Path) -> list[tuple[int, int]]:
+    """What changes with every transaction: sizes and times of the ledger and of its log."""
+    found = []
+    for path in (ledger, log_of(ledger)):
+        try:
+            status = os.stat(path)
+        except OSError:
+            found.append((0, 0))
+        else:
+            found.append((status.st_size, status.st_mtime_ns))
+    return found

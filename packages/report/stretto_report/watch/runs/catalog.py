@@ -1,0 +1,164 @@
+"""The runs below the folders that were given: looked up by an id, never by a path that a request names."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from stretto.core.machine import cache_folder
+from stretto.core.records import Record
+from stretto.store.folder.branch import Branch
+from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.runs.folder import branch_of
+from stretto_report.watch.runs.run import WatchedRun
+
+_DEPTH = 3  # folders below the one that was given: runs/SWEEP/RUN, and RUN/branches/NNN
+_MOST_RUNS = 2_000
+_LOOK_SECONDS = 1.0
+_LOOK_SHARE = 20  # the pause between two looks, in times of what a look takes
+_MOST_HELD = 160 << 20  # bytes of the tables of open runs; the one that is in use has no bound
+_NOT_ENTERED = frozenset({"checkpoints", "logs", "plots", "policy"})
+
+
+class BranchLine(Record, frozen=True):
+    """A branch of `stretto replay`: its id, and that of its run if that is watched too; steps after `first_step` were
+    trained again."""
+
+    id: str
+    run: str | None
+    first_step: int
+    last_step: int
+    changes: dict[str, str]
+
+
+class Catalog:
+    """All runs of some folders; new ones are found when they are asked for.
+
+    A folder is a run if it has a ledger, or was left by a run that never had one. A link below the folders given is not
+    followed: what it leads to was not given.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        cache: Path | None = None,
+        *,
+        most_runs: int = _MOST_RUNS,
+        most_held: int = _MOST_HELD,
+    ) -> None:
+        """
+        Args:
+            cache: where indexes are kept; None: the user's cache.
+            most_runs: runs that are shown; of more, the newest.
+            most_held: bytes of the tables of all open runs together.
+        """
+        self._roots = [root.resolve() for root in roots]
+        self._cache = cache or cache_folder() / "watch"
+        self._most_runs, self._most_held = most_runs, most_held
+        self._runs: dict[str, WatchedRun] = {}
+        self._look_at = float("-inf")
+        self._open: list[str] = []
+        self.left_out = 0  #: runs that are there and not shown, because there are too many
+
+    def all(self) -> list[WatchedRun]:
+        """Every run, the newest first."""
+        if (since := time.monotonic()) >= self._look_at:
+            self._look()
+            now = time.monotonic()
+            self._look_at = now + max(_LOOK_SECONDS, _LOOK_SHARE * (now - since))
+        return sorted(self._runs.values(), key=lambda run: (-(run.started or 0), run.name))
+
+    def find(self, id: str) -> WatchedRun | None:
+        """The run with this id."""
+        if id not in self._runs:
+            self._look()
+        return self._runs.get(id)
+
+    def opened(self, run: WatchedRun) -> None:
+        """Note that the tables of a run are in use."""
+        self._open = [id for id in self._open if id != run.id] + [run.id]
+
+    def give_up(self) -> None:
+        """While open runs hold too much, give up the tables of the one that was not used for longest. Tables grow, so
+        this is for after each piece that was read."""
+        held = {id: run.held for id in self._open if (run := self._runs.get(id)) is not None}
+        self._open = [id for id in self._open if id in held]
+        while len(self._open) > 1 and sum(held.values()) > self._most_held:
+            oldest = self._open.pop(0)
+            if (run := self._runs.get(oldest)) is not None:
+                run.close()
+            del held[oldest]
+
+    def branches(self) -> list[BranchLine]:
+        """The branches of `stretto replay` among the runs."""
+        found = [(run, branch) for run in self._runs.values() if (branch := branch_of(run.folder)) is not None]
+        return [
+            BranchLine(run.id, self._origin(run, branch), branch.first_step, branch.last_step, branch.changes)
+            for run, branch in found
+        ]
+
+    def _origin(self, run: WatchedRun, branch: Branch) -> str | None:
+        """The run that a branch comes from: by its path, or the one in whose folder it is."""
+        for folder in (Path(branch.run), run.folder.parent.parent):
+            if (id := id_of(folder)) in self._runs:
+                return id
+        return None
+
+    def _look(self) -> None:
+        found: dict[str, WatchedRun] = {}
+        for run in self._found():
+            found.setdefault(run.id, run)
+        newest = heapq.nlargest(self._most_runs, found.values(), key=lambda run: run.started or 0)
+        self.left_out = len(found) - len(newest)
+        self._runs = {run.id: run for run in newest}
+
+    def _found(self) -> Iterator[WatchedRun]:
+        for root in self._roots:
+            for folder in _run_folders(root, _DEPTH):
+                id = id_of(folder)
+                known = self._runs.get(id)
+                yield known or WatchedRun(id, folder, _name(folder, root), Cache(self._cache / f"{id}.sqlite"))
+
+
+def id_of(folder: Path) -> str:
+    """The id of the run in a folder, whose path is absolute and without links."""
+    return hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
+
+
+def _name(folder: Path, root: Path) -> str:
+    """As text, whatever bytes its file system has in it."""
+    name = folder.name if folder == root else str(folder.relative_to(root))
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    if is_run(folder):
+        yield folder
+    if not depth:
+        return
+    try:
+        inner = sorted(path for path in folder.iterdir() if path.name not in _NOT_ENTERED and not _hidden(path))
+    except OSError:  # it cannot be read, or has gone
+        return
+    for path in inner:
+        if not path.is_symlink() and path.is_dir():
+            yield from _run_folders(path, depth - 1)
+
+
+def _hidden(path: Path) -> bool:
+    return path.name.startswith(".")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has the files of a run."""
+    try:
+        return (
+            (folder / "ledger.sqlite").is_symlink()
+            or any((folder / name).exists() for name in ("ledger.sqlite", "metrics.jsonl"))
+            or ((folder / "recipe.toml").exists() and (folder / "log.txt").exists())
+        )
+    except OSError:
+        return False

@@ -1,0 +1,143 @@
+"""Two runs or more: how their recipes differ, and the first step and token at which they part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import msgspec
+
+from stretto_report.audit.diff import diff_runs
+from stretto.core.errors import StoreError
+from stretto.core.records import Batch, Record, Trajectory
+from stretto.store.ledger.reading import last_step, read_batches
+from stretto_report.watch.index.files import LEDGER, refuse_strange_files
+from stretto_report.watch.runs.folder import flat
+from stretto_report.watch.runs.run import WatchedRun
+
+_MOST_FIELDS = 100
+
+
+class RecipeKey(Record, frozen=True):
+    """A key with its value in each run; None where it is not set."""
+
+    key: str
+    values: list[Any]
+
+
+class OneToken(Record, frozen=True):
+    """A token as one run has it."""
+
+    id: int
+    text: str
+    logprob: float | None
+    version: int | None
+
+
+class PartingToken(Record, frozen=True):
+    """The first token at which a trajectory of two runs differs; None where one has ended before."""
+
+    trajectory: str
+    index: int
+    a: OneToken | None
+    b: OneToken | None
+
+
+class Comparison(Record, frozen=True):
+    """What `stretto diff` says, the first token that differs, and the keys of the recipes that do."""
+
+    a: str
+    b: str
+    equal: bool
+    step: int
+    fields: tuple[str, ...]
+    policies: tuple[int, ...]
+    text: str
+    token: PartingToken | None
+    recipe: list[dict[str, Any]]
+
+
+def recipe_differences(runs: Sequence[WatchedRun]) -> list[RecipeKey]:
+    """The keys that do not have the same value in all runs."""
+    recipes = [flat(run.recipe()) for run in runs]
+    keys = sorted(set().union(*recipes))
+    found = [RecipeKey(key, [recipe.get(key) for recipe in recipes]) for key in keys]
+    return [key for key in found if any(value != key.values[0] for value in key.values[1:])]
+
+
+def compare(a: WatchedRun, b: WatchedRun) -> Comparison:
+    """Two runs, step by step.
+
+    Raises:
+        RunFolderError: one holds no run.
+        StoreError: a ledger cannot be read, or has not kept its tokens.
+    """
+    for run in (a, b):
+        refuse_strange_files(run.folder)
+    parting = diff_runs(a.folder, b.folder)
+    keys = recipe_differences((a, b))
+    return Comparison(
+        a=a.id,
+        b=b.id,
+        equal=not parting.fields,
+        step=parting.step,
+        fields=tuple(_named(field, a, b) for field in parting.fields[:_MOST_FIELDS]),
+        policies=parting.policies,
+        text=_named(str(msgspec.structs.replace(parting, fields=parting.fields[:_MOST_FIELDS])), a, b),
+        token=_parting_token(a, b, parting.step) if parting.fields else None,
+        recipe=[{"key": key.key, "a": key.values[0], "b": key.values[1]} for key in keys],
+    )
+
+
+def _named(text: str, *runs: WatchedRun) -> str:
+    for run in runs:
+        text = text.replace(str(run.folder), run.name)
+    return text
+
+
+def _parting_token(a: WatchedRun, b: WatchedRun, step: int) -> PartingToken | None:
+    """The first token in the order of the batch of a step."""
+    batches = [_batch(run, step) for run in (a, b)]
+    if batches[0] is None or batches[1] is None:
+        return None
+    pairs = zip(*(_trajectories(batch) for batch in batches if batch is not None), strict=False)
+    for ours, theirs in pairs:
+        if ours.id != theirs.id:
+            return None
+        for index, (left, right) in enumerate(zip_longest(_tokens(ours), _tokens(theirs))):
+            if left != right:
+                return PartingToken(ours.id, index, _one(a, left), _one(b, right))
+    return None
+
+
+def _batch(run: WatchedRun, step: int) -> Batch | None:
+    ledger = run.folder / LEDGER
+    if not 0 < step <= last_step(ledger):
+        return None
+    try:
+        return next(read_batches(ledger, step - 1, step), None)
+    except StoreError:  # its tokens were not kept
+        return None
+
+
+def _trajectories(batch: Batch) -> list[Trajectory]:
+    return [trajectory for group in batch.groups for trajectory in group.trajectories]
+
+
+_Token = tuple[int, float | None, int | None]
+
+
+def _tokens(trajectory: Trajectory) -> list[_Token]:
+    found: list[_Token] = []
+    for segment in trajectory.segments:
+        given = (None,) * len(segment.token_ids)
+        columns = (segment.token_ids, segment.behavior_logprobs or given, segment.versions or given)
+        found += zip(*columns, strict=True)
+    return found
+
+
+def _one(run: WatchedRun, token: _Token | None) -> OneToken | None:
+    if token is None:
+        return None
+    return OneToken(token[0], run.pieces.text([token[0]]), token[1], token[2])

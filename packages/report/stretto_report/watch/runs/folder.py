@@ -1,0 +1,135 @@
+"""The small files of a run folder: what the run was to do, and whether it still does it. Nothing is believed of them:
+a folder may be damaged, half copied, or made to harm its reader."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.core.errors import StoreError
+from stretto.store.ending import Condition, Ending, condition_of, cut
+from stretto.store.folder.branch import ORIGIN, Branch
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.wal import log_of
+from stretto_report.watch.index.files import read_text, refuse_strange_files
+
+_LARGEST_RECIPE, _LARGEST_LOG, _LARGEST_JSON = 1 << 20, 1 << 16, 1 << 20
+_MOST_LOGS, _LOG_SHOWN = 64, 1 << 15  # of roles, and bytes of each
+_WRONG = re.compile(r"error|exception|killed|abort|fatal", re.IGNORECASE)
+_LONGEST_LINE, _MOST_DOTS = 10_000, 300  # of a recipe: a name of N parts takes N² steps to be read
+
+
+def condition(folder: Path, ending: Callable[[], Ending | None]) -> Condition:
+    """Whether a run goes on, or how it ended; of a dead one with the last error of its roles. `ending` asks its ledger.
+
+    Raises:
+        StoreError: its lock, its ledger or its log is no plain file.
+    """
+    refuse_strange_files(folder)
+    how = condition_of(folder, ending, lambda: read_text(RunFolder(folder).log, _LARGEST_LOG, end=True) or "")
+    return how if how.state != "dead" else Condition("dead", how.reason + _last_error(folder))
+
+
+def logs_of(folder: Path) -> dict[str, str]:
+    """The ends of the logs: of the run, and of each role by its name, the newest first."""
+    run = RunFolder(folder)
+    found: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):
+        found = [(path.lstat().st_mtime, path) for path in run.logs.glob("*.txt")]
+    newest = [path for _, path in sorted(found, reverse=True)[:_MOST_LOGS]]
+    logs: dict[str, str] = {}
+    for name, path in (("run", run.log), *((path.stem, path) for path in newest)):
+        with contextlib.suppress(StoreError):  # a link, or a pipe
+            logs[name] = (read_text(path, _LOG_SHOWN, end=True) or "").strip()
+    return logs
+
+
+def _last_error(folder: Path) -> str:
+    """What the role that wrote last has said of an error, if it ended with one."""
+    for name, text in logs_of(folder).items():
+        last = text.rpartition("\n")[2]
+        if name != "run" and _WRONG.search(last):
+            return f"; {name} said last: {cut(last)}"
+    return ""
+
+
+def branch_of(folder: Path) -> Branch | None:
+    """Where a branch of `stretto replay` comes from; None for a run, and for a branch whose origin cannot be read."""
+    try:
+        return msgspec.convert(json_of(folder / ORIGIN), Branch)
+    except msgspec.ValidationError:
+        return None
+
+
+def recipe_text(folder: Path) -> str | None:
+    """The recipe as it is written; None if there is none.
+
+    Raises:
+        StoreError: it is no plain file.
+    """
+    return read_text(RunFolder(folder).recipe, _LARGEST_RECIPE)
+
+
+def recipe_of(folder: Path) -> dict[str, Any]:
+    """The recipe as tables; empty if there is none.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    text = recipe_text(folder) or ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if len(line) > _LONGEST_LINE or line.count(".") > _MOST_DOTS:
+            allowed = f"at most {_LONGEST_LINE:,} characters and {_MOST_DOTS} dots are allowed in a line"
+            raise StoreError(f"recipe.toml: cannot be read: line {number} is too long: {allowed}")
+    try:
+        found = tomllib.loads(text)
+        msgspec.json.encode(found)  # a reply has it: an integer of base 16 may have too many digits of base 10
+    except (ValueError, OverflowError, RecursionError) as error:  # TOML's own error is a ValueError
+        raise StoreError(f"recipe.toml: cannot be read: {error}") from error
+    return found
+
+
+def recipe_stamp(folder: Path) -> tuple[int, int, int] | None:
+    """What changes when the recipe is written again; None if there is none."""
+    try:
+        found = RunFolder(folder).recipe.lstat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_ctime_ns
+
+
+def ledger_stamp(folder: Path) -> tuple[tuple[int, int, int], ...]:
+    """What changes when the ledger or its log is written again."""
+    ledger, found = RunFolder(folder).ledger, []
+    for path in (ledger, log_of(ledger)):
+        with contextlib.suppress(OSError):
+            known = path.lstat()
+            found.append((known.st_ino, known.st_size, known.st_mtime_ns))
+    return tuple(found)
+
+
+def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """The keys of nested tables with their whole names.
+
+    >>> flat({"seed": 1, "trainer": {"steps": 600}})
+    {'seed': 1, 'trainer.steps': 600}
+    """
+    found: dict[str, Any] = {}
+    for key, value in recipe.items():
+        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return found
+
+
+def json_of(path: Path) -> Any:
+    """A small file of JSON; None if there is none, or nothing that can be read."""
+    try:
+        text = read_text(path, _LARGEST_JSON)
+        return None if text is None else msgspec.json.decode(text)
+    except (StoreError, msgspec.MsgspecError, RecursionError):
+        return None

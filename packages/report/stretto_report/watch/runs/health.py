@@ -1,0 +1,249 @@
+"""What the data of a run is like: states and reasons, truncation, reward against length, prompts that teach nothing,
+what repeats."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stretto.core.errors import StoreError
+from stretto.core.records import Record, State, trajectory_id
+from stretto.measures.goodput import RoleTime, role_times
+from stretto.store.inspection import CanaryProof, Inspection
+from stretto.store.ledger.rows import decode_payload
+from stretto_report.watch.index.columns import Column
+from stretto_report.watch.index.files import read_ledger
+from stretto_report.watch.index.trajectories import NONE, Trajectories
+from stretto_report.watch.runs.questions import PromptTexts, Repeats
+from stretto_report.watch.runs.table import PROMPT_SHOWN
+
+_MOST_LOOKED_AT, _MOST_BYTES = 2_000, 16 << 20  # trajectories, and bytes of payloads, that are looked at for repeats
+_MOST_SAID, _SAID_SHOWN = 5, 200
+_NEWEST = "SELECT key, length(payload) FROM payloads ORDER BY key DESC LIMIT ?"
+_PAYLOAD = """
+    SELECT group_key, groups.id, member, verdict, reward, stop_reason, interrupted, payload FROM trajectories AS t
+    JOIN payloads USING (key) JOIN groups ON groups.key = group_key WHERE t.key = ?
+"""
+_MOST_BINS, _MOST_POINTS, _MOST_REASONS, _MOST_PROMPTS = 30, 200, 100, 50
+
+
+class LengthBin(Record, frozen=True, rename={"begin": "from", "end": "to"}):
+    """Judged completions of `begin` to `end` tokens (without `end`)."""
+
+    begin: int
+    end: int
+    count: int
+    mean: float
+    right: float
+
+
+class ReasonCount(Record, frozen=True):
+    """How many trajectories ended untrained for a reason."""
+
+    state: str
+    reason: str
+    count: int
+
+
+class PromptCount(Record, frozen=True):
+    """A prompt with its judged completions, and their mean reward."""
+
+    prompt_id: str
+    prompt: str | None
+    count: int
+    mean: float
+
+
+class PromptCounts(Record, frozen=True):
+    """Prompts with judged completions: never, always and sometimes answered rightly."""
+
+    asked: int
+    never_solved: int
+    always_solved: int
+    sometimes: int
+    never: list[PromptCount]
+    always: list[PromptCount]
+
+
+class TruncationShare(Record, frozen=True):
+    """The share of trained completions that were cut off at their length limit, of all and step by step."""
+
+    share: float | None
+    by_step: dict[str, list[Any]]
+
+
+class SaidOften(Record, frozen=True):
+    """The beginning of a completion, and how many of the newest have its tokens."""
+
+    text: str
+    count: int
+
+
+class Duplicates(Record, frozen=True):
+    """What repeats: completions of one prompt that are equal teach nothing, and a policy that says the same to all
+    prompts has collapsed.
+
+    `answers`: the newest completions that have the same tokens as another of their group; `prompts`: the first prompts
+    with the text of another prompt; `said_often`: what several of the newest completions say, of any group.
+    """
+
+    answers: Repeats
+    prompts: Repeats
+    said_often: list[SaidOften]
+
+
+class Health(Record, frozen=True):
+    """The data health of a run. What `stretto inspect` has under the same name is that of its ledger; None: it has none
+    of it."""
+
+    goodput: Any
+    selection_bias: Any
+    masked_groups: Any
+    canary: tuple[CanaryProof, ...]
+    roles: list[RoleTime]
+    states: dict[str, int]
+    verdicts: dict[str, int]
+    stop_reasons: dict[str, int]
+    truncation: TruncationShare
+    reward_by_length: list[LengthBin]
+    prompts: PromptCounts
+    reasons: list[ReasonCount]
+    undecided: list[ReasonCount]  # those of `reasons` that are of completions without a verdict
+    duplicates: Duplicates
+    indexed: float
+
+
+def health_of(
+    trajectories: Trajectories, questions: PromptTexts, duplicates: Duplicates, inspection: Inspection | None
+) -> Health:
+    """The health of what is indexed; `inspection` is None if the ledger cannot be read."""
+    undecided = trajectories.table["verdict"] == trajectories.words["verdict"].code("undecided")
+    return Health(
+        goodput=inspection.goodput if inspection is not None else None,
+        selection_bias=inspection.selection_bias if inspection is not None else None,
+        masked_groups=inspection.masked_groups if inspection is not None else None,
+        canary=inspection.canary if inspection is not None else (),
+        roles=role_times(inspection.goodput_roles, inspection.idle) if inspection is not None else [],
+        states=trajectories.count("state"),
+        verdicts=trajectories.count("verdict"),
+        stop_reasons=trajectories.count("stop"),
+        truncation=_truncation(trajectories),
+        reward_by_length=_by_length(trajectories),
+        prompts=_prompts(trajectories, questions),
+        reasons=_reasons(trajectories, trajectories.table["state"] != trajectories.words["state"].code(State.TRAINED)),
+        undecided=_reasons(trajectories, undecided),
+        duplicates=duplicates,
+        indexed=trajectories.indexed,
+    )
+
+
+def duplicates_of(folder: Path, questions: PromptTexts) -> Duplicates:
+    """Of the newest completions with tokens on record, 16 MiB of them at most. A damaged one is left out (its own page
+    says so), as are all if the ledger cannot be read."""
+    in_group, said, texts = Counter[tuple[int, int]](), Counter[int](), dict[int, str]()
+    left = _MOST_BYTES
+    with contextlib.suppress(StoreError), read_ledger(folder) as connection:
+        for key, size in connection.execute(_NEWEST, (_MOST_LOOKED_AT,)).fetchall():
+            if (left := left - size) < 0:
+                break
+            group, id, member, *columns, sealed = connection.execute(_PAYLOAD, (key,)).fetchone()
+            with contextlib.suppress(StoreError):
+                payload = decode_payload(trajectory_id(id, member), tuple(columns), sealed)
+                tokens = hash(tuple(segment.token_ids for segment in payload.segments if segment.sampled))
+                in_group[group, tokens] += 1
+                said[tokens] += 1
+                texts.setdefault(tokens, payload.text[:_SAID_SHOWN])
+    most = [SaidOften(texts[tokens], count) for tokens, count in said.most_common(_MOST_SAID) if count > 1]
+    return Duplicates(Repeats.among(in_group.values()), questions.repeats, most)
+
+
+def _truncation(trajectories: Trajectories) -> TruncationShare:
+    table = trajectories.table
+    trained = table["step"] > 0
+    steps, cut = table["step"][trained], table["stop"][trained] == trajectories.words["stop"].code("length")
+    if not len(steps):
+        return TruncationShare(None, {"step": [], "share": []})
+    bucket = -(-int(steps.max()) // _MOST_POINTS)
+    places = (steps - 1) // bucket
+    counts, cuts = np.bincount(places), np.bincount(places, weights=cut)
+    there = np.flatnonzero(counts)
+    shares = cuts[there] / counts[there]
+    return TruncationShare(
+        float(cut.mean()), {"step": ((there + 1) * bucket).clip(max=steps.max()).tolist(), "share": shares.tolist()}
+    )
+
+
+def _judged(trajectories: Trajectories) -> Column:
+    return ~np.isnan(trajectories.table["reward"])
+
+
+def _by_length(trajectories: Trajectories) -> list[LengthBin]:
+    table, judged = trajectories.table, _judged(trajectories)
+    lengths, rewards = table["length"][judged], table["reward"][judged]
+    right = table["verdict"][judged] == trajectories.words["verdict"].code("right")
+    if not len(lengths):
+        return []
+    width = int(lengths.max()) // _MOST_BINS + 1
+    places = lengths // width
+    counts = np.bincount(places)
+    sums, rights = np.bincount(places, weights=rewards), np.bincount(places, weights=right)
+    return [
+        LengthBin(
+            begin=place * width,
+            end=(place + 1) * width,
+            count=int(counts[place]),
+            mean=float(sums[place] / counts[place]),
+            right=float(rights[place] / counts[place]),
+        )
+        for place in np.flatnonzero(counts).tolist()
+    ]
+
+
+def _prompts(trajectories: Trajectories, questions: PromptTexts) -> PromptCounts:
+    table, judged = trajectories.table, _judged(trajectories)
+    codes = table["prompt"][judged]
+    right = table["verdict"][judged] == trajectories.words["verdict"].code("right")
+    counts = np.bincount(codes, minlength=1)
+    rights = np.bincount(codes, weights=right, minlength=1)
+    rewards = np.bincount(codes, weights=table["reward"][judged], minlength=1)
+    asked = np.flatnonzero(counts)
+    never, always = asked[rights[asked] == 0], asked[rights[asked] == counts[asked]]
+
+    def shown(chosen: Column) -> list[PromptCount]:
+        most = chosen[np.argsort(-counts[chosen], kind="stable")][:_MOST_PROMPTS].tolist()
+        ids = [trajectories.words["prompt"].all[code] for code in most]
+        texts = questions.find(ids)
+        return [
+            PromptCount(
+                prompt_id=id,
+                prompt=texts[id].prompt[:PROMPT_SHOWN] if id in texts else None,
+                count=int(counts[code]),
+                mean=float(rewards[code] / counts[code]),
+            )
+            for id, code in zip(ids, most, strict=True)
+        ]
+
+    return PromptCounts(
+        asked=len(asked),
+        never_solved=len(never),
+        always_solved=len(always),
+        sometimes=len(asked) - len(never) - len(always),
+        never=shown(never),
+        always=shown(always),
+    )
+
+
+def _reasons(trajectories: Trajectories, among: Column) -> list[ReasonCount]:
+    table, words = trajectories.table, trajectories.words
+    empty = words["reason"].find("")
+    chosen = among & (table["reason"] != (NONE if empty is None else empty)) & (table["reason"] != NONE)
+    pairs, counts = np.unique(np.stack((table["state"][chosen], table["reason"][chosen])), axis=1, return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:_MOST_REASONS]
+    return [
+        ReasonCount(words["state"][int(pairs[0, at])] or "", words["reason"][int(pairs[1, at])] or "", int(counts[at]))
+        for at in order
+    ]

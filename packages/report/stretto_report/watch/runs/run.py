@@ -1,0 +1,397 @@
+"""One run as the dashboard sees it: its summary, and the tables that are read when a page of it is opened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from stretto_report.audit.alarms import AlarmReport, disk_of, findings_of, last_step_of, mismatch_of, number_of
+from stretto_report.audit.symptoms.evidence import Alarm, Evidence
+from stretto.core.errors import StoreError
+from stretto.core.records import Record, State
+from stretto.store.ending import Condition, Ending, ending_of
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import Inspection, inspection_of
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
+from stretto_report.watch.index.cache import Cache
+from stretto_report.watch.index.files import LEDGER, read_ledger, refuse_strange_files
+from stretto_report.watch.index.newest import NewestLines
+from stretto_report.watch.index.steps import Steps
+from stretto_report.watch.index.timeline import Spans
+from stretto_report.watch.index.trajectories import Trajectories, count_states
+from stretto_report.watch.runs.folder import condition, flat, ledger_stamp, recipe_of, recipe_stamp, recipe_text
+from stretto_report.watch.runs.pieces import Pieces
+from stretto_report.watch.runs.questions import PromptTexts
+from stretto_report.watch.runs.trajectory import Reader
+
+_RATE_STEPS = 50
+_PAUSE_SECONDS = 2.0  # after a ledger that could not be read: a summary asks it several times
+_COUNT_SHARE = 50  # the pause between two counts of a ledger, in times of what a count takes
+_FACT = "SELECT value FROM meta WHERE name = ?"
+_NEWEST = "SELECT step, published_version FROM steps WHERE published_version IS NOT NULL ORDER BY step DESC LIMIT 1"
+
+Fact = TypeVar("Fact")
+
+
+class RunSummary(Record, frozen=True):
+    """A run in a row of the list of runs; None is what is not known."""
+
+    id: str
+    name: str
+    path: str
+    state: str
+    reason: str
+    fault: str | None = None
+    started: float | None = None  # Unix seconds
+    step: int = 0
+    steps: int | None = None
+    version: int = 0
+    accuracy: float | None = None
+    reward: float | None = None
+    rl_seconds: float | None = None
+    wall_seconds: float | None = None
+    steps_per_second: float | None = None
+    trained_tokens: int | None = None
+    generated_tokens: int | None = None
+    trajectories: dict[str, int] | None = None
+    task: str | None = None
+    engines: int = 0
+    alarms: int | None = None
+
+
+class _Recorded(Record, frozen=True):
+    """What the ledger says of the whole run."""
+
+    totals: Totals | None = None
+    engines: tuple[Membership, ...] = ()
+    newest: tuple[int, int] = (0, 0)  # step, version
+    ending: Ending | None = None
+
+
+class TablePart(Protocol):
+    """A part of a run that is read piece by piece."""
+
+    @property
+    def fault(self) -> str | None:
+        """What could not be read, though the rest was."""
+        ...
+
+    def advance(self) -> bool:
+        """Read a piece more; whether there may be more.
+
+        Raises:
+            StoreError: nothing can be read.
+        """
+        ...
+
+
+@dataclass
+class Tables:
+    """What is read of an open run."""
+
+    steps: Steps
+    trajectories: Trajectories
+    spans: Spans
+    questions: PromptTexts
+    reader: Reader
+
+    @property
+    def held(self) -> int:
+        """About how many bytes they take."""
+        tables = (self.steps.table, self.trajectories, self.spans.table, self.questions, self.reader.table)
+        return sum(table.held for table in tables)
+
+
+class WatchedRun:
+    """A run folder that is read, whatever its run does, and never written.
+
+    What cannot be read is a sentence in `faults`, by its place; the rest is shown.
+    """
+
+    def __init__(self, id: str, folder: Path, name: str, cache: Cache) -> None:
+        self.id, self.folder, self.name = id, folder, name
+        self._cache, self.pieces = cache, Pieces(folder)
+        self._newest = NewestLines(RunFolder(folder).metrics)
+        self._tables: Tables | None = None
+        self.faults: dict[str, str] = {}
+        self._found: tuple[object, AlarmReport] = (None, AlarmReport([], 0, ()))
+        self._recipe: tuple[object, dict[str, Any]] = (None, {})
+        self._again = float("-inf")  # when a ledger that could not be read is tried again
+        self._inspected: tuple[float, Inspection | None] = (float("-inf"), None)
+        self._ending: tuple[object, Ending | None] = (None, None)
+        self._counted: tuple[float, dict[str, int] | None] = (float("-inf"), None)
+
+    @property
+    def started(self) -> float | None:
+        """Unix seconds at which its recipe was written."""
+        for name in ("recipe.toml", LEDGER):
+            try:
+                return (self.folder / name).lstat().st_mtime
+            except OSError:
+                continue
+        return None
+
+    # The tables.
+
+    @property
+    def tables(self) -> Tables:
+        """What was read so far; see `advance`."""
+        if self._tables is None:
+            run = RunFolder(self.folder)
+            trajectories, questions = Trajectories(self.folder, self._cache), PromptTexts(run.questions)
+            self._tables = Tables(
+                steps=Steps(run.metrics, self._cache),
+                trajectories=trajectories,
+                spans=Spans(run.spans, self._cache),
+                questions=questions,
+                reader=Reader(self.folder, trajectories, questions, self.pieces),
+            )
+        return self._tables
+
+    @property
+    def reader(self) -> Reader:
+        """What reads single trajectories."""
+        return self.tables.reader
+
+    @property
+    def is_open(self) -> bool:
+        return self._tables is not None
+
+    @property
+    def held(self) -> int:
+        """About how many bytes its tables take."""
+        return 0 if self._tables is None else self._tables.held
+
+    def close(self) -> None:
+        """Give up the tables; they are read again when they are needed."""
+        self._tables = None
+
+    def advance(self, seconds: float) -> bool:
+        """Read on for about so long; whether there is more to be read."""
+        until, tables = time.monotonic() + seconds, self.tables
+        parts: dict[str, TablePart] = {
+            "metrics.jsonl": tables.steps,
+            LEDGER: tables.trajectories,
+            "questions.jsonl": tables.questions,
+            "spans.jsonl": tables.spans,
+        }
+        while parts:
+            for place, part in [*parts.items()]:
+                if not self._attempt(place, part):
+                    del parts[place]
+                if time.monotonic() > until:
+                    return bool(parts)
+        return False
+
+    def _attempt(self, place: str, part: TablePart) -> bool:
+        """Whether there is more; a fault is noted, and forgotten when it has gone."""
+        try:
+            refuse_strange_files(self.folder)
+            more, fault = part.advance(), part.fault
+        except (StoreError, OverflowError) as error:  # a number of the ledger that no run has written
+            more, fault = False, self.told(error)
+        self.faults.pop(place, None)
+        if fault is not None:
+            self.faults[place] = fault if place in fault else f"{place}: {fault}"
+        return more
+
+    def told(self, error: Exception) -> str:
+        """The sentence of an error, with names in place of paths of this machine."""
+        return str(error).replace(f"{self.folder}/", "")
+
+    # The summary.
+
+    def facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
+        """The totals and the engines on record; a fault is noted."""
+        recorded = self._recorded()
+        return recorded.totals, recorded.engines
+
+    def _recorded(self) -> _Recorded:
+        stamp = ledger_stamp(self.folder)
+        if (found := self._of_ledger(self._read_ledger)) is not None:
+            self._ending = stamp, found.ending
+            return found
+        self._counted = (float("-inf"), None)
+        return _Recorded()
+
+    def _read_ledger(self) -> _Recorded:
+        """With one connection: to open a ledger takes longer than these questions do."""
+        with read_ledger(self.folder) as connection:
+            found = {name: connection.execute(_FACT, (name,)).fetchone() for name in (TOTALS, ENGINES)}
+            newest, ending = connection.execute(_NEWEST).fetchone() or (0, 0), ending_of(connection)
+            if not self._is_counted and time.monotonic() >= self._counted[0]:
+                since = time.monotonic()
+                counts = _balance(count_states(connection, self.folder, self._cache))
+                now = time.monotonic()
+                self._counted = (now + _COUNT_SHARE * (now - since), counts)
+        totals = msgspec.json.decode(found[TOTALS][0], type=Totals) if found[TOTALS] else None
+        engines = msgspec.json.decode(found[ENGINES][0], type=tuple[Membership, ...]) if found[ENGINES] else ()
+        return _Recorded(totals, engines, newest, ending)
+
+    def _of_ledger(self, read: Callable[[], Fact]) -> Fact | None:
+        if time.monotonic() < self._again:
+            return None
+        try:
+            found = read()
+        except (StoreError, msgspec.MsgspecError) as error:
+            self.faults[LEDGER] = self.told(error)
+            self._again = time.monotonic() + _PAUSE_SECONDS
+            return None
+        if not self.is_open:
+            self.faults.pop(LEDGER, None)
+        return found
+
+    def condition(self) -> Condition:
+        """Whether it runs; a folder whose lock cannot be asked is ``unreadable``."""
+        try:
+            return condition(self.folder, self._ended)
+        except StoreError as error:
+            return Condition("unreadable", self.told(error))
+
+    def _ended(self) -> Ending | None:
+        """The ending on record. The ledger is read again only after it has changed."""
+        if self._ending[0] != (stamp := ledger_stamp(self.folder)):
+            self._recorded()
+        return self._ending[1] if self._ending[0] == stamp else None
+
+    def recipe(self) -> dict[str, Any]:
+        """Its recipe; empty, and a fault noted, if it cannot be read. It is read again when it was written again."""
+        stamp = recipe_stamp(self.folder)
+        if self._recipe[0] != (stamp,):
+            self.faults.pop("recipe.toml", None)
+            self._recipe = ((stamp,), {})
+            try:
+                self._recipe = ((stamp,), recipe_of(self.folder))
+            except StoreError as error:
+                self.faults["recipe.toml"] = self.told(error)
+        return self._recipe[1]
+
+    def inspection(self) -> Inspection | None:
+        """What `stretto inspect` says, unchecked; of a large run that goes on it may be some seconds old."""
+        due, found = self._inspected
+        if time.monotonic() >= due:
+            since = time.monotonic()
+            found = self._of_ledger(self._inspect)
+            now = time.monotonic()
+            self._inspected = (now + _COUNT_SHARE * (now - since), found)
+        return found
+
+    def _inspect(self) -> Inspection:
+        with read_ledger(self.folder) as connection:
+            return inspection_of(connection)
+
+    def recipe_text(self) -> str:
+        """The recipe as it is written; empty if it cannot be read."""
+        try:
+            return recipe_text(self.folder) or ""
+        except StoreError:  # noted by `recipe`
+            return ""
+
+    def summary(self) -> RunSummary:
+        """The row of the run."""
+        recorded = self._recorded()
+        how, recipe = self.condition(), self.recipe()
+        totals, engines, done = recorded.totals, recorded.engines, recorded.newest
+        steps, evaluations = self._newest_lines()
+        counts = self._counts()
+        last = steps[-1] if steps else None
+        known = totals or Totals(max_staleness=None)
+        if counts is None and last is None and self.faults and how.state != "running":
+            how = Condition("unreadable", next(iter(self.faults.values())))
+        return RunSummary(
+            id=self.id,
+            name=self.name,
+            path=self._path,
+            state=how.state,
+            reason=how.reason,
+            fault="; ".join([*self.faults.values(), *filter(None, [self.pieces.fault])]) or None,
+            started=self.started,
+            step=max(done[0], last.step if last else 0),
+            steps=last_step_of(recipe),
+            version=done[1],
+            accuracy=evaluations[-1].accuracy if evaluations else known.final_accuracy,
+            reward=last.reward if last else None,
+            rl_seconds=last.rl_seconds if last else known.rl_seconds,
+            wall_seconds=max(last.wall_seconds if last else 0.0, known.wall_seconds),
+            steps_per_second=_rate(steps[-_RATE_STEPS:]),
+            trained_tokens=int(self.tables.steps.table["trained_tokens"].sum()) if self.is_open else None,
+            generated_tokens=last.generated_tokens if last else known.generated,
+            trajectories=counts,
+            task=kind if isinstance(kind := flat(recipe).get("task.kind"), str) else None,
+            engines=sum(engine.left_step is None for engine in engines),
+            alarms=len(self.alarms()) if self.is_open else None,
+        )
+
+    def unreadable(self, reason: str) -> RunSummary:
+        """The row of a run of which no row can be made."""
+        return RunSummary(self.id, self.name, self._path, "unreadable", reason, fault=reason)
+
+    @property
+    def _path(self) -> str:
+        return str(self.folder).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+    def alarms(self) -> list[Alarm]:
+        """The alarms of what was read so far."""
+        return self.findings().alarms
+
+    def findings(self) -> AlarmReport:
+        """The alarms of what was read so far, and what could not be looked at; decided again when there are new steps
+        or evaluations, and when the run ends or goes on."""
+        steps, how = self.tables.steps, self.condition()
+        runs = how.state == "running"
+        key = (steps.epoch, steps.table.rows, len(steps.evaluations), how)
+        if key != self._found[0]:
+            evidence = Evidence(
+                steps=steps.table["step"],
+                series={name: steps.table[name] for name in steps.table.names},
+                evaluations=[line for line in steps.evaluations if type(line) is EvaluationLine],
+                bound=number_of(self.recipe(), "rollout", "max_staleness"),
+                disk=disk_of(self.folder) if runs else None,
+                last_step=last_step_of(self.recipe()),
+                mismatch=mismatch_of(self.recipe()),
+            )
+            death = how.reason if how.state == "dead" else ""
+            self._found = (key, findings_of(evidence).with_death(death, steps.table.rows))
+        return self._found[1]
+
+    def _newest_lines(self) -> tuple[list[StepMetrics], list[EvaluationLine]]:
+        """What the end of the metrics holds; of an open run, at which its pages look all the time, without what the
+        look before has read."""
+        try:
+            return self._newest.read(keep=self.is_open)
+        except StoreError as error:
+            self.faults["metrics.jsonl"] = self.told(error)
+            return [], []
+
+    def _counts(self) -> dict[str, int] | None:
+        """Trajectories by state: those of the table if it is whole, or counted, at times if that takes long."""
+        return _balance(self.tables.trajectories.count("state")) if self._is_counted else self._counted[1]
+
+    @property
+    def _is_counted(self) -> bool:
+        return self.is_open and self.tables.trajectories.indexed == 1.0
+
+    def trained_by_step(self) -> Any:
+        """[steps] trajectories trained in each step of the metrics, as far as they are indexed."""
+        steps, numbers = self.tables.trajectories.table["step"], self.tables.steps.table["step"]
+        places = np.searchsorted(numbers, steps)
+        known = places < len(numbers)
+        known[known] = numbers[places[known]] == steps[known]
+        return np.bincount(places[known], minlength=len(numbers))
+
+
+def _balance(counts: dict[str, int]) -> dict[str, int]:
+    return {"issued": sum(counts.values())} | {state.value: counts.get(state.value, 0) for state in State}
+
+
+def _rate(steps: list[StepMetrics]) -> float | None:
+    if len(steps) < 2 or (seconds := steps[-1].rl_seconds - steps[0].rl_seconds) <= 0:
+        return None
+    return (steps[-1].step - steps[0].step) / seconds

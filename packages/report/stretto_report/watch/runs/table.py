@@ -1,0 +1,225 @@
+"""A page of the trajectories: filtered, sorted, and its rows completed from the ledger."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto.core.records import Record, trajectory_id
+from stretto_report.watch.index.columns import Column
+from stretto_report.watch.index.files import read_ledger
+from stretto_report.watch.index.trajectories import NONE, Trajectories
+from stretto_report.watch.runs.questions import PromptTexts
+from stretto_report.watch.runs.where import Clause
+
+PROMPT_SHOWN = 200  #: characters of a prompt in a row
+_SEARCH_SECONDS = 0.1  # for one page: others wait for theirs
+_MOST_ORDERS = 4  # kept
+_GROUPS = "SELECT key, id FROM groups WHERE key IN (SELECT value FROM json_each(?))"
+_KEY_OF = "SELECT key FROM groups WHERE id = ?"
+_SHOWN: tuple[str, ...] = ("group_key", "member", "state", "reason", "verdict", "reward", "length", "stop", "oldest")
+_SHOWN += ("newest", "admitted", "step", "interrupted")
+_COMPARED: dict[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+class TableRow(Record, frozen=True):
+    """One trajectory in the table."""
+
+    id: str
+    group: str
+    member: int
+    prompt_id: str
+    prompt: str | None
+    state: str
+    reason: str
+    verdict: str | None
+    reward: float | None
+    length: int
+    stop_reason: str | None
+    oldest_version: int | None
+    newest_version: int | None
+    admitted_version: int
+    trained_step: int | None
+    staleness: int | None
+    interrupted: int
+
+
+class Page(Record, frozen=True):
+    """`matched` rows pass the filter, of `total`; `rows` are those of this page."""
+
+    total: int
+    matched: int
+    offset: int
+    limit: int
+    indexed: float
+    searched: float  # the share of the prompts that were searched for a text; asked again, the search goes on
+    rows: list[TableRow]
+
+
+class Table:
+    """The trajectories of one run with what makes rows of them. Orders are kept until the trajectories change."""
+
+    def __init__(self, folder: Path, trajectories: Trajectories, questions: PromptTexts) -> None:
+        self._folder, self._trajectories, self._questions = folder, trajectories, questions
+        self._orders: dict[str, Column] = {}
+        self._changes = -1
+
+    @property
+    def held(self) -> int:
+        """Bytes of the orders."""
+        return sum(order.nbytes for order in self._orders.values())
+
+    def page(self, where: Sequence[Clause], sort: tuple[str, bool], offset: int, limit: int) -> Page:
+        """The rows that pass all clauses, in an order, from `offset` on.
+
+        Raises:
+            StoreError: the ledger cannot be read.
+        """
+        order = self._order(*sort)
+        searched = 1.0
+        if where:
+            chosen = np.ones(self._trajectories.table.rows, bool)
+            for clause in where:
+                passing, share = self._search(clause) if clause.field == "text" else (self._passes(clause), 1.0)
+                chosen, searched = chosen & passing, min(searched, share)
+            order = order[chosen[order]]
+        return Page(
+            total=self._trajectories.table.rows,
+            matched=len(order),
+            offset=offset,
+            limit=limit,
+            indexed=self._trajectories.indexed,
+            searched=searched,
+            rows=self.rows(order[offset : offset + limit]),
+        )
+
+    def _order(self, name: str, descending: bool) -> Column:
+        if self._changes != self._trajectories.changes:
+            self._orders, self._changes = {}, self._trajectories.changes
+        if name == "id":
+            order = np.arange(self._trajectories.table.rows)
+            return order[::-1] if descending else order
+        key = f"-{name}" if descending else name
+        if key not in self._orders:
+            while len(self._orders) >= _MOST_ORDERS:
+                del self._orders[next(iter(self._orders))]
+            values, absent = self._sortable(name)
+            order = np.argsort(-values if descending else values, kind="stable")
+            self._orders[key] = np.concatenate((order[~absent[order]], order[absent[order]])).astype(np.int32)
+        return self._orders[key]
+
+    def _sortable(self, name: str) -> tuple[Column, Column]:
+        """[rows] numbers in the order of a column, and whether a row has none."""
+        if name in ("state", "verdict"):
+            codes = self._trajectories.table[name]
+            words = self._trajectories.words[name].all
+            ranks = np.array([sorted(words).index(word) for word in words] or [0])
+            return ranks[codes], codes == NONE
+        values = self._numbers(name)
+        absent = np.isnan(values) if values.dtype.kind == "f" else values == NONE
+        return values if values.dtype.kind == "f" else values.astype(np.int64), absent
+
+    def _numbers(self, name: str) -> Column:
+        return self._trajectories.staleness if name == "staleness" else self._trajectories.table[name]
+
+    def _passes(self, clause: Clause) -> Column:
+        """[rows] whether each passes."""
+        match clause.field:
+            case "group":
+                found = np.isin(self._trajectories.table["group_key"], self._group_keys(clause.values))
+                return ~found if clause.operator == "!=" else found
+            case "state" | "verdict" | "stop" | "reason" | "prompt":
+                return self._passes_words(clause)
+            case _:
+                return _passes_numbers(self._numbers(clause.field), clause)
+
+    def _search(self, clause: Clause) -> tuple[Column, float]:
+        """[rows] whether the prompt of each has a text, as far as prompts were searched; and how far."""
+        found = self._questions.search(str(clause.values[0]), _SEARCH_SECONDS)
+        codes = [code for id in found.ids if (code := self._trajectories.words["prompt"].find(id)) is not None]
+        return np.isin(self._trajectories.table["prompt"], codes), found.share
+
+    def _group_keys(self, ids: Sequence[float | str | None]) -> list[int]:
+        with read_ledger(self._folder) as connection:
+            found = [connection.execute(_KEY_OF, (id,)).fetchone() for id in ids]
+        return [row[0] for row in found if row is not None]
+
+    def _passes_words(self, clause: Clause) -> Column:
+        words, codes = self._trajectories.words[clause.field], self._trajectories.table[clause.field]
+        if clause.operator == "~":
+            wanted = str(clause.values[0]).casefold()
+            return np.isin(codes, [code for code, word in enumerate(words.all) if wanted in word.casefold()])
+        chosen = [NONE if value is None else words.find(str(value)) for value in clause.values]
+        found = np.isin(codes, [code for code in chosen if code is not None])
+        return ~found if clause.operator == "!=" else found
+
+    def rows(self, places: Column) -> list[TableRow]:
+        """The rows at these places of the table.
+
+        Raises:
+            StoreError: the ledger cannot be read.
+        """
+        table, words = self._trajectories.table, self._trajectories.words
+        groups = self._groups(np.unique(table["group_key"][places]).tolist())
+        prompts = [words["prompt"][code] or "" for code in table["prompt"][places].tolist()]
+        questions = self._questions.find(prompts)
+        staleness = self._trajectories.staleness[places].tolist()
+        columns = zip(*(table[name][places].tolist() for name in _SHOWN), strict=True)
+        found = []
+        for at, (key, member, state, reason, verdict, reward, *rest) in enumerate(columns):
+            length, stop, oldest, newest, admitted, step, interrupted = rest
+            group = groups.get(key, "")
+            question = questions.get(prompts[at])
+            found.append(
+                TableRow(
+                    id=trajectory_id(group, member),
+                    group=group,
+                    member=member,
+                    prompt_id=prompts[at],
+                    prompt=None if question is None else question.prompt[:PROMPT_SHOWN],
+                    state=words["state"][state] or "",
+                    reason=words["reason"][reason] or "",
+                    verdict=words["verdict"][verdict],
+                    reward=None if np.isnan(reward) else reward,
+                    length=length,
+                    stop_reason=words["stop"][stop],
+                    oldest_version=_there(oldest),
+                    newest_version=_there(newest),
+                    admitted_version=admitted,
+                    trained_step=_there(step),
+                    staleness=_there(staleness[at]),
+                    interrupted=interrupted,
+                )
+            )
+        return found
+
+    def _groups(self, keys: list[int]) -> dict[int, str]:
+        with read_ledger(self._folder) as connection:
+            return dict(connection.execute(_GROUPS, (msgspec.json.encode(keys).decode(),)).fetchall())
+
+
+def _passes_numbers(values: Column, clause: Clause) -> Column:
+    absent = np.isnan(values) if values.dtype.kind == "f" else values == NONE
+    if clause.operator in ("=", "!="):
+        found = np.isin(values, [value for value in clause.values if value is not None]) & ~absent
+        found = found | absent if None in clause.values else found
+        return ~found if clause.operator == "!=" else found
+    (value,) = clause.values
+    if value is None:
+        return np.zeros(len(values), bool)
+    passing: Column = _COMPARED[clause.operator](values, value) & ~absent
+    return passing
+
+
+def _there(value: int) -> int | None:
+    return None if value == NONE else value

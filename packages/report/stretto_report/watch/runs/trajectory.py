@@ -1,0 +1,360 @@
+"""One trajectory with all that is on record of it: tokens, what became of each, and its life; and its group."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from stretto.conversation.tool_calls import form_of
+from stretto.core.errors import StoreError
+from stretto.core.records import Record, Segment, State
+from stretto.store.ledger.partials import read_member
+from stretto.store.ledger.rows import Payload, decode_payload
+from stretto_report.watch.index.files import read_ledger
+from stretto_report.watch.index.trajectories import Trajectories
+from stretto_report.watch.runs.pieces import Pieces
+from stretto_report.watch.runs.questions import PromptTexts
+from stretto_report.watch.runs.table import Table, TableRow
+from stretto_report.watch.runs.training import TrainedIn, Training, TrainingSums, mean_advantages, trained_in
+
+LONGEST_TEXT = 20_000  #: characters of a text that is sent as a whole
+LONGEST_OF_MEMBER = 4_000
+MOST_TOKENS = 20_000  #: of a window
+_LARGEST_CALLS = 200_000  # characters of a segment that is searched for calls
+_GROUP = "SELECT key, prompt_token_ids FROM groups WHERE id = ?"
+_PAYLOAD = """
+    SELECT verdict, reward, stop_reason, interrupted, payload FROM trajectories LEFT JOIN payloads USING (key)
+    WHERE trajectories.key = ?
+"""
+
+
+class WrittenCall(Record, frozen=True):
+    """A call of a tool that a model wrote."""
+
+    name: str
+    arguments: str
+
+
+class TokenColumns(Record, frozen=True):
+    """Tokens as columns of one length; a column is None where nothing is on record."""
+
+    id: list[int]
+    text: list[str]
+    version: list[int] | None
+    staleness: list[int] | None
+    logprob: list[float] | None
+    trainer_logprob: list[float | None] | None
+    difference: list[float | None] | None  # trainer's less the engine's
+    ratio: list[float | None] | None
+    advantage: list[float | None] | None
+    fate: list[str]
+
+
+class ShownSegment(Record, frozen=True):
+    """A segment, and its tokens in the window; `offset` is the place of its first token among all."""
+
+    index: int
+    role: str
+    sampled: bool
+    parent: int | None
+    cause: str
+    stop_reason: str | None
+    reward: float | None
+    engines: tuple[tuple[str, int], ...]
+    interrupted: int
+    length: int
+    offset: int
+    calls: list[WrittenCall]
+    tokens: TokenColumns
+
+
+class LifeEvent(Record, frozen=True):
+    """What happened to a trajectory; `token` is where in it, `at` Unix seconds if the time is on record."""
+
+    event: str
+    text: str
+    version: int | None = None
+    token: int | None = None
+    step: int | None = None
+    engine: str | None = None
+    at: float | None = None
+
+
+class Cut(Record, frozen=True):
+    """The window: tokens `offset` to `offset + limit`, and whether there are `more`."""
+
+    offset: int
+    limit: int
+    more: bool
+
+
+class PromptTokens(Record, frozen=True):
+    """The first tokens of a prompt."""
+
+    id: list[int]
+    text: list[str]
+
+
+class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
+    """A row of the table with all that is on record."""
+
+    prompt_text: str | None
+    prompt_cut: bool
+    answer: str | None
+    text: str
+    text_cut: bool
+    prompt_tokens: PromptTokens
+    prompt_length: int
+    rewards: dict[str, float]
+    session: str
+    tokens: int
+    cut: Cut
+    segments: list[ShownSegment]
+    training: TrainingSums | None
+    training_fault: str  # why there is no record of the step that trained it
+    life: list[LifeEvent]
+    members: list[str]  # of its group
+
+
+class GroupMember(TableRow, frozen=True):
+    """A completion beside its siblings."""
+
+    text: str
+    text_cut: bool
+    advantage: float | None  # the mean over its loss tokens
+
+
+class ShownGroup(Record, frozen=True):
+    """A prompt with all completions of one attempt."""
+
+    group: str
+    prompt_id: str
+    prompt: str | None
+    answer: str | None
+    admitted_version: int
+    mean_reward: float | None
+    members: list[GroupMember]
+
+
+class Reader:
+    """Reads single trajectories and groups of one run."""
+
+    def __init__(self, folder: Path, trajectories: Trajectories, questions: PromptTexts, pieces: Pieces) -> None:
+        self._folder, self._trajectories, self._questions = folder, trajectories, questions
+        self.table, self._pieces = Table(folder, trajectories, questions), pieces
+
+    def trajectory(self, id: str, offset: int, limit: int, skipped: dict[int, tuple[str, ...]]) -> Detail | None:
+        """All that is on record of a trajectory, its tokens from `offset` on; None if there is none of this name.
+
+        Raises:
+            StoreError: it is not what was written, or cannot be read.
+        """
+        group, _, member = id.rpartition("/")
+        with read_ledger(self._folder) as connection:
+            found = connection.execute(_GROUP, (group,)).fetchone()
+            if found is None or not member.isdecimal() or len(member) > 9:
+                return None
+            key, prompt = found[0] + int(member), _prompt(found[1])
+            places = self._places(found[0])
+            at = [place for place in places.tolist() if self._trajectories.table["key"][place] == key]
+            if not at:
+                return None
+            (row,) = self.table.rows(np.array(at))
+            payload = self._payload(connection, row, key)
+            trained = trained_in(connection, row, skipped)
+        training = Training.of(self._folder, row, trained, payload.segments)
+        question = self._questions.find([row.prompt_id]).get(row.prompt_id)
+        asked = question.prompt if question is not None else None
+        return Detail(
+            **msgspec.structs.asdict(row),
+            prompt_text=None if asked is None else asked[:LONGEST_TEXT],
+            prompt_cut=asked is not None and len(asked) > LONGEST_TEXT,
+            answer=None if question is None else question.answer[:LONGEST_TEXT],
+            text=payload.text[:LONGEST_TEXT],
+            text_cut=len(payload.text) > LONGEST_TEXT,
+            prompt_tokens=PromptTokens(list(prompt[:limit]), self._pieces.of(prompt[:limit])),
+            prompt_length=len(prompt),
+            rewards=dict(payload.rewards),
+            session=payload.session,
+            tokens=(total := sum(len(segment.token_ids) for segment in payload.segments)),
+            cut=Cut(offset, limit, offset + limit < total),
+            segments=list(self._segments(payload.segments, training, offset, offset + limit)),
+            training=training.sums,
+            training_fault=training.fault,
+            life=list(life(row, payload.segments, trained)),
+            members=[one.id for one in self.table.rows(places)],
+        )
+
+    def group(self, id: str) -> ShownGroup | None:
+        """All completions of a group; None if there is none of this name.
+
+        Raises:
+            StoreError: one is not what was written, or cannot be read.
+        """
+        with read_ledger(self._folder) as connection:
+            found = connection.execute(_GROUP, (id,)).fetchone()
+            places = self._places(found[0]) if found is not None else ()
+            if not len(places):
+                return None
+            rows = self.table.rows(np.array(places))
+            texts = [self._payload(connection, row, found[0] + row.member).text for row in rows]
+        question = self._questions.find([rows[0].prompt_id]).get(rows[0].prompt_id)
+        rewards = [row.reward for row in rows if row.reward is not None]
+        advantages = mean_advantages(self._folder, rows)
+        return ShownGroup(
+            group=id,
+            prompt_id=rows[0].prompt_id,
+            prompt=None if question is None else question.prompt[:LONGEST_TEXT],
+            answer=None if question is None else question.answer[:LONGEST_TEXT],
+            admitted_version=rows[0].admitted_version,
+            mean_reward=sum(rewards) / len(rewards) if rewards else None,
+            members=[
+                GroupMember(
+                    **msgspec.structs.asdict(row),
+                    text=text[:LONGEST_OF_MEMBER],
+                    text_cut=len(text) > LONGEST_OF_MEMBER,
+                    advantage=advantages.get(row.id),
+                )
+                for row, text in zip(rows, texts, strict=True)
+            ],
+        )
+
+    def _places(self, group_key: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Where the table has the members of a group: keys of a group follow each other."""
+        keys = self._trajectories.table["key"]
+        begin = int(np.searchsorted(keys, group_key))
+        end = begin
+        while end < len(keys) and self._trajectories.table["group_key"][end] == group_key:
+            end += 1
+        return np.arange(begin, end)
+
+    def _payload(self, connection: sqlite3.Connection, row: TableRow, key: int) -> Payload:
+        """Its segments and text; of one in flight what is journaled."""
+        found = connection.execute(_PAYLOAD, (key,)).fetchone()
+        if found is None:
+            raise StoreError(f"trajectory {row.id} is not on record")
+        *columns, sealed = found
+        if sealed is not None:
+            return decode_payload(row.id, tuple(columns), sealed)
+        (number,) = connection.execute("PRAGMA user_version").fetchone()
+        if number < 3 or row.state != State.IN_FLIGHT:
+            return Payload(segments=(), text="")
+        segments = read_member(connection, row.id, key, number).segments
+        tokens = [token for segment in segments for token in segment.token_ids]
+        return Payload(segments=segments, text=self._pieces.text(tokens[:LONGEST_TEXT]))
+
+    def _segments(
+        self, segments: Sequence[Segment], training: Training, first: int, last: int
+    ) -> Iterator[ShownSegment]:
+        """Those that are in the window at least in part; of none of whose tokens is there only the beginning."""
+        begins = accumulate((len(segment.token_ids) for segment in segments), initial=0)
+        sampled = accumulate((len(segment.versions) for segment in segments), initial=0)
+        for index, (segment, begin, own) in enumerate(zip(segments, begins, sampled, strict=False)):
+            end = begin + len(segment.token_ids)
+            if end < first or begin >= last:
+                continue
+            window = slice(max(0, first - begin), max(0, last - begin))
+            calls = self._calls(segment) if segment.sampled and first <= begin else []
+            yield ShownSegment(
+                index=index,
+                role="assistant" if segment.sampled else "given",
+                sampled=segment.sampled,
+                parent=segment.parent,
+                cause=segment.cause,
+                stop_reason=segment.stop_reason,
+                reward=segment.reward,
+                engines=segment.engines,
+                interrupted=segment.interrupted,
+                length=len(segment.token_ids),
+                offset=begin,
+                calls=calls,
+                tokens=self._columns(segment, window, training, own + window.start),
+            )
+
+    def _calls(self, segment: Segment) -> list[WrittenCall]:
+        text = self._pieces.text(segment.token_ids[:MOST_TOKENS])
+        if len(text) > _LARGEST_CALLS:
+            return []
+        found = form_of(self._pieces.chat_template).parse(text, lambda number: f"call_{number}").calls
+        return [WrittenCall(call.name, call.arguments) for call in found]
+
+    def _columns(self, segment: Segment, window: slice, training: Training, first: int) -> TokenColumns:
+        """Those of a window of a segment; `first` is the place of its first token among the sampled ones."""
+        ids, versions = segment.token_ids[window], segment.versions[window]
+        logprobs, trained = segment.behavior_logprobs[window], training.trained
+        numbers = partial(training.numbers, first=first, count=len(ids)) if segment.sampled else lambda _: None
+        by_trainer = numbers("trainer_logprob")
+        return TokenColumns(
+            id=list(ids),
+            text=self._pieces.of(ids),
+            version=list(versions) if segment.sampled else None,
+            staleness=[trained.version - version for version in versions] if segment.sampled and trained else None,
+            logprob=list(logprobs) if segment.sampled else None,
+            trainer_logprob=by_trainer,
+            difference=None if by_trainer is None else _differences(by_trainer, logprobs),
+            ratio=numbers("ratio"),
+            advantage=numbers("advantage"),
+            fate=training.fates(segment, window, first),
+        )
+
+
+def _differences(trainer: Sequence[float | None], engine: Sequence[float]) -> list[float | None]:
+    return [None if ours is None else ours - theirs for ours, theirs in zip(trainer, engine, strict=True)]
+
+
+def life(row: TableRow, segments: Sequence[Segment], trained: TrainedIn | None) -> Iterator[LifeEvent]:
+    """What happened to a trajectory, in its order: as far as its records say."""
+    yield LifeEvent("admitted", f"admitted at version {row.admitted_version}", version=row.admitted_version)
+    begin = 0
+    for segment in segments:
+        yield from _of_segment(segment, begin)
+        begin += len(segment.token_ids)
+    if row.verdict is not None:
+        reward = "without a reward" if row.reward is None else f"with reward {row.reward:g}"
+        yield LifeEvent("judged", f"judged {row.verdict}, {reward}")
+    if row.state in (State.BUFFERED, State.TRAINED):
+        yield LifeEvent("buffered", "waited for a batch")
+    if trained is not None:
+        text = f"trained in step {trained.step}, at version {trained.version}"
+        text += "; the optimizer step was skipped" if trained.skipped else ""
+        yield LifeEvent("trained", text, version=trained.version, step=trained.step, at=trained.committed)
+    elif row.state in (State.FILTERED, State.EXPIRED, State.FAILED):
+        yield LifeEvent(row.state, f"{row.state}: {row.reason}")
+
+
+def _of_segment(segment: Segment, begin: int) -> Iterator[LifeEvent]:
+    if not segment.sampled:
+        return
+    ends = [*accumulate(count for _, count in segment.engines)]
+    engines = [name or "an engine that is not on record" for name, _ in segment.engines]
+    by = f" by {engines[0]}" if engines else ""
+    version = segment.versions[0]
+    yield LifeEvent(
+        "begun", f"begun{by} with version {version}", version, begin, engine=engines[0] if engines else None
+    )
+    changes = [at for at in range(1, len(segment.versions)) if segment.versions[at] != segment.versions[at - 1]]
+    happened = [
+        (at, LifeEvent("interrupted", f"went on with version {segment.versions[at]}", segment.versions[at], begin + at))
+        for at in changes
+    ]
+    happened += [
+        (at, LifeEvent("moved", f"went on by {name}", token=begin + at, engine=name))
+        for at, name in zip(ends, engines[1:], strict=False)
+    ]
+    yield from (event for _, event in sorted(happened, key=lambda pair: pair[0]))
+    if segment.interrupted > len(changes):
+        more = segment.interrupted - len(changes)
+        yield LifeEvent("interrupted", f"stopped by {more} more updates without a token between")
+    if segment.stop_reason is not None:
+        why = "at its end" if segment.stop_reason == "stop" else "at its length limit"
+        yield LifeEvent("ended", f"ended {why}, {len(segment.token_ids)} tokens", token=begin + len(segment.token_ids))
+
+
+def _prompt(packed: bytes | None) -> tuple[int, ...]:
+    return () if packed is None else msgspec.msgpack.decode(packed, type=tuple[int, ...])

@@ -1,0 +1,159 @@
+"""`stretto watch`: the dashboard's server, in this process, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import html
+import ipaddress
+import secrets
+import socket
+import tempfile
+import webbrowser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from stretto.core.errors import Problem, RunFolderError
+from stretto.processes.http.names import HostNames
+from stretto.processes.http.server import HttpServer, settings_of
+from stretto_report.watch.runs.catalog import Catalog, is_run
+from stretto_report.watch.web.app import Dashboard
+from stretto_report.watch.web.guard import PASSWORD, Guard
+from stretto_report.watch.web.replay import Replays
+
+_SHORTEST_PASSWORD = 8
+_SHUTDOWN_SECONDS = 1
+_KEEP_ALIVE_SECONDS = 30
+
+
+class _WatchServer(HttpServer):
+    """A signal ends it, and is what it was asked to do: it is not raised again."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called for SIGINT and SIGTERM."""
+        self.should_exit = self.force_exit = True
+
+
+def watch(
+    folders: Sequence[Path],
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    password: str | None,
+    opens: bool,
+    say: Callable[[str], None],
+    cache: Path | None = None,
+    replays: Path | None = None,
+) -> None:
+    """Serve until a signal ends it; the address is said when it listens.
+
+    Args:
+        token: what opens the dashboard on loopback; None makes one.
+        password: what opens it where others than this machine may ask; see `PASSWORD`.
+        opens: open the address in a browser.
+        replays: the folder of what replays make that are begun from the page; None allows none.
+
+    Raises:
+        RunFolderError: a folder is not there, the address cannot be had, or there is no password for it.
+    """
+    loopback = _is_loopback(host)
+    secret = _secret(host, loopback, token, password)
+    _check_folders(folders)
+    if replays is not None:
+        replays = _folder_of_replays(replays)
+        folders = [*folders, replays]
+    bound = _bind(host, port)
+    port = bound.getsockname()[1]
+    name = "127.0.0.1" if host in ("", "0.0.0.0") else host
+    shown = f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
+    address = f"{shown}?token={secret}" if loopback else shown
+    dashboard = Dashboard(Catalog(folders, cache), Replays(replays))
+    app = Guard(dashboard.app(), secret, port, HostNames(host, loopback=loopback))
+    settings = settings_of(
+        app,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        server_header=False,
+    )
+    bound.listen()
+    say(f"stretto watch: {address}")
+    with contextlib.ExitStack() as ending:
+        if opens and loopback:
+            folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="stretto-watch-"))
+            webbrowser.open(_way(Path(folder), address).as_uri())
+        try:
+            asyncio.run(_WatchServer(settings).serve([bound]))
+        finally:
+            dashboard.close()
+            bound.close()
+
+
+def _way(folder: Path, address: str) -> Path:
+    """A page of the user's own that leads to an address: everybody on the machine can see the command line of a
+    browser, and would see the token."""
+    page = folder / "open.html"
+    page.touch(mode=0o600)
+    page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')
+    return page
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _secret(host: str, loopback: bool, token: str | None, password: str | None) -> str:
+    if not loopback:
+        if password is None or len(password) < _SHORTEST_PASSWORD:
+            found = "others than this machine may ask there, and there is no password"
+            remedy = f"set {PASSWORD} to {_SHORTEST_PASSWORD} characters or more"
+            raise RunFolderError([Problem(f"--host {host}", found, remedy)])
+        return password
+    found = token or secrets.token_urlsafe(24)
+    if not found.isascii() or not found.isprintable() or any(character in found for character in " &#+%;"):
+        raise RunFolderError([Problem("--token", "has characters that an address cannot hold", "letters and digits")])
+    return found
+
+
+def _check_folders(folders: Sequence[Path]) -> None:
+    problems = [
+        Problem(
+            str(folder), "is no folder" if folder.exists() else "does not exist", "give a run folder, or one of runs"
+        )
+        for folder in folders
+        if not folder.is_dir()
+    ]
+    if problems:
+        raise RunFolderError(problems)
+
+
+def _folder_of_replays(folder: Path) -> Path:
+    folder = folder.resolve()
+    if inside := next((path for path in (folder, *folder.parents) if is_run(path)), None):
+        found = f"is in the run folder {inside}, and the dashboard writes into no run"
+        raise RunFolderError([Problem(f"--replays {folder}", found, "give another folder")])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError([Problem(f"--replays {folder}", error.strerror or str(error), "give a folder")]) from error
+    return folder
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    place = f"--host {host} --port {port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise RunFolderError([Problem(place, str(error), "give an address of this machine")]) from None
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise RunFolderError([Problem(place, error.strerror or str(error), "choose a free port")]) from None
+    return bound

@@ -1,0 +1,142 @@
+"""`stretto watch RUN --terminal`: the view of `stretto train` on a run that somebody else has started, from its folder
+alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from stretto.core.errors import Problem, RunFolderError
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.inspection import CanaryProof
+from stretto.store.series.follower import LineFollower
+from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
+from stretto_report.audit.alarms import AlarmWatch, last_step_of
+from stretto_report.dashboard.terminal.progress import Display, open_display
+from stretto_report.watch.runs.catalog import Catalog
+from stretto_report.watch.runs.run import WatchedRun
+
+_POLL_SECONDS = 0.5
+_NAMED = 3  # runs to choose from
+_LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
+
+Leaves = Callable[[float], bool]
+
+
+def watch_in_terminal(folders: Sequence[Path], leaves: Leaves | None = None) -> None:
+    """Show one run until it ends, or until the user leaves by ``q``, Ctrl-C or SIGTERM; the run does not notice.
+
+    Args:
+        leaves: waits for its seconds, and says whether to leave before the run ends; None: asks the keyboard.
+
+    Raises:
+        RunFolderError: there is not one folder, or no run in it.
+        StoreError: the metrics are no plain file.
+    """
+    run = _run_of(folders)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+            _follow(run, leaves or stack.enter_context(_keyboard(sys.stdin)))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_of(folders: Sequence[Path]) -> WatchedRun:
+    if len(folders) != 1:
+        raise RunFolderError([Problem("--terminal", f"{len(folders)} folders", "shows one run: give its folder")])
+    (folder,) = folders
+    if not folder.is_dir():
+        found = "is no folder" if folder.exists() else "does not exist"
+        raise RunFolderError([Problem(str(folder), found, "give a run folder")])
+    runs = Catalog([folder]).all()
+    for run in runs:
+        if run.folder == folder.resolve():
+            return run
+    names = ", ".join(str(folder / run.name) for run in runs[:_NAMED])
+    remedy = f"give one of those in it: {names}" if runs else "give a folder that `stretto train` created"
+    raise RunFolderError([Problem(str(folder), "is no run folder", remedy)])
+
+
+def _follow(run: WatchedRun, leaves: Leaves) -> None:
+    follower = LineFollower(RunFolder(run.folder).metrics, _LINE)
+    lines: list[MetricsLine] = []
+    while True:  # a second time when the file was written again: the run goes on from an earlier step
+        with _display(run) as display:
+            again = _show_on(run, follower, display, lines, leaves)
+        if again is None:
+            break
+        lines = again
+    if follower.fault is not None:
+        display.say(follower.fault)
+    now = run.condition()
+    display.say(f"{run.name}: {now.state}" + (f": {now.reason}" if now.reason else ""))
+
+
+def _display(run: WatchedRun) -> Display:
+    recipe = run.recipe()
+    alarms = AlarmWatch.of(run.folder, recipe)
+    return open_display(
+        last_step_of(recipe) or 0, alarms=alarms, title=f"stretto: {run.name}", proofs=lambda: _proofs(run)
+    )
+
+
+def _proofs(run: WatchedRun) -> Sequence[CanaryProof]:
+    found = run.inspection()
+    return () if found is None else found.canary
+
+
+def _show_on(
+    run: WatchedRun,
+    follower: LineFollower[MetricsLine],
+    display: Display,
+    lines: list[MetricsLine],
+    leaves: Leaves,
+) -> list[MetricsLine] | None:
+    """Show lines, and those that come, until the run has ended or the user leaves: None; or until the file was written
+    again: its first lines."""
+    while True:
+        for line in lines:
+            if isinstance(line, StepMetrics):
+                display.step(line)
+            elif type(line) is EvaluationLine:  # those of further sets are in the browser
+                display.evaluated(line)
+        runs = run.condition().state == "running"  # asked before reading: what it wrote until its end is read
+        lines, again = follower.read_on()
+        if again:
+            return lines
+        display.refresh()
+        if not lines and not follower.more and (not runs or leaves(_POLL_SECONDS)):
+            return None
+
+
+@contextlib.contextmanager
+def _keyboard(stream: TextIO) -> Iterator[Leaves]:
+    """Waits for the key ``q`` on a terminal, and in vain elsewhere; the terminal is given back as it was."""
+    if not stream.isatty():
+        yield lambda seconds: bool(select.select([], [], [], seconds)[0])
+        return
+    descriptor = stream.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+
+    def leaves(seconds: float) -> bool:
+        if not select.select([descriptor], [], [], seconds)[0]:
+            return False
+        keys = os.read(descriptor, 64)
+        return not keys or b"q" in keys.lower()  # no keys: the terminal has gone
+
+    try:
+        yield leaves
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

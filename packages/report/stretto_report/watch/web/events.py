@@ -1,0 +1,123 @@
+"""What is new of a run, as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stretto_report.watch.index.steps import finite
+from stretto_report.watch.runs.run import RunSummary, WatchedRun
+from stretto_report.watch.web.pages import evaluation_of
+
+_LOOK_SECONDS, _LONGEST_SECONDS = 0.5, 1.0  # between two looks
+_LOOK_SHARE = 200  # the same, in times of what a look takes
+_READ_SECONDS = 0.1
+_PING_SECONDS = 10.0
+_MOST_STEPS = 500  # of one look; one that is further behind loads the curves again
+
+Event = tuple[str, int | None, Any]  # name, id, data
+
+
+class Follower:
+    """What one client knows of a run."""
+
+    def __init__(self, run: WatchedRun, last_step: int | None) -> None:
+        """`last_step`: the newest step that the client knows; None: it loads the curves by itself."""
+        self._run, self._last = run, last_step
+        self._summary: RunSummary | None = None
+        self._seen: dict[str, Any] = {}
+        self._alarms: set[tuple[str, str]] = set()
+        self._epoch: int | None = None
+        self._stands = False
+        self._evaluations: int | None = None
+
+    def news(self) -> list[Event]:
+        """What has come since the last call. A run whose tables were given up for those of others has only its row,
+        until a page of it is asked for: two large runs would else push each other out all the time."""
+        if self._epoch is not None and not self._run.is_open:
+            news = [*self._row()] if self._stands else [("standing", None, {}), *self._row()]
+            self._stands = True
+            return news
+        stood, self._stands = self._stands, False
+        self._run.advance(_READ_SECONDS)
+        return [*([("reset", None, {})] if stood else []), *self._row(), *self._news()]
+
+    def _row(self) -> Iterator[Event]:
+        if (summary := self._run.summary()) != self._summary:
+            self._summary = summary
+            yield "run", None, summary
+
+    def _news(self) -> Iterator[Event]:
+        run, tables = self._run, self._run.tables
+        if self._epoch not in (None, tables.steps.epoch):
+            self._last, self._evaluations = None, None
+            yield "reset", None, {}
+        self._epoch = tables.steps.epoch
+        yield from self._steps()
+        known, self._evaluations = self._evaluations, len(tables.steps.evaluations)
+        if known is not None:
+            yield from (("evaluation", None, evaluation_of(line)) for line in tables.steps.evaluations[known:])
+        alarms = {(alarm.name, alarm.title): alarm for alarm in run.alarms()}
+        fresh, self._alarms = alarms.keys() - self._alarms, {*alarms}
+        yield from (("alarm", None, alarm) for key, alarm in alarms.items() if key in fresh)
+        if self._changed("findings", findings := run.findings().told()):
+            yield "findings", None, findings
+        table = {"total": tables.trajectories.table.rows, "indexed": tables.trajectories.indexed}
+        if self._changed("trajectories", tables.trajectories.changes):
+            yield "trajectories", None, table
+        if self._changed("timeline", tables.spans.end):
+            yield "timeline", None, {"end": tables.spans.end}
+
+    def _steps(self) -> Iterator[Event]:
+        steps = self._run.tables.steps
+        numbers = steps.table["step"]
+        if not len(numbers):
+            return
+        newest = int(numbers[-1])
+        if self._last is None or self._last > newest:
+            self._last = newest
+            return
+        first = int(np.searchsorted(numbers, self._last, side="right"))
+        if len(numbers) - first > _MOST_STEPS:
+            self._last = newest
+            yield "reset", newest, {}
+            return
+        if first == len(numbers):
+            return
+        columns = {name: steps.column(name) for name in steps.names}
+        trained = np.cumsum(self._run.trained_by_step())
+        tokens = np.cumsum(steps.table["trained_tokens"])
+        for row in range(first, len(numbers)):
+            values = {name: finite(float(column[row])) for name, column in columns.items()}
+            x = {"step": int(numbers[row]), "wall_seconds": values["wall_seconds"], "rl_seconds": values["rl_seconds"]}
+            x |= {"trained_tokens": float(tokens[row]), "trajectories": float(trained[row])}
+            yield "step", int(numbers[row]), {"step": int(numbers[row]), "values": values, "x": x}
+        self._last = newest
+
+    def _changed(self, name: str, value: Any) -> bool:
+        before, self._seen[name] = self._seen.get(name), value
+        return bool(before != value)
+
+
+async def stream(
+    news: Callable[[], Awaitable[list[Event]]], is_gone: Callable[[], Awaitable[bool]]
+) -> AsyncIterator[bytes]:
+    """Events as they come, until the client has gone; a comment when nothing comes for a while."""
+    yield b"retry: 1000\n\n"
+    pinged = time.monotonic()
+    while not await is_gone():
+        since = time.monotonic()
+        events = await news()
+        took = time.monotonic() - since
+        for name, id, data in events:
+            number = "" if id is None else f"id: {id}\n"
+            yield f"event: {name}\n{number}".encode() + b"data: " + msgspec.json.encode(data) + b"\n\n"
+        if events or time.monotonic() - pinged > _PING_SECONDS:
+            pinged = time.monotonic()
+            yield b": ping\n\n"
+        await asyncio.sleep(min(_LONGEST_SECONDS, max(_LOOK_SECONDS, _LOOK_SHARE * took)))

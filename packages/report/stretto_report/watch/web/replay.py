@@ -1,0 +1,257 @@
+"""`stretto replay`, begun from the page: a process of its own, one at a time, that writes into a folder of its own.
+
+What is asked is checked for its form here, and by the command for everything else: its words are the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec import field as renamed
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import DeadlineExceeded, Problem, RefusedRequest, described
+from stretto.core.records import Record
+from stretto.processes.heartbeat import PARENT
+from stretto.store.folder.branch import CHANGEABLE, ORIGIN
+from stretto_report.watch.index.files import read_text
+from stretto_report.watch.runs.catalog import id_of
+from stretto_report.watch.runs.run import WatchedRun
+from stretto_report.watch.web.guard import PASSWORD
+
+_PROGRAM = (
+    "import os; from stretto.processes.heartbeat import die_with_parent; "
+    f"die_with_parent(int(os.environ.pop({PARENT!r}))); from stretto_app.cli.main import main; main()"
+)
+#: What is started; `stretto replay`'s own words follow. It ends with this process, whatever ends that.
+COMMAND = (sys.executable, "-c", _PROGRAM)
+_GRACE_SECONDS = 5.0  # from the request to stop until it is killed
+_LOG_SHOWN = 32 << 10
+_MOST_SETTINGS, _LONGEST_SETTING = 32, 500
+_MOST_MINUTES = 7 * 24 * 60
+_KEY = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+", re.ASCII)
+
+
+class BusyReplaying(RefusedRequest):
+    """Another replay has not ended."""
+
+
+class NotAllowed(RefusedRequest):
+    """The server was started without the permission for it."""
+
+
+class ReplayOrder(Record, frozen=True, forbid_unknown_fields=True):
+    """The body of the request: train the batches after step `first`, with these settings (``SECTION.KEY=VALUE``)."""
+
+    first: int = renamed(default=0, name="from")
+    set: tuple[str, ...] = ()
+    minutes: float = 60.0
+
+
+class ReplayState(Record, frozen=True):
+    """The newest replay. `state`: ``running``, ``done``, ``refused`` (a mistake; `log` has the command's words),
+    ``stopped`` or ``failed``; `branch` is the id of what it has made."""
+
+    run: str
+    first: int = renamed(name="from")
+    set: tuple[str, ...]
+    state: str
+    reason: str
+    seconds: float
+    log: str
+    branch: str | None
+
+
+@dataclass(eq=False)
+class _Replay:
+    run: str
+    order: ReplayOrder
+    target: Path
+    log: Path
+    since: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+    state: str = "running"
+    reason: str = ""
+    process: Process | None = None
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def made(self) -> bool:
+        return (self.target / ORIGIN).is_file()
+
+
+class Replays:
+    """The replays of one server; `folder` takes what they make, and None allows none."""
+
+    def __init__(self, folder: Path | None, command: Sequence[str] = COMMAND) -> None:
+        self._folder, self._command = folder, command
+        self._newest: _Replay | None = None
+
+    def require_allowed(self) -> Path:
+        """The folder of replays.
+
+        Raises:
+            NotAllowed: there is none.
+        """
+        if self._folder is None:
+            found, allowed = "not allowed by this server", "start it with: stretto watch DIR --allow-replay"
+            raise NotAllowed("replay", found, allowed)
+        return self._folder
+
+    @property
+    def allowed(self) -> bool:
+        return self._folder is not None
+
+    def state(self) -> ReplayState | None:
+        """The newest replay; None before the first."""
+        if (newest := self._newest) is None:
+            return None
+        return ReplayState(
+            run=newest.run,
+            first=newest.order.first,
+            set=newest.order.set,
+            state=newest.state,
+            reason=newest.reason,
+            seconds=round((newest.ended or time.monotonic()) - newest.since, 1),
+            log=read_text(newest.log, _LOG_SHOWN, end=True) or "",
+            branch=id_of(newest.target) if newest.state == "done" else None,
+        )
+
+    async def begin(self, run: WatchedRun, order: ReplayOrder) -> ReplayState | None:
+        """Start a replay; it is attended to until it ends, or its minutes are over.
+
+        Raises:
+            NotAllowed: the server allows none.
+            BusyReplaying: another one runs.
+            RefusedRequest: what is asked has no form of an order, or the folder of replays cannot be written.
+            OSError: the system starts no process more.
+        """
+        folder = self.require_allowed()
+        if self._newest is not None and self._newest.state == "running":
+            raise BusyReplaying("replay", "another one is running", "wait for its end, or stop it")
+        _check(order)
+        try:
+            target = _new_folder(folder / f"{run.folder.name}-{run.id}")
+            log = target.with_suffix(".log").open("wb")
+        except OSError as error:
+            allowed = "start it with a folder that can be written: --replays DIR"
+            raise RefusedRequest("replay", described(error), allowed) from error
+        self._newest = replay = _Replay(run.id, order, target, Path(log.name))
+        words = ["replay", str(run.folder), f"--from={order.first}", f"--out={target}"]
+        environment = {name: value for name, value in os.environ.items() if name != PASSWORD}
+        try:
+            with log:
+                replay.process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    *words,
+                    *(f"--set={setting}" for setting in order.set),
+                    stdin=DEVNULL,
+                    stdout=log,
+                    stderr=STDOUT,
+                    start_new_session=True,
+                    env=environment | {PARENT: str(os.getpid())},
+                )
+        except OSError as error:
+            replay.state, replay.reason, replay.ended = "failed", str(error), time.monotonic()
+            raise
+        replay.task = asyncio.create_task(self._attend(replay, replay.process))
+        return self.state()
+
+    def stop(self) -> ReplayState | None:
+        """Ask the replay to end; after some seconds it is killed.
+
+        Raises:
+            NotAllowed: as `begin`.
+        """
+        self.require_allowed()
+        if (newest := self._newest) is not None and newest.state == "running" and newest.process is not None:
+            newest.reason = newest.reason or "stopped from the page"
+            _end(newest.process)
+        return self.state()
+
+    async def _attend(self, replay: _Replay, process: Process) -> None:
+        try:
+            async with deadline("stretto watch", "the replay", 60 * replay.order.minutes):
+                await process.wait()
+        except DeadlineExceeded as error:
+            replay.reason = str(error)
+            _end(process)
+            await process.wait()  # which is killed if it does not end
+        finally:
+            if process.returncode is None:
+                replay.reason = "the server ends"
+                _kill(process)
+                await process.wait()
+            replay.ended = time.monotonic()
+            replay.state = _outcome(replay, process.returncode)
+            if replay.state == "stopped":  # the log of one that failed names files of its folder
+                shutil.rmtree(replay.target, ignore_errors=True)
+
+
+def _outcome(replay: _Replay, code: int | None) -> str:
+    if code in (0, 1) and replay.made:  # 1: the weights differ although nothing was changed, which the log says
+        return "done"
+    if replay.reason:
+        return "stopped"
+    return "refused" if code == 2 else "failed"
+
+
+def _end(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    asyncio.get_running_loop().call_later(_GRACE_SECONDS, _kill, process)
+
+
+def _kill(process: Process) -> None:
+    """With all of its session; what it has started in others ends with it."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _new_folder(folder: Path) -> Path:
+    """A path in `folder` that is not taken, nor is its log's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = {int(path.stem) for path in folder.iterdir() if path.stem.isdecimal()}
+    return folder / f"{max(taken, default=0) + 1:03d}"
+
+
+def _check(order: ReplayOrder) -> None:
+    """Raises RefusedRequest: it is no order, for all reasons that can be seen without the run."""
+    problems = [str(problem) for problem in _problems(order)]
+    if problems:
+        raise RefusedRequest("replay", "\n".join(problems), f"a replay may change {' and '.join(CHANGEABLE)}")
+
+
+def _problems(order: ReplayOrder) -> Iterable[Problem]:
+    if order.first < 0:
+        yield Problem("--from", str(order.first), "0, or a step of the run")
+    if not 0 < order.minutes <= _MOST_MINUTES:
+        yield Problem("minutes", f"{order.minutes:g}", f"more than 0, and at most {_MOST_MINUTES}")
+    if len(order.set) > _MOST_SETTINGS:
+        yield Problem("--set", f"{len(order.set)} settings", f"at most {_MOST_SETTINGS}")
+    for setting in order.set[:_MOST_SETTINGS]:
+        yield from _problems_of(setting)
+
+
+def _problems_of(setting: str) -> Iterator[Problem]:
+    """A path is not taken from a page: the files of this machine are no business of a browser."""
+    key, equals, value = setting.partition("=")
+    place = f"--set {key.strip()[:80]}"
+    if not equals or len(setting) > _LONGEST_SETTING or not setting.isprintable():
+        yield Problem(f"--set {setting[:80]!r}", "not of the form SECTION.KEY=VALUE", "e.g. algorithm.loss=gspo")
+    elif not _KEY.fullmatch(key.strip()) or key.strip().partition(".")[0] not in CHANGEABLE:
+        yield Problem(place, "cannot be changed", f"a replay may change {' and '.join(CHANGEABLE)}")
+    elif any(mark in value for mark in "/\\~") or ".." in value:
+        yield Problem(place, "has a path", "give it on the command line: stretto replay")

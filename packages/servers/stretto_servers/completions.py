@@ -1,0 +1,183 @@
+"""The completions that an external engine has open: what has come of each, and what may be told of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from stretto.core.errors import WireError
+from stretto.core.records import Completion, GenerateRequest, Likeliest, Segment, StopReason, derive_seed
+from stretto.engine.backend import Stream
+from stretto.engine.native.stops import Watch
+from stretto_servers.make import Continuation, Delta
+
+
+@dataclass
+class OpenCompletion:
+    """One completion while it grows.
+
+    A server is asked again after each update that recomputes: the tokens so far are part of its prompt then. What it
+    has told of the request in progress (`told` tokens) has one version, or, if KV caches are kept, several of those
+    that it `had`, which the server tells at the end; until then tokens after an update are `uncertain`.
+    """
+
+    request: GenerateRequest
+    member: int
+    stream: Stream
+    limit: int  # tokens at most: max_tokens, or what the context leaves
+    watch: Watch | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    likeliest: list[Likeliest] = field(default_factory=list)
+    interrupted: int = 0
+    told: int = 0  # tokens of the request in progress
+    uncertain: int = 0  # of these, tokens whose version is not known yet
+    asked: bool = False  # a request is in progress
+    had: list[int] = field(default_factory=list)  # versions loaded while the request in progress was
+    done: bool = False  # handed to its stream
+
+    def __post_init__(self) -> None:
+        prefix = self.request.prefixes[self.member] if self.request.prefixes else Segment()
+        self.token_ids += prefix.token_ids
+        self.logprobs += prefix.behavior_logprobs
+        self.versions += prefix.versions
+        self.interrupted = prefix.interrupted
+        if self.watch is not None:
+            self.watch.completed(prefix.token_ids)
+
+    def continuation(self, attempt: int, version: int) -> Continuation:
+        """What is asked of the server now, which has `version`. Its seed depends on the tokens so far: to begin the
+        same random numbers anew behind them would sample from another distribution."""
+        self.told = self.uncertain = 0
+        self.had = [version]
+        request, done = self.request, len(self.token_ids)
+        seed = request.seeds[self.member]
+        return Continuation(
+            id=f"{request.id}-{self.member}-{attempt}",
+            token_ids=(*request.prompt_token_ids, *self.token_ids),
+            sampling=request.sampling,
+            max_tokens=self.limit - done,
+            seed=derive_seed(seed, done) if done else seed >> 1,  # servers take 63 bits
+            top_logprobs=request.top_logprobs,
+        )
+
+    def take(self, delta: Delta, version: int, vocab_size: int) -> bool:
+        """Add tokens; whether they complete a stop text, behind whose last token nothing is added.
+
+        Raises:
+            WireError: they are not tokens of this model with their log-probabilities.
+        """
+        self._check(delta, vocab_size)
+        stopped = False
+        for place, token in enumerate(delta.token_ids):
+            self.token_ids.append(token)
+            self.logprobs.append(delta.logprobs[place])
+            self.versions.append(version)
+            if delta.top_logprobs:
+                self.likeliest.append(delta.top_logprobs[place])
+            self.told += 1
+            self.uncertain += len(self.had) > 1
+            if self.watch is not None and self.watch.completed((token,)):
+                stopped = True
+                break
+        return stopped
+
+    def _check(self, delta: Delta, vocab_size: int) -> None:
+        request, count = self.request, len(delta.token_ids)
+        if len(delta.logprobs) != count or len(delta.top_logprobs) != (count if request.top_logprobs else 0):
+            found = f"{count} tokens, {len(delta.logprobs)} log-probabilities and {len(delta.top_logprobs)} top lists"
+            raise WireError(f"{request.id}: the server sent {found}")
+        if count > self.limit - len(self.token_ids):
+            raise WireError(f"{request.id}: the server sent more than the {self.limit} tokens that it was asked for")
+        if count and self.told and self.token_ids[-1] in request.sampling.stop_token_ids:
+            raise WireError(f"{request.id}: the server went on behind the stop token {self.token_ids[-1]}")
+        likeliest = [pair for pairs in delta.top_logprobs for pair in pairs]
+        ids = (*delta.token_ids, *(token for token, _ in likeliest))
+        if wrong := [token for token in ids if not 0 <= token < vocab_size]:
+            raise WireError(f"{request.id}: the server sent token {wrong[0]}; the vocabulary has 0 to {vocab_size - 1}")
+        numbers = (*delta.logprobs, *(number for _, number in likeliest))
+        if odd := [number for number in numbers if not (math.isfinite(number) and number <= _ROUNDING)]:
+            raise WireError(f"{request.id}: the server sent a log-probability of {odd[0]}")
+
+    def check_end(self, reason: str) -> None:
+        """What the server says of the end has to be what it was asked for: a shorter completion would be trained on.
+
+        Raises:
+            WireError: a stop without a stop token, or the limit before it is reached.
+        """
+        tokens = len(self.token_ids)
+        if reason == "stop" and not (self.told and self.token_ids[-1] in self.request.sampling.stop_token_ids):
+            raise WireError(f"{self.request.id}: the server stopped after {tokens} tokens, the last no stop token")
+        if reason == "length" and tokens != self.limit:
+            raise WireError(
+                f"{self.request.id}: the server ended after {tokens} of {self.limit} tokens, for its length"
+            )
+
+    def stamp(self, spans: tuple[tuple[str, int, int], ...]) -> None:
+        """Take the versions that the server tells of the request that has ended.
+
+        Raises:
+            WireError: they contradict the versions that it had.
+        """
+        told = _by_token(spans, self.told)
+        first, certain = len(self.versions) - self.told, self.told - self.uncertain
+        if len(self.had) > 1:
+            fits = len(told) == self.told and told == sorted(told) and set(told) <= set(self.had)
+            fits = fits and told[:certain] == self.versions[first : first + certain]
+        else:
+            fits = not spans or told == self.versions[first:]
+        if not fits:
+            found = sorted({name for name, _, _ in spans})
+            raise WireError(f"{self.request.id}: the server says that versions {found} sampled it; it had {self.had}")
+        if len(self.had) > 1:
+            self.versions[first:] = told
+        self.uncertain = 0
+
+    def distrust(self) -> None:
+        """Withhold what the server has told of the request in progress."""
+        self.uncertain = self.told
+
+    def segment(self, known: int) -> Segment:
+        """What is certain beyond the first `known` tokens."""
+        end = len(self.token_ids) - self.uncertain
+        return Segment(
+            token_ids=tuple(self.token_ids[known:end]),
+            behavior_logprobs=tuple(self.logprobs[known:end]),
+            versions=tuple(self.versions[known:end]),
+            interrupted=self.interrupted,
+        )
+
+    def end(self, reason: StopReason) -> None:
+        """Hand it to its stream."""
+        self.done = True
+        completion = Completion(
+            request=self.request.id,
+            member=self.member,
+            token_ids=tuple(self.token_ids),
+            behavior_logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            stop_reason=reason,
+            interrupted=self.interrupted,
+            top_logprobs=tuple(self.likeliest),
+        )
+        self.stream.ended(completion)
+
+
+def _by_token(spans: tuple[tuple[str, int, int], ...], count: int) -> list[int]:
+    """The version of each of the first `count` tokens; none at all where spans leave a gap or overlap."""
+    told: list[int] = []
+    reached = 0
+    for name, start, end in spans:
+        if start != reached or end < start:
+            return []
+        reached = end
+        name = "0" if name == _STARTED_WITH else name
+        version = int(name) if name.isdecimal() and len(name) <= _LONGEST_VERSION else -1
+        told += [version] * (min(end, count) - min(start, count))
+    return told
+
+
+_LONGEST_VERSION = 18  # digits
+_STARTED_WITH = "default"  #: as vLLM and SGLang call the weights of the folder that they were started with
+_ROUNDING = 1e-3  #: above 0, for a probability of 1 in half precision

@@ -1,0 +1,390 @@
+"""An inference server of another make behind the engine's own wire (satisfies `engine.backend.Backend`).
+
+    request ─► one stream of the server per completion ─► tokens, log-probabilities, versions ─► Stream
+
+    update, recompute   pause: running requests end   load   resume: each is sent again, with its tokens as prompt
+    update, keep        pause: they stay as they are  load   resume: they go on; the server names tokens' versions
+
+With "recompute" all tokens of one request to the server have one version, the one that this adapter had loaded: a
+version is never a matter of trust. What the server says of versions is compared with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from stretto.core.canary import Challenge, Loaded, Scores
+from stretto.core.deadlines import waiting
+from stretto.core.engine import EngineHealth
+from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError, WireError
+from stretto.core.events import Span
+from stretto.core.records import GenerateRequest, Partials, StopReason
+from stretto.core.tasks import cancel_and_wait
+from stretto.engine.backend import ENDED, Stream
+from stretto.engine.busy_spans import BusySpans
+from stretto.engine.native.stops import StopTexts
+from stretto.engine.native.validate import check_prefixes, check_request
+from stretto_servers.completions import OpenCompletion
+from stretto_servers.make import Make, Occupancy, canary_scores
+from stretto_servers.staging import compare, shapes_of
+
+_LOOK_SECONDS = 0.001
+_DRAIN_SECONDS = 5.0  # for the last tokens of requests that a pause has ended
+_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+
+
+class WeightsFolder(Protocol):
+    """Published versions as folders that a server loads."""
+
+    def folder_of(self, version: int, /) -> Path:
+        """A folder with the weights of `version`, every byte of which was checked.
+
+        Raises:
+            TornPublication, WireError: as for `weights.mailbox.Subscriber.load`.
+        """
+        ...
+
+    @property
+    def checked(self) -> int:
+        """Bytes of versions that were read, which grow in `folder_of`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the model that the server has, and the completions that it decodes together."""
+
+    vocab_size: int
+    context_length: int
+    slots: float = math.inf
+
+
+@dataclass
+class _Counts:
+    generated: int = 0
+    prefilled: int = 0
+    recomputed: int = 0
+    interrupted: int = 0
+    wasted: int = 0
+    updates: int = 0
+    busy_seconds: float = 0.0
+
+
+class ExternalEngine:
+    """See the module."""
+
+    def __init__(
+        self,
+        name: str,
+        make: Make,
+        limits: Limits,
+        weights: WeightsFolder,
+        stop_texts: StopTexts,
+        on_update: Literal["recompute", "keep"],
+    ) -> None:
+        self.name = name
+        self.version = 0
+        self._make, self._limits, self._weights, self._stop_texts = make, limits, weights, stop_texts
+        self._keep = on_update == "keep"
+        self._open: dict[str, list[OpenCompletion]] = {}
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._changing = asyncio.Lock()  # one update at a time
+        self._sampling = asyncio.Event()  # cleared while weights are loaded
+        self._sampling.set()
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Servers know requests by name, for seconds after their end too: another adapter's are not to have ours.
+        self._attempts = itertools.count(secrets.randbits(48))
+        self._counts = _Counts()
+        self._spans = BusySpans(name)
+        self._busy_since: float | None = None
+        self._streams = 0  # requests that the server has
+        self._loads = 0  # begun
+        self._folder = Path()  # of the last load
+        self._in_doubt = False  # the server's weights are not proven to be those of their version
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
+    async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
+        """Refuse grammars, which are not handed on to servers of other makes."""
+        if any(request.sampling.grammar for request in requests):
+            raise RefusedRequest("sampling.grammar", "a grammar", f"none: {self.name} is not the embedded engine")
+
+    def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
+        """Send every completion of the requests to the server."""
+        self._check_working()
+        taken = set(self._open)
+        vocab_size, context = self._limits.vocab_size, self._limits.context_length
+        for request in requests:
+            check_request(request, vocab_size, context)
+            check_prefixes(request, vocab_size, context, self.version)
+            if request.sampling.stop:
+                self._stop_texts.check_served()
+            if request.id in taken:
+                raise RefusedRequest("id", repr(request.id), "an id that no open request has")
+            taken.add(request.id)
+        stream = Stream(sum(len(request.seeds) for request in requests))
+        for request in requests:
+            limit = min(request.sampling.max_tokens, context - len(request.prompt_token_ids))
+            stops = request.sampling.stop
+            opened = [
+                OpenCompletion(request, member, stream, limit, self._stop_texts.watch(stops) if stops else None)
+                for member in range(len(request.seeds))
+            ]
+            self._open[request.id] = opened
+            self._tasks[request.id] = [asyncio.create_task(self._complete(completion)) for completion in opened]
+            for task in self._tasks[request.id]:
+                task.add_done_callback(self._notice)
+            self._counts.prefilled += len(request.prompt_token_ids)
+        return stream
+
+    def close(self, request: str) -> None:
+        """End a request: the server notices that the connections of its completions are closed."""
+        opened = self._open.pop(request, [])
+        if not all(completion.done for completion in opened):  # a group is judged whole
+            self._counts.wasted += sum(len(completion.token_ids) for completion in opened)
+        tasks = self._tasks.pop(request, [])
+        for task in tasks:
+            task.cancel()
+
+    async def _complete(self, completion: OpenCompletion) -> None:
+        """Bring one completion to its end."""
+        try:
+            while True:
+                while not self._sampling.is_set():  # the next update may begin before this task has its turn
+                    await self._sampling.wait()  # an update has a deadline of its own
+                ended = await self._stream(completion)
+                if ended in _REASONS:
+                    return completion.end(_REASONS[ended])
+                if ended != "abort":
+                    raise EngineLost(self.name, f"ended {completion.request.id} with the reason {ended!r}")
+                completion.interrupted += completion.told > 0
+                self._counts.interrupted += completion.told > 0
+                self._counts.recomputed += len(completion.token_ids)
+        except EngineLost as lost:  # the conductor gives the rest to another engine
+            completion.stream.break_off(lost.how)
+        except DeadlineExceeded as late:  # the same: a server with much to do is late, and no liar
+            completion.stream.break_off(str(late))
+        except RefusedRequest as refused:  # the request is at fault, so the engine goes on
+            completion.stream.refuse(refused)
+        except StrettoError as error:  # the server cannot be trusted with another token
+            completion.distrust()
+            completion.stream.refuse(EngineLied(self.name, f"is not trusted: {error}"))
+            self._fail(error)
+
+    def _notice(self, task: asyncio.Task[None]) -> None:
+        """Raise in `run` what no server may cause: an error of this program."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    async def _stream(self, completion: OpenCompletion) -> str:
+        """The tokens of one request to the server; returns why they ended, "abort" if an update has ended them."""
+        asked, loads = completion.continuation(next(self._attempts), self.version), self._loads
+        ended, stopped = "", False
+        spans: tuple[tuple[str, int, int], ...] = ()
+        self._enter()
+        completion.asked = True
+        try:
+            async with contextlib.aclosing(self._make.stream(asked)) as deltas:
+                async for delta in deltas:
+                    if loads != self._loads and not completion.told and not self._keep:
+                        return "abort"  # nobody knows which version sampled its first token
+                    spans, ended = delta.spans or spans, delta.ended
+                    if not stopped:
+                        before = completion.told
+                        stopped = completion.take(delta, self.version, self._limits.vocab_size)
+                        self._counts.generated += completion.told - before
+                    if ended or (stopped and not completion.uncertain):  # versions come with the end alone
+                        break
+        finally:
+            completion.asked = False
+            self._leave()
+        if ended == "abort" and loads == self._loads and not stopped:
+            raise EngineLost(self.name, f"gave up {completion.request.id}")
+        if not ended and (not stopped or completion.uncertain):
+            raise EngineLost(self.name, ENDED)
+        completion.stamp(spans)
+        if stopped:
+            return "stop"
+        completion.check_end(ended)
+        return ended
+
+    def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
+        """What is certain of unfinished completions beyond their known tokens."""
+        found: Partials = {}
+        for request, counts in known.items():
+            for completion in self._open.get(request, ()):
+                if completion.member < len(counts):
+                    segment = completion.segment(counts[completion.member])
+                    if segment.token_ids:
+                        found.setdefault(request, {})[completion.member] = segment
+        return found
+
+    # ── versions ─────────────────────────────────────────────────────────────────────────────────
+
+    async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
+        """Check every byte, and only then pause, load, ask the server the challenge, and let completions go on."""
+        with waiting(self.name, "the update before", 0.0):
+            await self._changing.acquire()
+        try:
+            self._check_working()
+            if version < self.version:
+                raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
+            if version > self.version or not self._counts.updates or self._in_doubt:
+                start = time.monotonic()
+                folder = await asyncio.to_thread(self._weights.folder_of, version)
+                size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+                self._spans.add("map", start, time.monotonic(), version, size)
+                scores = await self._load(folder, version, challenge)
+            else:
+                scores = None if challenge is None else await self._answer(challenge)
+            return Loaded(self.version, scores)
+        finally:
+            self._changing.release()
+
+    async def _answer(self, challenge: Challenge) -> Scores:
+        """While no completion goes on."""
+        self._sampling.clear()
+        start = time.monotonic()
+        canary, name = challenge.canary, f"canary-{self.version}-{next(self._attempts)}"
+        context = self._limits.context_length
+        scores = await canary_scores(self._make, canary.token_ids, name, self.version, context, keep=self._keep)
+        if canary.digests:
+            workers = await self._make.held(self._folder, await asyncio.to_thread(shapes_of, self._folder))
+            differing, compared = await asyncio.to_thread(compare, self._folder, canary.digests, workers)
+            scores = msgspec.structs.replace(scores, differing=differing, compared=compared)
+        self._spans.add("prove", start, time.monotonic(), self.version)
+        self._in_doubt = not challenge.is_answered(scores)
+        if not self._in_doubt:
+            self._sampling.set()
+        return scores
+
+    async def _load(self, folder: Path, version: int, challenge: Challenge | None) -> Scores | None:
+        start = time.monotonic()
+        self._sampling.clear()
+        self._loads += 1
+        self._folder = folder
+        try:
+            await self._make.pause(keep=self._keep)
+            if self._keep:
+                self._mark_running(version)
+            else:
+                await self._drain()
+            await self._make.load(folder, version, keep=self._keep)
+            self.version = version
+            await self._make.resume()
+            scores = None if challenge is None else await self._answer(challenge)
+        except BaseException as error:  # cancelled or not: nobody knows which weights it has now
+            self._fail(error if isinstance(error, StrettoError) else EngineLost(self.name, "was stopped while loading"))
+            if isinstance(error, StrettoError):  # another engine may do better, so the run goes on
+                raise EngineLost(self.name, f"failed to load version {version}: {error}") from error
+            raise
+        self._counts.updates += 1
+        self._spans.add("load", start, time.monotonic(), version)
+        if scores is None:
+            self._sampling.set()
+        return scores
+
+    def _mark_running(self, version: int) -> None:
+        """The tokens that come from now on have a version that the server tells at the end."""
+        for completion in itertools.chain.from_iterable(self._open.values()):
+            if completion.asked:
+                completion.had.append(version)
+                completion.interrupted += completion.told > 0
+                self._counts.interrupted += completion.told > 0
+
+    async def _drain(self) -> None:
+        """Wait for the last tokens of requests that the pause has ended."""
+        end = time.monotonic() + _DRAIN_SECONDS
+        while any(open.asked and open.told for open in itertools.chain.from_iterable(self._open.values())):
+            if time.monotonic() > end:
+                raise EngineLost(self.name, "is paused and does not end its requests")
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def run(self) -> None:
+        """Until cancelled, or until the server has shown that it cannot be trusted, which is raised."""
+        try:
+            await asyncio.shield(self._failure)
+        finally:
+            for request in list(self._open):
+                for completion in self._open[request]:
+                    completion.stream.break_off()
+            await cancel_and_wait([task for tasks in self._tasks.values() for task in tasks])
+            await self._make.close()
+
+    async def health(self) -> EngineHealth:
+        """Version, queue and counters; what waits in the server counts as running. A server that does not say how full
+        it is counts for as full as the recipe's slots are.
+
+        Raises:
+            EngineLost: the server cannot be trusted any more, so no request may come.
+        """
+        self._check_working()
+        counts = self._counts
+        opened = [opened for opened in self._open.values() if not all(completion.done for completion in opened)]
+        unfinished = sum(len(completion.token_ids) for completion in itertools.chain.from_iterable(opened))
+        running = sum(not completion.done for completion in itertools.chain.from_iterable(opened))
+        told = Occupancy(0, 0, 0.0)
+        with contextlib.suppress(WireError, EngineLost, DeadlineExceeded):  # a measurement ends no run
+            told = await self._make.occupancy()
+        now = time.monotonic()
+        busy = counts.busy_seconds + (now - self._busy_since if self._busy_since is not None else 0.0)
+        return EngineHealth(
+            version=self.version,
+            running=running,
+            waiting=0,
+            generated=counts.generated,
+            prefilled=counts.prefilled,
+            recomputed=counts.recomputed,
+            interrupted=counts.interrupted,
+            preempted=told.preempted,
+            wasted=counts.wasted,
+            updates=counts.updates,
+            busy_seconds=busy,
+            unfinished=unfinished,
+            needed=max(running / self._limits.slots, told.needed),
+            checked=self._weights.checked + self._make.read,
+        )
+
+    def drain_spans(self) -> list[Span]:
+        """Spans of generating and loading since the last call."""
+        self._note_busy()
+        return self._spans.drain()
+
+    def _check_working(self) -> None:
+        if self._failure.done():
+            raise EngineLost(self.name, "is stopping")
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    def _enter(self) -> None:
+        self._streams += 1
+        if self._busy_since is None:
+            self._busy_since = time.monotonic()
+
+    def _leave(self) -> None:
+        self._streams -= 1
+        if not self._streams:
+            self._note_busy()
+            self._busy_since = None
+
+    def _note_busy(self) -> None:
+        if self._busy_since is not None:
+            now = time.monotonic()
+            self._spans.add("generate", self._busy_since, now, self.version)
+            self._counts.busy_seconds += now - self._busy_since
+            self._busy_since = now

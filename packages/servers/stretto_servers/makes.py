@@ -1,0 +1,62 @@
+"""The makes of inference servers that stretto can train with, by `engine.kind`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+
+from stretto.engine.capabilities import Capabilities
+from stretto.engine.config import MAKES, EngineConfig
+from stretto_servers.http import JsonServer
+from stretto_servers.make import Launch, Make
+
+_METHODS = [name for name, one in vars(Make).items() if inspect.isfunction(one) and not name.startswith("_")]
+
+
+def make_of(kind: str, http: JsonServer, load_seconds: float) -> Make:
+    """The wire to a server; `load_seconds` is the longest wait for a load."""
+    make: Make = MAKES.load(kind)(http, load_seconds)
+    return make
+
+
+def launch_of(config: EngineConfig, model: str, port: int) -> Launch:
+    """How a server is started."""
+    launch: Launch = getattr(MAKES.load(config.kind), "launch")(config, model, port)  # noqa: B009  # of the class
+    return launch
+
+
+def capabilities_of(kind: str) -> Capabilities:
+    """What a make needs, and cannot do."""
+    capabilities: Capabilities = getattr(MAKES.load(kind), "capabilities")  # noqa: B009  # of the class
+    return capabilities
+
+
+def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
+    """A sentence for each way in which the class of `engine.kind` is no make, without a server."""
+    make = MAKES.load(config.kind)
+    if lacking := [name for name in (*_METHODS, "launch") if not callable(getattr(make, name, None))]:
+        yield f"has no method {', '.join(lacking)} (docs/doors/engine.md)"
+    for name in _METHODS:
+        method = getattr(make, name, None)
+        if callable(method) and (differs := _differs(name, method)):
+            yield f"has a method {name!r} that {differs}"
+    if not isinstance(getattr(make, "capabilities", None), Capabilities):
+        yield "has no capabilities, which are a Capabilities of stretto.engine.capabilities"
+    elif not lacking and not config.addresses and not isinstance(launch_of(config, model, 1), Launch):
+        yield "launch(config, model, port) returned no Launch"
+
+
+def _differs(name: str, method: Callable[..., object]) -> str:
+    """How a method cannot be called as the one of the Protocol is."""
+    wanted: Callable[..., object] = getattr(Make, name)
+    parameters = inspect.signature(wanted).parameters.values()
+    by_place = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    by_name = {one.name: None for one in parameters if one.kind is one.KEYWORD_ONLY}
+    try:
+        inspect.signature(method).bind(*by_place, **by_name)
+    except TypeError as error:
+        return f"is called otherwise: {error}"
+    if inspect.iscoroutinefunction(wanted) and not inspect.iscoroutinefunction(method):
+        return "is not asynchronous"
+    streams = inspect.isasyncgenfunction(method) or name != "stream"
+    return "" if streams else "yields nothing: an asynchronous generator is needed"

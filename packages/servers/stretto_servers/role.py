@@ -1,0 +1,133 @@
+"""The process of an engine of another make: ``python -m stretto_servers.role SPEC``.
+
+conductor ◄─ engine's wire ─► this process ◄─ the server's own HTTP ─► vLLM or SGLang
+trainer ─► mailbox ─► this process: verified, staged ─► the server loads
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from stretto.core.frames import LARGEST_FRAME
+from stretto.doors.loading import look_in
+from stretto.engine.config import EngineConfig
+from stretto.engine.http.server import EngineApp, serve_app
+from stretto.engine.native.stops import StopTexts
+from stretto.engine.spec import ENGINE_KEY, EngineSpec
+from stretto.model.hf.inspection import inspect_model_folder
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.heartbeat import begin_role
+from stretto.processes.run_role import run_role
+from stretto.weights.shared_memory import SharedMemorySubscriber
+from stretto_servers.collective import SglangByBroadcast
+from stretto_servers.engine import ExternalEngine, Limits
+from stretto_servers.http import JsonServer
+from stretto_servers.make import Make, on_cpu
+from stretto_servers.makes import launch_of, make_of
+from stretto_servers.server import GivenServer, Server, ServerProcess, free_port, lost, until_ready
+from stretto_servers.staging import FolderAsItIs, StagedWeights
+
+_REPLY_SECONDS = 60.0
+
+
+def main(arguments: list[str]) -> int:
+    """Play the role until the conductor ends it; see `processes.run_role`. What it fails of is the log's last line."""
+    spec = msgspec.json.decode(arguments[0], type=EngineSpec)
+    begin_role()
+    return run_role(
+        lambda: uvloop.run(play(spec)), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr)
+    )
+
+
+def wire_to(address: str, spec: EngineSpec, config: EngineConfig) -> Make:
+    """The wire to the server at ``host:port``, with the deadlines of the run."""
+    http = JsonServer(
+        spec.name, address, seconds=max(_REPLY_SECONDS, spec.load_seconds), token_seconds=spec.token_seconds
+    )
+    if spec.broadcast:
+        return SglangByBroadcast(http, spec.load_seconds, address, "gloo" if on_cpu(config) else "nccl")
+    return make_of(config.kind, http, spec.load_seconds)
+
+
+async def play(spec: EngineSpec) -> None:
+    """Start or find the server, load the newest version, serve."""
+    look_in(spec.path)
+    config = EngineConfig.model_validate_json(spec.config)
+    address = spec.server or f"127.0.0.1:{free_port()}"
+    wire = wire_to(address, spec, config)
+    if spec.server:
+        server: Server = GivenServer(spec.name, address, wire)
+    else:
+        temporary = Path(spec.scratch) / "temporary"  # a server that is killed leaves sockets and caches in it
+        temporary.mkdir(parents=True, exist_ok=True)
+        launch = launch_of(config, spec.model, int(address.rpartition(":")[2]))
+        environment = launch.environment | {"TMPDIR": str(temporary)}
+        server = await ServerProcess.start(spec.name, replace(launch, environment=environment))
+    try:
+        await until_ready(server, wire, spec.publication_seconds or spec.start_seconds)
+        engine = await _engine(spec, config, wire)
+        app = EngineApp(engine, LARGEST_FRAME, os.environ.pop(ENGINE_KEY, ""))
+        await serve_app(app, spec.address, _Life(engine, server, wire), spec.tls)
+    finally:
+        await server.stop()
+
+
+async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> ExternalEngine:
+    folder = inspect_model_folder(Path(spec.model))
+    served = await wire.describe()
+    limits = Limits(
+        folder.vocab_size, min(folder.context_length, served.context_length or folder.context_length), config.slots
+    )
+    stop_texts = StopTexts(partial(load_tokenizer, spec.model))
+    if not spec.publication_seconds:  # nothing is published; a server that runs already may have any weights
+        engine = ExternalEngine(
+            spec.name, wire, limits, FolderAsItIs(Path(spec.model).resolve()), stop_texts, config.on_update
+        )
+        await engine.update(engine.version)
+        return engine
+    subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
+    staged = StagedWeights(subscriber, Path(spec.model), Path(spec.scratch))
+    engine = ExternalEngine(spec.name, wire, limits, staged, stop_texts, config.on_update)
+    await engine.update(await asyncio.to_thread(subscriber.await_first, spec.name, spec.publication_seconds))
+    return engine
+
+
+class _Life:
+    """The engine and its server: the end of either ends both."""
+
+    def __init__(self, engine: ExternalEngine, server: Server, wire: Make) -> None:
+        self._engine, self._server, self._wire = engine, server, wire
+
+    async def run(self) -> None:
+        """Until cancelled.
+
+        Raises:
+            StrettoError: how the server ended, or why it cannot be trusted.
+        """
+        ended = asyncio.create_task(lost(self._server, self._wire))
+        working = asyncio.create_task(self._engine.run())
+        try:
+            await asyncio.wait((ended, working), return_when=asyncio.FIRST_COMPLETED)
+            raise ended.result() if ended.done() else _error_of(working)
+        finally:
+            ended.cancel()
+            working.cancel()
+            await asyncio.wait((ended, working))
+
+
+def _error_of(working: asyncio.Task[None]) -> BaseException:
+    error = working.exception()
+    assert error is not None, "an engine runs until it fails"
+    return error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,128 @@
+"""The process of an inference server, or the address of one that somebody else runs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import RoleDied
+from stretto.core.tasks import cancel_and_wait
+from stretto.processes.spawn import describe_exit
+from stretto_servers.make import Launch, Make
+
+_LOOK_SECONDS = 0.2
+_WATCH_SECONDS = 2.0
+_SILENT_SECONDS = 20.0
+_STOP_SECONDS = 10.0
+_GUARD = "stretto_servers.guard"
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class ServerProcess:
+    """A server that this process has started, through a guard (`stretto_servers.guard`): whatever ends this process,
+    no process of the server is left."""
+
+    def __init__(self, name: str, guard: asyncio.subprocess.Process) -> None:
+        self.name, self._guard = name, guard
+
+    @classmethod
+    async def start(cls, name: str, launch: Launch) -> ServerProcess:
+        """Start it, with its output in this process' own."""
+        guard = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", _GUARD, "env", *_changed(launch.environment), *launch.command),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        return cls(name, guard)
+
+    async def ended(self) -> RoleDied:
+        """How it ended."""
+        code = await self._guard.wait()
+        killed = code - 128 in set(signal.Signals)
+        return RoleDied(f"the server of {self.name}", describe_exit(128 - code if killed else code))
+
+    async def stop(self) -> None:
+        """End it, and every process that it has started."""
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        async with deadline(self.name, "the end of its server", _STOP_SECONDS):
+            await self._guard.wait()
+
+
+class GivenServer:
+    """A server that somebody else started."""
+
+    def __init__(self, name: str, address: str, make: Make) -> None:
+        self.name, self._address, self._make = name, address, make
+
+    async def ended(self) -> RoleDied:
+        """That it has not answered for a while."""
+        return await _silence(f"the server {self._address}", self._make)
+
+    async def stop(self) -> None:
+        """It goes on; its owner ends it."""
+
+
+Server = ServerProcess | GivenServer
+
+
+async def until_ready(server: Server, make: Make, seconds: float) -> None:
+    """Return when it can be asked.
+
+    Raises:
+        RoleDied: it ended instead.
+        DeadlineExceeded: that takes longer than `seconds`.
+    """
+    ended, answering = asyncio.create_task(server.ended()), asyncio.create_task(_answers(make))
+    try:
+        async with deadline(server.name, "its server to be ready", seconds):
+            await asyncio.wait((ended, answering), return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ended.result()
+        answering.result()
+    finally:
+        await cancel_and_wait([ended, answering])
+
+
+async def lost(server: Server, make: Make) -> RoleDied:
+    """How a server that was ready was lost: it ended, or does not answer. One whose workers have died may wait for the
+    requests that it has, and so for ever."""
+    ends = [asyncio.create_task(server.ended()), asyncio.create_task(_silence(f"the server of {server.name}", make))]
+    try:
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        await cancel_and_wait([*ends])
+
+
+async def _silence(server: str, make: Make) -> RoleDied:
+    since = time.monotonic()
+    while time.monotonic() - since < _SILENT_SECONDS:
+        await asyncio.sleep(_WATCH_SECONDS)
+        if await make.ready():
+            since = time.monotonic()
+    return RoleDied(server, f"does not answer for {_SILENT_SECONDS:g} s")
+
+
+async def _answers(make: Make) -> None:
+    while not await make.ready():
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def _changed(environment: Mapping[str, str]) -> list[str]:
+    """The words of ``env`` for a server's environment, without what would give another interpreter our packages, or
+    keep it from writing bytecode: without that, each start takes minutes."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
+    return [word for name in ours for word in ("-u", name)] + [f"{name}={value}" for name, value in environment.items()]

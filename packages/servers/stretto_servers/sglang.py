@@ -1,0 +1,227 @@
+"""SGLang's server: token ids in and out by ``/generate``, weights from a folder.
+
+    stream   POST /generate                     server-sent events; weight versions with the last one
+    pause    POST /pause_generation             in_place, or retract and then /abort_request for all
+    load     POST /update_weights_from_disk     with the version that is stamped on every token from then on
+    resume   POST /continue_generation
+    held     POST /weights_checker              by a plugin of ours (`worker/sglang_extension.py`), where it is loaded
+    full?    GET  /v1/loads
+
+Its log-probabilities are those after the temperature alone, so that top_p, top_k and min_p are refused
+(`engine.capabilities`, which also has the oldest release); on a CPU it has no seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import WireError
+from stretto.engine.capabilities import CAPABILITIES
+from stretto.engine.config import EngineConfig
+from stretto_servers.http import LOOK_SECONDS, JsonServer, refused
+from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Served, on_cpu
+from stretto_servers.worker.advance import FOLDER, read_of
+
+NEEDED = CAPABILITIES["sglang"].needed
+_GENERATE = "/generate"
+_LAST_PLACES = 2  # of the context, which SGLang leaves empty
+
+_Token = tuple[float, int, str | None]  # log-probability, id, text
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Reason(msgspec.Struct):
+    type: str
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int = 0
+    finish_reason: _Reason | None = None
+    output_token_logprobs: list[_Token] = []
+    output_top_logprobs: list[list[_Token] | None] = []
+    weight_versions: list[_Span] | None = None
+
+
+class _Error(msgspec.Struct):
+    code: int = 500
+
+
+class _Event(msgspec.Struct):
+    meta_info: _Meta | None = None
+    error: _Error | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+class SglangServer:
+    """One server of SGLang (satisfies `stretto_servers.make.Make`)."""
+
+    capabilities = CAPABILITIES["sglang"]
+
+    def __init__(self, http: JsonServer, load_seconds: float) -> None:
+        self._http, self._load_seconds = http, load_seconds
+        self._folder: Path | None = None
+
+    async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
+        told = 0
+        async with aclosing(self._http.events(_GENERATE, _body(continuation))) as events:
+            async for event in events:
+                delta = _delta(self._http.name, event, told, continuation.top_logprobs)
+                told += len(delta.token_ids)
+                yield delta
+
+    async def ready(self) -> bool:
+        return await self._http.status("/model_info") == 200
+
+    async def describe(self) -> Served:
+        try:
+            release = (await self._http.exchange("GET", "/server_info"))["version"]
+            model = await self._http.exchange("GET", "/model_info")
+            (listed, *_) = (await self._http.exchange("GET", "/v1/models"))["data"]
+            path, _ = model["model_path"], model["weight_version"]
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            raise WireError(f"{self._http.name} is no server that stretto can train with ({error}); {NEEDED}") from None
+        context = listed.get("max_model_len")
+        (architecture, *_) = model.get("architectures") or [None]
+        context = None if context is None else context - _LAST_PLACES
+        return Served(f"SGLang {release}", path, context, architecture)
+
+    async def occupancy(self) -> Occupancy:
+        try:
+            ranks = (await self._http.exchange("GET", "/v1/loads?include=core", seconds=LOOK_SECONDS))["loads"]
+            running, waiting = (sum(rank[key] for rank in ranks) for key in ("num_running_reqs", "num_waiting_reqs"))
+            return Occupancy(running, waiting, max(rank["token_usage"] for rank in ranks))
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"{self._http.name} does not say how full it is ({error!r})") from None
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        order = {
+            "input_ids": list(token_ids),
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+        }
+        reply = await self._http.exchange("POST", _GENERATE, order)
+        try:
+            # By place: the last id of a vocabulary is told as 0.
+            _, *scored = reply["meta_info"]["input_token_logprobs"]
+            return tuple(float(logprob) for (logprob, *_), _ in zip(scored, token_ids[1:], strict=True))
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"{self._http.name} does not score a text as SGLang documents it ({error!r})") from None
+
+    async def pause(self, *, keep: bool) -> None:
+        await self._http.exchange("POST", "/pause_generation", {"mode": "in_place" if keep else "retract"})
+        if not keep:  # its own mode "abort" sleeps for a second between two looks
+            await self._http.exchange("POST", "/abort_request", {"rid": "", "abort_all": True})
+
+    async def load(self, folder: Path, version: int, *, keep: bool) -> None:
+        order = {"model_path": str(folder), "weight_version": str(version), "flush_cache": not keep}
+        self._folder, path = folder, "/update_weights_from_disk"
+        reply = await self._http.exchange("POST", path, order, self._load_seconds, lambda: self.read)
+        if not isinstance(reply, dict) or not reply.get("success"):
+            raise WireError(f"{self._http.name} has not loaded version {version}: {reply}")
+
+    async def resume(self) -> None:
+        await self._http.exchange("POST", "/continue_generation", {})
+
+    async def held(self, folder: Path, shapes: Mapping[str, Sequence[int]]) -> Sequence[Mapping[str, str]]:
+        self._folder, told = folder, msgspec.json.encode(shapes).decode()
+        order = {"action": "stretto_held", "skip_tensor_list": [str(folder), told], "selector": "target"}
+        try:
+            reply = await self._http.exchange("POST", "/weights_checker", order, self._load_seconds, lambda: self.read)
+        except WireError:  # it was started without the plugin, or is a release that has no such path
+            return ()
+        try:
+            return [msgspec.convert(rank["checksums"], dict[str, str]) for rank in reply["ranks"]]
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise WireError(f"{self._http.name} does not say what its workers hold ({error!r})") from None
+
+    @property
+    def read(self) -> int:
+        return read_of(self._folder) if self._folder is not None else 0
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    @staticmethod
+    def launch(config: EngineConfig, model: str, port: int) -> Launch:
+        """How a server is started; `engine.arguments` come last, so that they override."""
+        options = {
+            "--model-path": model,
+            "--host": "127.0.0.1",
+            "--port": str(port),
+            "--dtype": config.dtype,
+            "--max-running-requests": str(config.slots),
+            "--stream-interval": "8",
+        }
+        environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(config.threads), "PYTHONPATH": FOLDER}
+        flags: tuple[str, ...] = ("--incremental-streaming-output", "--skip-server-warmup", "--sleep-on-idle")
+        if on_cpu(config):
+            environment["SGLANG_USE_CPU_ENGINE"] = "1"
+            options |= {"--device": "cpu", "--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
+            options |= {"--grammar-backend": "none", "--max-total-tokens": str(_tokens_of_cpu(config))}
+            flags += ("--disable-overlap-schedule", "--disable-radix-cache", "--disable-cuda-graph")
+        words = [word for option in options.items() for word in option]
+        module = ("-m", "sglang.launch_server")
+        return Launch((str(config.python), *module, *words, *flags, *config.arguments), environment)
+
+
+def _tokens_of_cpu(config: EngineConfig) -> int:
+    """Tokens of the KV cache; SGLang measures the memory of a GPU alone."""
+    return min(1 << 20, config.slots * 1024)
+
+
+def _body(wanted: Continuation) -> dict[str, object]:
+    sampling = wanted.sampling
+    return {
+        "rid": wanted.id,
+        "input_ids": list(wanted.token_ids),
+        "stream": True,
+        "return_logprob": True,
+        "top_logprobs_num": wanted.top_logprobs,
+        "sampling_params": {
+            "max_new_tokens": wanted.max_tokens,
+            "temperature": sampling.temperature,
+            "sampling_seed": wanted.seed % (1 << 31),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            # True would ignore the stop tokens too. With them the model's own end a completion as well, which the
+            # adapter refuses where the recipe does not have them.
+            "ignore_eos": not sampling.stop_token_ids,
+        },
+    }
+
+
+def _delta(server: str, event: bytes, told: int, top: int) -> Delta:
+    try:
+        message = _EVENT.decode(event)
+    except msgspec.DecodeError as error:
+        raise WireError(f"{server} sends an event that SGLang does not document ({error}): {event[:80]!r}") from None
+    if message.error is not None:
+        raise refused(server, _GENERATE, message.error.code, event)
+    if (meta := message.meta_info) is None:
+        return Delta()
+    count, sent = meta.completion_tokens, len(meta.output_token_logprobs)
+    if sent >= count:  # the last event of an aborted request repeats everything, behind what was still on its way
+        new = slice(sent - count + told, sent)
+    elif told + sent == count:
+        new = slice(0, sent)
+    else:
+        raise WireError(f"{server} sends a completion with {count} tokens and {told + sent} log-probabilities")
+    tokens, likeliest = meta.output_token_logprobs[new], meta.output_top_logprobs[new]
+    return Delta(
+        token_ids=tuple(token for _, token, _ in tokens),
+        logprobs=tuple(logprob for logprob, _, _ in tokens),
+        top_logprobs=tuple(tuple((id, value) for value, id, _ in found or ())[:top] for found in likeliest),
+        ended=meta.finish_reason.type if meta.finish_reason is not None else "",
+        spans=tuple((span.version, span.start, span.end) for span in meta.weight_versions or ()),
+    )

@@ -1,0 +1,124 @@
+"""Published versions as model folders, which every inference server can load, and what servers then have of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from stretto.core.canary import TensorDigest
+from stretto.core.errors import WireError
+from stretto.weights.shared_memory import DTYPES, SharedMemorySubscriber, digest_of_tensor
+from stretto_servers.worker.readback import Sums, sums_of
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_WEIGHTS = "model.safetensors"
+_OTHER_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".gguf")
+
+
+@dataclass(frozen=True)
+class FolderAsItIs:
+    """One folder with the weights of every version (satisfies `stretto_servers.engine.WeightsFolder`)."""
+
+    folder: Path
+
+    checked = 0
+
+    def folder_of(self, version: int, /) -> Path:
+        """The folder."""
+        return self.folder
+
+
+class StagedWeights:
+    """One folder that looks like the model's, whose weights are a link to the newest staged publication
+    (satisfies `stretto_servers.engine.WeightsFolder`)."""
+
+    def __init__(self, subscriber: SharedMemorySubscriber, model: Path, folder: Path) -> None:
+        self._subscriber, self._folder = subscriber, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in model.resolve().iterdir():
+            if file.is_file() and not file.name.endswith(_OTHER_WEIGHTS):
+                _link(folder / file.name, file)
+
+    def folder_of(self, version: int, /) -> Path:
+        """The folder, with the weights of `version`."""
+        _link(self._folder / _WEIGHTS, self._subscriber.hold(version, self._folder.name))
+        return self._folder
+
+    @property
+    def checked(self) -> int:
+        """Bytes of versions that were read here."""
+        return self._subscriber.checked
+
+
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a folder, and of an output layer, which is the embedding where it has no name."""
+    with ExitStack() as opened:
+        found = {
+            name: tuple(file.get_slice(name).get_shape())
+            for file in _opened(folder, opened)
+            for name in file.keys()  # noqa: SIM118  # no mapping
+        }
+    return ({_HEAD: found[_EMBEDDING]} if _EMBEDDING in found else {}) | found
+
+
+def compare(
+    folder: Path, digests: Mapping[str, TensorDigest], workers: Sequence[Mapping[str, str]]
+) -> tuple[tuple[str, ...], int]:
+    """The tensors that a server's workers do not hold as they were published, and how many were compared: the file that
+    the server was given is the trainer's by its digests, and what the workers say of their memory has to be what the
+    file comes to in their type.
+
+    Raises:
+        WireError: a worker says what no `readback` says.
+    """
+    sums = _together(workers, digests)
+    wrong, compared = [], 0
+    with ExitStack() as opened:
+        places = {name: file for file in _opened(folder, opened) for name in file.keys()}  # noqa: SIM118  # no mapping
+        for name, digest in digests.items():
+            tensor = places[name].get_tensor(name) if name in places else None
+            if tensor is None or digest_of_tensor(tensor) != digest:
+                wrong.append(name)
+            elif (own := sums.get(name)) is not None and (whole := _expected(tensor, own)) is not None:
+                compared += 1
+                wrong += [] if own.are(whole) else [name]
+    return tuple(wrong), compared
+
+
+def _expected(tensor: Tensor, own: Sums) -> Sums | None:
+    """What the workers' sums of a tensor have to be; None where they were added in a way that cannot be repeated."""
+    dtype = DTYPES.get(own.dtype)
+    whole = sums_of(tensor.to(dtype)) if dtype is not None else None
+    return whole if whole is not None and whole.unit == own.unit else None
+
+
+def _together(workers: Sequence[Mapping[str, str]], digests: Mapping[str, TensorDigest]) -> dict[str, Sums]:
+    """The sums of all workers. An output layer that is published as the embedding is another copy of it."""
+    found: dict[str, Sums] = {}
+    try:
+        for worker in workers:
+            for name, text in worker.items():
+                own = _EMBEDDING if name == _HEAD and _HEAD not in digests else name
+                sums = Sums.parse(text)
+                found.setdefault(own, Sums(sums.dtype, sums.unit)).add(sums)
+    except (ValueError, TypeError) as error:
+        raise WireError(f"a worker of a server says of its memory what cannot be: {error}") from None
+    return found
+
+
+def _opened(folder: Path, stack: ExitStack) -> list[Any]:
+    return [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
+
+
+def _link(place: Path, target: Path) -> None:
+    new = place.with_suffix(f"{place.suffix}.new")
+    new.unlink(missing_ok=True)
+    os.symlink(target, new)
+    new.replace(place)

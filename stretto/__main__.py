@@ -1,6 +1,0 @@
-"""`python -m stretto`: the command line."""
-
-from stretto.cli.main import main
-
-if __name__ == "__main__":
-    main()
