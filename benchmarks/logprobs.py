@@ -254,7 +254,7 @@ def beyond(found: Distribution, record: Sequence[Distribution]) -> list[str]:
 def markdown(rows: Sequence[Distribution]) -> str:
     """A table of the mean and of `judged`, of whichever way is farther."""
     lines = [f"| model | type | {' | '.join(MAKES)} |", f"|---|---|{'---|' * len(MAKES)}"]
-    for model in models():
+    for model in dict.fromkeys(one.model for one in rows):
         for dtype in DTYPES:
             cells = []
             for make in MAKES:
@@ -262,7 +262,7 @@ def markdown(rows: Sequence[Distribution]) -> str:
                 farthest = [
                     f"{max(map(float, few)):.1e}" for few in zip(*((o.mean, o.judged) for o in own), strict=True)
                 ]
-                cells.append(" · ".join(farthest) if own else "")
+                cells.append(" · ".join(farthest) if own else "–")
             lines.append(f"| {model} | {dtype} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
