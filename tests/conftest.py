@@ -1,5 +1,5 @@
-"""What every test process inherits: one torch thread each, no network, no clock in Hypothesis; kernels for GPUs run in
-Triton's interpreter where there is no GPU.
+"""What every test process inherits: one torch thread each, no network, no clock and 25 examples in Hypothesis (400
+with ``--hypothesis-profile=long``); kernels for GPUs run in Triton's interpreter where there is no GPU.
 
 The environment is set before anything imports torch, so that child processes inherit it too: two processes with two
 torch threads each on two cores spin against each other and run 10 to 50 times slower.
@@ -28,7 +28,8 @@ os.environ.update(
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"
 
-settings.register_profile("house", deadline=None, print_blob=True)
+settings.register_profile("house", deadline=None, print_blob=True, max_examples=25)
+settings.register_profile("long", settings.get_profile("house"), max_examples=400)
 settings.load_profile("house")
 
 

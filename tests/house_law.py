@@ -130,15 +130,57 @@ def sources(package: Path) -> list[Path]:
 
 def imports(package: Path) -> list[Import]:
     """Every import of the package, those under ``if TYPE_CHECKING`` and inside functions included."""
-    files = ((path, path.read_text(encoding="utf-8")) for path in sources(package))
-    return [found for path, text in files for found in _imports_of(path, text, package)]
+    return [found for _, code in codes(package) for found in code.imports]
+
+
+@dataclass(frozen=True)
+class Code:
+    """What the laws ask of a file, found in one walk through it."""
+
+    imports: tuple[Import, ...]
+    classes: tuple[tuple[str, bool], ...]  # public ones, and whether they are Protocols
+    functions: tuple[tuple[int, str, int], ...]  # line, name and length without the docstring
+    names: Mapping[str, frozenset[int]]  # the identifiers, and their lines
+    clocks: tuple[tuple[int, str], ...]  # uses of the wall clock
 
 
 @cache
-def _imports_of(path: Path, text: str, package: Path) -> tuple[Import, ...]:
-    """Those of a file with this text."""
+def read_code(path: Path, text: str, package: Path) -> Code:
+    """Of a file with this text; imports are those of a file of the package."""
+    tree, names = ast.parse(text), dict[str, set[int]]()
+    functions, clocks = list[tuple[int, str, int]](), list[tuple[int, str]]()
+    for node in ast.walk(tree):
+        for name in _identifiers(node):
+            names.setdefault(name, set()).add(getattr(node, "lineno", 0))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append((node.lineno, node.name, _length(node)))
+        elif isinstance(node, ast.Attribute) and node.attr in _CLOCKS and _is_clock(used := ast.unparse(node)):
+            clocks.append((node.lineno, used))
+    classes = tuple(
+        (node.name, any("Protocol" in ast.unparse(base) for base in node.bases))
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    lines = {name: frozenset(found) for name, found in names.items()}
+    return Code(_imports_of(path, tree, package), classes, tuple(functions), lines, tuple(clocks))
+
+
+def codes(package: Path) -> Iterator[tuple[Path, Code]]:
+    """The files of a folder and what is in them."""
+    for path in sources(package):
+        yield path, read_code(path, path.read_text(encoding="utf-8"), package)
+
+
+_CLOCKS = frozenset(clock.rpartition(".")[2] for clock in WALL_CLOCK)
+
+
+def _is_clock(used: str) -> bool:
+    return used.endswith(tuple(WALL_CLOCK))
+
+
+def _imports_of(path: Path, tree: ast.AST, package: Path) -> tuple[Import, ...]:
     found: list[Import] = []
-    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(text), False)]
+    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
     for node, deferred in waiting:
         if names := _imported_names(node, path, package):
             found.append(Import(package.name, path.relative_to(package), node.lineno, names, deferred))  # type: ignore[attr-defined]
@@ -237,10 +279,9 @@ def crowded(package: Path) -> list[str]:
 def same_names(package: Path) -> list[str]:
     """Public classes of one name in two files."""
     places: dict[str, list[str]] = {}
-    for path in sources(package):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(str(path.relative_to(package)))
+    for path, code in codes(package):
+        for name, _ in code.classes:
+            places.setdefault(name, []).append(str(path.relative_to(package)))
     return [f"class {name} is in {' and '.join(files)}" for name, files in places.items() if len(files) > 1]
 
 
@@ -252,17 +293,13 @@ def refused_words(glossary: str) -> frozenset[str]:
 
 def dialect(package: Path, refused: frozenset[str]) -> list[str]:
     """Identifiers that hold a word for which the glossary has another one."""
-    violations: set[str] = set()
-    for path in sources(package):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            for name in _identifiers(node):
-                words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
-                for word in refused & {*(word.lower() for word in words), name.lower().strip("_")}:
-                    line = getattr(node, "lineno", 0)
-                    violations.add(
-                        f"{package.name}/{path.relative_to(package)}:{line}: {name}: the glossary refuses {word!r}"
-                    )
-    return sorted(violations)
+    return sorted(
+        f"{package.name}/{path.relative_to(package)}:{line}: {name}: the glossary refuses {word!r}"
+        for path, code in codes(package)
+        for name, lines in code.names.items()
+        for word in refused & {*map(str.lower, re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)), name.lower().strip("_")}
+        for line in lines
+    )
 
 
 def _identifiers(node: ast.AST) -> Iterator[str]:
@@ -274,14 +311,8 @@ def _identifiers(node: ast.AST) -> Iterator[str]:
 
 def concepts(package: Path) -> tuple[int, int]:
     """How many public classes a package has, and how many of these are Protocols."""
-    classes = [
-        node
-        for path in sources(package)
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    ]
-    protocols = [node for node in classes if any("Protocol" in ast.unparse(base) for base in node.bases)]
-    return len(classes), len(protocols)
+    classes = [found for _, code in codes(package) for found in code.classes]
+    return len(classes), sum(protocol for _, protocol in classes)
 
 
 def unlisted(package: Path, house: House) -> list[str]:
@@ -356,16 +387,14 @@ def undeclared(package: Path, dependencies: list[str]) -> list[str]:
 def too_long(folder: Path) -> list[str]:
     """Files longer than 480 lines, functions longer than 60 (without their docstring)."""
     violations: list[str] = []
-    for path in sources(folder):
-        text = path.read_text(encoding="utf-8")
+    for path, code in codes(folder):
         place = f"{folder.name}/{path.relative_to(folder)}"
-        if (lines := len(text.splitlines())) > LONGEST_FILE:
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > LONGEST_FILE:
             violations.append(f"{place}: {lines} lines; a file holds one thing, in {LONGEST_FILE} lines at most")
         violations += [
-            f"{place}:{node.lineno}: {node.name} has {length} lines; a function has {LONGEST_FUNCTION} at most"
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            if (length := _length(node)) > LONGEST_FUNCTION
+            f"{place}:{line}: {name} has {length} lines; a function has {LONGEST_FUNCTION} at most"
+            for line, name, length in code.functions
+            if length > LONGEST_FUNCTION
         ]
     return violations
 
@@ -380,14 +409,11 @@ def _length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def by_wall_clock(package: Path) -> list[str]:
     """Uses of a clock that may jump, outside of the files that only write the date down."""
     return [
-        f"{path.relative_to(package)}:{node.lineno}: {ast.unparse(node)} may jump; waits are by time.monotonic"
-        for path in sources(package)
+        f"{path.relative_to(package)}:{line}: {used} may jump; waits are by time.monotonic"
+        for path, code in codes(package)
         if "/".join(inside(".".join((package.name, *path.relative_to(package).parts[:-1], path.stem))))
         not in WRITES_DATES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute)
-        and any(clock.endswith(f".{node.attr}") for clock in WALL_CLOCK)
-        and ast.unparse(node).endswith(tuple(WALL_CLOCK))
+        for line, used in code.clocks
     ]
 
 

@@ -34,7 +34,7 @@ def ids(kind: str, *names: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_the_stop_is_found_where_the_whole_text_has_it_first(kind: str, data: st.DataObject) -> None:
     decoder, names = KINDS[kind]

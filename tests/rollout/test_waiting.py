@@ -7,7 +7,7 @@ Groups are admitted at the version that the slowest engine has loaded, finish in
 the bound may change at any time, to any value, for the groups that are admitted afterwards.
 """
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.core.records import (
@@ -142,6 +142,7 @@ EVENTS = [
 CHANGES = [*EVENTS, Story.change]
 
 
+@settings(max_examples=60)
 @given(
     batch_size=st.integers(1, 3),
     max_staleness=st.integers(0, 3),
@@ -157,6 +158,7 @@ def test_no_batch_breaks_the_bound_and_there_is_one_when_the_oldest_are_finished
         story.check()
 
 
+@settings(max_examples=60)
 @given(
     batch_size=st.integers(1, 3),
     events=st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 30)), min_size=60, max_size=200),

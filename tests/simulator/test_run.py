@@ -52,7 +52,7 @@ bounded: st.SearchStrategy[BeyondBound] = st.sampled_from(["wait", "mask", "expi
 any_policy: st.SearchStrategy[BeyondBound] = st.sampled_from(["train", "wait", "mask", "expire"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40)
 @given(
     config=configs(bounded).filter(lambda c: c.group_size > 1 or c.filter == "none"),
     workload=workloads,
@@ -64,7 +64,7 @@ def test_no_token_older_than_the_bound_is_trained_on(config: RolloutConfig, work
     assert report.worst_staleness <= config.staleness_bounds[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 @given(
     config=configs(any_policy).filter(lambda c: c.group_size > 1 or c.filter == "none"),
     bounds=st.tuples(st.integers(0, 3), st.integers(0, 9)),
@@ -129,7 +129,6 @@ def test_a_number_in_flight_that_follows_the_engines_leaves_none_waiting_and_nei
     assert (few[0].max_in_flight, few[1]) == (2, [])
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     config=configs(any_policy).filter(lambda c: c.group_size > 1 or c.filter == "none"),
     workload=workloads,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,10 +69,8 @@ def poisoned(version: int) -> Batch:
 
 
 SCENARIOS = {
-    "paper": Scenario(
-        steps=20, algorithm={"correction": {"kind": "mask", "high": 4.0}}, model=partial(tiny, tied=True)
-    ),
-    "few": Scenario(trainer={"minibatches": 12}),  # one answer in each: the other ranks have nothing to do
+    "paper": Scenario(steps=8, algorithm={"correction": {"kind": "mask", "high": 4.0}}, model=partial(tiny, tied=True)),
+    "few": Scenario(steps=1, trainer={"minibatches": 12}),  # one answer in each: the other ranks have nothing to do
     "small": Scenario(algorithm={"aggregation": "sequence_mean", "loss": "gspo"}, trainer={"micro_batch_tokens": 24}),
     "critic": Scenario(algorithm={"advantages": {"kind": "gae", "critic": {"learning_rate": RATE}}}),
     "selection": Scenario(algorithm={"loss": {"kind": "m2po", "threshold": 0.5}, "advantages": "batch"}),
@@ -92,7 +91,7 @@ PLAYED = {4: ("paper", "few"), 2: tuple(SCENARIOS)}
 
 @dataclass(frozen=True)
 class Resumed:
-    """Ranks that go on from the checkpoint `start`, or begin, and write the checkpoint `name` two steps later. `apart`:
+    """Ranks that go on from the checkpoint `start`, or begin, and write the checkpoint `name` a step later. `apart`:
     only rank 0 sees the folder, as on machines of their own."""
 
     ranks: int
@@ -181,19 +180,17 @@ def columns_of(tokens: SampledTokens) -> torch.Tensor:
 
 
 def play_on(scenario: Scenario, ranks: Ranks, folder: Path, resumed: Resumed) -> None:
-    """Go on, two steps; write the checkpoint while training goes on, and the weights that it should hold."""
+    """Go on, a step; write the checkpoint while training goes on, and the weights that it should hold."""
     trainer, name = trainer_of(scenario, ranks), resumed.name
     if resumed.apart and ranks.rank > 0:
         folder /= "not-there"
     if resumed.start is not None:
         trainer.load_checkpoint(folder / resumed.start)
-    for _ in range(2):
-        trainer.train(scenario.batch(trainer.version))
+    trainer.train(scenario.batch(trainer.version))
     weights = {name: weight.clone() for name, weight in trainer.full_parameters()}
     writing = Thread(target=trainer.snapshot(), args=(folder / name,))
     writing.start()
-    for _ in range(2):
-        trainer.train(scenario.batch(trainer.version))
+    trainer.train(scenario.batch(trainer.version))
     writing.join()
     if ranks.rank == 0:
         torch.save({"weights": weights}, folder / f"{name}.pt")
@@ -220,7 +217,10 @@ def play_alone(folder: Path, several: Sequence[Resumed]) -> None:
         play_on(SCENARIOS["critic"], ALONE, folder, resumed)
 
 
-def main(folder: Path) -> None:
+def main() -> None:
+    """Warnings are errors."""
+    folder = Path(sys.argv[1])
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
     play_alone(folder, RESUMED[:1])
     for count in PLAYED:
@@ -239,4 +239,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -178,7 +178,6 @@ def forests(draw: st.DrawFn) -> list[Segment]:
 
 
 @given(forests(), st.integers(4, 7))
-@settings(max_examples=60)
 def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(
     segments: list[Segment], oldest: int
 ) -> None:
@@ -205,7 +204,6 @@ def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), min_size=1, max_size=5), st.integers(4, 7))
-@settings(max_examples=40)
 def test_a_linear_trajectory_makes_the_sample_that_it_always_made(shape: list[tuple[bool, int]], oldest: int) -> None:
     """Prompt and segments one after the other; what was given behind the last sampled token is left out."""
     last = max((at for at, (sampled, _) in enumerate(shape) if sampled), default=-1)

@@ -1,4 +1,4 @@
-"""Promises of several ranks: 1, 2 and 4 of them give the same losses over 20 steps, and the same weights, to rounding;
+"""Promises of several ranks: 1, 2 and 4 of them give the same losses over 8 steps, and the same weights, to rounding;
 so do two with a critic, a reference, adapters and the rest, over fewer steps; the gradients of one batch agree for
 every loss; each rank holds only its part; all of them measure and decide alike. A checkpoint is written while the
 training goes on, and any number of ranks goes on from it.
@@ -7,13 +7,13 @@ training goes on, and any number of ranks goes on from it.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -26,20 +26,22 @@ from stretto.trainer.messages import RankLost
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.roles.rank_group import RankGroup
 from stretto.trainer.spec import TrainerSpec
+from tests.launch.warm import MARK, WarmCommand
 from tests.tolerances import after_adam, assert_close
 from tests.trainer.rank_runs import LOSSES, PLAYED, SAMPLING, SCENARIOS, trainer_of
 from tests.trainer.tiny import BACKWARD
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What every rank of every training saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "error", "-m", "tests.trainer.rank_runs", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = WarmCommand([str(folder)], folder, {**os.environ, MARK: uuid4().hex}, "tests.trainer.rank_runs")
+    try:
+        said = "".join(command.communicate(200))
+    finally:
+        command.kill()
+    assert command.returncode == 0, said
     return folder
 
 
@@ -75,7 +77,8 @@ def test_all_ranks_measure_and_decide_alike(folder: Path, count: int, scenario: 
 def test_every_rank_has_what_became_of_all_tokens(folder: Path, count: int, scenario: str) -> None:
     one = seen(folder, 1, scenario)["tokens"]
     every = [seen(folder, count, scenario, rank) for rank in range(count)]
-    tolerance = after_adam(2 * SCENARIOS[scenario].trainer.get("minibatches", 2), BACKWARD)
+    steps = SCENARIOS[scenario].steps
+    tolerance = after_adam(steps * SCENARIOS[scenario].trainer.get("minibatches", 2), BACKWARD)
     for several in every:
         assert [list(step) for step in several["tokens"]] == [list(step) for step in one]
         for ours, theirs in zip(several["tokens"], one, strict=True):
@@ -115,9 +118,9 @@ def test_each_rank_holds_its_part_of_the_parameters(folder: Path) -> None:
 def test_a_checkpoint_is_gone_on_from_by_another_number_of_ranks(folder: Path, name: str) -> None:
     """Optimizer and critic included, whether or not all ranks see the folder: `1-1` is one rank that goes on from its
     own checkpoint."""
-    steps = 2 * len(re.findall(r"\d", name))
+    steps = len(re.findall(r"\d", name))
     straight, other = (
-        torch.load(folder / f"{path}.pt", weights_only=True)["weights"] for path in ("-".join("1" * (steps // 2)), name)
+        torch.load(folder / f"{path}.pt", weights_only=True)["weights"] for path in ("-".join("1" * steps), name)
     )
     for parameter, value in straight.items():
         torch.testing.assert_close(other[parameter], value, rtol=0, atol=after_adam(steps * 2, BACKWARD), msg=parameter)

@@ -46,7 +46,7 @@ def batch_of(groups: list[list[tuple[float, list[tuple[int, float | None, float]
     return Batch(step=8, version=7, groups=tuple(made))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(members, min_size=1, max_size=3),
     st.sampled_from([*KINDS, "reward"]),

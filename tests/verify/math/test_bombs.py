@@ -68,7 +68,7 @@ def good(count: int) -> list[ScoreItem]:
 
 def test_bombs_among_good_completions_cost_no_good_one_and_no_slot() -> None:
     bombs = [ScoreItem(prompt="", completion=bomb, answer="42") for bomb in BOMBS.values()]
-    mixed = [item for at in range(50) for item in (bombs[at % len(bombs)], *good(3))]
+    mixed = [item for at in range(len(bombs)) for item in (bombs[at % len(bombs)], *good(3))]
 
     async def scored() -> tuple[list[Verdict], list[Verdict]]:
         config = RewardsConfig(function="math", workers=2, max_consecutive_undecided=10**6)
@@ -76,6 +76,6 @@ def test_bombs_among_good_completions_cost_no_good_one_and_no_slot() -> None:
             return await pool.score(mixed), await pool.score(good(100))
 
     verdicts, after = asyncio.run(scored())
-    assert [verdict.outcome for at, verdict in enumerate(verdicts) if at % 4] == [Outcome.RIGHT] * 150
+    assert [verdict.outcome for at, verdict in enumerate(verdicts) if at % 4] == [Outcome.RIGHT] * 3 * len(bombs)
     assert not any(verdict.outcome is Outcome.RIGHT for verdict in verdicts[::4])
     assert [verdict.outcome for verdict in after] == [Outcome.RIGHT] * 100

@@ -90,7 +90,7 @@ def test_a_matrix_is_its_cells(cells: tuple[int, int, int, int], at: int, by: in
     assert not right(f"${form.format(*cells)}$", form.format(*changed))
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(small, small, small)
 def test_a_polynomial_is_its_coefficients(a: int, b: int, c: int) -> None:
     expanded = f"x^2 + {a + b}x + {a * b}".replace("+ -", "- ")

@@ -1,7 +1,8 @@
 """The sandbox beside plain Python, over the ways in which programs read, write and end.
 
 Promises: at levels A, C and D, where they can be stood on, a program writes the same and ends with the same status as a
-script that the interpreter runs without a sandbox.
+script that the interpreter runs without a sandbox: all programs at the strongest level, and each at one of the others,
+in turn, since what reads, writes and ends is the same guest at all of them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
@@ -180,17 +182,25 @@ def plain(name: str) -> tuple[bytes, int]:
     return ended.stdout, ended.returncode
 
 
-@pytest.fixture(scope="module", params=LADDER, ids=[f"{w.level}-{'warm' if w.warm else 'cold'}" for w in LADDER])
-def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    with Sandbox(request.param, CONFIG) as sandbox:
-        try:
-            sandbox.run({"source": ""}, b"", 5.0)
-        except SandboxFailed as failure:
-            pytest.skip(f"level {request.param.level} is not offered here: {failure}")
-        yield sandbox
+@pytest.fixture(scope="module")
+def sandboxes() -> Iterator[list[Sandbox]]:
+    """Those that can be stood on here, the strongest first."""
+    standing = list[Sandbox]()
+    with ExitStack() as stack:
+        for walls in LADDER:
+            sandbox = stack.enter_context(Sandbox(walls, CONFIG))
+            with suppress(SandboxFailed):  # this level is not offered here
+                sandbox.run({"source": ""}, b"", 5.0)
+                standing.append(sandbox)
+        if not standing:
+            pytest.skip("no level is offered here")
+        yield standing
 
 
 @pytest.mark.parametrize("name", IDIOMS)
-def test_a_program_writes_and_ends_as_a_script_does(sandbox: Sandbox, name: str) -> None:
-    ended = sandbox.run({"source": IDIOMS[name]}, GIVEN, 10.0)
-    assert (ended.output, ended.status) == plain(name), ended
+def test_a_program_writes_and_ends_as_a_script_does(sandboxes: list[Sandbox], name: str) -> None:
+    strongest, *weaker = sandboxes
+    other = weaker[[*IDIOMS].index(name) % len(weaker)] if weaker else strongest
+    for sandbox in (strongest, other):
+        ended = sandbox.run({"source": IDIOMS[name]}, GIVEN, 10.0)
+        assert (ended.output, ended.status) == plain(name), ended
