@@ -80,7 +80,7 @@ agent-environments: .venv/ready-test  ## the environments of agents and of verif
 test-engines: engine-environments  ## the tests with real servers of vLLM and SGLang
 	$(RUN) pytest tests/real_engines --ignore tests/real_engines/clients || $(RUN) tests.alone $$?
 
-test-engine-clients: engine-environments  ## the gateway and reward models in front of real servers of vLLM and SGLang
+test-engine-clients: engine-environments  ## the gateway and reward models in front of such servers, and what is rarer or longer
 	$(RUN) pytest tests/real_engines/clients
 
 test-agents: agent-environments  ## the tests with real agents and environments of other makes

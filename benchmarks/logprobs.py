@@ -12,16 +12,20 @@ drawn from a seed, computed at once; *sampled*, the tokens that the engine sampl
 Nats depend on the model: how deep it is, and how sure. So they are counted in units of rounding too
 (`stretto.core.canary.Canary.unit`). New models are small and random; the pretrained one is SmolLM2-135M-Instruct, 30
 layers deep, whose sequences are sentences.
+
+An engine is judged by the mean of 32 of its tokens and more (`stretto.loop.engines.proving`). So the largest mean of 32
+tokens of a text, one behind the other, is what an honest engine may show.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -33,7 +37,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.peers.environment import Environment, PeerUnavailable
-from benchmarks.report import Table, save
+from benchmarks.report import RESULTS, Table, save
 from recipes.smollm2 import NAME, fetch
 from stretto.core.canary import Canary
 from stretto.core.machine import cache_folder
@@ -51,8 +55,10 @@ RESULT = "logprob-distribution"
 SHARES = (0.5, 0.9, 0.99, 0.999, 1.0)
 DTYPES = ("float32", "bfloat16")
 SERVERS = ("vllm", "sglang")
+MAKES = ("transformers", "native", *SERVERS)
 PRETRAINED = "pretrained"
-#: As the tests with real servers have it: vLLM's attention on a processor takes heads of 32 numbers at least.
+JUDGED = 32  # tokens
+#: vLLM's attention on a processor takes heads of 32 numbers at least; with many letters, completions are long.
 SMALL = BuildConfig(
     hidden_size=32,
     layers=2,
@@ -81,7 +87,9 @@ _TEXT = (
 )
 
 Texts = Sequence[tuple[int, ...]]
-Pairs = list[tuple[float, float]]
+Way = Literal["scored", "sampled"]
+#: The trainer's log-probability of each token of each text, and the engine's.
+Pairs = list[list[tuple[float, float]]]
 
 
 def models() -> Mapping[str, BuildConfig | None]:
@@ -158,7 +166,7 @@ def _native(folder: Path, dtype: str) -> NativeEngine:
     return NativeEngine.load(folder, EngineConfig.model_validate({"slots": 16, "dtype": dtype, "cache_gib": 0.25}))
 
 
-def _sampled_by_native(folder: Path, dtype: str, prompts: Texts, length: int) -> tuple[Texts, list[list[float]]]:
+def sampled_by_native(folder: Path, dtype: str, prompts: Texts, length: int) -> tuple[Texts, list[list[float]]]:
     engine = _native(folder, dtype)
     for number, prompt in enumerate(prompts):
         engine.add(GenerateRequest(str(number), prompt, (number,), Sampling(max_tokens=length)))
@@ -169,7 +177,7 @@ def _sampled_by_native(folder: Path, dtype: str, prompts: Texts, length: int) ->
     return whole, [list(one.behavior_logprobs) for one in ended]
 
 
-async def _sampled_by_server(make: Make, prompts: Texts, length: int) -> tuple[Texts, list[list[float]]]:
+async def sampled_by_server(make: Make, prompts: Texts, length: int) -> tuple[Texts, list[list[float]]]:
     async def completion(number: int, prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
         wanted = Continuation(f"sampled-{number}", prompt, Sampling(max_tokens=length), length, seed=number)
         tokens, logprobs = list[int](), list[float]()
@@ -186,110 +194,173 @@ async def _sampled_by_server(make: Make, prompts: Texts, length: int) -> tuple[T
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of |Δ log p|, nats; `quantiles` at `SHARES`. `unit`: of rounding, in nats, and `units`: the mean in them."""
+    """Of |Δ log p|, nats: `quantiles` at `SHARES`, and `judged`, the largest mean of `JUDGED` tokens one behind the
+    other. `unit`: of rounding, in nats, and `units`: the mean in them."""
 
     model: str
     make: str
     dtype: str
-    way: Literal["scored", "sampled"]
+    way: Way
     tokens: int
     mean: float
     quantiles: tuple[float, ...]
+    judged: float
     unit: float
     units: float
 
+    @property
+    def largest(self) -> float:
+        """In units of rounding."""
+        return self.quantiles[-1] / self.unit
 
-def distribution(
-    model: str, make: str, dtype: str, way: Literal["scored", "sampled"], depth: int, pairs: Pairs
-) -> Distribution:
-    """Of pairs: the trainer's log-probability and the engine's."""
-    gaps = np.abs(np.subtract(*map(np.asarray, zip(*pairs, strict=True))))
-    unit = Canary(0, (), tuple(expected for expected, _ in pairs), depth).unit(dtype)
-    mean = fmean(gaps.tolist())
-    quantiles = tuple(float(np.quantile(gaps, share)) for share in SHARES)
-    return Distribution(model, make, dtype, way, len(pairs), mean, quantiles, unit, mean / unit)
+
+def distribution(model: str, make: str, dtype: str, way: Way, depth: int, pairs: Pairs) -> Distribution:
+    """Of a model with as many layers."""
+    gaps = [np.abs(np.subtract(*np.transpose(text))) for text in pairs]
+    every = np.concatenate(gaps)
+    unit = Canary(0, (), tuple(expected for text in pairs for expected, _ in text), depth).unit(dtype)
+    mean = fmean(every.tolist())
+    quantiles = tuple(float(np.quantile(every, share)) for share in SHARES)
+    judged = max(
+        float(np.convolve(text, np.full(few := min(JUDGED, len(text)), 1 / few), "valid").max()) for text in gaps
+    )
+    return Distribution(model, make, dtype, way, len(every), mean, quantiles, judged, unit, mean / unit)
 
 
 def pairs_of(expected: Sequence[Sequence[float]], found: Sequence[Sequence[float]]) -> Pairs:
     """Token by token; of a text that is longer on one side, the last tokens."""
+    return [list(zip(one[-len(other) :], other, strict=True)) for one, other in zip(expected, found, strict=True)]
+
+
+def on_record() -> list[Distribution]:
+    """The committed distributions."""
+    rows = json.loads((RESULTS / f"{RESULT}.json").read_text())["results"]["rows"]
+    return [Distribution(**row | {"quantiles": tuple(row["quantiles"])}) for row in rows]
+
+
+def beyond(found: Distribution, record: Sequence[Distribution]) -> list[str]:
+    """What is too far: more than one bit, which is twice as far as the farthest on record of this make and type, in
+    units of rounding."""
+    own = [one for one in record if (one.make, one.dtype) == (found.make, found.dtype)]
+    mean, largest = 2 * max(one.units for one in own), 2 * max(one.largest for one in own)
+    told = f"{found.model}, {found.make} {found.dtype}, {found.way}"
     return [
-        pair for one, other in zip(expected, found, strict=True) for pair in zip(one[-len(other) :], other, strict=True)
+        f"{told}: {name} is {units:.2g} units of rounding, {most:.2g} allowed"
+        for name, units, most in (("the mean", found.units, mean), ("a token", found.largest, largest))
+        if units > most
     ]
 
 
-class _Measuring:
-    """One model: its fixed set, and what the trainer says of it."""
+def markdown(rows: Sequence[Distribution]) -> str:
+    """A table of the mean and of `judged`, of whichever way is farther."""
+    lines = [f"| model | type | {' | '.join(MAKES)} |", f"|---|---|{'---|' * len(MAKES)}"]
+    for model in models():
+        for dtype in DTYPES:
+            cells = []
+            for make in MAKES:
+                own = [one for one in rows if (one.model, one.make, one.dtype) == (model, make, dtype)]
+                farthest = [
+                    f"{max(map(float, few)):.1e}" for few in zip(*((o.mean, o.judged) for o in own), strict=True)
+                ]
+                cells.append(" · ".join(farthest) if own else "")
+            lines.append(f"| {model} | {dtype} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
-    def __init__(self, name: str, folder: Path) -> None:
+
+class Measuring:
+    """One model: its fixed set, or the first texts of it, and what the trainer says of them."""
+
+    def __init__(self, name: str, folder: Path, count: int = _COUNT) -> None:
         self.name, self.folder = name, folder
-        self.texts = texts_of(name, folder)
+        self.texts = texts_of(name, folder)[:count]
         self.expected = reference(folder, self.texts)
         self.prompts = [text[:_PROMPT] for text in self.texts]
         self.depth: int = AutoConfig.from_pretrained(folder).num_hidden_layers
 
-    def scored(self, make: str, dtype: str, found: Sequence[Sequence[float]]) -> Distribution:
+    def of_transformers(self, dtype: str) -> Distribution:
+        """In a coarser type: in float32 it is the trainer."""
+        return self._scored("transformers", dtype, reference(self.folder, self.texts, dtype))
+
+    def of_native(self, dtype: str) -> list[Distribution]:
+        """Of the embedded engine, both ways."""
+        sampled = sampled_by_native(self.folder, dtype, self.prompts, _LENGTH)
+        return [
+            self._scored("native", dtype, by_native(self.folder, dtype, self.texts)),
+            self._sampled("native", dtype, *sampled),
+        ]
+
+    async def of_server(self, kind: str, dtype: str, make: Make) -> list[Distribution]:
+        """Of a server that has the model, both ways."""
+        sampled = await sampled_by_server(make, self.prompts, _LENGTH)
+        return [
+            self._scored(kind, dtype, await by_server(make, self.texts)),
+            self._sampled(kind, dtype, *sampled),
+        ]
+
+    def measured(self, make: str) -> list[Distribution]:
+        """In every type."""
+        if make == "transformers":
+            return [self.of_transformers(dtype) for dtype in DTYPES[1:]]
+        if make in SERVERS:
+            return asyncio.run(self._served(make))
+        return [one for dtype in DTYPES for one in self.of_native(dtype)]
+
+    def _scored(self, make: str, dtype: str, found: Sequence[Sequence[float]]) -> Distribution:
         return distribution(self.name, make, dtype, "scored", self.depth, pairs_of(self.expected, found))
 
-    def sampled(self, make: str, dtype: str, whole: Texts, found: Sequence[Sequence[float]]) -> Distribution:
+    def _sampled(self, make: str, dtype: str, whole: Texts, found: Sequence[Sequence[float]]) -> Distribution:
         expected = reference(self.folder, whole)
         return distribution(self.name, make, dtype, "sampled", self.depth, pairs_of(expected, found))
 
-    def measured(self, make: str, dtype: str) -> list[Distribution]:
-        if make == "transformers":
-            return [self.scored(make, dtype, reference(self.folder, self.texts, dtype))] if dtype != "float32" else []
-        if make == "native":
-            scored = by_native(self.folder, dtype, self.texts)
-            sampled = _sampled_by_native(self.folder, dtype, self.prompts, _LENGTH)
-        else:
-            scored, sampled = asyncio.run(self._served(make, dtype))
-        return [self.scored(make, dtype, scored), self.sampled(make, dtype, *sampled)]
+    async def _served(self, kind: str) -> list[Distribution]:
+        """By servers of each type, which start beside each other."""
+        found = []
+        async with AsyncExitStack() as stack:
+            started = {dtype: await self._start(kind, dtype, stack) for dtype in DTYPES}
+            for dtype, (process, make) in started.items():
+                await until_ready(process, make, _START_SECONDS)
+                found += await self.of_server(kind, dtype, make)
+        return found
 
-    async def _served(self, kind: str, dtype: str) -> tuple[list[list[float]], tuple[Texts, list[list[float]]]]:
+    async def _start(self, kind: str, dtype: str, stack: AsyncExitStack) -> tuple[ServerProcess, Make]:
         settings = {"kind": kind, "python": str(Environment(kind).ensure()), "cache_gib": 0.5, "slots": 16}
         config = EngineConfig.model_validate(settings | {"dtype": dtype, "device": "cpu"})
         port = free_port()
         process = await ServerProcess.start(kind, launch_of(config, str(self.folder.resolve()), port))
-        address = f"127.0.0.1:{port}"
-        http = JsonServer(kind, address, seconds=_REPLY_SECONDS, token_seconds=_REPLY_SECONDS)
+        stack.push_async_callback(process.stop)
+        http = JsonServer(kind, f"127.0.0.1:{port}", seconds=_REPLY_SECONDS, token_seconds=_REPLY_SECONDS)
         make = make_of(kind, http, _REPLY_SECONDS)
-        try:
-            await until_ready(process, make, _START_SECONDS)
-            scored = await by_server(make, self.texts)
-            return scored, await _sampled_by_server(make, self.prompts, _LENGTH)
-        finally:
-            await make.close()
-            await process.stop()
+        stack.push_async_callback(make.close)
+        return process, make
 
 
 def main(arguments: Sequence[str]) -> None:
-    makes = ("transformers", "native", *SERVERS)
     parser = argparse.ArgumentParser(description="The distribution of the engines' |Δ log p|.")
-    parser.add_argument("--makes", nargs="+", default=makes, choices=makes)
+    parser.add_argument("--makes", nargs="+", default=MAKES, choices=MAKES)
     parser.add_argument("--models", nargs="+", default=tuple(models()), choices=tuple(models()))
     words = parser.parse_args(arguments)
-    table = Table(
-        "model", "make", "type", "way", "tokens", "mean", *(f"{100 * share:g} %" for share in SHARES), "units"
-    )
-    rows = list[dict[str, Any]]()
+    shares = tuple(f"{100 * share:g} %" for share in SHARES)
+    table = Table("model", "make", "type", "way", "tokens", "mean", *shares, f"of {JUDGED}", "units")
+    rows = list[Distribution]()
     with tempfile.TemporaryDirectory(prefix="stretto-logprobs-") as scratch:
-        for name in words.models:
-            folder = Path(scratch) / str(len(rows))
+        for number, name in enumerate(words.models):
+            folder = Path(scratch) / str(number)
             build(name, folder)
-            measuring = _Measuring(name, folder)
+            measuring = Measuring(name, folder)
             for make in words.makes:
-                for dtype in DTYPES:
-                    try:
-                        found = measuring.measured(make, dtype)
-                    except PeerUnavailable as problem:
-                        print(f"{make} cannot be installed: {problem}")
-                        continue
-                    for row in found:
-                        rows.append(asdict(row))
-                        numbers = (row.mean, *row.quantiles, row.units)
-                        table.add(name, make, dtype, row.way, row.tokens, *(f"{number:.2g}" for number in numbers))
-                        table.show_last()
-    if (tuple(words.makes), tuple(words.models)) == (makes, tuple(models())):
-        save(RESULT, {"shares": SHARES, "rows": rows})
+                try:
+                    found = measuring.measured(make)
+                except PeerUnavailable as problem:
+                    print(f"{make} cannot be installed: {problem}")
+                    continue
+                for row in found:
+                    rows.append(row)
+                    numbers = (row.mean, *row.quantiles, row.judged, row.units)
+                    table.add(name, make, row.dtype, row.way, row.tokens, *(f"{number:.2g}" for number in numbers))
+                    table.show_last()
+    if (tuple(words.makes), tuple(words.models)) == (MAKES, tuple(models())):
+        save(RESULT, {"shares": SHARES, "rows": [asdict(row) for row in rows]})
+        print(markdown(rows))
 
 
 if __name__ == "__main__":

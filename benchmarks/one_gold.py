@@ -9,7 +9,7 @@ names, and for all of them as a list. The golds are pairwise different answers, 
 them is right for more than it says.
 
 One form states an answer by two names: a marked letter and behind it what it stands for, ``(A) 42``
-(docs/decisions/0039-one-choice-two-names.md). It may be right for both, and for nothing else; such completions are
+(docs/decisions/0040-one-choice-two-names.md). It may be right for both, and for nothing else; such completions are
 counted apart. Whether a completion has that form is said here, by the parts that it was made of (`is_choice`), not by
 the verifier.
 
@@ -82,8 +82,8 @@ def is_choice(named: Sequence[str], inner: str, separator: str, tail: str, lette
     if named[0] not in letters:
         return False
     if len(named) == 1:  # the tail is the value
-        space, _, value = tail.rpartition(" ") if tail.endswith("42") else ("", "", "")
-        return value == "42" and f"{space} " in _between(inner)
+        space, _, value = tail.rpartition(" ")
+        return value in CHOICE["contents"] and f"{space} " in _between(inner)
     return len(named) == 2 and named[1] not in letters and tail in CHOICE["tails"] and separator in _between(inner)
 
 

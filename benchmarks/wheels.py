@@ -71,7 +71,7 @@ def main(interpreters: Sequence[str]) -> None:
             "--no-deps",
             "--wheel-dir",
             parent,
-            ROOT / "packages" / "verify",
+            *(path.parent for path in ROOT.glob("packages/*/pyproject.toml")),
             ROOT,
         )
         wheels = sorted(Path(parent).glob("stretto*.whl"))

@@ -59,8 +59,9 @@ prompts = 8
 
 
 def environment() -> Path:
-    """The interpreter of the environment, made unless it is there for the same `pyproject.toml`."""
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    """The interpreter of the environment, made unless it is there for the same `pyproject.toml` of every package."""
+    projects = [ROOT / "pyproject.toml", *sorted(ROOT.glob("packages/*/pyproject.toml"))]
+    project = "".join(one.read_text(encoding="utf-8") for one in projects)
     key = hashlib.sha256(f"{project}{UV}{sys.version}".encode()).hexdigest()[:12]
     folder = cache_folder() / "environments" / f"lowest-{key}"
     python, versions = folder / "bin" / "python", folder / "lowest.txt"
@@ -78,14 +79,18 @@ def environment() -> Path:
             python,
             *extras,
         ]
-        run(uv, *resolve, "--output-file", versions, "pyproject.toml")
+        run(uv, *resolve, "--output-file", versions, *projects)
         run(uv, "pip", "install", "--quiet", "--python", python, "--requirement", versions)
         (folder / "made").touch()
     return python
 
 
 def run(*command: str | Path) -> None:
-    surroundings = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'packages' / 'verify'}", "MPLBACKEND": "agg"}
+    surroundings = {
+        **os.environ,
+        "PYTHONPATH": ":".join(map(str, (ROOT, ROOT / "application", *ROOT.glob("packages/*")))),
+        "MPLBACKEND": "agg",
+    }
     subprocess.run(list(map(str, command)), check=True, cwd=ROOT, env=surroundings, timeout=SECONDS)
 
 

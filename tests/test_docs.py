@@ -67,7 +67,13 @@ def names_in(path: Path) -> frozenset[str]:
 
 
 #: Where the places of a page begin.
-BASES = (*sorted((ROOT / "packages").glob("*/stretto*")), *sorted((ROOT / "packages").iterdir()), ROOT)
+BASES = (
+    *sorted((ROOT / "packages").glob("*/stretto*")),
+    *sorted((ROOT / "packages").iterdir()),
+    ROOT / "application",
+    ROOT / "application" / "stretto_app",
+    ROOT,
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

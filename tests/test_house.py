@@ -28,8 +28,8 @@ from stretto_app.launch.recipe.table import recipe_table
 
 ROOT = Path(__file__).parent.parent
 #: The application, whose pyproject.toml is that of the repository; the others have theirs in their folder.
-APPLICATION = ROOT / "packages" / "application" / "stretto_app"
-PACKAGES = sorted({path.parent for path in (ROOT / "packages").glob("*/stretto*/__init__.py")} - {APPLICATION})
+APPLICATION = ROOT / "application" / "stretto_app"
+PACKAGES = sorted({path.parent for path in (ROOT / "packages").glob("*/stretto*/__init__.py")})
 CORE = ROOT / "packages" / "core" / law.PACKAGE
 ALL = [APPLICATION, *PACKAGES]
 EACH = pytest.mark.parametrize("package", ALL, ids=lambda package: package.name)

@@ -23,7 +23,9 @@ def test_extras_on_the_pages_are_those_of_the_package() -> None:
     on_pages = {
         name for page in pages for found in _NAMED.findall(page.read_text("utf-8")) for name in found.split(",")
     }
-    sources = [path.read_text("utf-8") for path in (ROOT / "packages").rglob("*.py")]
+    sources = [
+        path.read_text("utf-8") for folder in ("application", "packages") for path in (ROOT / folder).rglob("*.py")
+    ]
     in_messages = {name for text in sources for found in _NAMED.findall(text) for name in found.split(",")} - {"extra"}
     assert on_pages | in_messages <= extras
     assert extras - on_pages <= _OF_DEVELOPERS | _BESIDE_TORCH

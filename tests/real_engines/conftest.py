@@ -14,9 +14,8 @@ from typing import Literal
 import pytest
 
 from benchmarks.peers.environment import Environment, PeerUnavailable
-from stretto.model.hf.build import build_policy
 from tests.launch.running import Laboratory
-from tests.real_engines.serving import MODEL, Installed, RealServer
+from tests.real_engines.serving import BUILT, Installed, RealServer
 
 collect_ignore = ["verifiers_client.py", "spoilt"]  # run in the environments of verifiers, vLLM and SGLang
 
@@ -34,11 +33,11 @@ def installed(request: pytest.FixtureRequest) -> Installed:
 
 
 @pytest.fixture(scope="session")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the policy that the servers are started with."""
-    folder = tmp_path_factory.mktemp("model") / "policy"
-    build_policy(MODEL, folder, seed=5)
-    return folder
+def policy(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the policy that the servers are started with: a run has trained it, and has written it."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    laboratory.trained(folder, *BUILT, "trainer.steps=2", "seed=5")
+    return folder / "policy" / "v000002"
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +49,7 @@ def server(installed: Installed, policy: Path, request: pytest.FixtureRequest) -
         request.getfixturevalue("starting_coarse_server")  # beside it
     with closing(RealServer(installed, policy, dtype="float32")) as started:
         started.until_up()
+        started.note_likeliest()
         yield started
 
 
@@ -63,6 +63,7 @@ def starting_coarse_server(installed: Installed, policy: Path) -> Iterator[RealS
 def coarse_server(starting_coarse_server: RealServer) -> RealServer:
     """The same in bfloat16."""
     starting_coarse_server.until_up()
+    starting_coarse_server.note_likeliest()
     return starting_coarse_server
 
 
@@ -75,4 +76,4 @@ def either_server(request: pytest.FixtureRequest, installed: Installed) -> RealS
 
 @pytest.fixture(scope="session")
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"))
+    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)

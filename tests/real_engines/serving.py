@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
@@ -15,36 +16,32 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.logprobs import SMALL
 from stretto.core.canary import TensorDigest
 from stretto.core.frames import Unframer
-from stretto.core.records import Completion, GenerateRequest
+from stretto.core.records import Completion, GenerateRequest, Sampling
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.backend import Stream
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import decoded
 from stretto.engine.native.stops import StopTexts
-from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from stretto_servers.engine import ExternalEngine, Limits
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Launch, Make
+from stretto_servers.make import Continuation, Launch, Make
 from stretto_servers.makes import launch_of, make_of
 from stretto_servers.server import ServerProcess, free_port, until_ready
 from stretto_servers.staging import StagedWeights
 from tests.engine.answering import shaken
-from tests.tiny_policy import TINY
 
-#: vLLM's attention on a processor takes heads of 32 numbers at least; with many letters, completions are long.
-MODEL = BuildConfig.model_validate(
-    TINY.model_dump()
-    | {
-        "head_dim": 32,
-        "context_length": 1024,
-        "alphabet": "0123456789+-=abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ",
-    }
-)
+#: The folder of the first model in the distributions on record has the same shape.
+MODEL = SMALL
+#: The same as words of a command.
+BUILT = tuple(f"model.build.{key}={json.dumps(value)}" for key, value in MODEL.model_dump().items())
+#: Prompts of several lengths.
+PROMPTS = tuple(tuple(range(2 + start, 2 + start + length)) for start, length in ((0, 1), (5, 4), (11, 12), (3, 30)))
 _SPOILT = Path(__file__).with_name("spoilt")
 _ATTEMPTS = 5
 START_SECONDS = 400.0
@@ -76,6 +73,7 @@ class RealServer:
         self._runner = asyncio.Runner()
         self._config = installed.config(**settings)
         self.dtype = self._config.dtype
+        self.likeliest: list[tuple[int, ...]] = []
         port = free_port()
         self.address = f"127.0.0.1:{port}"
         self._process = self.run(self._start(port))
@@ -97,6 +95,19 @@ class RealServer:
             await until_ready(self._process, wire, START_SECONDS)
         finally:
             await wire.close()
+
+    def note_likeliest(self, length: int = 64) -> None:
+        """Keep what is likeliest behind the prompts by the weights that it was started with."""
+        self.likeliest = self.run(self._likeliest(length))
+
+    async def _likeliest(self, length: int) -> list[tuple[int, ...]]:
+        wire, found = self.wire(), []
+        for number, prompt in enumerate(PROMPTS):
+            greedy = Sampling(max_tokens=length, temperature=0.0)
+            wanted = Continuation(f"likeliest-{number}", prompt, greedy, length, seed=0)
+            found.append(tuple([token async for delta in wire.stream(wanted) for token in delta.token_ids]))
+        await wire.close()
+        return found
 
     def wire(self, load_seconds: float = 60.0) -> Make:
         """New connections to it."""
@@ -156,13 +167,13 @@ async def _updated_amid(
         await served.update(1)
         stream = served.submit_all(requests)
         for version in range(2, updates + 2):
-            await _generate(served, share)
+            await generate(served, share)
             publish(version, models[version])
             assert (await served.update(version)).version == version
         return Run(await completions_of(stream), models)
 
 
-async def _generate(served: ExternalEngine, tokens: int) -> None:
+async def generate(served: ExternalEngine, tokens: int) -> None:
     """Wait for more tokens. Tokens come in bursts on a busy machine: a count from the start may be passed by far, and
     updates that wait for it would follow upon each other with nothing sampled between them."""
     async with asyncio.timeout(120):

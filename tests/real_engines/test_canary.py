@@ -1,7 +1,8 @@
 """A server of another make proves each version by the canary before it samples for anyone, in float32 and bfloat16.
 
-- A hundred honest updates are proven, whether running requests end ("recompute") or go on ("keep"); every tensor in the
+- Honest updates are proven, whether running requests end ("recompute") or go on ("keep"); every tensor in the
   server's memory is compared with the trainer's digest, in the type of the publication and in a coarser one.
+  `clients/test_more_runs.py` has a hundred.
 - Where a load goes wrong and reports success, the version is refused, and the tensors that differ are named: an old
   file, a tensor that is skipped, scaled, swapped with another or rounded, the least bit flipped behind every check, a
   load that never happened, a lying version. In float32 the score alone shows it too.
@@ -17,29 +18,26 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from stretto.core.canary import AGREEING, Agreement
+from stretto.core.records import GenerateRequest, Sampling
 from stretto_servers.vllm import VllmServer
-from tests.real_engines.serving import RealServer, engine
+from tests.real_engines.serving import RealServer, engine, generate
 from tests.real_engines.training import ALONE, DOWN, SPOILT, TEXT, Loads, training
 
-UPDATES = 100
+UPDATES = 20
 
 
-async def _hundred(server: RealServer) -> None:
+async def proven(server: RealServer, updates: int) -> None:
+    """Nothing is said of so many honest updates."""
     async with training(server) as (trainer, _):
-        for version in range(1, UPDATES + 1):
+        for version in range(1, updates + 1):
             proof = await trainer.advance()
             assert (proof.version, proof.compared) == (version, proof.tensors)
     assert (trainer.said, trainer.proving.record.refused) == ([], 0)
-    print(
-        server.kind,
-        server.dtype,
-        trainer.proving.record.tolerances,
-        max(one.units for one in trainer.proving.record.worst),
-    )
 
 
-def test_a_hundred_honest_updates_are_proven(either_server: RealServer) -> None:
-    either_server.run(_hundred(either_server))
+def test_honest_updates_are_proven(either_server: RealServer) -> None:
+    either_server.run(proven(either_server, UPDATES))
 
 
 async def _sabotaged(server: RealServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +54,6 @@ async def _sabotaged(server: RealServer, folder: Path, monkeypatch: pytest.Monke
             if server.dtype == "float32" and name != "a bit flipped":
                 assert proof.distance > 3 * proof.tolerance, name
             loads.spoil = None
-            await trainer.advance()
         with monkeypatch.context() as patch:  # the order to load is never carried out
             patch.setattr(served._make, "load", _nothing)
             assert (await trainer.refused()).evidence
@@ -136,6 +133,29 @@ async def _kept(server: RealServer) -> None:
 
 def test_versions_are_proven_where_the_cache_is_kept(either_server: RealServer) -> None:
     either_server.run(_kept(either_server))
+
+
+async def _agreeing(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with training(server) as (trainer, served):
+        agreements = list[Agreement]()
+        monkeypatch.setattr(trainer.proving, "agreed", lambda found, judge: agreements.extend(found))
+        await trainer.advance()
+        stream = served.submit_all([GenerateRequest("r", (5, 12, 8), tuple(range(8)), Sampling(max_tokens=900))])
+        while not agreements:
+            await generate(served, 80)
+            await trainer.advance()
+        assert trainer.version <= 4, "it is asked once nothing was compared for two versions"
+        assert agreements[0].tokens >= 32
+        assert agreements[0].error < AGREEING[server.dtype] / 2
+        assert not stream.broken
+        served.close("r")
+
+
+def test_tokens_that_a_server_has_sampled_are_those_of_the_forward_that_it_has_proven(
+    either_server: RealServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes them again before it loads the next version, where nobody else has compared any."""
+    either_server.run(_agreeing(either_server, monkeypatch))
 
 
 async def _coarser(server: RealServer) -> None:

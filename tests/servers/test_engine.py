@@ -7,12 +7,13 @@ The server is a small real one, whose tokens say of themselves which version sam
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal
 
+import msgspec
 import pytest
 
-from stretto.core.canary import Loaded
+from stretto.core.canary import FARTHEST, Canary, Challenge, Loaded
 from stretto.core.errors import EngineLost, RefusedRequest, TornPublication
 from stretto.core.records import Segment, StopReason
 from stretto_servers.engine import ExternalEngine
@@ -24,6 +25,7 @@ from tests.servers.toy import (
     assert_law,
     completions_of,
     engine_over,
+    logprob_of,
     play,
     request,
     settle,
@@ -325,6 +327,64 @@ def running(check: Callable[[ExternalEngine, ToyServer], Awaitable[None]]) -> No
         finally:
             life.cancel()
             await asyncio.gather(life, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+async def computed_again(
+    server: ToyServer, engine: ExternalEngine, version: int, wanted: int
+) -> tuple[tuple[float, float], ...]:
+    """What the engine tells of tokens that it has sampled before it loads the version. Its text is of no account."""
+    challenge = Challenge(Canary(version, (2, 3, 4), (), 1), FARTHEST, wanted)
+    updating = asyncio.create_task(engine.update(version, challenge))
+    while not updating.done():
+        await asyncio.sleep(0.001)
+        if any(name.startswith("canary") for name in server.running):
+            await play(server)
+    scores = updating.result().scores
+    assert scores is not None
+    return scores.sampled
+
+
+def test_tokens_of_the_version_before_are_computed_again_before_the_next_one_is_loaded() -> None:
+    class Twisted(ToyServer):
+        async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+            return tuple(logprob_of(token, self.version) - 0.5 for token in token_ids[1:])
+
+    async def scenario() -> None:
+        server = Twisted()
+        engine = engine_over(server)
+        await at_version(engine, 1)
+        engine.submit_all([request("ab", completions=2, max_tokens=40)])
+        await play(server, rounds=3)
+        await at_version(engine, 2)
+        await play(server, rounds=2)
+        found = await computed_again(server, engine, 3, 64)
+        assert len(found) == 4, "two tokens of each completion are of version 2"
+        assert all(told <= -3 and told - again == pytest.approx(0.5) for told, again in found)
+        await play(server, rounds=2)
+        assert len(await computed_again(server, engine, 4, 1)) == 2, "one completion is enough"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("on_update", "sampling"),
+    [("keep", {}), ("recompute", {"temperature": 0.7}), ("recompute", {"top_k": 3})],
+    ids=["an older cache", "a temperature", "a filter"],
+)
+def test_tokens_that_a_server_cannot_compute_as_they_were_sampled_are_left_out(
+    on_update: Literal["recompute", "keep"], sampling: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        server = ToyServer()
+        engine = engine_over(server, on_update)
+        await at_version(engine, 1)
+        wanted = request("ab", max_tokens=40)
+        other = msgspec.structs.replace(wanted.sampling, **sampling)
+        engine.submit_all([msgspec.structs.replace(wanted, sampling=other)])
+        await play(server, rounds=3)
+        assert await computed_again(server, engine, 2, 64) == ()
 
     asyncio.run(scenario())
 

@@ -105,6 +105,8 @@ class ToyServer:
         try:
             while (delta := await running.inbox.get()) is not None:
                 yield delta
+                if delta.ended:
+                    break
         finally:
             self.running.pop(continuation.id, None)
 

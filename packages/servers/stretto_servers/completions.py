@@ -134,6 +134,14 @@ class OpenCompletion:
             self.versions[first:] = told
         self.uncertain = 0
 
+    def plainly_sampled(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """All tokens so far, and the log-probabilities of the last ones: those that the request in progress has told,
+        where they are sampled from the model's own distribution."""
+        sampling = self.request.sampling
+        plain = self.asked and sampling.temperature == 1 and not sampling.filtered
+        told = tuple(self.logprobs[-self.told :]) if plain and self.told else ()
+        return (*self.request.prompt_token_ids, *self.token_ids), told
+
     def distrust(self) -> None:
         """Withhold what the server has told of the request in progress."""
         self.uncertain = self.told

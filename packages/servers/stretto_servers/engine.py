@@ -40,6 +40,7 @@ from stretto_servers.make import Make, Occupancy, canary_scores
 from stretto_servers.staging import compare, shapes_of
 
 _LOOK_SECONDS = 0.001
+_AGAIN_TOKENS = 4096  # that a server is given at most, to compute tokens again that it has sampled
 _DRAIN_SECONDS = 5.0  # for the last tokens of requests that a pause has ended
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
@@ -245,12 +246,31 @@ class ExternalEngine:
                 folder = await asyncio.to_thread(self._weights.folder_of, version)
                 size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
                 self._spans.add("map", start, time.monotonic(), version, size)
+                sampled = () if challenge is None else await self._sampled_again(challenge.sampled)
                 scores = await self._load(folder, version, challenge)
+                scores = None if scores is None else msgspec.structs.replace(scores, sampled=sampled)
             else:
                 scores = None if challenge is None else await self._answer(challenge)
             return Loaded(self.version, scores)
         finally:
             self._changing.release()
+
+    async def _sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
+        """The log-probabilities of about `wanted` tokens of open completions, as the version in use has sampled them,
+        and computed at once. A server computes without temperature and filters, so that those with either are left out.
+        With "keep" there are none: tokens are sampled over what versions before have left in the cache."""
+        if self._keep or not wanted:
+            return ()
+        start, pairs, most = time.monotonic(), list[tuple[float, float]](), _AGAIN_TOKENS
+        texts = [one.plainly_sampled() for one in itertools.chain.from_iterable(self._open.values())]
+        for text, told in sorted(texts, key=lambda one: len(one[0])):
+            if len(pairs) >= wanted or len(text) > min(most, self._limits.context_length - 1):
+                break
+            if told:
+                pairs += zip(told, (await self._make.score(text))[-len(told) :], strict=True)
+                most -= len(text)
+        self._spans.add("prove", start, time.monotonic(), self.version)
+        return tuple(pairs)
 
     async def _answer(self, challenge: Challenge) -> Scores:
         """While no completion goes on."""

@@ -7,11 +7,14 @@ it, and what is passed over may be words, never another candidate. `benchmarks/o
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.one_gold import cases, kind, right_for
+from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.parse.account import accounts_for, candidates, says_nothing
 from stretto_verify.math.parse.reading import read
 from stretto_verify.math.parse.structure import LeftOver, Scalar, Unreadable
@@ -53,6 +56,9 @@ LISTS = [
     r"The answer is $42$, or $(B)$ in the other case.",
     "The answer is A. 42. D. yes",
     "The answer is **A**. **42**. **D**, 7",
+    r"The answer is \mathrm{A} \mathrm{42}. (D)",
+    r"\mathbf{A}. (\mathbf{42}.",
+    *["yes, 42", r"no, \frac{84}{2}", "42, yes"],
     r"The answer is D. 42. C \text{ if } x>0.",
     "The answer is B. 42. (1,2)",
     "<answer>It could be $D$ is $yes$ is $B$: 42</answer>",
@@ -61,6 +67,7 @@ LISTS = [
     "<answer>blue is D: 42</answer>",
     "<answer>It could be 7 or (1,2) is D: 42</answer>",
     "<answer>It could be BAyesblue is D: 42</answer>",
+    *["The answer is 42\nor 7", "The answer is 42. Or 7.", "The answer is (B). Or (C).", r"Answer: $42$" "\n\nor $43$"],
     r"<answer>\textbf{D} \quad \textbf{42} \quad \textbf{blue}, where x is any number</answer>",
 ]
 
@@ -89,10 +96,25 @@ def test_several_candidates_are_right_for_none_of_them(completion: str) -> None:
         ("42", "The answer is B. 42. A quick check: C is too small."),
         ("B", "The answer is B. 42. C is too small."),
         ("C", "__Answer:__ C"),
+        ("C", "the option is (c)"),
+        ("7", "The final answer is #### 7."),
+        *[("D", f"{hedge} D is correct.") for hedge in ("Perhaps", "I think that", "So maybe", "Probably,")],
     ],
 )
 def test_words_may_be_passed_over(gold: str, completion: str) -> None:
     assert right(gold, completion)
+
+
+@pytest.mark.parametrize(
+    ("between", "right_for"),
+    [
+        *[(word, "7") for word in ("finally", "then", "so", "hence", "最後", "最后是", "所以", ". Finally,")],
+        *[(word, "42, 7") for word in ("and", "或", "和", "und", ", and then", r"\quad")],
+    ],
+)
+def test_boxes_one_after_the_other_are_no_list(between: str, right_for: str) -> None:
+    completion = rf"first \boxed{{42}} {between} \boxed{{7}}"
+    assert [gold for gold in ("42", "7", "42, 7") if right(gold, completion)] == [right_for]
 
 
 numbers = st.integers(10, 10**6)
@@ -105,6 +127,65 @@ def test_a_second_number_is_never_passed_over(one: int, other: int, form: str) -
     for frame in (r"\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}"):
         completion = frame.format(form.format(one, other))
         assert [number for number in (one, other) if right(str(number), completion)] == []
+
+
+TERMS = [
+    *[("{0}π", r"{0}\pi"), ("√{0}", r"\sqrt{{{0}}}"), ("{1}√{0}", r"{1}\sqrt{{{0}}}"), ("{0}²", "{0}^2")],
+    *[("{1} × 10^3", "{1}000"), ("{1}·10³", "{1}000"), ("{1} x 10^3", "{1}000"), ("{1}^3", "{1}**3")],
+    *[("{0} + {1}", "{0}+{1}"), ("{0} - {1}", "{0}-{1}"), ("{1} 3/4", r"{1}\frac34"), ("{0}÷{1}", "{0}/{1}")],
+    *[("{1}! + 0", "{1}!"), ("ln({0})", r"\ln {0}"), ("sqrt({0})", r"\sqrt{{{0}}}"), ("{1}(2 + 3)", "{1}*5")],
+    *[("{0} and a half", "{0}.5"), ("{1} ± {0}", "49,-35"), ("{0} + {1}i", "{0}+{1}i")],
+    *[("{0} choose {1}", r"\binom{{{0}}}{{{1}}}"), (r"{0}\cdot {1}", "{0}*{1}"), ("{1} : {0}", "{1}:{0}")],
+]
+
+
+@pytest.mark.parametrize(("told", "gold"), TERMS)
+def test_a_number_in_a_term_is_no_answer_but_the_term_is(told: str, gold: str) -> None:
+    one, other = 42, 7
+    for frame in ("It is {} of them.", "We get {} in all", "so the area is {} cm."):
+        completion = frame.format(told.format(one, other))
+        assert right(gold.format(one, other), completion)
+        for number in {str(one), str(other), "10", "3", "4", "2", "5"}:
+            assert not right(number, completion)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "{0} out of {1}",
+        "{0} in {1}",
+        "{0} per {1}",
+        "{0} to {1}",
+        "{0} by {1}",
+        "{0} remainder {1}",
+        "{0} mod {1}",
+        "{0} {1}",
+        "{0}-{1}",
+        "{0}k",
+        "{0}i",
+        ">{0}",
+        "±{0}",
+        "{0}.{1}.{1}",
+        "{0}...",
+        "{0}‰",
+        "{0} of {1}",
+        "{0}{1}ab",
+    ],
+)
+def test_a_number_that_is_a_part_of_another_is_no_answer(told: str) -> None:
+    for frame in ("It is {}.", "We get {} here", r"\boxed{{{}}}", "<answer>{}</answer>", "The answer is {}."):
+        completion = frame.format(told.format(42, 7))
+        assert [number for number in ("42", "7", "427", "42.7") if right(number, completion)] == []
+
+
+@pytest.mark.parametrize(
+    "one", ["1+", "(1", "2 ", "a", "a+", "√", "1,", "1.", "sqrt(", r"\frac{1}{", "1^", "1 x ", "-", "1 3/"]
+)
+def test_terms_are_found_in_a_time_that_grows_with_the_text(one: str) -> None:
+    start = time.process_time()
+    for text in (one * 20_000, one * 20_000 + "!"):
+        list(terms(text[:20_000]))
+    assert time.process_time() - start < 1.0
 
 
 @given(st.lists(st.sampled_from(["4", "27", "A", "(B)", "yes", "apples", r"\frac{1}{2}", "=", "and", ":"]), max_size=6))

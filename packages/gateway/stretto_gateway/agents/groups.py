@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import msgspec
 
 import stretto
+import stretto_gateway
 from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
 from stretto.core.records import Outcome, Prompt, Record, Trajectory, Verdict, trajectory_id
@@ -201,8 +202,8 @@ class AgentGroups:
         command = config.command
         if config.function is not None:
             command = (sys.executable, "-m", "stretto_gateway.agents.call", config.function)
-            paths = [str(Path(stretto.__file__).parents[1]), environment.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            ours = dict.fromkeys(str(Path(str(one.__file__)).parents[1]) for one in (stretto, stretto_gateway))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (*ours, environment.get("PYTHONPATH"))))
         running = asyncio.ensure_future(run_program(command, environment, config.path))
         sealed = asyncio.ensure_future(session.ended.wait())
         try:

@@ -17,6 +17,10 @@ _PARTED = re.compile(
     r"\b(?:wait|actually|instead|rather|correct\w*|sorry|mistake\w*|wrong|hmm|no|not|but)\b|[.?!][\s$\\]+(?:[A-Z]|$)|\n\s*\(?[a-z0-9]\)",
     re.IGNORECASE,
 )
+_LATER = re.compile(  # one box after the other, where nothing joins them
+    r"\b(?:finally|lastly|then|next|later|so|hence|thus|therefore)\b|最[后後终終]|然[后後]|所以|因此|故",
+    re.IGNORECASE,
+)
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
@@ -98,4 +102,6 @@ def _brace_end(text: str, start: int) -> int:
 def _belong_together(between: str) -> bool:
     if _PARTED.search(between):
         return False
-    return len(between) < 10 or (len(between) < 70 and _JOINED.search(between) is not None)
+    if _JOINED.search(between) is not None:
+        return len(between) < 70
+    return len(between) < 10 and _LATER.search(between) is None

@@ -16,14 +16,16 @@ A denied candidate ("not 42", "42 is wrong") is skipped; the one before it is ta
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stretto_verify.math.extract.boxes import boxed, last_box
 from stretto_verify.math.extract.denial import denied, is_denying
+from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.limits import LONGEST_TAIL
 from stretto_verify.math.parse.account import candidates, says_nothing
 from stretto_verify.math.parse.forms import undeclared
+from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.units import MAGNITUDES, SPOKEN, without_unit
 from stretto_verify.thoughts import closed, said
 
@@ -42,6 +44,8 @@ _TEMPLATE_END = re.compile(
     r"<\|(?:im_start|im_end|endoftext|eot_id|end|user|assistant)\|?>|<｜|</s>|<eos>|<end_of_turn>"
 )
 _DIGIT = re.compile(r"(?![0-9])\d")
+_MARKS = str.maketrans("٫٬", ".,")
+_MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,9}) and ((?:an?|one|two|three|four|five) [a-z]{4,12})(?![a-z-])")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
 _DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}")
@@ -59,19 +63,22 @@ _ANSWER = re.compile(
     rf"(?:\b(?:ans(?:wer)?|{_ANSWERS}|(?:correct|right) (?:option|choice|one))\b|答案|答え|解答|正解|정답|답)"
     rf"(?:[^.\n$]{{0,100}}?)(?:\b(?:is|are|{_ARE})\b|是|为|は|은|[:=：])\s*:?"
     r"(?:\s*(?:option|choice)\b)?|####|^\s*(?:option|choice)\s*:|\bans\.(?=\s)"
+    r"|\b(?:option|choice) is(?=[\s$*]*\([A-J]\))"
     r"|选(?:择|项)?(?:是|为)?[:：]?(?=[\s(（$\\*]*[A-J](?![A-Za-z]))",
     re.IGNORECASE | re.MULTILINE,
 )
 _CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
+_HEDGE = r"(?:perhaps|maybe|probably|presumably|surely|clearly|I (?:think|believe|guess)(?: that)?)"
 _CHOSEN = re.compile(
-    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)"
+    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)"
     rf"(?:\s+(?:answer|option|choice|one))?|I\s+(?:choose|pick|select)\s+{_CHOICE.format('c')})[.!]?$",
     re.IGNORECASE,
 )
 _LETTERED = re.compile(r"(?:\([A-J]\)|[A-J][).:])\s*[$\\\w(-]")  # (D) $5$
+_FIRST_LETTER = re.compile(r"\(?[A-J]\)?(?![\w'])(?! [a-z]{2})")  # A 42; no sentence that begins with an article
 _WRAPPER = re.compile(r"\\(?:text|math)(?:bf|it|rm|sf|tt|normal)?\s*\{\s*([^{}]*)\}")
 _SPACE = re.compile(r"\\[ ,;()\[\]]|~|\\q?quad(?![a-z])")
-_SENTENCES = re.compile(r"(?<=[.!?])\s+|\n")
+_SENTENCES = re.compile(r"(?<=[.!?])\s+(?![Oo]r\b)|\n(?!\s*[Oo]r\b)")
 _STANDS_ALONE = re.compile(r"(?<![\w'(/-])\(?[A-HJ]\)?(?![\w'/-])(?!\s+[a-z]{2}(?<!is|it))")
 _NEXT_CHOICE = re.compile(  # another answer behind a choice, unless a sentence begins with it: "B is too small"
     r"[. \t]*(?:\(+[0-9]|[A-J][).:]"
@@ -84,7 +91,7 @@ _CORRECTED = re.compile(  # "The answer is 42. No, 43."
     r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"\n|。|\.(?=\s+[A-Z(]|\s*$)|[.,]?\s*I hope it is correct|<\|")
+_SENTENCE_END = re.compile(r"\n(?!\s*[Oo]r\b)|。|\.(?!\s+[Oo]r\b)(?=\s+[A-Z(]|\s*$)|[.,]?\s*I hope it is correct|<\|")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(?P<a>.{1,2000}?)(?<!\\)\$\$|(?<!\\)\\\[(?P<b>.{1,2000}?)(?<!\\)\\\]"
     r"|(?<!\\)\\\((?P<c>.{1,2000}?)(?<!\\)\\\)"
@@ -107,7 +114,7 @@ _EQUATION = re.compile(  # 2x + 3 = 13: an unknown with a factor, whose letter i
     r"(?![0-9a-zA-Z%])"
 )
 _SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
-_PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?::[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
+_PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?:(?::| : )[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
 _TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
 _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
 _ASIDE = re.compile(r",?\s+(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s")
@@ -130,6 +137,7 @@ _STATEMENT = re.compile(
     re.IGNORECASE,
 )
 _NEGATED = re.compile(r"\b(?:no|none|neither|nothing|nobody|hardly|either|whether|if|which|what|who)\b", re.IGNORECASE)
+_NAMES_STANCE = re.compile(r"(?<![\w\\])(?:yes|no|true|false)\b")
 _STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
 _BOUND = re.compile(
     r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)"
@@ -151,7 +159,7 @@ _WHOLE_WORDS = re.compile(
 
 def without_frame(completion: str, prompt: str = "") -> str:
     """The text after rule 1."""
-    text = _in_digits(said(completion, prompt)[-LONGEST_TAIL:])
+    text = _MIXED.sub(_in_parts, _in_digits(said(completion, prompt)[-LONGEST_TAIL:]))
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
@@ -160,9 +168,15 @@ def without_frame(completion: str, prompt: str = "") -> str:
     return text.lstrip()[: end.start()] if end is not None and end.start() > 0 else text
 
 
+def _in_parts(found: re.Match[str]) -> str:
+    """``2 and a half`` as ``2 1/2``."""
+    part = counted(found[2])
+    return found[0] if part is None or part.denominator == 1 else f"{found[1]} {part}"
+
+
 def _in_digits(text: str) -> str:
-    """The text with the digits of every script as 0 to 9."""
-    return text if text.isascii() else _DIGIT.sub(lambda found: str(int(found[0])), text)
+    """The text with the digits of every script as 0 to 9, and their marks."""
+    return text if text.isascii() else _DIGIT.sub(lambda found: str(int(found[0])), text.translate(_MARKS))
 
 
 def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
@@ -179,7 +193,7 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
     marked = final or _marked(text, _ANSWER, is_all=is_all)
     if marked is not None:
         return marked[1]
-    if is_all and is_list(text):
+    if is_list(text) and (is_all or _NAMES_STANCE.search(text)):
         return FinalAnswer(text.strip(), certain=True)
     return _whole(text.strip()) or _last(text, is_all=is_all)
 
@@ -265,7 +279,7 @@ def _are_symbols(letters: str) -> bool:
 def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, FinalAnswer] | None:
     """The last marked answer that is not denied, with its start. `is_all` as in `final_answer`."""
     for found in reversed(list(mark.finditer(text))):
-        rest = re.sub(r'^(?:[\s*_"“:]|\\")+', "", text[found.end() :])
+        rest = re.sub(r'^(?:[\s*_"“:#]|\\")+', "", text[found.end() :])
         lead = text[max(0, found.start() - 40) : found.end()]
         if not rest.strip() or is_denying(re.split(r"[.,;:!?\n](?=\s)", lead)[-1]):
             continue
@@ -287,7 +301,7 @@ def _piece_of(rest: str) -> FinalAnswer:
     told = _told(rest)
     if not _FEW_WORDS.fullmatch(told) and (letter := _letter(told)) is not None:
         return letter
-    if _LETTERED.match(_bare(rest)):
+    if _LETTERED.match(_bare(rest)) or _FIRST_LETTER.match(_bare(told)):
         behind = rest[len(told) :].lstrip(" .\n").split("\n")[0]
         return FinalAnswer("" if _NEXT_CHOICE.match(_bare(behind)) else told, certain=True)
     if (first := _FORMULA.match(rest)) is not None:
@@ -337,6 +351,7 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
     formulas = [(start, end) for start, end, _ in spans]
     for form in (SPOKEN, _PROPORTION):
         spans += _found(form, text, spans)
+    spans += _apart(terms(text), spans)
     numbers = _found(_NUMBER, text, spans)
     spans += [(start, end, _COMMA_DECIMAL.sub(r"\1.\2", content)) for start, end, content in numbers]
     kept = [span for span in sorted(spans, reverse=True) if not denied(text, span[0], span[1])]
@@ -384,7 +399,10 @@ def _letter(text: str) -> FinalAnswer | None:
 
 def _found(form: re.Pattern[str], text: str, taken: Sequence[Span]) -> list[Span]:
     """The spans of this form that do not begin inside a taken one."""
-    places = [(found.start(), found.end(), found[0]) for found in form.finditer(text)]
+    return _apart(((found.start(), found.end(), found[0]) for found in form.finditer(text)), taken)
+
+
+def _apart(places: Iterable[Span], taken: Sequence[Span]) -> list[Span]:
     return [place for place in places if not any(start <= place[0] < end for start, end, _ in taken)]
 
 

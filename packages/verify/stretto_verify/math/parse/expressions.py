@@ -18,6 +18,9 @@ _MIXED = re.compile(r"([+-]?)\s*([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)")
 _REPEATING = re.compile(
     r"([+-]?)([0-9]+)\.([0-9]*?)(?:\\(?:overline|bar|dot)\s*\{?([0-9]+)\}?|([0-9]{1,3}?)\5{2,}\s*\\ldots|(?<=\.)([0-9]{2,6})\6\s*\\ldots)"
 )
+_PRODUCT = re.compile(  # which the parser takes for a mixed number
+    r"((?<![0-9.a-zA-Z_^{\\])[0-9]+(?:\.[0-9]+)?)\s*(?=\\binom|\(\s*\\frac)|(?<=\))\s*(?=\\frac)"
+)
 _KEEP_CASE = ConversionConfig(lowercase_symbols=False)
 
 
@@ -67,6 +70,7 @@ def expression(latex: str) -> sympy.Basic:
     """
     if (plain := number(latex)) is not None:
         return sympy.Rational(plain.value.numerator, plain.value.denominator)
+    latex = _PRODUCT.sub(lambda factor: rf"{factor[1] or ''}\cdot ", latex)
     try:
         found = latex2sympy(latex, is_real=None, conversion_config=_KEEP_CASE, normalization_config=None)
     # The parser raises bare exceptions, and sympy any kind of exception on the result.

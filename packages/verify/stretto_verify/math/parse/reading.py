@@ -60,7 +60,7 @@ _NOT_READ = re.compile(
     r"(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}\s])\s*[*/]|[!]{2}"
     r"|[0-9]\s*_|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
 )
-_SIDE_BY_SIDE = re.compile(r"(?<![^-+*/=(,\s])[0-9.]++\s+[0-9]++(?!\s*/)|[0-9]\.\s")
+_SIDE_BY_SIDE = re.compile(r"(?<![^-+*/=(,\s])[0-9.]++\s+[0-9]++(?!\s*/)|[0-9]\.\s|[0-9]\.[0-9]+\.[0-9]")
 _POINT = re.compile(r"^[K-Z]'*\s*(?=\(.*,.*\)$)")  # P(1,2)
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
@@ -146,6 +146,8 @@ def _chosen(found: re.Match[str]) -> Node:
         return _list("", "", (found[0][:at], found[0][at:]))
     if _SEPARATED.match(found[4]):
         raise LeftOver("a choice and another answer")
+    if found[4].startswith("(") and closing_at(found[4], 0) < 0:
+        raise LeftOver("a choice and a bracket that is not closed")
     letter, content = Words(found[1] or found[2] or found[3]), node(found[4])
     left = content.sides[:-1] if isinstance(content, Relation) else ()
     others = any(isinstance(part, Letter) or _is_choice(part) for part in _parts(content))

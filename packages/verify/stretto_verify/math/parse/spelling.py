@@ -37,8 +37,6 @@ _LETTERS: Final = str.maketrans(
         "…": r"\ldots ",
         "∅": r"\emptyset ",
         "％": "%",
-        **{sign: f"^{{{power}}}" for power, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
-        **{sign: f"_{{{place}}}" for place, sign in enumerate("₀₁₂₃₄₅₆₇₈₉")},
         "½": r"\frac{1}{2}",
         "¼": r"\frac{1}{4}",
         "¾": r"\frac{3}{4}",
@@ -57,6 +55,8 @@ _LETTERS: Final = str.maketrans(
         "¢": r"\text{ cents}",
     }
 )
+_SMALL = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+|[₀₁₂₃₄₅₆₇₈₉]+")
+_DIGITS: Final = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉", "0123456789+-n0123456789")
 _RADICAL = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|([0-9]+|[a-zA-Z]))")
 _RADICALS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _GROUP = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
@@ -67,6 +67,11 @@ def _russian(found: re.Match[str]) -> str:
     """``\\arctg``, ``\\ctg``: tangent and cotangent as they are called where many olympiads come from."""
     arc, co = found[1] or found[3], found[2] or found[4]
     return f"\\{arc or ''}{'cot' if co else 'tan'} "
+
+
+def _aligned(found: re.Match[str]) -> str:
+    """``²³`` is ``^{23}``, ``₂`` is ``_{2}``."""
+    return f"{'_' if found[0] <= '₉' and found[0] >= '₀' else '^'}{{{found[0].translate(_DIGITS)}}}"
 
 
 def _french(found: re.Match[str]) -> str:
@@ -114,6 +119,8 @@ _REPLACED: Final = tuple(
         (r"(?<=[0-9)])\s*or(?=[A-Za-z(])", ","),
         (r"\\(?:d|t|c)frac", r"\\frac"),
         (r"\\(?:d|t)binom", r"\\binom"),
+        (r"(?<![0-9a-zA-Z.])([0-9]+)\s+choose\s+([0-9]+)(?![0-9a-zA-Z.])", r"\\binom{\1}{\2}"),
+        (r"(?<=[0-9])\s*x\s*(?=10\s*\^)", r"\\times "),
         (r"\\leqslant|\\leq(?![a-z])|<=|=<", r"\\le "),
         (r"\\geqslant|\\geq(?![a-z])|>=", r"\\ge "),
         (r"\\lt(?![a-z])", "<"),
@@ -173,6 +180,7 @@ def spelled(text: str) -> str:
     ('\\frac{1}{2}', '-1 + e^{16}', '12,13')
     """
     text = _DECIMAL_COMMA.sub(".", _ROW_SPACE.sub(r"\\\\", text))
+    text = _SMALL.sub(_aligned, text)
     text = _THOUSANDS.sub(",", _SUM_OF_MONEY.sub(r"\\$\1", text.translate(_LETTERS)))
     text = _WHOLE_COMMA.sub(r"\1.", unwrapped(_SPACING.sub(" ", text)))
     if r"\begin" not in text:

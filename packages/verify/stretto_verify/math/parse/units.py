@@ -95,7 +95,7 @@ _IN_TEXT = re.compile(
 )
 _PLAIN = re.compile(
     r"^(?P<body>.*[0-9})!%])(?P<space>\s*)(?P<words>[A-Za-z]+(?:[ /.]+[A-Za-z]+)*)\.?\s*"
-    r"(?:\^?\s*\{?(?P<power>[23])\}?)?$",
+    r"(?:(?:\^\s*\{?|(?<=[A-Za-z]))(?P<power>[23])\}?)?$",
     re.DOTALL,
 )
 _CIRCLE = re.compile(r"^(?P<body>[^\\]*[0-9})])\s*\^\s*\{?\\circ\s*\}?\s*(?P<scale>[CF]?)$")

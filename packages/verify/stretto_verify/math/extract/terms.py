@@ -1,0 +1,60 @@
+r"""Terms in prose: a number with all that it is added to, multiplied with or raised to.
+
+A number that stands in a term is no answer by itself: "the area is 25π" is not 25, and "5 × 10^3 m" neither 5 nor 10.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from stretto_verify.math.parse.units import KNOWN
+
+_RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
+_NUMBER = (
+    r"[$€£¥]?(?:(?!0[0-9])(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++)"
+    r"(?:[eE][+-]?[0-9]++(?![a-zA-Z]))?+"
+)
+_CALL = r"sqrt|ln|log|exp|sin|cos|tan"
+_BRACKETS = r"\((?=[^()\n]*[0-9])[^()a-zA-Z,;:\n]{1,40}+\)"
+_FACTOR = (
+    rf"(?:[√∛∜]?(?:{_NUMBER}|π|{_BRACKETS})|\\?pi(?![a-zA-Z])"
+    r"|\\sqrt(?:\[[0-9]\])?\{[^{}\n]{1,40}+\}|\\[dt]?frac(?:\{[^{}\n]{1,40}+\}){2}"
+    rf"|(?<![a-zA-Z\\])(?:{_CALL})[ ]?\([^()\n]{{1,40}}+\)|(?<![a-zA-Z\\'])[a-z](?![a-zA-Z']))"
+    rf"(?:[{_RAISED}]++|\^\{{[^{{}}\n]{{1,20}}+\}}|!(?=[ ]?[a-z*/+^-]))?+"
+)
+_WORDS = (  # of a calculation, a ratio, a share, a remainder
+    "choose|times|plus|minus|divided by|multiplied by|over|mod|modulo|remainder|with remainder|to the power of?|to|by"
+    "|out of|of|in|per|every|for every|with|[rR]"
+)
+_SIGN = (
+    r"(?:[ \t]*+(?:\*\*|[-+−–*/×·⋅÷^±]|\\(?:cdot|times|div|pm)(?![a-z]))[ \t]*+[-−+]?"
+    rf"|[ ]?x[ ]?(?=[0-9])|[ ](?:{_WORDS})[ ](?=[-−$]?[0-9]))"
+)
+_SIDE_BY_SIDE = (
+    rf"(?<=[0-9π)}}{_RAISED}])[ ]?(?=[√∛∜π]|\\?pi(?![a-zA-Z])|\\?sqrt)|(?<=[0-9)π])(?=\()"
+    r"|(?<=[0-9])(?=[abcnp-rt-z](?![a-zA-Z]))|(?<=[0-9])[ ](?=[0-9])"
+)
+_BEFORE = r"(?:[<>≤≥±]=?[ ]?|(?<=is )[-−][ ](?=[0-9])|\|)?+[-−+]?"
+_UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
+_BEHIND = (  # what makes another number of it: 3k, 42i, 4.2.1, 0.42..., 5‰; no unit, no ordinal, no words
+    rf"(?:(?<=[0-9])(?:(?!(?:{_UNITS}|st|nd|rd|th)(?![a-zA-Z]))[a-zA-Z]{{1,3}}[0-9]*+(?![a-zA-Z])|(?:\.[0-9]++)++|\.\.+|…|‰)"
+    r"|[ ]\((?:mod)[ ][^()\n]{1,20}\)|\|)?+"
+)
+_TERM = re.compile(
+    rf"(?<![0-9A-Za-z_^{{\\.,/$])(?!(?<=[0-9] )[a-z]){_BEFORE}"
+    rf"{_FACTOR}(?:(?:{_SIGN}|{_SIDE_BY_SIDE}){_FACTOR})*+{_BEHIND}(?![0-9])"
+)
+_PLAIN = re.compile(rf"[-−+]?\(?{_NUMBER}\)?(?:[ ]?/[ ]?[0-9]++)?|[^0-9]*")
+_DATE = re.compile(r"[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}|[0-9]{1,2}[-/][0-9]{1,2}[-/][0-9]{2,4}")
+
+
+def terms(text: str) -> Iterator[tuple[int, int, str]]:
+    """The places of all terms with more than one number or sign in them: start, end, text.
+
+    >>> [term for _, _, term in terms("It is 25π or 5 × 10^3 m, not 2/3, and 4 of them.")]
+    ['25π', '5 × 10^3']
+    """
+    for found in _TERM.finditer(text):
+        if _PLAIN.fullmatch(found[0]) is None and _DATE.fullmatch(found[0]) is None:
+            yield found.start(), found.end(), found[0]
