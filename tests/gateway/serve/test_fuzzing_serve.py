@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stretto.engine.wire import Refusal
@@ -42,7 +42,7 @@ BODIES = st.builds(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(
     body=BODIES.map(lambda tree: json.dumps(tree).encode()) | st.binary(max_size=40),
     path=st.sampled_from([COMPLETIONS, CHAT]),
