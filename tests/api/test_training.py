@@ -30,7 +30,7 @@ from stretto_app.api.orders import INSIDE
 from stretto_app.api.run import _MetricsReader
 from tests.api.conftest import living, tiny_recipe
 from tests.api.workshop_rewards import length
-from tests.launch.running import default_dispositions
+from tests.launch.running import Laboratory, default_dispositions
 from tests.tiny_policy import TINY
 
 
@@ -189,8 +189,7 @@ def test_a_script_s_own_function_judges_and_a_killed_script_leaves_no_run(inside
 
 
 def test_mistakes_have_the_text_of_the_command_line(inside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-m", "stretto_app.cli.main", "train", "recipe.toml", "trainer.step=5"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    told = Laboratory(inside, inside, warm=True).run("train", "recipe.toml", "trainer.step=5").err
     with pytest.raises(stretto.RecipeError) as refused:
         stretto.train("recipe.toml", trainer={"step": 5})
     assert told == f"stretto: {refused.value}\n"

@@ -1,4 +1,4 @@
-"""Whole runs in which engines load weights wrongly and report success (`sabotage/`).
+"""Whole runs in which engines load weights wrongly and report success (`tests.canary.sabotage`).
 
 - The run ends with an exit code above 0 and a sentence that names engine and version; no token of that version was
   trained on; `stretto inspect` shows the proof that failed, and `stretto check` finds every law kept. A resume whose
@@ -34,20 +34,17 @@ from tests.launch.running import Ended, Laboratory, exported, said, steps_done, 
 SECONDS = 300.0  # that a run may take, beside others
 FIRST = 3  # version from which on something is wrong
 pytestmark = pytest.mark.timeout(900)
-SABOTAGE = Path(__file__).parent / "sabotage"
 LORA = ("trainer.lora.rank=2", "trainer.lora.alpha=4")
 
 
-def sabotaged(what: str = "skips", first: int = FIRST, **more: object) -> tuple[str, ...]:
-    """The words before a command that sabotage its engines."""
-    settings = {"SABOTAGED": what, "SABOTAGED_FROM": first} | {f"SABOTAGED_{k.upper()}": v for k, v in more.items()}
-    path = f"PYTHONPATH={SABOTAGE}:{Path(__file__).parents[2]}"
-    return ("env", path, *(f"{name}={value}" for name, value in settings.items()))
+def sabotaged(what: str = "skips", first: int = FIRST, engine: str = "", during: str = "") -> tuple[str, ...]:
+    """What a command has to do without: honest engines."""
+    return "sabotaged", json.dumps([what, first, engine, during])
 
 
 @pytest.fixture(scope="module")
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"))
+    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)
 
 
 def record_of(run_dir: Path) -> CanaryRecord:
@@ -97,7 +94,7 @@ def test_a_run_ends_before_one_token_of_unproven_weights_is_trained_on(
     laboratory: Laboratory, tmp_path: Path, what: str, settings: tuple[str, ...]
 ) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, "--no-plots", *settings, before=sabotaged(what)) as command:
+    with laboratory.train(run_dir, *settings, poor=sabotaged(what)) as command:
         ended = command.end(SECONDS)
         command.assert_nothing_is_left()
     assert assert_refused(ended, laboratory, run_dir) >= FIRST
@@ -115,10 +112,10 @@ def test_a_run_ends_before_one_token_of_unproven_weights_is_trained_on(
 
 def test_a_resume_whose_engine_is_wrong_ends_and_an_honest_one_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    laboratory.trained(run_dir, "--no-plots", "trainer.steps=3")
+    laboratory.trained(run_dir, "trainer.steps=3")
     text, steps = record_of(run_dir).token_ids, steps_done(run_dir)
     more = ("train", "--resume", run_dir, "trainer.steps=6")
-    with laboratory.start(*more, run_dir=run_dir, before=sabotaged(first=0)) as again:
+    with laboratory.start(*more, run_dir=run_dir, poor=sabotaged(first=0)) as again:
         ended = again.end(SECONDS)
     assert ended.code == 1, ended.out + ended.err
     assert "engine-0: has not proven version 3: " in ended.err
@@ -134,19 +131,21 @@ def test_a_resume_whose_engine_is_wrong_ends_and_an_honest_one_goes_on(laborator
 
 def test_an_engine_that_is_wrong_from_its_replacement_on_ends_the_run(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir, now = tmp_path / "run", tmp_path / "now"
-    settings = ("--no-plots", "trainer.steps=100000", "trainer.keep_versions=1")
-    with laboratory.train(run_dir, *settings, before=sabotaged("skips", 0, **{"if": now})) as command:
+    settings = ("trainer.steps=100000", "trainer.keep_versions=1")
+    with laboratory.train(run_dir, *settings, poor=sabotaged("skips", 0, during=str(now))) as command:
         wait_for_step(command, 2, SECONDS)
+        engine = command.role("engine")
+        os.kill(engine, signal.SIGSTOP)  # this one loads nothing more
         now.touch()
-        os.kill(command.role("engine"), signal.SIGKILL)
+        os.kill(engine, signal.SIGKILL)
         assert_refused(command.end(SECONDS), laboratory, run_dir, alone=False)
     assert said(run_dir).count("a new one is started") == 2
 
 
 def test_of_two_engines_the_wrong_one_is_named(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    settings = ("--no-plots", "trainer.steps=100000", "trainer.keep_versions=1", "engine.count=2")
-    with laboratory.train(run_dir, *settings, before=sabotaged(engine="engine-1")) as command:
+    settings = ("trainer.steps=100000", "trainer.keep_versions=1", "engine.count=2")
+    with laboratory.train(run_dir, *settings, poor=sabotaged(engine="engine-1")) as command:
         assert_refused(command.end(SECONDS), laboratory, run_dir, "engine-1", alone=False)
     assert all(one.proven for one in inspect_run(run_dir).canary if one.engine == "engine-0")
 
@@ -155,10 +154,10 @@ def test_a_machine_whose_engine_is_wrong_leaves_and_the_run_goes_on(laboratory: 
     """It gets its weights over the network. Another one, which is honest, stays."""
     run_dir = tmp_path / "run"
     listening = ("cluster.listen=127.0.0.1:0", "trainer.steps=100000", "trainer.keep_versions=1")
-    train = laboratory.train(run_dir, "--no-plots", *listening)
+    train = laboratory.train(run_dir, *listening)
     with train as command, machine(laboratory, run_dir, sees_the_folder=False) as honest:
         wait_until(lambda: "engine-1 has joined, at version" in said(run_dir), "an honest engine", command, SECONDS)
-        with machine(laboratory, run_dir, sees_the_folder=False, before=sabotaged(first=0)) as wrong:
+        with machine(laboratory, run_dir, sees_the_folder=False, poor=sabotaged(first=0)) as wrong:
             wait_until(lambda: "engine-2 has left: " in said(run_dir), "the departure of the other", command, SECONDS)
             wrong.stop(signal.SIGTERM)
         wait_for_step(command, steps_done(run_dir) + 3, SECONDS)
@@ -175,8 +174,8 @@ def test_an_engine_that_tells_other_log_probabilities_is_replaced_and_then_ends_
     laboratory: Laboratory, tmp_path: Path, staleness: int
 ) -> None:
     run_dir = tmp_path / "run"
-    settings = ("--no-plots", "trainer.steps=40", f"rollout.max_staleness={staleness}", "trainer.minibatches=1")
-    with laboratory.train(run_dir, *settings, before=sabotaged("logprobs")) as command:
+    settings = ("trainer.steps=40", f"rollout.max_staleness={staleness}", "trainer.minibatches=1")
+    with laboratory.train(run_dir, *settings, poor=sabotaged("logprobs")) as command:
         ended = command.end(SECONDS)
     assert ended.code == 1, ended.out + ended.err
     judge = "the trainer" if staleness == 0 else "(the trainer|its own forward)"

@@ -31,14 +31,14 @@ def machine(
     run_dir: Path,
     *more: str | Path,
     sees_the_folder: bool = True,
-    before: Sequence[str] = (),
+    poor: Sequence[str] = (),
     role: str = "engine",
 ) -> Iterator[Command]:
     """An agent that joins the run with an engine or a rank, by its folder or by address and token."""
     wait_until(lambda: bool(joining(run_dir)), "the gate")
     token = json.loads((run_dir / "join.json").read_text())["token"]
     where = (run_dir,) if sees_the_folder else (joining(run_dir), "--token", token)
-    with laboratory.start(role, "--join", *where, "--patience", "60", *more, before=before) as agent:
+    with laboratory.start(role, "--join", *where, "--patience", "60", *more, poor=poor) as agent:
         yield agent
         agent.kill_all()
         agent.assert_nothing_is_left()

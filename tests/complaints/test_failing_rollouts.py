@@ -28,7 +28,7 @@ from tests.rollout.test_controller import controller
 from tests.worlds.workflows.benches import Bench
 
 HERE = Path(__file__).parent
-ROLLOUTS, MEMBERS, TOGETHER = 500, 10, 10
+ROLLOUTS, MEMBERS, TOGETHER = 200, 10, 10
 
 
 def descriptors(pid: int) -> int:
@@ -64,7 +64,7 @@ async def collected(groups: WorkflowGroups, control: Controller, seen: Callable[
     return names
 
 
-def test_500_failing_trajectories_that_are_tried_again_leave_nothing(nothing_is_left: Path, tmp_path: Path) -> None:
+def test_200_failing_trajectories_that_are_tried_again_leave_nothing(nothing_is_left: Path, tmp_path: Path) -> None:
     """A tenth of them in a program in the sandbox."""
     config = WorkflowConfig(function="failing_workflow:Fails", path=str(HERE), concurrency=32, max_failed=1.0)
     control, accounts = controller(batch_size=TOGETHER, group_size=MEMBERS, max_failures_in_a_row=ROLLOUTS)

@@ -86,7 +86,7 @@ def test_a_run_goes_on_beside_an_engine_that_is_a_hundred_times_slower(laborator
         assert slow is not None
         with going_on(slowing_down(slow)):
             done = steps_done(run_dir)
-            wait_for_step(command, done + 20)
+            wait_for_step(command, done + 8)
             assert engine(command, "engine-1") == slow
         assert "a new one is started" not in said(run_dir)
         end_well(command, laboratory, run_dir)
@@ -109,9 +109,9 @@ def test_a_run_goes_on_while_its_engines_come_and_go(laboratory: Laboratory, tmp
 
         with going_on(kill_in_turn):
             done = steps_done(run_dir)
-            wait_until(lambda: said(run_dir).count("a new one is started") >= 8, "eight new engines", command)
+            wait_until(lambda: said(run_dir).count("a new one is started") >= 4, "four new engines", command)
             assert steps_done(run_dir) > done
-            wait_for_step(command, done + 10)
+            wait_for_step(command, done + 6)
         wait_until(lambda: engine(command, "engine-0") is not None, "an engine", command)
         end_well(command, laboratory, run_dir)
 

@@ -1,7 +1,11 @@
-"""How long it takes until a role that is gone is known to be gone: in a whole run, from the signal to its log.
+"""Roles that die or hang in the middle of a whole run: how long it takes until that is known, from the signal to its
+log; and the run goes on without a resume.
 
 - A role that died: 5 seconds at most.
 - A role that hangs: `deadlines.hung`, and as long again as it takes to be sure (a heartbeat comes once a second).
+- Each is replaced, an engine also while the start is measured. A killed engine's completions go on elsewhere under
+  their names, a killed reward worker costs nothing, and a killed trainer's replacement stands where the other stood: no
+  law is broken and nothing fails.
 """
 
 from __future__ import annotations
@@ -12,7 +16,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.launch.running import Command, Laboratory, said, steps_done, wait_for_step, wait_until
+from stretto.store.series.spans import read_spans
+from tests.faults.test_company import end_well
+from tests.launch.running import (
+    Command,
+    Laboratory,
+    assert_the_law,
+    exported,
+    said,
+    steps_done,
+    wait_for_step,
+    wait_until,
+)
 
 HUNG = 2.0
 SURE = 3.0
@@ -29,7 +44,8 @@ def test_what_died_is_known_within_five_seconds_and_what_hangs_after_its_deadlin
     laboratory: Laboratory, tmp_path: Path
 ) -> None:
     run_dir, names = tmp_path / "run", {"trainer": "trainer", "engine": "engine-0"}
-    with laboratory.train(run_dir, "trainer.steps=100000", f"deadlines.hung={HUNG}") as command:
+    settings = ("trainer.steps=100000", "trainer.keep_versions=1", f"deadlines.hung={HUNG}")
+    with laboratory.train(run_dir, *settings) as command:
         wait_for_step(command, 1)
         for role, name in names.items():
             os.kill(command.role(role), signal.SIGKILL)
@@ -48,3 +64,27 @@ def test_what_died_is_known_within_five_seconds_and_what_hangs_after_its_deadlin
         os.kill(worker, signal.SIGSTOP)
         assert seconds_until(lambda: command.processes(WORKER) not in ([], [worker]), "a new worker", command) < 5
         wait_for_step(command, steps_done(run_dir) + 1)
+        end_well(command, laboratory, run_dir)
+    replaced = "trainer was killed by SIGKILL (out of memory?): a new one is started at version"
+    assert replaced in said(run_dir)
+    found, trajectories = assert_the_law(run_dir), exported(laboratory, run_dir)
+    assert found.trajectories.trained == found.steps * 2 * 4
+    assert 0 < found.busy["engine-0"] <= 1
+    assert {one["state"] for one in trajectories} <= {"trained", "buffered", "in_flight"}
+    assert all(one["group"].endswith(".0") for one in trajectories), "no prompt was asked twice"
+
+
+def test_an_engine_that_is_lost_while_the_start_is_measured_comes_back(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, "trainer.steps=100000", "engine.count=2") as command:
+        wait_until(lambda: "accuracy of version 0" in said(run_dir), "the first evaluation", command)
+        (lost,) = command.processes('"engine-0"')
+        os.kill(lost, signal.SIGKILL)
+        killed = time.monotonic()
+        wait_for_step(command, 1)  # the other engine has gone on
+        wait_until(lambda: worked_since(run_dir, "engine-0", killed), "work of the new engine", command)
+
+
+def worked_since(run_dir: Path, role: str, moment: float) -> bool:
+    """Does the timeline show work of a role after a moment (`time.monotonic`)?"""
+    return any(span.role == role and span.start > moment for span in read_spans(run_dir / "spans.jsonl"))

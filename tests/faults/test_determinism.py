@@ -1,7 +1,7 @@
 """What can be repeated, bit for bit.
 
-- Synchronous runs (``max_staleness = 0``): two of them are equal, whichever engine dies, and the whole system equals a
-  plain loop.
+- Synchronous runs (``max_staleness = 0``) train on each token with the version that sampled it. Two of them are equal,
+  whichever engine dies, and the whole system equals a plain loop.
 - A run that is killed, however often, and goes on comes to the weights of one that was not.
 - An asynchronous run, by its record: replayed, whole or from any step, it comes to its weights.
 - The state of a trainer is the last checkpoint and the batches since, for every step at which it may be lost.
@@ -32,12 +32,13 @@ from stretto_app.launch.recipe.recipe import load_recipe
 from stretto_report.audit.check import check_run
 from stretto_report.audit.diff import diff_runs
 from tests.faults.plain import train_plainly
-from tests.launch.running import TINY, Command, Laboratory, assert_the_law, said, wait_for_step, wait_until
+from tests.launch.running import TINY, Command, Laboratory, assert_the_law, exported, said, wait_for_step, wait_until
+from tests.launch.test_staleness import trained_ages
 from tests.launch.warm import session_server
 
-STEPS = 20
-SYNCHRONOUS = ("rollout.max_staleness=0", f"trainer.steps={STEPS}", "trainer.checkpoint_every=6")
-ASYNCHRONOUS = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=6", "trainer.keep_versions=all")
+STEPS = 10
+SYNCHRONOUS = ("rollout.max_staleness=0", f"trainer.steps={STEPS}", "trainer.checkpoint_every=3")
+ASYNCHRONOUS = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=3", "trainer.keep_versions=all")
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +89,23 @@ def test_the_asynchronous_system_at_staleness_0_is_a_plain_loop(
     assert all(torch.equal(theirs[name], weights[name]) for name in theirs)
 
 
+def test_each_token_of_a_synchronous_run_was_sampled_by_the_version_that_trained_on_it(
+    laboratory: Laboratory, synchronous: Path
+) -> None:
+    found, trajectories = assert_the_law(synchronous), exported(laboratory, synchronous)
+    assert set(trained_ages(trajectories)) == {0}
+    assert set(found.staleness.histogram) == {0}
+    assert found.multi_version == found.interrupted == 0
+    buffered = sum(len(trajectory["token_ids"]) for trajectory in trajectories if trajectory["state"] == "buffered")
+    # What the end of the run cut off is wasted.
+    assert found.tokens.trained + found.tokens.wasted + buffered == found.tokens.generated
+
+
 def test_a_synchronous_run_that_was_killed_twice_equals_one_that_was_not(
     laboratory: Laboratory, synchronous: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    killed_at(laboratory, run_dir, SYNCHRONOUS, (8, 14))
+    killed_at(laboratory, run_dir, SYNCHRONOUS, (4, 7))
     parting = diff_runs(synchronous, run_dir)
     assert (parting.step, parting.fields) == (STEPS, ())
     assert check_run(run_dir).kept
@@ -119,7 +132,7 @@ def test_with_two_engines_it_makes_no_difference_which_of_them_dies(laboratory: 
 
 def test_an_asynchronous_run_that_was_killed_is_replayed_to_its_weights(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir, forked = tmp_path / "run", session_server()
-    killed_at(laboratory, run_dir, ASYNCHRONOUS, (9,))
+    killed_at(laboratory, run_dir, ASYNCHRONOUS, (5,))
     found = check_run(run_dir)
     assert found.kept, found
     assert found.balance["failed"] == 0
@@ -157,8 +170,8 @@ def test_for_every_step_at_which_a_trainer_is_lost_the_last_weights_are_the_same
         first.train(batch)
         if batch.step % recipe.trainer.checkpoint_every == 0:
             checkpoints.save(batch.step, first.save_checkpoint)
-    left = [checkpoints.latest(step) for step in (1, 6, 12, 18)]  # whichever step it is lost at: one of these is left
-    assert [checkpoint and checkpoint.step for checkpoint in left] == [None, 6, 12, 18]
+    left = [checkpoints.latest(step) for step in (1, 3, 6, 9)]  # whichever step it is lost at: one of these is left
+    assert [checkpoint and checkpoint.step for checkpoint in left] == [None, 3, 6, 9]
     for checkpoint in left:
         second = new()
         if checkpoint is not None:

@@ -1,7 +1,7 @@
 """Files that are killed, cut and bent: what is read is what was written, or nothing.
 
 - A kill at every file-system call of a checkpoint, and of a ledger's commit, leaves the old state or the new one.
-- A checkpoint or a ledger that was cut, or has a flipped bit, at every 64th byte is refused, or read as it was; of a
+- A checkpoint or a ledger that was cut, or has a flipped bit, at every 128th byte is refused, or read as it was; of a
   ledger's log the end may be missing, never the middle.
 - So does a kill where nothing can be renamed or forced to disk, as in a bucket of objects.
 - A disk that refuses to force or to take any more ends the commit with the path; what was there stays.
@@ -175,9 +175,11 @@ def test_a_disk_that_refuses_leaves_the_old_checkpoint(tmp_path: Path, error: st
 
 
 def damaged(data: bytes) -> list[bytes]:
-    """Cut at every 64th byte, and one bit flipped in every 64th byte."""
-    cuts = [data[:size] for size in range(0, len(data), 64)]
-    return cuts + [data[:at] + bytes([data[at] ^ 1 << at // 64 % 8]) + data[at + 1 :] for at in range(0, len(data), 64)]
+    """Cut at every 128th byte, and one bit flipped in every 128th byte."""
+    cuts = [data[:size] for size in range(0, len(data), 128)]
+    return cuts + [
+        data[:at] + bytes([data[at] ^ 1 << at // 128 % 8]) + data[at + 1 :] for at in range(0, len(data), 128)
+    ]
 
 
 def test_a_damaged_checkpoint_is_never_taken_for_a_whole_one(tmp_path: Path) -> None:
@@ -220,7 +222,7 @@ def test_a_damaged_ledger_is_never_read_as_something_else(tmp_path: Path) -> Non
             assert read(path) in (expected, None)
         except StoreError:
             refused += 1
-    assert refused > len(whole) // 128
+    assert refused > len(whole) // 256
 
 
 def test_a_damaged_log_of_a_ledger_loses_its_end_at_most(tmp_path: Path) -> None:
@@ -250,7 +252,7 @@ def test_a_damaged_log_of_a_ledger_loses_its_end_at_most(tmp_path: Path) -> None
         else:
             cut = len(data) < len(whole)
             assert found in prefixes if cut else found == expected or data[:-frame] == whole[:-frame]
-    assert refused >= (len(whole) - 2 * frame) // 64
+    assert refused >= (len(whole) - 2 * frame) // 128
 
 
 def read_copy(folder: Path, ledger: bytes, log: bytes) -> object:

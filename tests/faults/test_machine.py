@@ -19,9 +19,6 @@ import pytest
 from tests.faults.test_files import STRACE
 from tests.launch.running import Laboratory, assert_the_law, said, steps_done, wait_for_step, wait_until
 
-SLOW_DISK: tuple[str, ...] = ("strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=fsync,fdatasync")
-SLOW_DISK += ("-e", "inject=fsync,fdatasync:delay_exit=300000")
-
 
 def fill(file: Path, leave: int) -> None:
     """Fill the disk of `file` but for `leave` bytes. A run that writes meanwhile may take them first."""
@@ -33,8 +30,8 @@ def fill(file: Path, leave: int) -> None:
 @STRACE
 def test_a_slow_disk_loses_nothing_and_no_role(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir, calls = tmp_path / "run", tmp_path / "calls"
-    before = (*SLOW_DISK, "-o", str(calls))
-    with laboratory.train(run_dir, "trainer.steps=4", "deadlines.hung=3", before=before) as command:
+    poor = ("slow_disk", str(calls))
+    with laboratory.train(run_dir, "trainer.steps=3", "deadlines.hung=3", poor=poor) as command:
         ended = command.end()
         assert ended.code == 0, ended.err
         command.assert_nothing_is_left()

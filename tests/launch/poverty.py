@@ -1,15 +1,18 @@
-"""What a command has to do without; each is done in its process, before it begins."""
+"""What a command has to do without, a disk or honest engines; each is done in its process, before it begins."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import json
 import os
 import resource
+import time
 from pathlib import Path
 
 _NEW_MOUNTS, _NEW_USERS = 0x00020000, 0x10000000  # linux/sched.h
 _PRIVATE = 0x4000 | 1 << 18  # linux/mount.h: MS_REC | MS_PRIVATE
-_DUMPABLE = 4  # linux/prctl.h
+_DUMPABLE, _TRACER = 4, 0x59616D61  # linux/prctl.h
 
 
 def descriptors(most: str) -> None:
@@ -27,6 +30,20 @@ def small_disk(folder: str) -> None:
         Path(f"/proc/self/{name}").write_text(text)
     _done(system.mount(b"none", b"/", None, _PRIVATE, None))
     _done(system.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, b"size=8m"))
+
+
+def sabotaged(how: str) -> None:
+    """Engines do something wrong and report success: `tests.canary.sabotage`."""
+    importlib.import_module("tests.canary.sabotage").Sabotage(*json.loads(how)).begin()
+
+
+def slow_disk(calls: str) -> None:
+    """Every fsync of this process, and of those that it forks, takes a third of a second; strace notes it in a file."""
+    ctypes.CDLL(None).prctl(_TRACER, ctypes.c_ulong(-1))
+    command = ["strace", "-f", "-qq", "-p", str(os.getpid()), "-o", calls, "-e", "trace=fsync,fdatasync"]
+    os.posix_spawnp("strace", [*command, "-e", "inject=fsync,fdatasync:delay_exit=300000"], os.environ)
+    while "TracerPid:\t0\n" in Path("/proc/self/status").read_text():
+        time.sleep(0.01)
 
 
 def _done(code: int) -> None:

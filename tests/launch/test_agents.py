@@ -48,7 +48,7 @@ def test_a_killed_run_starts_its_agents_again_and_answers_them_from_the_record(
     laboratory: Laboratory, tmp_path: Path
 ) -> None:
     run_dir, recipe = tmp_path / "run", recipe_of(tmp_path)
-    with laboratory.train(run_dir, "trainer.steps=4", "evaluation.prompts=2", recipe=recipe) as command:
+    with laboratory.train(run_dir, "trainer.steps=2", "evaluation.prompts=2", recipe=recipe) as command:
         wait_for_step(command, 1)
         address = inspect_run(run_dir).gateway
         assert address is not None
@@ -65,8 +65,8 @@ def test_a_killed_run_starts_its_agents_again_and_answers_them_from_the_record(
     assert ended.code == 0, ended.out + ended.err
     check = laboratory.run("check", run_dir)
     assert check.code == 0, check.out + check.err
-    assert assert_the_law(run_dir).steps == 4
-    batches = read_batches(run_dir / "ledger.sqlite", 0, 4)
+    assert assert_the_law(run_dir).steps == 2
+    batches = read_batches(run_dir / "ledger.sqlite", 0, 2)
     for trajectory in [one for batch in batches for group in batch.groups for one in group.trajectories]:
         assert [segment.sampled for segment in trajectory.segments] == [False, True, False, True]
         assert trajectory.session

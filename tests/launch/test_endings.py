@@ -1,5 +1,7 @@
 """Promises, on one real run: that it runs, was killed, stopped by a signal, ended by an error, finished, is what every
-reader says, `stretto inspect`, the pages, Python and studies; it is resumed after each, and its log is not asked.
+reader says, `stretto inspect`, the pages, Python and studies; it is resumed after each, and its log is not asked. A
+stop ends within 10 seconds. What a killed run has left outside of its folder goes when it goes on. A trainer that dies
+too often ends the run with a message that names it and how it died.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import stretto
 from stretto_app.study.outcome import read_outcome
 from stretto_report.watch.index.cache import Cache
 from stretto_report.watch.runs.run import WatchedRun
-from tests.launch.running import Laboratory, steps_done, wait_for_step
+from tests.launch.running import Laboratory, assert_the_law, said, shared_files, steps_done, wait_for_step
 
 ENDLESS = "trainer.steps=100000"
 
@@ -44,23 +46,35 @@ def test_every_reader_says_how_a_run_ended_and_it_is_resumed_after_each(laborato
         assert stretto.open_run(run_dir).state == "running"
         command.kill_all()
         command.process.wait(10)
-    state, reason = states(laboratory, run_dir)
-    assert (state, reason.partition(";")[0]) == ("dead", "its process is gone without a word")
+        state, reason = states(laboratory, run_dir)
+        assert (state, reason.partition(";")[0]) == ("dead", "its process is gone without a word")
+        assert list(command.temporary.iterdir()) != []  # the folder of the sockets
+        assert list(shared_files(run_dir)) != []
 
-    with laboratory.train(run_dir, ENDLESS, "--resume") as command:
-        wait_for_step(command, steps_done(run_dir) + 1)
-        assert stretto.open_run(run_dir).state == "running"
-        ended, _ = command.stop(signal.SIGTERM)
-        assert ended.code == 143, ended.err
+        with laboratory.train(run_dir, ENDLESS, "--resume") as resumed:
+            wait_for_step(resumed, steps_done(run_dir) + 1)
+            assert stretto.open_run(run_dir).state == "running"
+            ended, seconds = resumed.stop(signal.SIGTERM)
+            assert ended.code == 143, ended.err
+            assert seconds < 10
+            resumed.assert_nothing_is_left()
+        command.assert_nothing_is_left()
+    assert not (run_dir / ".sockets").exists()
     assert states(laboratory, run_dir) == ("stopped", "stopped by SIGTERM")
 
     with laboratory.train(run_dir, ENDLESS, "deadlines.trainer_restarts=0", "--resume") as command:
         wait_for_step(command, steps_done(run_dir) + 1)
         os.kill(command.role("trainer"), signal.SIGKILL)
-        assert command.end().code == 1
+        ended = command.end(30)
+        assert ended.code == 1
+        ended.says("trainer was killed by SIGKILL", "logs/trainer.txt")
+        command.assert_nothing_is_left()
+    assert "failed: trainer was killed by SIGKILL" in said(run_dir)
+    assert_the_law(run_dir)
     state, reason = states(laboratory, run_dir)
     assert state == "dead"
     assert reason.startswith("trainer was killed by SIGKILL")
 
     laboratory.trained(run_dir, f"trainer.steps={steps_done(run_dir) + 1}", "--resume")
     assert states(laboratory, run_dir) == ("finished", "")
+    assert_the_law(run_dir)

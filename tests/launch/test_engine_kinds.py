@@ -33,7 +33,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe_of(policy: Path, engine: Tree, **sections: Any) -> Recipe:
     tree = {
         "model": {"path": str(policy)},
-        "task": {"kind": "arithmetic", "operands_max": 3, "held_out": 16},
+        "task": {"kind": "arithmetic", "operands_max": 3, "held_out": 16, "prompts": 64, "demonstrations": 0},
         "trainer": {},
         "sampling": {"max_tokens": 16},
         "evaluation": {"prompts": 8},

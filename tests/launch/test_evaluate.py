@@ -55,7 +55,7 @@ def test_every_number_of_an_evaluation_follows_from_the_rows_of_its_file(model: 
 
 
 RECIPE = """
-task = {{ kind = "arithmetic", operands_max = 3, held_out = 8 }}
+task = {{ kind = "arithmetic", operands_max = 3, held_out = 8, prompts = 64, demonstrations = 0 }}
 sampling = {{ max_tokens = 3 }}
 evaluation = {{ prompts = 8 }}
 trainer = {{ ranks = 3, remote_ranks = 1 }}

@@ -20,7 +20,7 @@ REMEDY = "give host:port of this machine, with a free port"
 def recipe(trainer: dict[str, Any] | None = None, **cluster: str | bool) -> Recipe:
     tree: dict[str, Any] = {
         "model": {"path": "/a"},
-        "task": {"kind": "arithmetic"},
+        "task": {"kind": "arithmetic", "prompts": 64, "demonstrations": 0},
         "sampling": {"max_tokens": 4},
         "rollout": {"batch_size": 2},
         "trainer": trainer or {},

@@ -346,7 +346,7 @@ def test_any_value_survives_the_way_through_toml(path: str, right: float, seed: 
     tree = {
         "seed": seed,
         "model": {"path": path},
-        "task": {"kind": "arithmetic"},
+        "task": {"kind": "arithmetic", "prompts": 64, "demonstrations": 0},
         "trainer": {},
         "rewards": {"function": path, "right": right},
         "rollout": {"max_staleness": staleness},

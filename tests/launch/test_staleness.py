@@ -1,8 +1,7 @@
 """Staleness is a promise of whole runs, held against the exported trajectories.
 
-- 0 is exactly synchronous: each token was sampled by the version that trained on it (over TCP, by the way).
-- With "expire" no token older than the bound is trained on, and what expired is counted (test_whole_run has "mask"
-  and "wait").
+With "expire" no token older than the bound is trained on, and what expired is counted (over TCP, by the way).
+`test_whole_run` has "mask" and "wait", and `tests/faults/test_determinism.py` a staleness of 0.
 """
 
 from __future__ import annotations
@@ -24,27 +23,14 @@ def trained_ages(trajectories: list[dict[str, Any]]) -> list[int]:
     ]
 
 
-def test_a_staleness_of_zero_is_exactly_synchronous(laboratory: Laboratory, tmp_path: Path) -> None:
+def test_what_would_be_too_old_expires_and_is_asked_again(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    wire = ("engine.transport=tcp", f"engine.base_port={port}")
-    laboratory.trained(run_dir, "rollout.max_staleness=0", "rollout.beyond_bound=train", "trainer.steps=4", *wire)
-    found = assert_the_law(run_dir)
-    trajectories = exported(laboratory, run_dir)
-    assert set(trained_ages(trajectories)) == {0}
-    assert set(found.staleness.histogram) == {0}
-    assert found.multi_version == found.interrupted == 0
-    buffered = sum(len(trajectory["token_ids"]) for trajectory in trajectories if trajectory["state"] == "buffered")
-    # What the end of the run cut off is wasted.
-    assert found.tokens.trained + found.tokens.wasted + buffered == found.tokens.generated
-
-
-def test_what_would_be_too_old_expires_and_is_asked_again(laboratory: Laboratory, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
     # Nothing is the bound, and updates are quick: answers in flight are overdue all the time.
-    laboratory.trained(run_dir, "rollout.max_staleness=1", "rollout.beyond_bound=expire", "trainer.steps=10")
+    settings = ("rollout.max_staleness=1", "rollout.beyond_bound=expire", "trainer.steps=10")
+    laboratory.trained(run_dir, *settings, "engine.transport=tcp", f"engine.base_port={port}")
     found, trajectories = assert_the_law(run_dir), exported(laboratory, run_dir)
     ages = trained_ages(trajectories)
     assert found.staleness.max == max(ages) <= 1 == found.staleness.bound

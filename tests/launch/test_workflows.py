@@ -124,8 +124,8 @@ credit = "turn"
 
 def test_a_killed_engine_costs_no_conversation(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, "trainer.steps=8", "engine.count=2", recipe=recipe_of(tmp_path)) as command:
-        wait_for_step(command, 2)
+    with laboratory.train(run_dir, "trainer.steps=5", "engine.count=2", recipe=recipe_of(tmp_path)) as command:
+        wait_for_step(command, 1)
         os.kill(command.processes('"engine-0"')[0], signal.SIGKILL)
         ended = command.end()
         assert ended.code == 0, ended.err
@@ -141,15 +141,15 @@ def test_a_killed_conductor_s_conversations_go_on_and_call_nothing_twice(
     laboratory: Laboratory, tmp_path: Path
 ) -> None:
     run_dir, recipe = tmp_path / "run", recipe_of(tmp_path)
-    with laboratory.train(run_dir, "trainer.steps=12", recipe=recipe) as command:
-        wait_for_step(command, 3)
+    with laboratory.train(run_dir, "trainer.steps=6", recipe=recipe) as command:
+        wait_for_step(command, 2)
         command.process.kill()
         command.end()
     before = called(tmp_path)
     ended = laboratory.run("train", "--resume", run_dir)
     assert ended.code == 0, ended.out + ended.err
     check(laboratory, run_dir)
-    assert assert_the_law(run_dir).steps == 12
+    assert assert_the_law(run_dir).steps == 6
     assert set(before) < set(called(tmp_path))
     assert len(set(called(tmp_path))) == len(called(tmp_path))
     failed = {row["reason"] for row in exported(laboratory, run_dir) if row["state"] == "failed"}

@@ -2,8 +2,8 @@
 takes five seconds of a processor, and each of them is forked from it.
 
 A command is the real one from `stretto_app.cli.main.main` on, in a process, a session and surroundings of its own,
-beside a fork server of its own. What comes before, the imports, and the plots at its end are left to commands that are
-started without this (``cold``).
+beside a fork server of its own; roles of an agent are forked too. What comes before, the imports, and the plots at its
+end are left to commands that are started without this (``cold``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
@@ -32,7 +32,9 @@ from stretto.processes import fork_server as product
 from stretto.processes import fork_server_role
 from stretto.processes.fork_server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
 from stretto.processes.heartbeat import PARENT, die_with_parent
+from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import Spawn, Spawner, environment
+from stretto_cluster import agent
 from stretto_report.dashboard.plots import plots
 from tests.launch import poverty
 
@@ -43,6 +45,8 @@ _COMMANDS: tuple[str, ...] = (
     "stretto_report.dashboard.terminal.summary",
 )
 _COMMANDS += ("stretto_report.dashboard.terminal.progress", "stretto_app.launch.commands.evaluate", "tests.launch.warm")
+_COMMANDS += ("stretto_app.cli.main", "transformers.models.qwen3.modeling_qwen3", "stretto.trainer.roles.rank")
+_COMMANDS += ("stretto_app.launch.commands.join", "stretto_cluster.agent", "stretto_app.launch.commands.replay")
 _COMMANDS += ("stretto_app.api.run_process", "stretto_app.launch.commands.serve", "stretto_app.launch.commands.gateway")
 _ENVIRONMENT = slice(47, 49)  # where it begins and ends, behind the name in /proc/PID/stat
 _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
@@ -191,6 +195,8 @@ def main(arguments: list[str]) -> int:
         return ForkServer(running=(near, _Forked(pid)))
 
     product.__dict__["ForkServer"] = opened
+    if told.arguments[:1] in (("engine",), ("rank",)):
+        agent.__dict__["RoleProcess"] = partial(RoleProcess, spawner=opened())
     sys.argv = ["stretto", *told.arguments]
     draw_nothing()
     code = _code_of(told.module)

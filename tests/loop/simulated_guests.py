@@ -118,6 +118,7 @@ class SimulatedClient:
             for member, seed in enumerate(request.seeds):
                 while len(parts[member].token_ids) < length(seed):
                     await self._a_token(broken)
+                    assert self.version >= 0, "an engine that has ended samples"
                     number = len(parts[member].token_ids)
                     parts[member] = parts[member] + Segment((number,), (-0.5,), (self.version,))
                     self.generated += 1
@@ -164,8 +165,11 @@ class SimulatedClient:
             finally:
                 for task in tasks:
                     task.cancel()
-            if not self.machine.reached.is_set():
+            # It may be killed, and its machine be reached again, at one moment.
+            if not self.machine.reached.is_set() or (broken is not None and broken.is_set()):
                 await self._broke_off()
+            if self.version < 0:
+                raise EngineLost(self.name, "does not listen")
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
         await asyncio.sleep(self.machine.pull_seconds)

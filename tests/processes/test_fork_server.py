@@ -223,6 +223,7 @@ def test_roles_end_with_a_fork_server_that_is_killed_and_the_next_one_starts_afr
         await up(tmp_path)
         os.kill(server.pid, signal.SIGKILL)
         assert await role.wait() == -signal.SIGKILL
+        assert server.describe_end(role).startswith("ended with the process that it was forked from")
         while Path(f"/proc/{role.pid}").exists():  # the kernel's doing, a moment later
             await asyncio.sleep(0.01)
         afresh = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0, code=3)))

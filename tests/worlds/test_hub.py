@@ -8,8 +8,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -24,18 +26,23 @@ configs:
 ---
 """
 SUMS = {"data": "openai/gsm8k", "mapping": "gsm8k", "subset": "main", "held_out": 1}
+#: Each line is read by a copy of a process that has imported the libraries, and has read nothing.
 READ = """
-import json, sys
+import json, os, sys
+import datasets
 from stretto.core.errors import DataError
 from stretto.worlds.sources.task import DatasetTask
-told = []
-for source in json.loads(sys.argv[1]):
+def read(source):
     try:
         found = DatasetTask.model_validate({"kind": "dataset", "sources": [source]}).questions(seed=1)
-        told.append([[one.text, one.answer, one.place] for one in (*found.training, *found.held_out)])
+        return [[one.text, one.answer, one.place] for one in (*found.training, *found.held_out)]
     except DataError as error:
-        told.append(str(error))
-print(json.dumps(told))
+        return str(error)
+while line := sys.stdin.readline():
+    if (pid := os.fork()) == 0:
+        print("told", json.dumps([read(source) for source in json.loads(line)]), flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
 """
 
 
@@ -52,15 +59,34 @@ def gsm8k(tmp_path: Path) -> Path:
     return tmp_path / "hub"
 
 
-def read(sources: Sequence[dict[str, Any]], home: Path, **settings: str) -> list[Any]:
-    """Where and how the hub is, the libraries learn when they are imported: so in a process of its own."""
-    surroundings = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", **settings}
-    command = [sys.executable, "-c", READ, json.dumps(sources)]
-    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Retry" not in done.stderr
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+@contextmanager
+def reader(home: Path, address: str) -> Iterator[Callable[[Sequence[dict[str, Any]]], list[Any]]]:
+    """Reads sources. Where the hub is, the libraries learn when they are imported: so in a process of its own."""
+    surroundings = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": address}
+    said = home.with_suffix(".err")
+    with (
+        said.open("w") as err,
+        subprocess.Popen(
+            [sys.executable, "-c", READ], env=surroundings, stdin=PIPE, stdout=PIPE, stderr=err, text=True
+        ) as process,
+    ):
+
+        def read(sources: Sequence[dict[str, Any]]) -> list[Any]:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps(sources) + "\n")
+            process.stdin.flush()
+            lines = iter(process.stdout.readline, "")
+            told = next((line for line in lines if line.startswith("told ")), "")
+            assert told, said.read_text()[-3000:]
+            found: list[Any] = json.loads(told.removeprefix("told "))
+            return found
+
+        try:
+            yield read
+        finally:
+            process.kill()
+    assert "Retry" not in said.read_text()
 
 
 def rows(name: str, count: int) -> list[list[str]]:
@@ -77,13 +103,16 @@ def test_a_dataset_is_found_by_its_name_and_afterwards_in_the_cache(gsm8k: Path,
         {**SUMS, "subset": "mian"},
         {**SUMS, "data": "openai/gsm9k"},
     ]
-    with hub(gsm8k) as address:
-        found = read(asked, tmp_path / "cache", HF_ENDPOINT=address)
+    with ExitStack() as serving, ExitStack() as reading:
+        address = serving.enter_context(hub(gsm8k))
+        read = reading.enter_context(reader(tmp_path / "cache", address))
+        found = read(asked)
+        serving.close()
+        kept, told = read([SUMS, {**SUMS, "data": "openai/gsm9k"}])
     assert found[:4] == [rows("main/train", 3), rows("socratic/train", 3), rows("main/test", 2), rows("main/train", 2)]
-    for told, words in zip(found[4:], (["tset", "train", "test"], ["mian", "main"], ["gsm9k"]), strict=True):
-        assert told.startswith(("openai/gsm8k: cannot be read: ", "openai/gsm9k: cannot be read: "))
-        assert [word for word in words if word not in told] == []
-    kept, told = read([SUMS, {**SUMS, "data": "openai/gsm9k"}], tmp_path / "cache", HF_ENDPOINT=address)
+    for text, words in zip(found[4:], (["tset", "train", "test"], ["mian", "main"], ["gsm9k"]), strict=True):
+        assert text.startswith(("openai/gsm8k: cannot be read: ", "openai/gsm9k: cannot be read: "))
+        assert [word for word in words if word not in text] == []
     assert kept == rows("main/train", 3)
     assert told.startswith(f"openai/gsm9k: the hub at {address} cannot be reached (Connection refused), and")
     assert told.endswith(

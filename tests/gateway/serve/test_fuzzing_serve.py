@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stretto.engine.wire import Refusal
@@ -42,7 +42,7 @@ BODIES = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(
     body=BODIES.map(lambda tree: json.dumps(tree).encode()) | st.binary(max_size=40),
     path=st.sampled_from([COMPLETIONS, CHAT]),
@@ -76,7 +76,7 @@ MESSAGES = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     body=(MESSAGES | st.lists(MESSAGES, max_size=2)).map(msgspec.msgpack.encode) | st.binary(max_size=40),
     path=st.sampled_from(["/generate", "/generate", "/generate", "/update_weights", "/abort"]),

@@ -32,7 +32,7 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.http.asgi import LARGEST_BODY
 from tests.engine.byte_policy import CONTEXT, NAME, generated
 from tests.engine.serving import Mailbox
-from tests.gateway.serve.serving import Serving, serve_cold, serve_process, served_engine
+from tests.gateway.serve.serving import Serving, serve_process, served_engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKEN_BYTES = 2 * 2 * 1 * 16 * 4  # keys and values, layers, heads, width, float32
@@ -346,7 +346,7 @@ def test_a_body_over_the_limit_is_refused_with_413(serving: Serving) -> None:
 
 
 def test_a_signal_ends_the_command_when_open_streams_have_ended(byte_folder: Path) -> None:
-    with serve_cold(byte_folder, "--name", "mine", "engine.slots=1") as running:
+    with serve_process(byte_folder, "--name", "mine", "engine.slots=1") as running:
         body = asked(model="mine", n=8, max_tokens=100, stream=True)
         with httpx.stream("POST", running.url + COMPLETIONS, json=body, timeout=30, trust_env=False) as response:
             lines = response.iter_lines()

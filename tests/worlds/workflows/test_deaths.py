@@ -72,7 +72,7 @@ class SimulatedPool(WorkflowPool):
         self._changed.set()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.integers(1, 24),
     st.sets(st.integers(0, 23)),

@@ -15,10 +15,11 @@ from stretto.processes.tree import children
 
 
 class Asks(stretto.Workflow):
-    """As many turns as it is told, each with a call that counts itself in a file."""
+    """As many turns as it is told, each with a call that counts itself in a file. While the file `hold` is there, a
+    held-out question waits behind its first turn."""
 
-    def __init__(self, turns: int = 3, count: str = "", repeatable: bool = False) -> None:
-        self.turns, self.count, self.repeatable = turns, count, repeatable
+    def __init__(self, turns: int = 3, count: str = "", repeatable: bool = False, hold: str = "") -> None:
+        self.turns, self.count, self.repeatable, self.hold = turns, count, repeatable, hold
 
     def noted(self, text: str) -> str:
         if self.count:
@@ -34,6 +35,8 @@ class Asks(stretto.Workflow):
             told = await chat.tool("noted", {"text": name}, self.noted, repeatable=self.repeatable)
             right += reply.text.endswith(task.answer)
             chat.say(f"+{told}=")
+            while self.hold and task.id.startswith("h") and Path(self.hold).exists():
+                await asyncio.sleep(0.01)
         return stretto.Reward(right, by_turn=[float(turn) for turn in range(self.turns)], named={"right": right})
 
 
