@@ -41,7 +41,8 @@ SETTINGS = (
     "deadlines.trainer_restarts=1000",
     "deadlines.engine_restarts=1000",
 )
-ROLES = ("trainer", "engine", "rewards", "fork server")
+LAST = "fork server"  # a command has one, and no other once it is killed
+ROLES = ("trainer", "engine", "rewards", LAST)
 _WORKFLOW = ('workflow.function="multi_turn"', "workflow.settings.tries=2", 'workflow.settings.feedback="{prompt}"')
 WORKFLOW_ROLES = ("workflow", "outlet")
 _STEPS = 30  # between two kills
@@ -83,7 +84,7 @@ def replaced(command: Command, run_dir: Path, role: str) -> dict[str, Any]:
     """Kill a role; what the processes that take its place have cost when a step behind it is done."""
     old, start = set(command.processes()), time.monotonic()
     with_no_fuss(command.role(role))
-    heir = MODULES["trainer" if role == "fork server" else role]  # there is no other fork server in this command
+    heir = MODULES["trainer" if role == LAST else role]
     wait_until(lambda: not old.issuperset(command.processes(heir)), f"another {role}", command)
     wait_for_step(command, steps_done(run_dir) + 2, _PATIENCE)
     cpu = sum(cpu_seconds(pid) for pid in command.processes() if pid not in old)
@@ -98,7 +99,8 @@ def each_replaced(
     """A run that is begun, the restarts of its roles, and its end."""
     with laboratory.train(run_dir, *settings, recipe=TINY) as command:
         wait_for_step(command, _STEPS, _PATIENCE)
-        costs = {role: [replaced(command, run_dir, role) for _ in range(times)] for role in roles}
+        count = {role: 1 if role == LAST else times for role in roles}
+        costs = {role: [replaced(command, run_dir, role) for _ in range(count[role])] for role in roles}
         for pid in command.processes():
             with_no_fuss(pid)
         wait_until(lambda: not command.processes(), "the end of all roles")

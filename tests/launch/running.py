@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from stretto.processes import fork_server
+from stretto.processes import fork_server_role
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
 from stretto_app.cli.main import main
@@ -291,7 +291,7 @@ class Laboratory:
             patch.setenv("STRETTO_CACHE", str(self.cache))
             patch.setattr(sys, "argv", ["stretto", *map(str, arguments)])
             if self.warm:
-                patch.setattr(fork_server, "fork_server", session_fork_server)
+                patch.setattr(fork_server_role, "fork_server", session_fork_server)
                 if arguments[0] == "train":
                     draw_nothing(patch)
             try:

@@ -1,9 +1,9 @@
-"""Commands and fork servers that need not import anything: one process per session imports what a run needs, which
-takes five seconds of a processor, and each of them is forked from it.
+"""Commands that need not import anything: one process per session imports what a run needs, which takes four seconds of
+a processor, and each of them is forked from it.
 
-A command is the real one from `stretto_app.cli.main.main` on, in a process, a session and surroundings of its own,
-beside a fork server of its own; roles of an agent are forked too. What comes before, the imports, and the plots at its
-end are left to commands that are started without this (``cold``).
+A command is the real one from `stretto_app.cli.main.main` on, in a process, a session and surroundings of its own.
+Roles of an agent are forked too. What comes before, the imports, and the plots at its end are left to commands that are
+started without this (``cold``).
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ import msgspec
 import pytest
 
 from stretto.core.records import Record
-from stretto.processes import fork_server as product
 from stretto.processes import fork_server_role
 from stretto.processes.fork_server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
-from stretto.processes.heartbeat import PARENT, die_with_parent
 from stretto.processes.role import RoleProcess
-from stretto.processes.spawn import Spawn, Spawner, environment
+from stretto.processes.spawn import Spawn, Spawner
 from stretto_cluster import agent
 from stretto_report.dashboard.plots import plots
 from tests.launch import poverty
@@ -77,8 +75,8 @@ def session_server() -> ForkServer:
 
 
 @contextmanager
-def session_fork_server() -> Iterator[Spawner]:
-    """In place of `stretto.processes.fork_server.fork_server`: that of the session, without what it forks meanwhile."""
+def session_fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
+    """In place of `fork_server_role.fork_server`: that of the session, without what it forks meanwhile."""
     server = session_server()
     before = children_of(server.pid)
     try:
@@ -161,42 +159,12 @@ class WarmCommand:
         self.send_signal(signal.SIGTERM)
 
 
-class _Forked:
-    """As `subprocess.Popen` to a `ForkServer`, for a child that was forked."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):  # it has ended, as a test wanted
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> None:
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
-
-
 def main(arguments: list[str]) -> int:
-    """In the process of a command: the command, or the fork server that is forked from it."""
+    """In the process of a command; its fork server is a copy of it, as that of every command."""
     told = msgspec.json.decode(arguments[0], type=Surroundings)
     _put_into(told)
-    command = os.getpid()
-    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if (pid := os.fork()) == 0:
-        near.close()
-        for descriptor in told.inherited:
-            os.close(descriptor)
-        return _become_fork_server(far, command)
-    far.close()
-    near.setblocking(False)
-
-    def opened(modules: Sequence[str] = ROLES) -> ForkServer:
-        near.send(msgspec.msgpack.encode(tuple(modules)))
-        return ForkServer(running=(near, _Forked(pid)))
-
-    product.__dict__["ForkServer"] = opened
-    if told.arguments[:1] in (("engine",), ("rank",)):
-        agent.__dict__["RoleProcess"] = partial(RoleProcess, spawner=opened())
+    if told.arguments[:1] in (("engine",), ("rank",)):  # agents, whose roles have interpreters of their own
+        agent.__dict__["RoleProcess"] = partial(RoleProcess, spawner=fork_server_role.fork_here(apart=True))
     sys.argv = ["stretto", *told.arguments]
     draw_nothing()
     code = _code_of(told.module)
@@ -243,16 +211,3 @@ def _mark(mark: bytes) -> None:
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ENVIRONMENT])
     at = ctypes.string_at(start, end - start).index(f"{MARK}=".encode()) + len(MARK) + 1
     ctypes.memmove(start + at, mark, len(mark))
-
-
-def _become_fork_server(wire: socket.socket, command: int) -> int:
-    silent = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(silent, standard)
-    os.setsid()
-    die_with_parent(command)
-    os.environ.update(environment(1))
-    os.environ.pop(PARENT, None)
-    number = wire.detach()
-    fork_server_role.show_as([sys.executable, "-m", "stretto.processes.fork_server_role", str(number)])
-    return fork_server_role.main([str(number)])

@@ -5,12 +5,14 @@ role can be started, and the end of every role is noticed."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,8 +23,10 @@ import pytest
 
 from stretto.core.errors import RoleDied
 from stretto.processes import fork_server as module
+from stretto.processes import fork_server_role
 from stretto.processes.channel import ConductorEnd
-from stretto.processes.fork_server import ForkServer, fork_server
+from stretto.processes.fork_server import ForkServer
+from stretto.processes.fork_server_role import fork_server
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawn
 from tests.launch.running import children
@@ -325,12 +329,33 @@ def test_a_role_under_a_fork_server_is_supervised_like_any_other(tmp_path: Path)
     assert served(work) == "sent no heartbeat for 2 s and was killed"
 
 
+def no_room() -> int:
+    raise BlockingIOError(errno.EAGAIN, "no room")
+
+
 def test_where_there_is_no_room_for_a_fork_server_roles_are_started_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server_role, "ROLES", ())
+    monkeypatch.setattr("os.fork", no_room)
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with fork_server() as spawner:
         assert spawner is FRESH
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert (len(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == before
+
+
+def test_a_command_that_has_threads_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that another thread holds at that moment would stay locked in the copy."""
+    monkeypatch.setattr(fork_server_role, "ROLES", ())
+    monkeypatch.setattr("os.fork", no_room)
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        with fork_server() as spawner:
+            assert isinstance(spawner, ForkServer)
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_beside_an_accelerator_roles_are_started_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,7 +372,7 @@ from stretto.processes.fork_server_role import fork_here
 from stretto.processes.role import RoleProcess
 
 held, other = os.pipe()
-spawner = fork_here([held, other])
+spawner = fork_here()
 
 async def main() -> None:
     role = RoleProcess("stubborn", "tests.processes.stubborn_role", Path(sys.argv[1]), spawner=spawner)
@@ -363,12 +388,8 @@ os._exit(0)
 
 
 def test_a_role_can_fork_others_from_a_copy_of_itself_which_end_with_it(tmp_path: Path) -> None:
-    """The copy does not keep the descriptors open that are the role's alone."""
-    done = subprocess.run(
-        [sys.executable, "-c", HERE, str(tmp_path / "log.txt")], cwd=ROOT, capture_output=True, text=True, timeout=30
-    )
-    assert done.returncode == 0, done.stderr
-    how, last = done.stdout.splitlines()
+    """The copy keeps none of the descriptors of the role."""
+    how, last = told(HERE, str(tmp_path / "log.txt"))
     assert how == "ended with exit code 7"
     read, *left = last.split()
     assert read == "b''"
@@ -376,6 +397,46 @@ def test_a_role_can_fork_others_from_a_copy_of_itself_which_end_with_it(tmp_path
     while any(alive(int(pid)) for pid in left):
         assert time.monotonic() < end, left
         time.sleep(0.02)
+
+
+COMMAND = """
+import asyncio, os, sys
+from pathlib import Path
+from stretto.processes import fork_server_role
+from stretto.processes.spawn import Spawn
+
+ROLE = "tests.processes.stubborn_role"
+fork_server_role.ROLES = (ROLE,)
+before = dict(os.environ)
+
+async def end(spec: str) -> int:
+    role = await spawner.start(Spawn(ROLE, spec, sys.argv[1]))
+    if "seconds" in spec:
+        print(Path(f"/proc/{role.pid}/cmdline").read_text().rstrip(chr(0)).split(chr(0))[1:] == ["-m", ROLE, spec])
+    return await role.wait()
+
+with fork_server_role.fork_server() as spawner:
+    print(asyncio.run(end('{"seconds":0.2,"code":7}' + " " * 999)), asyncio.run(end("no spec")))
+    server = f"/proc/{spawner.pid}"
+    streams = [number for number in map(int, os.listdir(f"{server}/fd"))
+               if os.readlink(f"{server}/fd/{number}") == os.devnull]
+    print(os.getsid(spawner.pid) == spawner.pid, sorted(streams), len(os.listdir(f"{server}/fd")), before == os.environ)
+print(os.path.exists(server), flush=True)
+"""
+
+
+def test_the_fork_server_of_a_command_is_a_copy_of_it_that_keeps_nothing_of_its_terminal(tmp_path: Path) -> None:
+    """It has its wire, and what waits for it. An error of a role ends the role, and does not get to what the command
+    does; a role's command line may be longer than that of the command."""
+    assert told(COMMAND, str(tmp_path / "log.txt")) == ["True", "7 1", "True [0, 1, 2] 5 True", "False"]
+    assert "DecodeError" in (tmp_path / "log.txt").read_text()
+
+
+def told(program: str, log: str) -> list[str]:
+    """What it prints, line by line."""
+    done = subprocess.run([sys.executable, "-c", program, log], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def alive(pid: int) -> bool:

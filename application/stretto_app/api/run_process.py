@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from stretto.core.errors import StrettoError
-from stretto.processes.fork_server import fork_server
+from stretto.processes.fork_server_role import fork_server
 from stretto.processes.spawn import Spawner
 from stretto_app.api.orders import EvaluationOrder, TrainOrder
 from stretto_app.launch.preflight.descriptors import check_descriptors
@@ -27,11 +27,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the caller may ignore it, and asks us to stop by it
     wire = Connection(descriptor)
     order: TrainOrder | EvaluationOrder = wire.recv()
-    threading.Thread(target=_stop_with_the_caller, args=(wire,), daemon=True).start()
     end: object
     try:
         check_descriptors()
         with fork_server() as spawner, tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+            threading.Thread(target=_stop_with_the_caller, args=(wire,), daemon=True).start()
             end = _trained(order, Path(folder), wire, spawner) if isinstance(order, TrainOrder) else None
             end = _evaluated(order, Path(folder), spawner) if isinstance(order, EvaluationOrder) else end
     except (StrettoError, OSError) as error:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,8 +32,7 @@ class Commands(TyperGroup):
 @contextmanager
 def importing() -> Iterator[None]:
     """Ctrl-C ends the process at once, and the kernel its fork server: a library that is interrupted while it is
-    imported may raise an error of its own, or go on. No garbage is looked for: modules are none, and to go through
-    them again and again is a fifth of what imports take."""
+    imported may raise an error of its own, or go on."""
 
     def end(number: int, frame: object) -> NoReturn:
         os.write(2, f"{_STOPPED}\n".encode())
@@ -43,20 +41,22 @@ def importing() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, end)
-    gc.disable()
     try:
-        yield
+        from stretto.processes.imports import quick_imports
+
+        with quick_imports():
+            yield
     finally:
-        gc.enable()
         signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def forking() -> Iterator[Spawner]:
-    """A fork server of the command, which imports the libraries of its roles while the command imports its own."""
+def forking(modules: Sequence[str] = ()) -> Iterator[Spawner]:
+    """A fork server of the command: a copy of it as it is once it has imported the libraries of its roles, and
+    `modules`."""
     with ExitStack() as ends:
         with importing():
-            from stretto.processes.fork_server import fork_server
+            from stretto.processes.fork_server_role import fork_server
 
-            spawner = ends.enter_context(fork_server())
+            spawner = ends.enter_context(fork_server(modules))
         yield spawner

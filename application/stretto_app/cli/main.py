@@ -66,12 +66,17 @@ EngineOverrides = Annotated[
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
 
 
-def _refuse_mistakes(recipe: Path, overrides: list[str]) -> None:
-    """Report the mistakes of a recipe before the imports of its command, which take seconds."""
-    from stretto_app.launch.recipe.recipe import load_recipe
+def _refuse_mistakes(recipe: Path, overrides: list[str]) -> tuple[str, ...]:
+    """Report the mistakes of a recipe before the imports of its command, which take seconds; what its model takes of
+    them."""
+    from stretto.processes.imports import imports_of_roles
 
-    if not recipe.is_dir():
-        load_recipe(recipe, overrides)
+    if recipe.is_dir() and not (recipe := recipe / "recipe.toml").is_file():
+        return ()
+    with importing(), imports_of_roles():
+        from stretto_app.launch.recipe.recipe import load_recipe
+
+        return load_recipe(recipe, overrides).model.modules()
 
 
 @app.command()
@@ -104,14 +109,14 @@ def train(
     if ray is not None:
         overrides = [*(overrides or []), 'cluster.placer="ray"', f'cluster.ray="{ray}"']
     if dry_run:
+        _refuse_mistakes(recipe, overrides or [])
         with importing():
-            _refuse_mistakes(recipe, overrides or [])
             from stretto_app.launch.commands.train import check
         check(recipe, overrides or [], resume, run_dir)
         return
-    with forking() as spawner:
+    modules = _refuse_mistakes(recipe, overrides or [])
+    with forking(modules) as spawner:
         with importing():
-            _refuse_mistakes(recipe, overrides or [])
             from stretto_app.launch.commands.train import prepare
         prepared = prepare(recipe, overrides or [], run_dir, resume)
         from stretto_report.audit.alarms import AlarmWatch
@@ -145,9 +150,9 @@ def sft(
     overrides: Overrides = None,
 ) -> None:
     """Train on the recipe's demonstrations (its [warm_start]), and write a Hugging Face folder."""
-    with forking() as spawner:
+    modules = _refuse_mistakes(recipe, overrides or [])
+    with forking(modules) as spawner:
         with importing():
-            _refuse_mistakes(recipe, overrides or [])
             from stretto_app.launch.assemble.warm_start import sft
             from stretto_report.dashboard.terminal.progress import open_display
 

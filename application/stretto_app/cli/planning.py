@@ -54,18 +54,24 @@ def plan(
     if calibrate:
         if recipe is not None:
             raise typer.BadParameter("--calibrate measures the machine and takes no recipe")
-        from stretto_app.launch.commands.calibrate import calibrate_machine
-
-        print(f"{calibrate_machine(out, lambda text: print(text, file=sys.stderr)).name} is in {out}")
+        _calibrate(out)
         return
     if recipe is None:
         raise typer.BadParameter("give a RECIPE.toml, or --calibrate")
     if machine is None:
         raise typer.BadParameter("give --machine FILE (of `stretto plan --calibrate`) or --gpu NAME, such as h100")
-    from stretto_app.launch.commands.plan import PlanChoice, as_json, draw, plan_recipe, table
+    from stretto_app.launch.commands.plan import PlanChoice, as_json, plan_recipe, table
 
     choice = PlanChoice(machine, gpus, nodes, network, goal, lengths, run)
     found = plan_recipe(recipe, overrides or [], choice, lambda text: print(text, file=sys.stderr))
     if picture is not None:
+        from stretto_app.launch.commands.plan_picture import draw
+
         draw(found, picture)
     print(as_json(found) if json else table(found))
+
+
+def _calibrate(out: Path) -> None:
+    from stretto_app.launch.commands.calibrate import calibrate_machine
+
+    print(f"{calibrate_machine(out, lambda text: print(text, file=sys.stderr)).name} is in {out}")

@@ -28,7 +28,6 @@ from stretto_foresight.planner.layouts import own_layout
 from stretto_foresight.planner.lengths import Lengths, LogNormalLengths, alone, lengths_of
 from stretto_foresight.planner.machine import MachineProfile, machine_of
 from stretto_foresight.planner.predict import GOALS, LayoutPrediction, RunPlan, plan
-from stretto_report.dashboard.plots.planned import plot_plan
 
 _LEGEND = (
     "eta: rollout.max_staleness, the most versions that a token may be behind; in flight: rollout.max_in_flight, "
@@ -180,26 +179,13 @@ def as_json(found: RunPlan) -> str:
     return msgspec.json.format(msgspec.json.encode(found)).decode()
 
 
-def draw(found: RunPlan, path: Path) -> None:
-    """Write the picture of a plan: the last simulated steps of its best layout, and throughput against the split.
-
-    Raises:
-        RunFolderError: it cannot be written there.
-    """
-    points = [(rank_share(one), one.tokens_per_second, one.tensor) for one in found.layouts]
-    try:
-        plot_plan(path, f"{found.machine}: {_named(found.layouts[0])}", found.layouts[0].timeline, points)
-    except OSError as error:
-        said = f"cannot be written: {error.strerror}"
-        raise RunFolderError([Problem(f"--picture {path}", said, "give a file in a folder that is there")]) from None
-
-
 def rank_share(one: LayoutPrediction) -> float:
     """The share of the devices that trains."""
     return one.ranks / (one.ranks + one.engines * one.tensor)
 
 
-def _named(one: LayoutPrediction) -> str:
+def named(one: LayoutPrediction) -> str:
+    """A layout in a few words."""
     of = f" of {one.tensor}" if one.tensor > 1 else ""
     return f"{one.engines:,} engines{of}, {one.ranks:,} ranks, {one.step_seconds:,.3g} s a step"
 

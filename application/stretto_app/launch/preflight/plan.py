@@ -161,15 +161,17 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
             *_workflow_notes(recipe, tokenizer),
             *sifted.warnings,
             *strange_digits(questions),
-            *_closing_notes(recipe, questions),
+            *_closing_notes(recipe, questions, tried=has_policy),
         ),
     )
 
 
-def _closing_notes(recipe: Recipe, questions: Questions) -> Iterator[str]:
+def _closing_notes(recipe: Recipe, questions: Questions, *, tried: bool) -> Iterator[str]:
+    """`tried`: a run that goes on has its reward's verdicts on record, and was told of the first ones when it began."""
     yield from schedule_notes(recipe)
     yield from repeated(questions)
-    yield from try_reward(recipe.rewards, questions.training)
+    if not tried:
+        yield from try_reward(recipe.rewards, questions.training)
 
 
 def schedule_notes(recipe: Recipe) -> Iterator[str]:

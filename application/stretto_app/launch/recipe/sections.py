@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Annotated, Self
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.core.engine import COLDEST, LONGEST_STOP, MOST_STOPS
@@ -32,6 +35,24 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
         if (self.path is None) == (self.build is None):
             raise ValueError("give either model.path or [model.build]")
         return self
+
+    def modules(self) -> tuple[str, ...]:
+        """The module of transformers that has the model's architecture, so that a run imports it once and not in each
+        role; none where the folder names no such architecture."""
+        kind = self.build.family if self.build is not None else _kind_in(Path(self.path or ""))
+        name = f"transformers.models.{kind}.modeling_{kind}"
+        try:
+            return (name,) if importlib.util.find_spec(name) is not None else ()
+        except ModuleNotFoundError:
+            return ()
+
+
+def _kind_in(folder: Path) -> str:
+    """What the config of a folder calls its architecture; "" if it cannot be read, which is refused elsewhere."""
+    try:
+        return str(msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object]).get("model_type"))
+    except (OSError, msgspec.DecodeError):
+        return ""
 
 
 StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r"^[^\uFFFD]*$")]

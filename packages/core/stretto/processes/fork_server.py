@@ -6,7 +6,7 @@
 
 Each child has a wire of its own. The command that closes it ends the child; a wire that the other side has closed says
 that the fork server has ended, and the kernel its children with it. From then on roles start in interpreters of their
-own. The server opens before the command itself imports anything, so that both import at the same time.
+own. The server is a copy of the command as it is when it has imported what its roles need (see `fork_server_role`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,12 +29,12 @@ from stretto.core.errors import DeadlineExceeded
 from stretto.core.records import Record
 from stretto.core.tasks import cancel_and_wait
 from stretto.processes.heartbeat import PARENT
-from stretto.processes.spawn import FRESH, RunningProcess, Spawn, Spawner, environment
+from stretto.processes.spawn import FRESH, RunningProcess, Spawn, environment
 from stretto.processes.tree import cpu_ticks
 
 ROLES = ("stretto.engine.role", "stretto.trainer.roles.trainer", "stretto.trainer.roles.supervised")
 LONGEST_MESSAGE = 1 << 18
-_COMMAND_LINE_BYTES = 8192  # children write their command line over the server's, for `ps`
+COMMAND_LINE_BYTES = 8192  # children write their command line over the server's, for `ps`
 _START_SECONDS = 60.0
 _STALL_SECONDS = 5.0  # in which the server does not even compute
 _POLL_SECONDS = 0.5
@@ -63,24 +63,6 @@ class Exited(Record, frozen=True, tag=True):
 
 
 _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
-
-
-@contextlib.contextmanager
-def fork_server() -> Iterator[Spawner]:
-    """A spawner for the roles of one command; none of them is left afterwards.
-
-    Beside an accelerator every role starts in an interpreter of its own: a process cannot use CUDA if its parent has
-    looked for a device. So it does where the system has no room for a fork server.
-    """
-    server = None
-    if not accelerated():
-        with contextlib.suppress(OSError):
-            server = ForkServer()
-    try:
-        yield server or FRESH
-    finally:
-        if server is not None:
-            server.close()
 
 
 def accelerated() -> bool:
@@ -129,7 +111,7 @@ class ForkServer:
                     "-m",
                     "stretto.processes.fork_server_role",
                     str(far.fileno()),
-                    " " * _COMMAND_LINE_BYTES,
+                    " " * COMMAND_LINE_BYTES,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -1,4 +1,5 @@
-"""The fork server's process: ``python -m stretto.processes.fork_server_role WIRE``; see `fork_server`."""
+"""The fork server's process: a copy of the one that starts roles (`fork_here`), or an interpreter of its own, ``python
+-m stretto.processes.fork_server_role WIRE``; see `fork_server`."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ import fcntl
 import gc
 import importlib
 import os
+import select
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -22,13 +25,25 @@ from typing import NoReturn
 import msgspec
 
 from stretto.core.errors import described
-from stretto.processes.fork_server import LONGEST_MESSAGE, Exited, ForkServer, NotSpawned, Spawned, accelerated
+from stretto.processes.fork_server import (
+    COMMAND_LINE_BYTES,
+    LONGEST_MESSAGE,
+    ROLES,
+    Exited,
+    ForkServer,
+    NotSpawned,
+    Spawned,
+    accelerated,
+)
 from stretto.processes.heartbeat import HEARTBEAT, PARENT, begin_role, die_with_parent
-from stretto.processes.spawn import FRESH, Spawn, Spawner, settings
+from stretto.processes.imports import imports_of_roles, quick_imports
+from stretto.processes.spawn import FRESH, Spawn, Spawner, keep_memory, settings
 
 _SPAWN = msgspec.msgpack.Decoder(Spawn)
 _MOST_DESCRIPTORS = 16
 _ARGUMENTS = slice(45, 47)  # where a command line begins and ends, behind the name in /proc/PID/stat
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_ENDED_BY_AN_ERROR = 1  # the exit code of an interpreter
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,12 +148,26 @@ def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn
     except OSError as error:
         send(wire, NotSpawned(error.errno or 0, described(error)))
         os._exit(1)
+    if (hub := sys.modules.get("huggingface_hub.constants")) is not None:  # it reads the environment only once
+        hub.__dict__["HF_HUB_OFFLINE"] = True
     with contextlib.suppress(OSError):  # it keeps the server's command line then
         show_as([sys.executable, "-m", spawn.module, spawn.spec])
     if not send(wire, Spawned(os.getpid())):
         os._exit(0)  # the start was cancelled, and what the role was to read may be gone
     os.close(wire)
-    leave(importlib.import_module(spawn.module).main([spawn.spec]))
+    leave_after(lambda: importlib.import_module(spawn.module).main([spawn.spec]))
+
+
+def leave_after(part: Callable[[], int]) -> NoReturn:
+    """Do what a copy of a process is for, and end it. Nothing that it raises gets to what called in the original."""
+    try:
+        code = part()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # as an interpreter: whatever it is, it ends here
+        sys.excepthook(*sys.exc_info())
+        code = _ENDED_BY_AN_ERROR
+    leave(code)
 
 
 def leave(code: int) -> NoReturn:
@@ -152,50 +181,146 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-@dataclass(frozen=True)
-class ForkedHere:
-    """A fork server that is a child of this process."""
+@contextlib.contextmanager
+def fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
+    """A spawner for the roles of one command, which have `modules` imported as well; none of them is left afterwards.
 
-    pid: int
+    To be entered before the command has threads, or opens anything that is its own: it imports what its roles need, and
+    the fork server is a copy of it, so that nothing is imported twice. A process that has threads cannot be copied: it
+    starts an interpreter as fork server. Beside an accelerator every role starts in an interpreter of its own, since a
+    process cannot use CUDA if its parent has looked for a device. So it does where there is no room for a fork server.
+    """
+    spawner: Spawner = FRESH
+    wanted = (*ROLES, *modules)
+    if not accelerated():
+        with contextlib.suppress(OSError):
+            spawner = _copied(wanted) if len(os.listdir("/proc/self/task")) == 1 else ForkServer(wanted)
+    try:
+        yield spawner
+    finally:
+        if isinstance(spawner, ForkServer):
+            spawner.close()
+
+
+def _copied(modules: Sequence[str]) -> Spawner:
+    with imports_of_roles():
+        for module in modules:
+            importlib.import_module(module)
+    return fork_here(apart=True)
+
+
+class ForkedHere:
+    """A fork server that is a child of this process; as `ForkingProcess`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._ended = False
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        if not self._ended:  # its number may be another process's by now
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
-        """As `ForkingProcess.wait`; after SIGKILL it is a moment."""
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        if self._ended:
+            return
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            if not select.select([descriptor], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("the fork server", timeout or 0.0)
+        finally:
+            os.close(descriptor)
+        os.waitpid(self.pid, 0)
+        self._ended = True
 
 
-def fork_here(held: Sequence[int]) -> Spawner:
+def fork_here(*, apart: bool = False) -> Spawner:
     """A fork server that is a copy of this process as it is now, so that it need not import anything.
 
-    To be called by a role that starts others, before it has threads or begins as a role. In the copy, and in its
-    children, this does not return. Descriptors in `held` are this process's alone.
+    To be called by what starts roles, before it has threads or begins as a role. In the copy, and in its children, this
+    does not return. Of all descriptors the copy keeps the standard streams. One that is `apart` keeps none, and has a
+    session of its own: Ctrl-C does not reach it.
     """
     if accelerated():
         return FRESH
-    wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    parent = os.getpid()
+    parent, signals = os.getpid(), {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     gc.freeze()
-    try:
-        pid = os.fork()
-    except OSError:  # no room for another process: an interpreter for each role says so, if there is still none
-        wire.close()
-        far.close()
-        return FRESH
-    if pid > 0:
-        far.close()
-        wire.setblocking(False)
-        return ForkServer(running=(wire, ForkedHere(pid)))
-    wire.close()
-    heartbeat, _ = os.environ.pop(HEARTBEAT, None), os.environ.pop(PARENT, None)
-    for descriptor in (*held, *([int(heartbeat)] if heartbeat is not None else [])):
-        os.close(descriptor)
+    with contextlib.ExitStack() as undo:
+        wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        undo.callback(wire.close)
+        undo.callback(far.close)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until the copy is apart
+        undo.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+        try:
+            os.close(os.pidfd_open(parent))  # a system without these has no fork server
+            pid = os.fork()
+        except OSError:  # no room for another process: an interpreter for each role says so, if there is still none
+            return FRESH
+        if pid == 0:
+            leave_after(lambda: _serve_as_copy(far.detach(), parent, before, apart))
+        undo.pop_all()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    far.close()
+    wire.setblocking(False)
+    return ForkServer(running=(wire, ForkedHere(pid)))
+
+
+def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apart: bool) -> int:
     die_with_parent(parent)
+    for name in (HEARTBEAT, PARENT):
+        os.environ.pop(name, None)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor != wire:
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(descriptor)
+    if apart:
+        os.setsid()
+        silent = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(silent, standard)
+        os.close(silent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    keep_memory()
     with contextlib.suppress(OSError):
+        make_room(COMMAND_LINE_BYTES)
         show_as([sys.executable, "-m", __name__])
-    leave(Server(far).serve())
+    return Server(socket.socket(fileno=wire)).serve()
+
+
+_ADDRESSES = (
+    *("start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack"),
+    *("arg_start", "arg_end", "env_start", "env_end", "auxv"),
+)
+
+
+class _Map(ctypes.Structure):
+    """``struct prctl_mm_map``: where the parts of a process begin and end in its memory."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in _ADDRESSES),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    )
+
+
+def make_room(size: int) -> None:
+    """Let the command line of this process, and of its copies, have `size` bytes from now on.
+
+    Raises:
+        OSError: the kernel does not let it.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    library.malloc.restype = library.sbrk.restype = ctypes.c_void_p
+    library.malloc.argtypes, library.sbrk.argtypes = [ctypes.c_size_t], [ctypes.c_ssize_t]
+    fields = [int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
+    code, data, environment = fields[22:24], fields[41:43], fields[46:48]
+    room = library.malloc(size)  # for good: the kernel reads there when somebody asks for the command line
+    ctypes.memset(room, 0, size)
+    heap = library.sbrk(0)
+    parts = _Map(*code, *data, fields[43], heap, fields[24], room, room + size, *environment, 0, 0, 0xFFFFFFFF)
+    if library.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(parts), ctypes.sizeof(parts), 0) != 0:
+        raise OSError(ctypes.get_errno(), "the command line cannot be longer")
 
 
 def show_as(words: Sequence[str]) -> None:
@@ -211,11 +336,10 @@ def main(arguments: list[str]) -> int:
     wire = socket.socket(fileno=int(arguments[0]))
     begin_role()
     os.close(os.pidfd_open(os.getpid()))  # a system without these has no fork server
-    gc.disable()  # modules are no garbage: to look for it among them is a fifth of what imports take
-    for module in msgspec.msgpack.decode(wire.recv(LONGEST_MESSAGE), type=tuple[str, ...]):
-        importlib.import_module(module)
-    gc.freeze()  # what is here now is shared by all children, as long as nobody touches it
-    gc.enable()
+    with quick_imports():
+        for module in msgspec.msgpack.decode(wire.recv(LONGEST_MESSAGE), type=tuple[str, ...]):
+            importlib.import_module(module)
+        gc.freeze()  # what is here now is shared by all children, as long as nobody touches it
     return Server(wire).serve()
 
 

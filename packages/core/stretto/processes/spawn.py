@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -18,15 +19,10 @@ from stretto.processes.heartbeat import PARENT
 TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
 #: Tensors come and go in every step. Large pages, kept instead of given back to the kernel each time, make a step of
 #: training 10 % faster on the processor. Other C libraries than glibc do not look at this.
-_MEMORY = ":".join(
-    f"glibc.malloc.{name}={value}"
-    for name, value in {
-        "hugetlb": 1,
-        "mmap_threshold": 32 << 20,
-        "trim_threshold": 256 << 20,
-        "top_pad": 64 << 20,
-    }.items()
-)
+_MEMORY = {"mmap_threshold": 32 << 20, "trim_threshold": 256 << 20, "top_pad": 64 << 20}
+_TUNABLES, _LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
+_OPTIONS = {"trim_threshold": -1, "top_pad": -2, "mmap_threshold": -3}  # of mallopt
+OFFLINE = "HF_HUB_OFFLINE"
 _MOST_LOG_BYTES = 8 << 20  # beyond them the newer half is dropped
 
 
@@ -123,7 +119,18 @@ def environment(threads: int) -> dict[str, str]:
     """The environment of a role. The thread count is set before torch is imported; idle threads sleep and do not spin,
     since other roles need the cores. The run's token is not in it."""
     inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
-    return {"GLIBC_TUNABLES": _MEMORY} | inherited | settings(threads)
+    memory = ":".join((_LARGE_PAGES, *(f"glibc.malloc.{name}={value}" for name, value in _MEMORY.items())))
+    return {_TUNABLES: memory} | inherited | settings(threads)
+
+
+def keep_memory() -> None:
+    """For a process that began without the environment of a role, what that says of memory, unless the user has said
+    something else. Large pages are not among it: torch takes them itself (`processes.imports`)."""
+    if _TUNABLES not in os.environ:
+        with contextlib.suppress(AttributeError):  # another C library
+            option = ctypes.CDLL(None).mallopt
+            for name, value in _MEMORY.items():
+                option(_OPTIONS[name], value)
 
 
 def settings(threads: int) -> dict[str, str]:
@@ -134,7 +141,7 @@ def settings(threads: int) -> dict[str, str]:
         "MKL_NUM_THREADS": count,
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
+        OFFLINE: "1",
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -205,7 +205,7 @@ def main(arguments: list[str]) -> int:
     """Run the role; see `processes.run_role`."""
     spec = msgspec.json.decode(arguments[0], type=TrainerSpec)
     several = TrainerConfig.model_validate_json(spec.trainer).local_ranks > 1
-    spawner = fork_here([spec.descriptor]) if several else FRESH  # a rank need not import torch again
+    spawner = fork_here() if several else FRESH  # a rank need not import torch again
     begin_role()
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[ToTrainer] = RoleEnd(spec.descriptor, TO_TRAINER)

@@ -1,0 +1,92 @@
+"""Imports that take seconds of processor time, made shorter from outside: without a search for garbage, with one look
+at the files of transformers, and in a process that forks, without threads.
+
+transformers reads all files of its models whenever it is imported, for the names in them: 2,100 files, and twice, since
+it remembers 128 of 520 folders; and of each file it splits all lines, to find one that begins with ``__all__``. That is
+a fifth of all that a role imports.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+from stretto.processes.spawn import OFFLINE, settings
+
+SCANS = "transformers.utils.import_utils"
+_NAMES, _FOLDER = "fetch__all__", "create_import_structure_from_path"
+_LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch asks the kernel for them, for tensors of 2 MiB and more
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """No garbage is looked for: modules are none, and to go through them again and again is a fifth of what imports
+    take. transformers, if it is imported now, reads its files once."""
+    collecting, finder = gc.isenabled(), _Finder()
+    gc.disable()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        if collecting:
+            gc.enable()
+
+
+@contextmanager
+def imports_of_roles() -> Iterator[None]:
+    """`quick_imports`, with the environment of a role, in a process that goes on as something else: libraries read it
+    once. One thread each: a process that has threads cannot be copied."""
+    further = {"OPENBLAS_NUM_THREADS": "1", _LARGE_PAGES: os.environ.get(_LARGE_PAGES, "1")}
+    wanted = {name: value for name, value in (settings(1) | further).items() if name != OFFLINE}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        with quick_imports():
+            yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != SCANS:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        read_once(module)
+
+
+def read_once(module: ModuleType) -> None:
+    """Let transformers remember all folders that it has read, and split of each file only what begins with its list of
+    names. A version that has no such functions stays as it is."""
+    names, folder = getattr(module, _NAMES, None), getattr(module, _FOLDER, None)
+    if callable(names):
+        setattr(module, _NAMES, functools.partial(_names_of, names))
+    if folder is not None and hasattr(folder, "__wrapped__"):
+        setattr(module, _FOLDER, functools.cache(folder.__wrapped__))
+
+
+def _names_of(names: Any, text: str) -> Any:
+    """What `names` finds, which looks for the last line that begins with ``__all__``."""
+    start = text.rfind("\n__all__") + 1
+    return names(text[start:]) if start or text.startswith("__all__") else []
