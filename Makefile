@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test test-verify test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
+.PHONY: help setup demo smollm2 test test-core test-report test-gateway test-servers test-cluster test-foresight test-verify test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -47,8 +47,13 @@ PYTEST := $(RUN) pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 tests: .venv/ready-test  ## the tests alone; up to three that fail run once more with nothing beside them
 	$(PYTEST) || $(RUN) tests.alone $$?
 
-test-verify: .venv/ready-test  ## the tests of packages/verify alone
-	$(PYTEST) tests/verify packages/verify
+# The rooms of each package; tests/ mirrors them.
+core := core conversation doors engine loop measures model processes rewards rollout store trainer weights worlds
+report := audit dashboard outlets watch
+foresight := planner simulator
+
+test-core test-report test-gateway test-servers test-cluster test-foresight test-verify: test-%: .venv/ready-test  ## the tests of packages/% alone
+	$(PYTEST) $(addprefix tests/,$(or $($*),$*)) packages/$*
 
 coverage: .venv/ready-test  ## the tests, slower, and which lines they have run
 	$(PYTEST) --cov --cov-report=term
