@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.core.errors import Problem, RunFolderError
-from stretto_app.launch.commands.plan import RunPlan, named, rank_share
+from stretto_app.launch.commands.plan import named, rank_share
+from stretto_foresight.planner.predict import RunPlan
 from stretto_report.dashboard.plots.planned import plot_plan
 
 
