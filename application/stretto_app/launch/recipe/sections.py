@@ -43,7 +43,7 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
         name = f"transformers.models.{kind}.modeling_{kind}"
         try:
             return (name,) if importlib.util.find_spec(name) is not None else ()
-        except ModuleNotFoundError:
+        except (ModuleNotFoundError, ValueError):  # a kind may be any text
             return ()
 
 
