@@ -128,9 +128,11 @@ def test_a_server_that_keeps_its_old_weights_ends_the_run_before_a_token_is_trai
     assert check_run(run_dir).kept, check_run(run_dir).breaches
 
 
+@pytest.mark.parametrize("installed", ["vllm"], indirect=True)
 def test_a_killed_worker_costs_nothing_and_leaves_nothing(
     installed: Installed, laboratory: Laboratory, tmp_path: Path
 ) -> None:
+    """The rarer kills, of SGLang too, are in `clients/`: each is a start of two servers."""
     disturbed(installed, laboratory, tmp_path / "run", ["worker"])
 
 

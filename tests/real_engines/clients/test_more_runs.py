@@ -1,6 +1,6 @@
 """Promises of whole runs whose engine is a real server, as in `tests/real_engines/test_runs.py`, in cases that other
-tests have without one: the bound holds where completions wait and where tokens are masked (`tests/launch`); the main
-process of a server, or the process between it and the conductor, is killed, and nothing is lost or left
+tests have without one: the bound holds where completions wait and where tokens are masked (`tests/launch`); each
+process of a server, and the one between it and the conductor, is killed, and nothing is lost or left
 (`tests/servers/test_processes.py`); a hundred honest updates are proven."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def test_the_bound_holds(server: RealServer, laboratory: Laboratory, tmp_path: P
     bounded(server, laboratory, tmp_path / "run", beyond_bound)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_killed_servers_cost_nothing_and_leave_nothing(
     installed: Installed, laboratory: Laboratory, tmp_path: Path
 ) -> None:
-    disturbed(installed, laboratory, tmp_path / "run", ["main", "adapter"])
+    disturbed(installed, laboratory, tmp_path / "run", ["main", "worker", "adapter"])
 
 
 def test_a_hundred_honest_updates_are_proven(either_server: RealServer) -> None:
