@@ -63,13 +63,13 @@ HASWELL := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTI
 	NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2
 NEHALEM := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 NUMBA_CPU_NAME=generic
 
-# Where tests are numeric (tests/conftest.py): to collect all others takes longer than some of these.
-NUMERIC := tests/engine tests/model tests/trainer
+# Where tests are numeric (tests/conftest.py): to collect all others takes longer than some of these. What a processor
+# computes is in tests/model, which both run; the engine and the trainer stand on it, and each runs on one of them.
 
 test-numerics: .venv/ready-test  ## the tests that compare a model's numbers, on the instruction sets of older processors
 ifeq ($(shell uname -m),x86_64)
-	$(HASWELL) $(RUN) pytest -m numeric $(NUMERIC) --numprocesses 2 --dist loadfile
-	$(NEHALEM) $(RUN) pytest -m numeric $(NUMERIC) --numprocesses 2 --dist loadfile
+	$(HASWELL) $(RUN) pytest -m numeric tests/engine tests/model --numprocesses 2 --dist loadfile
+	$(NEHALEM) $(RUN) pytest -m numeric tests/model tests/trainer --numprocesses 2 --dist loadfile
 endif
 
 engine-environments: .venv/ready-test  ## the environments of vLLM, SGLang and verifiers, once, in the user's cache
