@@ -239,8 +239,8 @@ def on_record() -> list[Distribution]:
 
 
 def beyond(found: Distribution, record: Sequence[Distribution]) -> list[str]:
-    """What is too far: more than one bit, which is twice as far as the farthest on record of this make and type, in
-    units of rounding."""
+    """Sentences about what is too far from the trainer: beyond twice the farthest on record of this make and type, in
+    units of rounding. Empty if nothing is."""
     own = [one for one in record if (one.make, one.dtype) == (found.make, found.dtype)]
     mean, largest = 2 * max(one.units for one in own), 2 * max(one.largest for one in own)
     told = f"{found.model}, {found.make} {found.dtype}, {found.way}"
@@ -252,7 +252,7 @@ def beyond(found: Distribution, record: Sequence[Distribution]) -> list[str]:
 
 
 def markdown(rows: Sequence[Distribution]) -> str:
-    """A table of the mean and of `judged`, of whichever way is farther."""
+    """A table of the mean and of `judged`: for each, the larger of scored and sampled."""
     lines = [f"| model | type | {' | '.join(MAKES)} |", f"|---|---|{'---|' * len(MAKES)}"]
     for model in dict.fromkeys(one.model for one in rows):
         for dtype in DTYPES:
@@ -278,11 +278,11 @@ class Measuring:
         self.depth: int = AutoConfig.from_pretrained(folder).num_hidden_layers
 
     def of_transformers(self, dtype: str) -> Distribution:
-        """In a coarser type: in float32 it is the trainer."""
+        """Distribution of transformers in a dtype other than float32, which is the trainer's."""
         return self._scored("transformers", dtype, reference(self.folder, self.texts, dtype))
 
     def of_native(self, dtype: str) -> list[Distribution]:
-        """Of the embedded engine, both ways."""
+        """Distributions of the embedded engine: texts that it scores, tokens that it samples."""
         sampled = sampled_by_native(self.folder, dtype, self.prompts, _LENGTH)
         return [
             self._scored("native", dtype, by_native(self.folder, dtype, self.texts)),
@@ -290,7 +290,7 @@ class Measuring:
         ]
 
     async def of_server(self, kind: str, dtype: str, make: Make) -> list[Distribution]:
-        """Of a server that has the model, both ways."""
+        """As `of_native`, of a running server that has the model."""
         sampled = await sampled_by_server(make, self.prompts, _LENGTH)
         return [
             self._scored(kind, dtype, await by_server(make, self.texts)),
@@ -298,7 +298,7 @@ class Measuring:
         ]
 
     def measured(self, make: str) -> list[Distribution]:
-        """In every type."""
+        """Distributions of a make in each dtype."""
         if make == "transformers":
             return [self.of_transformers(dtype) for dtype in DTYPES[1:]]
         if make in SERVERS:
@@ -313,7 +313,7 @@ class Measuring:
         return distribution(self.name, make, dtype, "sampled", self.depth, pairs_of(expected, found))
 
     async def _served(self, kind: str) -> list[Distribution]:
-        """By servers of each type, which start beside each other."""
+        """Distributions of one server for each dtype. The servers start at the same time."""
         found = []
         async with AsyncExitStack() as stack:
             started = {dtype: await self._start(kind, dtype, stack) for dtype in DTYPES}

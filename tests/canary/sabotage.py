@@ -1,5 +1,5 @@
-"""What the engines of a run do wrong, and report as a success. It is the work of the forked process of a command
-(`tests.launch.poverty.sabotaged`), before it begins; its roles are forked from that."""
+"""Faults for the engines of a run, which report success all the same. `tests.launch.poverty.sabotaged` plants one in
+the process of a command before it begins; the roles are forked from that process, and have it too."""
 
 from __future__ import annotations
 

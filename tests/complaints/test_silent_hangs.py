@@ -30,7 +30,7 @@ from stretto.model.hf.folder import load_policy
 from stretto.store.export import read_trajectories
 from stretto.store.series.metrics import read_metrics
 from tests.engine.serving import Mailbox, served
-from tests.launch.running import Laboratory, assert_the_law, said, wait_for_step, wait_until
+from tests.launch.running import Laboratory, assert_the_law, wait_for_step, wait_for_words
 from tests.launch.test_workflows import recipe_of
 from tests.loop.conducting import PROMPTS, Stage, ToyFleet
 from tests.tiny_policy import TINY
@@ -103,12 +103,11 @@ def test_whichever_process_is_stopped_and_in_the_last_evaluation_too_the_run_end
         hold.touch()
         (workflow,) = command.processes("stretto.worlds.workflows.worker")
         os.kill(workflow, signal.SIGSTOP)
-        wait_until(lambda: "the held-out accuracy of the last version" in said(run_dir), "it", command)
+        wait_for_words(command, run_dir, "the held-out accuracy of the last version")
         for role in ("engine", "trainer", "rewards"):
             os.kill(command.role(role), signal.SIGSTOP)
         for name in ("workflow-0", "engine-0", "trainer", "rewards-0"):
-            told = f"{name} sent no heartbeat for"
-            wait_until(lambda told=told: told in said(run_dir), told, command)  # type: ignore[misc]
+            wait_for_words(command, run_dir, f"{name} sent no heartbeat for")
         hold.unlink()
         ended = command.end()
         assert ended.code == 0, ended.err

@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from stretto.store.series.spans import read_spans
@@ -26,6 +27,7 @@ from tests.launch.running import (
     said,
     steps_done,
     wait_for_step,
+    wait_for_words,
     wait_until,
 )
 
@@ -34,9 +36,9 @@ SURE = 3.0
 WORKER = "stretto.rewards.service.worker"
 
 
-def seconds_until(condition: Callable[[], bool], awaited: str, command: Command) -> float:
+def seconds_of(wait: Callable[[], None]) -> float:
     start = time.monotonic()
-    wait_until(condition, awaited, command)
+    wait()
     return time.monotonic() - start
 
 
@@ -49,20 +51,18 @@ def test_what_died_is_known_within_five_seconds_and_what_hangs_after_its_deadlin
         wait_for_step(command, 1)
         for role, name in names.items():
             os.kill(command.role(role), signal.SIGKILL)
-            told = f"{name} was killed by SIGKILL"
-            assert seconds_until(lambda told=told: told in said(run_dir), told, command) < 5  # type: ignore[misc]
+            assert seconds_of(partial(wait_for_words, command, run_dir, f"{name} was killed by SIGKILL")) < 5
         (worker,) = command.processes(WORKER)
         os.kill(worker, signal.SIGKILL)
-        assert seconds_until(lambda: command.processes(WORKER) not in ([], [worker]), "a new worker", command) < 5
+        assert seconds_of(partial(another_worker, command, worker)) < 5
         wait_for_step(command, steps_done(run_dir) + 1)
         for role, name in names.items():
             os.kill(command.role(role), signal.SIGSTOP)
-            told = f"{name} sent no heartbeat for"
-            seconds = seconds_until(lambda told=told: told in said(run_dir), told, command)  # type: ignore[misc]
+            seconds = seconds_of(partial(wait_for_words, command, run_dir, f"{name} sent no heartbeat for"))
             assert HUNG - 1 < seconds < HUNG + SURE  # its last beat was up to a second before
         (worker,) = command.processes(WORKER)
         os.kill(worker, signal.SIGSTOP)
-        assert seconds_until(lambda: command.processes(WORKER) not in ([], [worker]), "a new worker", command) < 5
+        assert seconds_of(partial(another_worker, command, worker)) < 5
         wait_for_step(command, steps_done(run_dir) + 1)
         end_well(command, laboratory, run_dir)
     replaced = "trainer was killed by SIGKILL (out of memory?): a new one is started at version"
@@ -85,6 +85,10 @@ def test_an_engine_that_is_lost_while_the_start_is_measured_comes_back(laborator
         wait_until(lambda: worked_since(run_dir, "engine-0", killed), "work of the new engine", command)
 
 
+def another_worker(command: Command, worker: int) -> None:
+    wait_until(lambda: command.processes(WORKER) not in ([], [worker]), "a new worker", command)
+
+
 def worked_since(run_dir: Path, role: str, moment: float) -> bool:
-    """Does the timeline show work of a role after a moment (`time.monotonic`)?"""
+    """Whether the timeline has a span of the role that begins after a moment of `time.monotonic`."""
     return any(span.role == role and span.start > moment for span in read_spans(run_dir / "spans.jsonl"))

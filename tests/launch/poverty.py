@@ -13,6 +13,7 @@ from pathlib import Path
 _NEW_MOUNTS, _NEW_USERS = 0x00020000, 0x10000000  # linux/sched.h
 _PRIVATE = 0x4000 | 1 << 18  # linux/mount.h: MS_REC | MS_PRIVATE
 _DUMPABLE, _TRACER = 4, 0x59616D61  # linux/prctl.h
+_ATTACH_SECONDS = 30.0
 
 
 def descriptors(most: str) -> None:
@@ -42,7 +43,9 @@ def slow_disk(calls: str) -> None:
     ctypes.CDLL(None).prctl(_TRACER, ctypes.c_ulong(-1))
     command = ["strace", "-f", "-qq", "-p", str(os.getpid()), "-o", calls, "-e", "trace=fsync,fdatasync"]
     os.posix_spawnp("strace", [*command, "-e", "inject=fsync,fdatasync:delay_exit=300000"], os.environ)
+    until = time.monotonic() + _ATTACH_SECONDS
     while "TracerPid:\t0\n" in Path("/proc/self/status").read_text():
+        assert time.monotonic() < until, "strace does not attach"
         time.sleep(0.01)
 
 

@@ -343,6 +343,11 @@ def wait_until(
         time.sleep(0.02)
 
 
+def wait_for_words(command: Command, run_dir: Path, words: str) -> None:
+    """Poll until the run's log has them."""
+    wait_until(lambda: words in said(run_dir), words, command)
+
+
 def steps_done(run_dir: Path) -> int:
     """Training steps on record in a run that goes on."""
     try:

@@ -10,8 +10,6 @@ import fcntl
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -362,85 +360,3 @@ def test_beside_an_accelerator_roles_are_started_afresh(tmp_path: Path, monkeypa
     monkeypatch.setattr(module, "_ACCELERATORS", (tmp_path,))
     with fork_server() as spawner:
         assert spawner is FRESH
-
-
-HERE = """
-import asyncio, os, sys
-from pathlib import Path
-from tests.processes import stubborn_role
-from stretto.processes.fork_server_role import fork_here
-from stretto.processes.role import RoleProcess
-
-held, other = os.pipe()
-spawner = fork_here()
-
-async def main() -> None:
-    role = RoleProcess("stubborn", "tests.processes.stubborn_role", Path(sys.argv[1]), spawner=spawner)
-    await role.start(stubborn_role.StubbornSpec(seconds=0.0, code=7), threads=1)
-    print(await role.ended(), flush=True)
-    await role.start(stubborn_role.StubbornSpec(), threads=1)
-    os.close(other)
-    print(os.read(held, 1), spawner.pid, role.pid, flush=True)
-
-asyncio.run(main())
-os._exit(0)
-"""
-
-
-def test_a_role_can_fork_others_from_a_copy_of_itself_which_end_with_it(tmp_path: Path) -> None:
-    """The copy keeps none of the descriptors of the role."""
-    how, last = told(HERE, str(tmp_path / "log.txt"))
-    assert how == "ended with exit code 7"
-    read, *left = last.split()
-    assert read == "b''"
-    end = time.monotonic() + 10
-    while any(alive(int(pid)) for pid in left):
-        assert time.monotonic() < end, left
-        time.sleep(0.02)
-
-
-COMMAND = """
-import asyncio, os, sys
-from pathlib import Path
-from stretto.processes import fork_server_role
-from stretto.processes.spawn import Spawn
-
-ROLE = "tests.processes.stubborn_role"
-fork_server_role.ROLES = (ROLE,)
-before = dict(os.environ)
-
-async def end(spec: str) -> int:
-    role = await spawner.start(Spawn(ROLE, spec, sys.argv[1]))
-    if "seconds" in spec:
-        print(Path(f"/proc/{role.pid}/cmdline").read_text().rstrip(chr(0)).split(chr(0))[1:] == ["-m", ROLE, spec])
-    return await role.wait()
-
-with fork_server_role.fork_server() as spawner:
-    print(asyncio.run(end('{"seconds":0.2,"code":7}' + " " * 999)), asyncio.run(end("no spec")))
-    server = f"/proc/{spawner.pid}"
-    streams = [number for number in map(int, os.listdir(f"{server}/fd"))
-               if os.readlink(f"{server}/fd/{number}") == os.devnull]
-    print(os.getsid(spawner.pid) == spawner.pid, sorted(streams), len(os.listdir(f"{server}/fd")), before == os.environ)
-print(os.path.exists(server), flush=True)
-"""
-
-
-def test_the_fork_server_of_a_command_is_a_copy_of_it_that_keeps_nothing_of_its_terminal(tmp_path: Path) -> None:
-    """It has its wire, and what waits for it. An error of a role ends the role, and does not get to what the command
-    does; a role's command line may be longer than that of the command."""
-    assert told(COMMAND, str(tmp_path / "log.txt")) == ["True", "7 1", "True [0, 1, 2] 5 True", "False"]
-    assert "DecodeError" in (tmp_path / "log.txt").read_text()
-
-
-def told(program: str, log: str) -> list[str]:
-    """What it prints, line by line."""
-    done = subprocess.run([sys.executable, "-c", program, log], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -97,7 +97,7 @@ class RealServer:
             await wire.close()
 
     def note_likeliest(self, length: int = 64) -> None:
-        """Keep what is likeliest behind the prompts by the weights that it was started with."""
+        """Sample greedily behind each of `PROMPTS` into `likeliest`, by the weights that the server has now."""
         self.likeliest = self.run(self._likeliest(length))
 
     async def _likeliest(self, length: int) -> list[tuple[int, ...]]:

@@ -67,8 +67,8 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder
 
 
 def _refuse_mistakes(recipe: Path, overrides: list[str]) -> tuple[str, ...]:
-    """Report the mistakes of a recipe before the imports of its command, which take seconds; what its model takes of
-    them."""
+    """Report the mistakes of a recipe before the imports of its command, which take seconds. The modules of
+    transformers that its model needs."""
     from stretto.processes.imports import imports_of_roles
 
     if recipe.is_dir() and not (recipe := recipe / "recipe.toml").is_file():

@@ -1,4 +1,4 @@
-"""The picture of a plan: apart from the plan, since a run need not import matplotlib."""
+"""The picture of a plan. A file of its own, so that a run imports no matplotlib."""
 
 from __future__ import annotations
 

@@ -205,7 +205,8 @@ def fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
 def _copied(modules: Sequence[str]) -> Spawner:
     with imports_of_roles():
         for module in modules:
-            importlib.import_module(module)
+            with contextlib.suppress(ImportError):  # the role that needs it says what is missing
+                importlib.import_module(module)
     return fork_here(apart=True)
 
 
@@ -218,18 +219,24 @@ class ForkedHere:
 
     def kill(self) -> None:
         if not self._ended:  # its number may be another process's by now
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # as in `wait`
+                os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
         if self._ended:
             return
-        descriptor = os.pidfd_open(self.pid)
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:  # as below
+            self._ended = True
+            return
         try:
             if not select.select([descriptor], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("the fork server", timeout or 0.0)
         finally:
             os.close(descriptor)
-        os.waitpid(self.pid, 0)
+        with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored the kernel has reaped it
+            os.waitpid(self.pid, 0)
         self._ended = True
 
 
@@ -266,6 +273,7 @@ def fork_here(*, apart: bool = False) -> Spawner:
 
 def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apart: bool) -> int:
     die_with_parent(parent)
+    atexit._clear()  # what the original has to do at its end is not for the copy and its children to do
     for name in (HEARTBEAT, PARENT):
         os.environ.pop(name, None)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

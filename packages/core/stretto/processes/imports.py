@@ -28,8 +28,8 @@ _LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch asks the kernel for them, for ten
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """No garbage is looked for: modules are none, and to go through them again and again is a fifth of what imports
-    take. transformers, if it is imported now, reads its files once."""
+    """Import without the garbage collector, which would go through all modules again and again: a fifth of the time.
+    transformers, if it is imported now, reads its files once."""
     collecting, finder = gc.isenabled(), _Finder()
     gc.disable()
     sys.meta_path.insert(0, finder)
@@ -43,8 +43,8 @@ def quick_imports() -> Iterator[None]:
 
 @contextmanager
 def imports_of_roles() -> Iterator[None]:
-    """`quick_imports`, with the environment of a role, in a process that goes on as something else: libraries read it
-    once. One thread each: a process that has threads cannot be copied."""
+    """`quick_imports` with the environment of a role, which libraries read while they are imported; it is as before
+    afterwards. One thread for each library, since a process that has threads cannot be copied."""
     further = {"OPENBLAS_NUM_THREADS": "1", _LARGE_PAGES: os.environ.get(_LARGE_PAGES, "1")}
     wanted = {name: value for name, value in (settings(1) | further).items() if name != OFFLINE}
     before = {name: os.environ.get(name) for name in wanted}

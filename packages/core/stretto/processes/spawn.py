@@ -124,8 +124,8 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def keep_memory() -> None:
-    """For a process that began without the environment of a role, what that says of memory, unless the user has said
-    something else. Large pages are not among it: torch takes them itself (`processes.imports`)."""
+    """Set by `mallopt` what `environment` says of memory, for a process that began without it. A user's own tunables
+    stay. Large pages are torch's to take (`processes.imports`)."""
     if _TUNABLES not in os.environ:
         with contextlib.suppress(AttributeError):  # another C library
             option = ctypes.CDLL(None).mallopt
