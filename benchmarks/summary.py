@@ -1,6 +1,6 @@
 """The tables of results, made from the committed JSON.
 
-    python -m benchmarks.summary > docs/results.md     the whole page
+    python -m benchmarks.summary > docs/reference/results.md     the whole page
     python -m benchmarks.summary readme                the rows that the README shows
 
 `tests/test_docs.py` holds both pages to what this prints.
@@ -33,11 +33,11 @@ SECTIONS = {
 
 _HEAD = """# Results
 
-Every number here comes from a committed file of `benchmarks/results`, which names the machine and the versions of the
-libraries; `python -m benchmarks.summary > docs/results.md` makes this page of them. Results of another processor stand
-under a heading of their own. Above 1.0, a ratio says that stretto is faster or cheaper. What was tried on the way, and
-what it brought, is in [the log](log.md); the cost of each `beyond_bound` policy is in [staleness.md](staleness.md), the
-server under load in [serve.md](serve.md).
+Every number comes from a committed file of `benchmarks/results`, which names the machine and the versions of the
+libraries; `python -m benchmarks.summary` makes this page of them. Results of another processor have a heading of their
+own. A ratio above 1.0 says that stretto is faster or cheaper. Attempts and their effects are in `docs/log.md`; the cost
+of each `beyond_bound` policy is in [staleness](../explanation/staleness.md), the server under load in
+[gateway](../how_to/gateway.md#metrics).
 
 Held-out accuracy is over 512 questions, sampled at temperature 1. Seconds of reinforcement leave out the warm start,
 which is cached, and the evaluations before and after.
@@ -92,7 +92,7 @@ def unfinished() -> dict[str, str]:
 
 
 def in_parts() -> list[str]:
-    """What docs/faults.md says of the campaigns that run in parts."""
+    """What docs/explanation/faults.md says of the campaigns that run in parts."""
     kills, schedules = (read(report.RESULTS / f"{name}.json", name) for name in ("kills", "schedules"))
     in_turn = kills.total.get("in turn", 0)
     return [
@@ -140,7 +140,7 @@ def missed() -> list[str]:
 
 
 def page() -> str:
-    """docs/results.md."""
+    """docs/reference/results.md."""
     machines = dict.fromkeys(where for makes in SECTIONS.values() for name in makes for where in measured(name))
     parts = [_HEAD, *(part for where in machines for part in _on(where))]
     parts += ["## Missed goals\n", "| goal | reached |\n|---|---|\n" + "\n".join(missed()) + "\n"]
@@ -168,7 +168,7 @@ def learnt() -> str:
 
 
 def pretrained() -> str:
-    """What docs/own_model.md says of recipes/smollm2.toml."""
+    """What docs/tutorials/own_model.md says of recipes/smollm2.toml."""
     found = _latest("smollm2")
     before, after = ([one["avg"] for one in found[key]] for key in ("before", "after"))
     shown = f"{len(before)} evaluations of {found['before'][0]['samples']} completions"

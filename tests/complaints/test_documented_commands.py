@@ -153,7 +153,7 @@ def place(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory) -> I
         json.dumps({"completion": "```python\nprint(4)\n```", "tests": [{"stdin": "", "stdout": "4"}]})
     )
     (folder / "machine.json").write_bytes(msgspec.json.encode(machine_of("h100")))
-    own_model = (ROOT / "docs" / "own_model.md").read_text()
+    own_model = (ROOT / "docs" / "tutorials" / "own_model.md").read_text()
     blocks = dict(re.findall(r"^```(python|toml)\n(.*?)^```", own_model, re.MULTILINE | re.DOTALL))
     (folder / "my_rewards.py").write_text(blocks["python"])
     (folder / "my_recipe.toml").write_text(blocks["toml"].replace("~", "home"))

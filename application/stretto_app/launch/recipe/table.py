@@ -1,4 +1,6 @@
-"""Every key that a recipe may have, as Markdown: ``python -m stretto_app.launch.recipe.table > docs/recipe.md``.
+"""Every key that a recipe may have, as Markdown.
+
+``python -m stretto_app.launch.recipe.table > docs/reference/recipe.md`` writes the page.
 
 The table is read off the configurations themselves (their JSON schemas), so that it cannot say anything else.
 """
@@ -16,9 +18,9 @@ Schema = Mapping[str, Any]
 _HEAD = """# Every key of a recipe
 
 A recipe is one TOML file; `stretto train --dry-run RECIPE.toml` checks it, and every key can be set on the command line
-as `section.key=value`. Keys without a default must be given. Built models and warm starts are kept for
-later runs in the folder `STRETTO_CACHE`, by default `~/.cache/stretto`. This page is generated from the code
-(`python -m stretto_app.launch.recipe.table`); `tests/test_docs.py` holds it against it.
+as `section.key=value`. A key without a default must be given; `–` is a key that is left out by default. Built models
+and warm starts are kept for later runs in the folder `STRETTO_CACHE`, by default `~/.cache/stretto`. The code makes
+this page (`python -m stretto_app.launch.recipe.table`).
 """
 _PREFERENCES = """
 # Recipes of `stretto dpo`
@@ -98,7 +100,7 @@ def _row(key: str, value: Schema, definitions: Schema, *, required: bool) -> str
 
 def _toml(value: object) -> str:
     if value is None:
-        return "left out"
+        return "–"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -131,8 +133,8 @@ def _one(choice: Schema, definitions: Schema) -> str:
         return ", ".join(f"`{_toml(word)}`" for word in choice.get("enum", [choice.get("const")]))
     if own := choice.get("format"):
         return f"`{_toml(own)}`"
-    kind = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
-    bounds = " and ".join(f"{sign} {_number(choice[name])}" for name, sign in _BOUNDS.items() if name in choice)
+    kind = {"integer": "integer", "number": "number", "boolean": "boolean", "string": "text"}
+    bounds = ", ".join(f"{sign} {_number(choice[name])}" for name, sign in _BOUNDS.items() if name in choice)
     match choice.get("type"):
         case "null":
             return ""
