@@ -45,7 +45,7 @@ def test_a_recipe_that_is_not_there_is_told_where_the_installed_one_is(
 
 def test_every_extra_that_is_named_exists_and_setup_installs_that_of_the_data() -> None:
     pages = [
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         ROOT / "README.md",
         *(ROOT / "application").rglob("*.py"),
         *(ROOT / "packages").rglob("*.py"),

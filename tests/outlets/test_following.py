@@ -1,6 +1,6 @@
 """Promises: a tool gets each line of a run once, in order, whatever ends the process that follows; names are those of
-docs/reference/metrics.md; steps that a resumed run does again stay as they were first; tables of completions are few and
-short; an alarm is told once in a run.
+docs/reference/metrics.md; steps that a resumed run does again stay as they were first; tables of completions are few
+and short; an alarm is told once in a run.
 """
 
 from __future__ import annotations

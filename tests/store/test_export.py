@@ -1,9 +1,9 @@
 """The export of a run as JSON lines, parquet and CSV.
 
-Promises: the three hold the same rows, in the columns that docs/reference/metrics.md lists; `datasets` and polars read the
-parquet file; what a model said is whole in all of them (10 MB, quotation marks, ends of lines), and never a formula of a
-spreadsheet; memory does not grow with the run; a file is whole or absent, and one that was there stays when an export
-fails; what is no file stays what it is, and a link stays a link.
+Promises: the three hold the same rows, in the columns that docs/reference/metrics.md lists; `datasets` and polars
+read the parquet file; what a model said is whole in all of them (10 MB, quotation marks, ends of lines), and never a
+formula of a spreadsheet; memory does not grow with the run; a file is whole or absent, and one that was there stays
+when an export fails; what is no file stays what it is, and a link stays a link.
 """
 
 from __future__ import annotations

@@ -92,8 +92,9 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     seed: int = Field(1, ge=0, lt=2**63, description="seed of all random draws")
     path: str | None = Field(
         None,
-        description="folder in which modules that the recipe names (package.module:name, docs/how_to/doors/index.md) are looked "
-        "for first, before the folder that stretto is started from; left out: the recipe's folder, if one is there",
+        description="folder in which modules that the recipe names (package.module:name, "
+        "docs/how_to/doors/index.md) are looked for first, before the folder that stretto is started from; left out: "
+        "the recipe's folder, if one is there",
     )
     model: ModelConfig
     task: Annotated[ArithmeticTask | DatasetTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
