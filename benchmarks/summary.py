@@ -23,6 +23,7 @@ from benchmarks.session_rows import SECTION as OF_SESSIONS
 from benchmarks.tally import read
 
 _SHOWN = ("1", "16", "64")  # sequences of the README's rows of generation
+_FAULTS = "../explanation/faults.md"
 SECTIONS = {
     **OF_STRETTO,
     "Workflows and agents": OF_SESSIONS,
@@ -84,10 +85,10 @@ def unfinished() -> dict[str, str]:
     random, played = kills["faults"] - kills.get("in turn", 0), schedules["schedules"]
     found = {}
     if random < 1000:
-        told = f"{random}, beside 308 kills and stops on one commit: [faults.md](faults.md#random-kills)"
-        found["a campaign of 1,000 random kills"] = told
+        told = f"{random}, beside 308 kills and stops on one commit"
+        found["a campaign of 1,000 random kills"] = f"{told}: [faults]({_FAULTS}#campaigns-on-real-runs)"
     if played < 100_000:
-        found["100,000 simulated schedules"] = f"{played:,}: [faults.md](faults.md#schedules)"
+        found["100,000 simulated schedules"] = f"{played:,}: [faults]({_FAULTS}#schedules)"
     return found
 
 
@@ -154,7 +155,18 @@ def _on(where: str) -> Iterable[str]:
         rows = [row for name, make in makes.items() if where in found[name] for row in make(found[name][where])]
         if rows:
             head = "| what | stretto | beside | ratio |\n|---|---|---|---|\n"
-            yield f"### {section}\n\n{head}" + "\n".join(map(str, rows)) + "\n"
+            yield f"### {section}\n\n{head}" + "\n".join(_said_once(map(str, rows))) + "\n"
+
+
+def _said_once(rows: Iterable[str]) -> Iterator[str]:
+    """Rows of a table; the first cells that are those of the row above are signs of repetition."""
+    above: list[str] = []
+    for row in rows:
+        cells = row.split(" | ")
+        same = [cell == other for cell, other in zip(cells, above, strict=False)]
+        repeated = same.index(False) if False in same else 0
+        yield " | ".join(["| ″", *["″"] * (repeated - 1), *cells[repeated:]] if repeated else cells)
+        above = cells
 
 
 def learnt() -> str:

@@ -17,7 +17,8 @@ import stretto
 _HEAD = """# Python
 
 The stable interface for programs: the names of `import stretto`, and the parts from which extensions are made. The code
-makes this page (`python -m tests.api.reference`); [the docstrings](docstrings.md) have signatures and members in full.
+makes this page (`python -m tests.api.reference`); [the docstrings](docstrings.md) have signatures and members in full,
+those of rewards, errors, the parts of an objective and the summary of a run included.
 
 ```python
 import stretto
@@ -32,22 +33,9 @@ print(engine.chat([{"role": "user", "content": "3+4=?"}])[0].text)
 """
 #: Titles with the modules that they are about.
 MODULES = {
-    "For rewards": ["stretto.rewards.functions"],
     "Records": ["stretto.core.records"],
-    "Errors": ["stretto.core.errors"],
     "The Protocol of an engine": ["stretto.core.engine"],
-    "Workflows": [
-        "stretto.worlds.workflows.conversation",
-        "stretto.worlds.workflows.task",
-        "stretto.worlds.single_turn",
-    ],
-    "Parts of an objective": [
-        "stretto.trainer.objective.surrogates",
-        "stretto.trainer.objective.corrections",
-        "stretto.trainer.objective.advantages",
-        "stretto.trainer.objective.aggregation",
-    ],
-    "Reading a run": ["stretto.store.inspection"],
+    "Workflows": ["stretto.worlds.workflows.task", "stretto.worlds.single_turn"],
 }
 _SHORT = 110
 
