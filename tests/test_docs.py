@@ -6,6 +6,7 @@
 - docs/explanation/faults.md lists the laws of the checker, and counts its own rows;
 - the tables of the pages on staleness, faults and results, and of the README, are those of the committed results;
 - the site has every page in its navigation, in one of four parts, and loads nothing from elsewhere;
+- every package has a page, which its README and the first page link;
 - all its pages together have at most 50,000 words beside code and numbers.
 """
 
@@ -243,6 +244,13 @@ def test_the_navigation_of_the_site_has_every_page_once() -> None:
 def test_every_page_is_in_one_of_the_four_parts() -> None:
     pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
     assert {page.parts[0] for page in pages} == PARTS | {"index.md", "log.md"}
+
+
+@pytest.mark.parametrize("package", sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir()))
+def test_every_package_has_its_page_which_its_readme_links(package: str) -> None:
+    page = "explanation/flow.md" if package == "core" else f"how_to/{package}.md"
+    assert f"](../../docs/{page})" in (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+    assert f"]({page})" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 
 
 def prose(text: str) -> list[str]:

@@ -180,6 +180,7 @@ class Place:
 
     def _words(self, text: str) -> list[str]:
         text = re.sub(r"\[[a-z]+\.key=value \.\.\.\]|(?<= )\[(?=--)|(?<=\w)\](?= |$)", "", text).replace("~", "home")
+        text = re.sub(r"(?<= --n )\d+", "2", text)  # completions of each question
         smaller = [words for begins, words in SMALLER.items() if text.startswith(begins)]
         model = QWEN if text.startswith("stretto plan") else self.folder / "MODEL_DIR"
         return shlex.split(" ".join([text, *smaller]).replace("MODEL_DIR", str(model)))[1:]
