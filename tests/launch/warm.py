@@ -39,13 +39,17 @@ from tests.launch import poverty
 ROOT = Path(__file__).parents[2]
 MARK = "STRETTO_TEST_MARK"
 _COMMANDS: tuple[str, ...] = (
-    "stretto_app.launch.commands.train",
+    "stretto.launch.commands.train",
     "stretto_report.dashboard.terminal.summary",
 )
-_COMMANDS += ("stretto_report.dashboard.terminal.progress", "stretto_app.launch.commands.evaluate", "tests.launch.warm")
+_COMMANDS += ("stretto_report.dashboard.terminal.progress", "stretto.launch.commands.evaluate", "tests.launch.warm")
 _COMMANDS += ("stretto_app.cli.main", "transformers.models.qwen3.modeling_qwen3", "stretto.trainer.roles.rank")
-_COMMANDS += ("stretto_app.launch.commands.join", "stretto_cluster.agent", "stretto_app.launch.commands.replay")
-_COMMANDS += ("stretto_app.api.run_process", "stretto_app.launch.commands.serve", "stretto_app.launch.commands.gateway")
+_COMMANDS += ("stretto_app.extensions.commands.join", "stretto_cluster.agent", "stretto.launch.commands.replay")
+_COMMANDS += (
+    "stretto.api.run_process",
+    "stretto_app.extensions.commands.serve",
+    "stretto_app.extensions.commands.gateway",
+)
 _ENVIRONMENT = slice(47, 49)  # where it begins and ends, behind the name in /proc/PID/stat
 _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
 

@@ -44,7 +44,7 @@ JoinPatience = Annotated[
 def _join(
     kind: str, join: str, token: str | None, count: int, host: str | None, tls: str | None, patience: float
 ) -> NoReturn:
-    from stretto_app.launch.commands.join import offer, work
+    from stretto_app.extensions.commands.join import offer, work
 
     brought = offer(join, token, count=count, host=host, tls=tls, patience=patience, kind=kind)
     raise typer.Exit(work(brought, lambda text: print(text, flush=True)))

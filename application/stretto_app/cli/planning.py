@@ -60,18 +60,18 @@ def plan(
         raise typer.BadParameter("give a RECIPE.toml, or --calibrate")
     if machine is None:
         raise typer.BadParameter("give --machine FILE (of `stretto plan --calibrate`) or --gpu NAME, such as h100")
-    from stretto_app.launch.commands.plan import PlanChoice, as_json, plan_recipe, table
+    from stretto_app.extensions.commands.plan import PlanChoice, as_json, plan_recipe, table
 
     choice = PlanChoice(machine, gpus, nodes, network, goal, lengths, run)
     found = plan_recipe(recipe, overrides or [], choice, lambda text: print(text, file=sys.stderr))
     if picture is not None:
-        from stretto_app.launch.commands.plan_picture import draw
+        from stretto_app.extensions.commands.plan_picture import draw
 
         draw(found, picture)
     print(as_json(found) if json else table(found))
 
 
 def _calibrate(out: Path) -> None:
-    from stretto_app.launch.commands.calibrate import calibrate_machine
+    from stretto_app.extensions.commands.calibrate import calibrate_machine
 
     print(f"{calibrate_machine(out, lambda text: print(text, file=sys.stderr)).name} is in {out}")

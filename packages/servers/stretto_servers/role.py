@@ -30,7 +30,7 @@ from stretto.weights.shared_memory import SharedMemorySubscriber
 from stretto_servers.collective import SglangByBroadcast
 from stretto_servers.engine import ExternalEngine, Limits
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Make, on_cpu
+from stretto_servers.make import Make
 from stretto_servers.makes import launch_of, make_of
 from stretto_servers.server import GivenServer, Server, ServerProcess, free_port, lost, until_ready
 from stretto_servers.staging import FolderAsItIs, StagedWeights
@@ -53,7 +53,7 @@ def wire_to(address: str, spec: EngineSpec, config: EngineConfig) -> Make:
         spec.name, address, seconds=max(_REPLY_SECONDS, spec.load_seconds), token_seconds=spec.token_seconds
     )
     if spec.broadcast:
-        return SglangByBroadcast(http, spec.load_seconds, address, "gloo" if on_cpu(config) else "nccl")
+        return SglangByBroadcast(http, spec.load_seconds, address, "gloo" if config.on_cpu else "nccl")
     return make_of(config.kind, http, spec.load_seconds)
 
 
