@@ -36,15 +36,10 @@ class House:
     """The drawing: on which floor each room is, which rooms it may import today, and whether it may load torch."""
 
     floors: Mapping[str, int]  # room -> 0 (ground) upwards
+    roof: frozenset[str]  # the rooms on top of a package: the only ones with deferred imports
     imports: Mapping[str, frozenset[str]]
     light: frozenset[str]  # rooms that must not load torch
     inside: Mapping[str, Mapping[str, int]]  # room or sub-room -> file or sub-room in it -> floor, 0 upwards
-
-    @property
-    def roof(self) -> frozenset[str]:
-        """The rooms of the highest floor: the only ones with deferred imports."""
-        top = max(self.floors.values())
-        return frozenset(room for room, floor in self.floors.items() if floor == top)
 
 
 def read_house(text: str) -> House:
@@ -56,6 +51,9 @@ def read_house(text: str) -> House:
     inside = re.findall(r"^\| `([\w/]*\w)` \|([^|]*)\|$", text, flags=re.MULTILINE)
     return House(
         floors={room: floor for floor, names in enumerate(rooms) for room in names},
+        roof=frozenset(
+            room for names, (name, _) in zip(rooms, reversed(drawn), strict=True) if name == "roof" for room in names
+        ),
         imports={room: frozenset(re.findall(r"\w+", allowed)) - {"nothing"} for room, allowed, _ in rows},
         light=frozenset(room for room, _, torch in rows if torch.strip().startswith("no")),
         inside={

@@ -10,6 +10,7 @@ import typer
 
 from stretto import __version__
 from stretto.core.errors import StrettoError, described
+from stretto.doors.packages import check_packages
 from stretto_app.cli.exporting import export
 from stretto_app.cli.interrupts import Commands, forking, importing
 from stretto_app.cli.joining import engine, rank
@@ -236,6 +237,7 @@ def serve(
     Without a key, every client that reaches the address may use the model and the engine's own interface: /generate,
     /abort, /partials, /spans.
     """
+    check_packages("stretto serve", "stretto_gateway")
     with importing():
         from stretto_app.extensions.commands.serve import serve
 
@@ -262,6 +264,7 @@ def gateway(
 
     POST /sessions gives an agent its address and its key. Sessions that are recorded in the folder go on.
     """
+    check_packages("stretto gateway", "stretto_gateway")
     with forking() as spawner:
         with importing():
             from stretto_app.extensions.commands.gateway import gateway
@@ -284,6 +287,7 @@ def scale(
     changes: Annotated[list[str], typer.Argument(metavar="engines=N", help="How many engines the run is to have.")],
 ) -> None:
     """Start or end engines of a running run; those that end give their completions to the others."""
+    check_packages("stretto scale", "stretto_cluster")
     from stretto_app.extensions.commands.join import scale as change
 
     print(change(run, changes))
@@ -362,6 +366,7 @@ def main() -> None:
     """Run a command. A user's mistake exits with code 2, a refusal of the system (a full disk) with code 1; both with
     one message and without a traceback."""
     try:
+        check_packages("stretto", "stretto_app", "stretto_report", "stretto_verify")
         app()
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)

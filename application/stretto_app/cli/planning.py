@@ -8,6 +8,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from stretto.doors.packages import check_packages
+
 
 def plan(
     recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE.toml", help="A recipe.")] = None,
@@ -51,6 +53,7 @@ def plan(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file of a measured machine.")] = Path("machine.json"),
 ) -> None:
     """Predict a run: step time, busy shares, staleness, memory and hours of its best layouts, before it is paid."""
+    check_packages("stretto plan", "stretto_foresight")
     if calibrate:
         if recipe is not None:
             raise typer.BadParameter("--calibrate measures the machine and takes no recipe")

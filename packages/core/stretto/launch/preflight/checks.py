@@ -23,12 +23,12 @@ from stretto.core.errors import (
 )
 from stretto.core.jsonl import nearest_file
 from stretto.doors.loading import is_own
-from stretto.doors.packages import from_package
+from stretto.doors.packages import check_packages, from_package
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import bind
 from stretto.engine.native.capacity import longest_row_of
 from stretto.engine.native.generation import MOST_WAITING
-from stretto.launch.recipe.outlets import OutletsConfig
+from stretto.launch.recipe.outlets import OUTLETS, OutletsConfig
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
 from stretto.model.hf.fitting import check_fit
@@ -224,6 +224,8 @@ def check_ports(recipe: Recipe) -> None:
 
 def check_logging(config: OutletsConfig) -> None:
     """Raises RecipeError: a tool that the run is to be shown in is not installed, or a port is in use."""
+    if config.tools:
+        check_packages(OUTLETS.key, "stretto_report")
     problems = [
         Problem("logging.to", f"{tool!r} is not installed", f"pip install 'stretto[{tool}]'")
         for tool in config.to
