@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import uvloop
 
 from stretto.core.frames import LARGEST_FRAME
 from stretto.doors.loading import look_in
@@ -25,6 +24,7 @@ from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.heartbeat import begin_role
+from stretto.processes.kernel import event_loop
 from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber
 from stretto_servers.collective import SglangByBroadcast
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()
     return run_role(
-        lambda: uvloop.run(play(spec)), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr)
+        lambda: event_loop.run(play(spec)), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr)
     )
 
 

@@ -10,8 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import uvloop
-
 from stretto.conversation.session import Sampler, SessionRecord, TurnRequest, WholeTurns
 from stretto.core.errors import EngineLost
 from stretto.core.records import Completion, GenerateRequest, Segment
@@ -27,6 +25,7 @@ from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.inspection import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes.http.names import HostNames, is_loopback
+from stretto.processes.kernel import event_loop
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.store import lock
@@ -167,7 +166,7 @@ def gateway(
         say(f"response_format and tool_choice do not constrain what is sampled: {unserved}")
     engines = partial(engines_of_folder, recipe, base.path, logs=folder, spawner=spawner)
     names = HostNames(host, loopback=True) if is_loopback(bound) else None
-    until_cut_short(_serve(engines, folder, served, bound, api_key or "", names, say), uvloop.new_event_loop)
+    until_cut_short(_serve(engines, folder, served, bound, api_key or "", names, say), event_loop.new_event_loop)
 
 
 def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokenizer) -> str:

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import uvloop
 
 from stretto.conversation.tool_calls import form_of
 from stretto.core.errors import Problem, RecipeError
@@ -25,6 +24,7 @@ from stretto.launch.recipe.recipe import Recipe, override, validate
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes.http.names import HostNames, is_loopback
+from stretto.processes.kernel import event_loop
 from stretto_gateway.model import ServedModel
 from stretto_gateway.sampling import DISTRIBUTION, CallForms, SamplingRule
 from stretto_gateway.serve.app import ServeApp
@@ -133,7 +133,7 @@ def serve(
     if api_key is None and not is_loopback(bound):
         say("warning: other machines may use this server without a key; give --api-key (docs/serve.md)")
     say(f"serving at http://{shown}:{bound.getsockname()[1]}/v1")
-    uvloop.run(run_app(server, [bound], generation))
+    event_loop.run(run_app(server, [bound], generation))
 
 
 def rule_of(

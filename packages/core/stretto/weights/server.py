@@ -25,12 +25,12 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import msgspec
-import uvloop
 from starlette.types import Receive, Scope, Send
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import TornPublication
 from stretto.processes.http.server import HttpServer, admit, settings_of
+from stretto.processes.kernel import event_loop
 from stretto.weights.delta import Deltas, NoDelta
 from stretto.weights.folder import path_of, versions
 from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
@@ -184,7 +184,7 @@ def serve(app: WeightsApp, address: str, tls: Path | None) -> None:
     """
     host, _, port = address.rpartition(":")
     with bound(host, int(port)) as endpoint:
-        uvloop.run(server_of(app, tls).serve([endpoint]))
+        event_loop.run(server_of(app, tls).serve([endpoint]))
 
 
 def bound(host: str, port: int) -> socket.socket:

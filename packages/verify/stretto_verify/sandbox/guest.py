@@ -23,6 +23,7 @@ import os
 import resource
 import select
 import struct
+import sys
 import time
 
 from stretto_verify.sandbox.script import perform
@@ -31,6 +32,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # a third of a guest's start would go into these, and nothing of them is needed to run
     from collections.abc import Callable, Iterable
     from typing import Any
+
+assert sys.platform == "linux", "its walls are the Linux kernel's"
 
 ORDER = struct.Struct("<dd")  # seconds of processor time, and by the clock; descriptors: input, output, errors, task
 REPLY = struct.Struct("<i?ddq")  # status, timed out, seconds, processor seconds, bytes of memory; then a problem

@@ -3,10 +3,10 @@ database file"."""
 
 from __future__ import annotations
 
-import os
 import resource
 
 from stretto.core.errors import Problem, RecipeError
+from stretto.processes.tree import open_descriptors
 
 _CONDUCTOR = 32  # its libraries, ledger, logs, locks and event loop
 _ENGINE, _RANK, _REWARD_WORKER, _GROUP = 6, 4, 2, 1  # wires, logs, heartbeats; the connection of a group in flight
@@ -25,7 +25,7 @@ def descriptors_needed(
 def no_room_for(guests: int) -> str:
     """Why `guests` more engines cannot join this process: it may open too few further descriptors; "" if they can."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    left = allowed - len(os.listdir("/proc/self/fd"))
+    left = allowed - len(open_descriptors())
     if allowed == resource.RLIM_INFINITY or left >= _GUEST * guests:
         return ""
     return (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.core.machine import available_memory
+from stretto.core.machine import cores as available_cores
 from stretto.engine.capabilities import capabilities_of
 from stretto.launch.preflight.plan import Outline
 from stretto.worlds.workflows.config import WorkflowConfig
@@ -126,18 +127,10 @@ def _width(wanted: str, own: str) -> int:
     return 2 if (own if wanted == "model" else wanted) in ("bfloat16", "float16") else 4
 
 
-def available_memory() -> int:
-    """Bytes that can be allocated without swapping (the kernel's MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
 def warnings(plan: Outline) -> Sequence[str]:
     """Sentences about settings that work, but perhaps not as hoped."""
     recipe, notes = plan.recipe, list(plan.notes)
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     served = 0 if recipe.engine.addresses else recipe.local_engines
     threads = served * recipe.engine.threads + recipe.trainer.local_ranks * recipe.trainer.threads
     if threads > cores and recipe.rollout.staleness_bounds[1] > 0:
