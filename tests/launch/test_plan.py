@@ -20,9 +20,10 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from stretto.core.errors import UserError
+from stretto.core.machine import available_memory
 from stretto.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
 from stretto.launch.preflight.base import base_folder
-from stretto.launch.preflight.estimates import available_memory, estimate_disk, estimate_memory, warnings
+from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, warnings
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe, validate
 from stretto.model.hf.build import build_policy

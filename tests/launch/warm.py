@@ -30,6 +30,7 @@ import pytest
 from stretto.core.records import Record
 from stretto.processes import fork_server_role
 from stretto.processes.fork_server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
+from stretto.processes.kernel import command_line
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import Spawn, Spawner
 from stretto_cluster import agent
@@ -204,7 +205,7 @@ def _put_into(told: Surroundings) -> None:
     os.chdir(told.folder)
     sys.path[0] = told.folder
     tempfile.tempdir = None
-    fork_server_role.show_as([sys.executable, "-m", told.module, *told.arguments])
+    command_line.show_as([sys.executable, "-m", told.module, *told.arguments])
     if told.poor:
         name, argument = told.poor
         getattr(poverty, name)(argument)
