@@ -22,7 +22,7 @@ from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_cluster.gate import Doors, Gate
 from stretto_cluster.machine import JoinedMachine
 from stretto_cluster.messages import TO_AGENT, Join, RunTerms, ToAgent
-from tests.weights.serving import KEY, serving
+from tests.cluster.weights.serving import KEY, serving
 
 RUN, TOKEN, MAILBOX = "first-0a1b2c3d", "t" * 64, "run"
 FIRST = Tenure(epoch=1, conductor="a")

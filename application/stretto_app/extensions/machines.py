@@ -33,7 +33,6 @@ from stretto.processes.tls import client_context
 from stretto.store.folder.run_folder import RunFolder
 from stretto.weights.config import ChosenMedium
 from stretto.weights.folder import release
-from stretto.weights.role import WeightsServerSpec
 from stretto_app.extensions.ray_agents import RayAgents, placing_seconds
 from stretto_app.extensions.remote_ranks import RemoteRanks
 from stretto_cluster.address import bound
@@ -44,8 +43,9 @@ from stretto_cluster.machine import JoinedMachine
 from stretto_cluster.messages import AGENTS_TLS, Join, RunTerms
 from stretto_cluster.placing import RayPlacerSpec
 from stretto_cluster.succession import RunSuperseded, tell
+from stretto_cluster.weights.role import WeightsServerSpec
 
-_WEIGHTS_ROLE = "stretto.weights.role"
+_WEIGHTS_ROLE = "stretto_cluster.weights.role"
 _STOP_GRACE = 1.0
 _ANYWHERE = "0.0.0.0:0"
 _LOOK_SECONDS = 1.0

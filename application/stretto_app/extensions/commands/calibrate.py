@@ -18,12 +18,12 @@ from stretto.core.errors import RoleDied
 from stretto.store.files import write_atomically
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
-from stretto.store.prediction import terms_of_run
 from stretto.store.series.spans import iterate_spans
 from stretto_app.extensions.commands.plan import job_of
 from stretto_foresight.planner.machine import MachineProfile
 from stretto_foresight.planner.measure import calibrate
 from stretto_foresight.planner.whole_runs import RunPair, RunSample, fit_runs
+from stretto_report.dashboard.prediction import terms_of_run
 
 _PATIENCE = 300.0
 _WIDTHS = (64, 128)  # of the models of the runs

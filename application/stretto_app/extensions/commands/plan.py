@@ -20,7 +20,6 @@ from stretto.model.hf.skeleton import outlined
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.store.files import write_atomically
 from stretto.store.folder.run_folder import RunFolder
-from stretto.store.prediction import check_digest, run_digest, settings_digest
 from stretto.worlds.data.task import Question
 from stretto_foresight.planner.costs import Costs
 from stretto_foresight.planner.job import Job, ModelShape
@@ -28,6 +27,7 @@ from stretto_foresight.planner.layouts import own_layout
 from stretto_foresight.planner.lengths import Lengths, LogNormalLengths, alone, lengths_of
 from stretto_foresight.planner.machine import MachineProfile, machine_of
 from stretto_foresight.planner.predict import GOALS, LayoutPrediction, RunPlan, plan
+from stretto_report.dashboard.prediction import check_digest, run_digest, settings_digest
 
 _LEGEND = (
     "eta: rollout.max_staleness, the most versions that a token may be behind; in flight: rollout.max_in_flight, "

@@ -33,8 +33,6 @@ if TYPE_CHECKING:  # a third of a guest's start would go into these, and nothing
     from collections.abc import Callable, Iterable
     from typing import Any
 
-assert sys.platform == "linux", "its walls are the Linux kernel's"
-
 ORDER = struct.Struct("<dd")  # seconds of processor time, and by the clock; descriptors: input, output, errors, task
 REPLY = struct.Struct("<i?ddq")  # status, timed out, seconds, processor seconds, bytes of memory; then a problem
 SETTINGS_BYTES = 1 << 16
@@ -56,6 +54,8 @@ _FIRST_FREE = 5  # descriptors of a child: input, output, errors, task, and wher
 
 _USE_ERRNO = 1 | 8  # the C calling convention, and a copy of errno
 _INTEGERS = struct.Struct("i")
+
+assert sys.platform == "linux", "its walls are the Linux kernel's"
 
 
 # The ctypes module and array would take a third of a guest's start; this is all that is needed of them.

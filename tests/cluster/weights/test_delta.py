@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.core.errors import TornPublication
-from stretto.weights import delta
 from stretto.weights.folder import map_file, path_of
 from stretto.weights.manifest import read_header, verify
-from stretto.weights.mirror import Mirror, Pulled
 from stretto.weights.shared_memory import SharedMemoryPublisher
-from tests.weights.serving import KEY, Road, serving
+from stretto_cluster.weights import delta
+from stretto_cluster.weights.mirror import Mirror, Pulled
+from tests.cluster.weights.serving import KEY, Road, serving
 
 DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.int64}
 

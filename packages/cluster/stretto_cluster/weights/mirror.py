@@ -22,10 +22,10 @@ from typing import Literal, TypeVar
 
 from stretto.core.deadlines import standstill, waiting
 from stretto.core.errors import TornPublication, WireError
-from stretto.weights import delta
 from stretto.weights.folder import KEPT, map_file, path_of, prefix, private, unlink, versions
 from stretto.weights.manifest import ModelFile, digest_of, manifest_of, verify
-from stretto.weights.source import Transfer, tls_context
+from stretto_cluster.weights import delta
+from stretto_cluster.weights.source import Transfer, tls_context
 
 _DELTA = "delta:"
 _MEASURE_AGAIN = 16  # every so often the slower form is tried again

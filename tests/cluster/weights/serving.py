@@ -20,10 +20,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stretto.weights.mirror import Mirror
-from stretto.weights.role import WeightsServerSpec
-from stretto.weights.server import WeightsApp, bound, server_of
 from stretto.weights.shared_memory import SharedMemorySubscriber
+from stretto_cluster.weights.mirror import Mirror
+from stretto_cluster.weights.role import WeightsServerSpec
+from stretto_cluster.weights.server import WeightsApp, bound, server_of
 
 KEY = "k" * 32
 _END_SECONDS = 10.0
@@ -151,7 +151,9 @@ def role(home: Path, model: Path, address: str) -> Iterator[subprocess.Popen[byt
     """The process of a weights server."""
     (home / "key").write_text(KEY + "\n")
     spec = WeightsServerSpec("run", str(home), str(model), address, str(home / "key"))
-    process = subprocess.Popen([sys.executable, "-m", "stretto.weights.role", msgspec.json.encode(spec).decode()])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stretto_cluster.weights.role", msgspec.json.encode(spec).decode()]
+    )
     try:
         yield process
     finally:

@@ -1,4 +1,4 @@
-"""The process that serves a run's weights to other machines: ``python -m stretto.weights.role SPEC``."""
+"""The process that serves a run's weights to other machines: ``python -m stretto_cluster.weights.role SPEC``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from stretto.core.records import Record
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
-from stretto.weights.server import WeightsApp, serve
+from stretto_cluster.weights.server import WeightsApp, serve
 
 
 class WeightsServerSpec(Record, frozen=True):

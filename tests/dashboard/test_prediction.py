@@ -20,7 +20,8 @@ import pytest
 from stretto.core.errors import RunFolderError
 from stretto.measures.goodput import Category
 from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
-from stretto.store.prediction import (
+from stretto.store.totals import Totals
+from stretto_report.dashboard.prediction import (
     Term,
     compared,
     measured_terms,
@@ -28,7 +29,6 @@ from stretto.store.prediction import (
     run_digest,
     settings_digest,
 )
-from stretto.store.totals import Totals
 from stretto_report.dashboard.terminal.summary import comparison_lines, print_inspection
 
 RECORDED = Path(__file__).parents[1] / "data" / "synchronous_run"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stretto.weights.shared_memory import SharedMemoryPublisher
-from tests.weights.serving import serving, tensors
+from tests.cluster.weights.serving import serving, tensors
 
 
 @pytest.fixture

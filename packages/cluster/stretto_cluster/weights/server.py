@@ -31,9 +31,9 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import TornPublication
 from stretto.processes.http.server import HttpServer, admit, settings_of
 from stretto.processes.kernel import event_loop
-from stretto.weights.delta import Deltas, NoDelta
 from stretto.weights.folder import path_of, versions
 from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
+from stretto_cluster.weights.delta import Deltas, NoDelta
 
 _PIECE = 1 << 20
 _TAKE_SECONDS = 60.0  # in which a mirror takes a piece

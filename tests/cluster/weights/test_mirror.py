@@ -15,9 +15,9 @@ import pytest
 
 from stretto.core.errors import DeadlineExceeded, SourceLost, TornPublication, WireError
 from stretto.weights.folder import path_of
-from stretto.weights.server import bound
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
-from tests.weights.serving import (
+from stretto_cluster.weights.server import bound
+from tests.cluster.weights.serving import (
     Road,
     assert_loads,
     free_address,

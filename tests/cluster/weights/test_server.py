@@ -13,10 +13,21 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RefusedRequest, SourceLost, TornPublication, WireError
-from stretto.weights.mirror import Mirror
 from stretto.weights.shared_memory import SharedMemoryPublisher
+from stretto_cluster.weights.mirror import Mirror
 from tests.certificates import authority
-from tests.weights.serving import KEY, Road, assert_loads, free_address, mirror, names, now, role, serving, tensors
+from tests.cluster.weights.serving import (
+    KEY,
+    Road,
+    assert_loads,
+    free_address,
+    mirror,
+    names,
+    now,
+    role,
+    serving,
+    tensors,
+)
 
 
 def test_without_the_key_nothing_is_told(source: str, away: Path) -> None:
@@ -93,5 +104,5 @@ def test_the_role_serves_until_it_is_ended(home: Path, model: Path, away: Path) 
 
 
 def test_a_mirror_and_its_server_need_no_torch() -> None:
-    code = "import sys, stretto.weights.mirror, stretto.weights.role; sys.exit('torch' in sys.modules)"
+    code = "import sys, stretto_cluster.weights.mirror, stretto_cluster.weights.role; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -28,7 +28,7 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import MetricsLog, StepMetrics
 from stretto.store.series.spans import SpanLog
 from stretto.store.totals import ENGINES, Membership
-from stretto.store.trace import export_trace
+from stretto_report.dashboard.trace import export_trace
 from tests.store.make import Make
 
 SPANS = (  # as the roles reported them: not in the order of time

@@ -22,10 +22,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-import tests.weights.receiver as receiver
+import tests.servers.receiver as receiver
 from stretto.core.errors import DeadlineExceeded, EngineLost, WireError
-from stretto.weights import broadcast
-from stretto.weights.broadcast import Broadcast, Orders, SglangOrders, VllmOrders
+from stretto_servers import broadcast
+from stretto_servers.broadcast import Broadcast, Orders, SglangOrders, VllmOrders
 
 SGLANG = SglangOrders("one", "gloo")
 
