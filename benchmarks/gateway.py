@@ -41,7 +41,7 @@ from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.http.server import serving_beside
 from stretto.processes.tree import cpu_ticks
-from stretto_app.launch.commands.gateway import session_model
+from stretto_app.extensions.commands.gateway import session_model
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import RecordedSessions, SessionTable
 

@@ -50,7 +50,7 @@ _SETTINGS = (
     "cluster.listen=127.0.0.1:0",
 )
 #: Processes that no metric of a run has, by what their command line has.
-_WEIGHED = {"fork server": "stretto.processes.fork_server_role", "weights server": "stretto.weights.role"}
+_WEIGHED = {"fork server": "stretto.processes.fork_server_role", "weights server": "stretto_cluster.weights.role"}
 _LOOK_SECONDS = 2.0
 _KEPT = 2  # checkpoints, and policies beside the first and the last
 

@@ -23,11 +23,11 @@ import pytest
 
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE
+from stretto.launch.commands.train import prepare
 from stretto.loop.records.reporter import SilentReporter
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics
-from stretto_app.launch.commands.train import prepare
 
 _METHODS = (
     *("issue", "buffer", "settle", "commit_batch", "record_update"),
@@ -75,7 +75,7 @@ def one_run(kind: type[Timed], seed: int, steps: int) -> dict[str, float]:
     """Train; seconds of reinforcement, of them inside of the ledger, and of the conductor's work (0 in memory)."""
     Timed.seconds = 0.0
     with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stretto_app.launch.assemble.run.Ledger", kind)
+        patch.setattr("stretto.launch.assemble.run.Ledger", kind)
         settings = (f"seed={seed}", f"trainer.steps={steps}", "evaluation.prompts=32")
         code = prepare(RECIPE, settings, path := Path(folder) / "run", resume=False).train(SilentReporter())
         if code != 0:

@@ -27,8 +27,8 @@ from benchmarks.peers.environment import HERE as PEERS
 from benchmarks.peers.environment import Environment, PeerUnavailable
 from benchmarks.report import Table, save
 from benchmarks.runs import RECIPE, Run, train
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.store.folder.run_folder import RunFolder
-from stretto_app.launch.recipe.recipe import load_recipe
 
 ASYNCHRONOUS = {
     "every version": ("rollout.max_staleness=4",),

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import RESULTS, Table, save
-from stretto_app.launch.commands.plan import job_of
+from stretto_app.extensions.commands.plan import job_of
 from stretto_foresight.planner.costs import Costs, Layout
 from stretto_foresight.planner.job import Job
 from stretto_foresight.planner.layouts import candidate

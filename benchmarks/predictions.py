@@ -29,10 +29,10 @@ import msgspec
 
 from benchmarks.report import RESULTS, Table, save
 from benchmarks.runs import RECIPE, Run, train
-from stretto.store.prediction import predicted_beside_measured, run_digest
-from stretto_app.launch.commands.calibrate import calibrate_machine
-from stretto_app.launch.commands.plan import PlanChoice, plan_recipe
+from stretto_app.extensions.commands.calibrate import calibrate_machine
+from stretto_app.extensions.commands.plan import PlanChoice, plan_recipe
 from stretto_foresight.planner.machine import machine_of
+from stretto_report.dashboard.prediction import predicted_beside_measured, run_digest
 
 _QUIET = 0.5  # load average of a machine that works for nobody else
 DATA = Path(__file__).resolve().parent / "data"

@@ -25,6 +25,12 @@ from benchmarks.runs import RECIPE
 from stretto.core.events import Span
 from stretto.core.records import Batch, Outcome, Prompt, Sampling, Update, Verdict
 from stretto.core.tasks import cancel_and_wait
+from stretto.launch.assemble.roles import Roles
+from stretto.launch.assemble.run import CONTROLLER
+from stretto.launch.assemble.specs import Endpoints
+from stretto.launch.commands.train import collected_seldom
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe, load_recipe, to_toml
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.conductor import Conductor
 from stretto.loop.engines.in_flight import InFlight
@@ -33,6 +39,7 @@ from stretto.loop.evaluation import Evaluations
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import SilentReporter
+from stretto.loop.records.tenure import next_tenure
 from stretto.loop.records.totals import RunClock
 from stretto.processes.spawn import FRESH
 from stretto.rewards.service.pool import RewardPool
@@ -43,14 +50,7 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.totals import ENGINES, Totals
 from stretto.worlds.single_turn import SingleTurn
-from stretto_app.launch.assemble.cluster import Cluster, identity_of
-from stretto_app.launch.assemble.roles import Roles
-from stretto_app.launch.assemble.run import CONTROLLER
-from stretto_app.launch.assemble.specs import Endpoints
-from stretto_app.launch.commands.train import collected_seldom
-from stretto_app.launch.preflight.plan import Plan
-from stretto_app.launch.recipe.recipe import Recipe, load_recipe, to_toml
-from stretto_cluster.succession import next_tenure
+from stretto_app.extensions.machines import Cluster, identity_of
 
 _PROMPTS = [Prompt(id=str(i), token_ids=tuple(range(64)), text=f"{i}?", answer=str(i)) for i in range(4096)]
 _VERDICTS = (Verdict(outcome=Outcome.RIGHT, reward=1.0), Verdict(outcome=Outcome.WRONG, reward=0.0))
@@ -199,7 +199,7 @@ class SimulatedRun:
                 up = sum(engine.takes for engine in self.pool._engines.values())
 
     def conductor(self) -> Conductor:
-        """As `stretto_app.launch.assemble.run` makes one."""
+        """As `stretto.launch.assemble.run` makes one."""
         recipe, trainer = self.cluster.plan.recipe, self.roles.trainer
         controller = Controller(recipe.rollout, PromptStream(_PROMPTS, recipe.seed), self.ledger, recipe.seed)
         self.ledger.watch(CONTROLLER, controller.state)

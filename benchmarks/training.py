@@ -27,9 +27,9 @@ from benchmarks.peers.environment import HERE as PEERS
 from benchmarks.peers.environment import Environment, PeerUnavailable
 from benchmarks.report import Table, save
 from benchmarks.shapes import make
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
 from stretto.processes.spawn import environment
-from stretto_app.launch.recipe.recipe import load_recipe
 
 ROOT = PEERS.parent.parent
 THREADS = (1, 2)

@@ -31,20 +31,29 @@ WALL_CLOCK = frozenset({"time.time", "time.time_ns", "datetime.now", "datetime.u
 WRITES_DATES = frozenset({"gateway/agents/groups", "gateway/app", "gateway/sessions/sessions", "store/ledger/ledger"})
 
 
+#: The modules that may ask for what only Linux has, one for each ability; `verify` stands alone.
+OF_LINUX: Mapping[str, str] = {
+    "core/machine": "sched_getaffinity",
+    "processes/kernel/command_line": "prctl",
+    "processes/kernel/ends": "pidfd_open pidfd_send_signal waitid",
+    "processes/kernel/event_loop": "uvloop",
+    "processes/kernel/memory": "mallopt memfd_create",
+    "processes/kernel/requests": "prctl",
+    "processes/kernel/silence": "TCP_KEEPIDLE TCP_USER_TIMEOUT",
+    "verify/sandbox/guest": "pidfd_open setresuid setresgid O_PATH",
+    "verify/sandbox/kernel": "memfd_create O_PATH",
+}
+
+
 @dataclass(frozen=True)
 class House:
     """The drawing: on which floor each room is, which rooms it may import today, and whether it may load torch."""
 
     floors: Mapping[str, int]  # room -> 0 (ground) upwards
+    roof: frozenset[str]  # the rooms on top of a package: the only ones with deferred imports
     imports: Mapping[str, frozenset[str]]
     light: frozenset[str]  # rooms that must not load torch
     inside: Mapping[str, Mapping[str, int]]  # room or sub-room -> file or sub-room in it -> floor, 0 upwards
-
-    @property
-    def roof(self) -> frozenset[str]:
-        """The rooms of the highest floor: the only ones with deferred imports."""
-        top = max(self.floors.values())
-        return frozenset(room for room, floor in self.floors.items() if floor == top)
 
 
 def read_house(text: str) -> House:
@@ -56,6 +65,9 @@ def read_house(text: str) -> House:
     inside = re.findall(r"^\| `([\w/]*\w)` \|([^|]*)\|$", text, flags=re.MULTILINE)
     return House(
         floors={room: floor for floor, names in enumerate(rooms) for room in names},
+        roof=frozenset(
+            room for names, (name, _) in zip(rooms, reversed(drawn), strict=True) if name == "roof" for room in names
+        ),
         imports={room: frozenset(re.findall(r"\w+", allowed)) - {"nothing"} for room, allowed, _ in rows},
         light=frozenset(room for room, _, torch in rows if torch.strip().startswith("no")),
         inside={
@@ -358,6 +370,17 @@ def busy_doors(package: Path) -> list[str]:
         for found in imports(package)
         # A package's own door may: that of `stretto` names what `api` offers, and loads it when it is asked for.
         if found.path.name == "__init__.py" and len(found.path.parts) > 1
+    ]
+
+
+def of_linux(package: Path) -> list[str]:
+    """What only Linux has, asked for elsewhere than in the module of its ability."""
+    every = {name for names in OF_LINUX.values() for name in names.split()}
+    return [
+        f"{package.name}/{path.relative_to(package)}:{min(code.names[name])}: {name} is of Linux alone"
+        for path, code in codes(package)
+        for place in ["/".join(inside(".".join((package.name, *path.relative_to(package).with_suffix("").parts))))]
+        for name in sorted((every & code.names.keys()) - set(OF_LINUX.get(place, "").split()))
     ]
 
 

@@ -31,10 +31,10 @@ from benchmarks.soak import summary as soak_summary
 from benchmarks.staleness import summary
 from benchmarks.summary import in_parts, learnt, page, pretrained, readme
 from benchmarks.tally import read
+from stretto.launch.recipe.table import recipe_table
 from stretto.store.inspection import Inspection
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.trainer.metrics import _NAMES as MEASURED
-from stretto_app.launch.recipe.table import recipe_table
 from stretto_report.audit.laws import LAWS
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +51,7 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 def test_the_page_of_the_keys_is_what_the_configurations_say() -> None:
     page = (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")
-    assert page == recipe_table(), "python -m stretto_app.launch.recipe.table > docs/reference/recipe.md"
+    assert page == recipe_table(), "python -m stretto.launch.recipe.table > docs/reference/recipe.md"
     assert [line for line in page.splitlines() if line.endswith("|  |") and not line.startswith("| `kind` ")] == []
 
 

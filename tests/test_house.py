@@ -2,6 +2,7 @@
 
 - Imports go down: never to a neighbour, never upstairs, never hidden in a function (outside cli and api).
 - Rooms, and only these, stand where they are drawn; their names and their files' names say something.
+- What only Linux has is asked for by one module for each ability.
 - Rooms that say "no torch" load none; core needs the standard library, msgspec and numpy alone.
 - Nothing is decided by the wall clock.
 - Inside a room the same law holds; a folder is not crowded, a public class name is used once; concepts are counted.
@@ -21,10 +22,10 @@ from typing import Any
 import pytest
 
 import tests.house_law as law
+from stretto.launch.recipe.preferences import load_preferences
+from stretto.launch.recipe.recipe import load_recipe
+from stretto.launch.recipe.table import recipe_table
 from stretto_app.cli.main import app
-from stretto_app.launch.recipe.preferences import load_preferences
-from stretto_app.launch.recipe.recipe import load_recipe
-from stretto_app.launch.recipe.table import recipe_table
 
 ROOT = Path(__file__).parent.parent
 #: The application, whose pyproject.toml is that of the repository; the others have theirs in their folder.
@@ -135,6 +136,11 @@ def test_the_doors_of_the_rooms_import_nothing(package: Path) -> None:
     assert_kept(law.busy_doors(package))
 
 
+@EACH
+def test_what_only_linux_has_is_asked_for_by_one_module(package: Path) -> None:
+    assert_kept(law.of_linux(package))
+
+
 def test_core_stands_on_the_ground() -> None:
     assert_kept(law.heavy_core(CORE))
 
@@ -239,6 +245,7 @@ CHECKERS: dict[str, Checker] = {
     "nameless": law.nameless,
     "busy_doors": law.busy_doors,
     "heavy_core": law.heavy_core,
+    "of_linux": law.of_linux,
     "undeclared": lambda package: law.undeclared(package, ["torch>=2.11", "msgspec", "numpy"]),
     "too_long": law.too_long,
     "by_wall_clock": law.by_wall_clock,
@@ -281,6 +288,13 @@ PLANTED: list[tuple[str, str, str, str]] = [
     ("nameless", "model/helpers/one.py", "", "model/helpers: a name that says nothing"),
     ("busy_doors", "model/__init__.py", "from stretto.model import load\n", "model/__init__.py:1"),
     ("heavy_core", "core/fast.py", "import torch\n", "core/fast.py:1: core imports torch"),
+    (
+        "of_linux",
+        "rewards/kernel.py",
+        "import os\nfile = os.memfd_create('x')\n",
+        "rewards/kernel.py:2: memfd_create is of Linux alone",
+    ),
+    ("of_linux", "rewards/loop.py", "import uvloop\n", "rewards/loop.py:1: uvloop is of Linux alone"),
     ("undeclared", "rewards/web.py", "import requests.adapters\n", "imports requests, which is no dependency"),
     (
         "undeclared",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError
-from stretto_app.launch.recipe.recipe import load_recipe
+from stretto.launch.recipe.recipe import load_recipe
 from tests.api.reference import page
 
 ROOT = Path(__file__).parent.parent

@@ -16,9 +16,9 @@ import pytest
 
 import stretto
 from stretto import sections
+from stretto.api import orders
+from stretto.launch.recipe.recipe import to_toml
 from stretto.model.hf.build import build_policy
-from stretto_app.api import orders
-from stretto_app.launch.recipe.recipe import to_toml
 from tests.api.workshop_rewards import length
 from tests.launch.running import children, default_dispositions
 from tests.launch.warm import MARK, WarmCommand, children_of, session_server

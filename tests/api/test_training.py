@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 
 import stretto
 from stretto import sections
+from stretto.api.orders import INSIDE
+from stretto.api.run import _MetricsReader
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy, save_policy, weights_dtype
-from stretto_app.api.orders import INSIDE
-from stretto_app.api.run import _MetricsReader
 from tests.api.conftest import living, tiny_recipe
 from tests.api.workshop_rewards import length
 from tests.launch.running import Laboratory, default_dispositions

@@ -17,6 +17,7 @@ import pytest
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Update, Verdict
 from stretto.core.records import trajectory_id as name_of
+from stretto.launch.commands.train import _MAY_CHANGE
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
@@ -24,7 +25,6 @@ from stretto.store.folder.checkpoints import seal_files
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.totals import Membership
-from stretto_app.launch.commands.train import _MAY_CHANGE
 from stretto_report.audit import check, checksums, forest, history, laws
 from stretto_report.audit.check import check_run, print_balance, print_findings
 

@@ -21,7 +21,7 @@ import pytest
 
 from benchmarks.from_trl import CASES, ours, prints, summary, write_model
 from benchmarks.report import RESULTS
-from stretto_app.launch.recipe.recipe import Recipe
+from stretto.launch.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "tutorials" / "from_trl.md").read_text(encoding="utf-8")

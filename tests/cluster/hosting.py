@@ -14,14 +14,15 @@ import msgspec
 import torch
 
 from stretto import __version__
+from stretto.loop.records.tenure import Tenure
 from stretto.processes.handshake import call
 from stretto.processes.tls import client_context
 from stretto.processes.wire import Wire, connect
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_cluster.gate import Doors, Gate
 from stretto_cluster.machine import JoinedMachine
-from stretto_cluster.messages import TO_AGENT, Join, RunTerms, Tenure, ToAgent
-from tests.weights.serving import KEY, serving
+from stretto_cluster.messages import TO_AGENT, Join, RunTerms, ToAgent
+from tests.cluster.weights.serving import KEY, serving
 
 RUN, TOKEN, MAILBOX = "first-0a1b2c3d", "t" * 64, "run"
 FIRST = Tenure(epoch=1, conductor="a")

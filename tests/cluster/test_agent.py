@@ -24,10 +24,10 @@ import pytest
 from stretto.core.errors import HandshakeRefused, MachineLost, RecipeError, TornPublication
 from stretto.core.records import Record
 from stretto.engine.http.client import HttpEngine
-from stretto.weights.mirror import Mirror, Pulled
 from stretto_cluster.agent import Offer, run_agent
 from stretto_cluster.machine import JoinedMachine, RemoteProcess
 from stretto_cluster.scratch import own_folder
+from stretto_cluster.weights.mirror import Mirror, Pulled
 from tests.cluster.hosting import RUN, TOKEN, Road, hosted, until
 from tests.launch.running import children
 

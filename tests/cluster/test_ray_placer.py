@@ -29,9 +29,9 @@ from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied
 from stretto.loop.config import DeadlinesConfig
 from stretto.processes.spawn import environment
 from stretto.store.folder.run_folder import RunFolder
-from stretto_app.launch.assemble.cluster import identity_of
-from stretto_app.launch.assemble.ray_agents import RayAgents
-from stretto_app.launch.commands.join import offer
+from stretto_app.extensions.commands.join import offer
+from stretto_app.extensions.machines import identity_of
+from stretto_app.extensions.ray_agents import RayAgents
 from stretto_cluster.placing import AgentsPlaced, NotPlaced, PlaceAgents, RayPlacerSpec, look
 from stretto_cluster.ray_placer import AgentHost, Fleet, Placed, Room, reply
 from tests.launch.running import TINY, Laboratory

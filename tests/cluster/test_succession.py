@@ -20,13 +20,14 @@ import msgspec
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, RunFolderError
+from stretto.loop.records.tenure import Tenure, next_tenure
 from stretto.store.folder.run_folder import RunFolder
-from stretto_app.launch.assemble.cluster import identity_of, write_join_file
+from stretto_app.extensions.machines import identity_of, write_join_file
 from stretto_cluster import succession
 from stretto_cluster.agent import Offer, run_agent
 from stretto_cluster.join_file import JOIN, JoinFile, read_join_file
-from stretto_cluster.messages import Dismissed, RunTerms, Tenure
-from stretto_cluster.succession import RunSuperseded, assert_alone, next_tenure, tell
+from stretto_cluster.messages import Dismissed, RunTerms
+from stretto_cluster.succession import RunSuperseded, assert_alone, tell
 from tests.cluster.hosting import FIRST, RUN, TOKEN, hosted, introduction, joined_by_hand, until
 from tests.faults.test_company import end_well
 from tests.launch.running import Laboratory, said, steps_done, wait_for_step, wait_until

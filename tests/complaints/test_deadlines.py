@@ -23,12 +23,12 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.http.server import run_server
 from stretto.engine.native.engine import NativeEngine
+from stretto.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
+from stretto.launch.preflight.plan import make_plan
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
-from stretto_app.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
-from stretto_app.launch.preflight.plan import make_plan
-from stretto_app.launch.recipe.recipe import load_recipe
 from tests.engine.serving import Mailbox, until_up
 from tests.launch.running import TINY
 from tests.tiny_policy import TINY as SHAPE
@@ -40,9 +40,9 @@ CONSTANTS = {
     ("succession.py", "_SEARCH_SECONDS"): "the search for an earlier conductor, beside the run",
     ("engine/http/server.py", "_KEEP_ALIVE_SECONDS"): "an idle connection; its client closes it",
     ("processes/http/server.py", "_KEEP_ALIVE_SECONDS"): "an idle connection",
-    ("launch/commands/serve.py", "KEEP_ALIVE_SECONDS"): "an idle connection",
+    ("extensions/commands/serve.py", "KEEP_ALIVE_SECONDS"): "an idle connection",
     ("sessions/sessions.py", "_IDLE_SECONDS"): "a session that gives way to a new one, where no room is left",
-    ("launch/commands/calibrate.py", "_PATIENCE"): "a measurement of a small model, which is no run",
+    ("extensions/commands/calibrate.py", "_PATIENCE"): "a measurement of a small model, which is no run",
     ("outlets/supervision.py", "HUNG_SECONDS"): "a tool that runs are shown in; the run does not wait for it",
     ("loop/engines/proving.py", "_CANARY_SECONDS"): "the canary of a version that is published: it comes with it",
     ("trainer/parallel/rendezvous.py", "PATIENCE"): "of a trainer without a run; a run gives its own",

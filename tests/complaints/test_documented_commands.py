@@ -32,7 +32,7 @@ import msgspec
 import polars
 import pytest
 
-from stretto_app.api import orders
+from stretto.api import orders
 from stretto_foresight.planner.machine import machine_of
 from tests.api.conftest import warm_process
 from tests.gateway.serving import build_chat_model

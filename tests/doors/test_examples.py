@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from stretto.launch.preflight.trial import try_parts
+from stretto.launch.recipe.parts import DOORS
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.metrics import read_metrics
-from stretto_app.launch.preflight.trial import try_parts
-from stretto_app.launch.recipe.parts import DOORS
-from stretto_app.launch.recipe.recipe import load_recipe
 from stretto_report.audit.check import check_run
 from stretto_servers.makes import launch_of
 from tests.launch.running import ROOT, TINY, Laboratory

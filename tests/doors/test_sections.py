@@ -26,10 +26,10 @@ from pydantic import BaseModel
 
 from stretto.core.errors import RecipeError
 from stretto.doors.door import Door, Part, Section, declare, fact
+from stretto.launch.recipe.recipe import load_recipe, to_toml, validate
 from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.estimators import ESTIMATORS
 from stretto.trainer.objective.surrogates import LOSSES
-from stretto_app.launch.recipe.recipe import load_recipe, to_toml, validate
 from tests.launch.running import ROOT, TINY
 
 PAGE = (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")

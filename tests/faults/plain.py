@@ -23,11 +23,11 @@ from stretto.core.records import (
     trajectory_id,
 )
 from stretto.engine.native.engine import NativeEngine
+from stretto.launch.preflight.plan import Plan
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.rollout.prompts import Draw, PromptStream
 from stretto.trainer.trainer import Trainer
-from stretto_app.launch.preflight.plan import Plan
 from tests.launch.rewards_for_tests import length
 
 

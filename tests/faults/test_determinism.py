@@ -19,6 +19,9 @@ from safetensors.torch import load_file
 
 from stretto.core.errors import RunFolderError
 from stretto.core.records import Batch
+from stretto.launch.commands.replay import replay
+from stretto.launch.preflight.plan import make_plan
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.packed.attention import PACKED_ATTENTION
@@ -26,9 +29,6 @@ from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto.store.series.tokens import tokens_file
 from stretto.trainer.trainer import Trainer
-from stretto_app.launch.commands.replay import replay
-from stretto_app.launch.preflight.plan import make_plan
-from stretto_app.launch.recipe.recipe import load_recipe
 from stretto_report.audit.check import check_run
 from stretto_report.audit.diff import diff_runs
 from tests.faults.plain import train_plainly

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stretto.launch.commands.replay import replay
 from stretto.store.folder.provenance import library_versions, machine
 from stretto.store.inspection import inspect_run
-from stretto_app.launch.commands.replay import replay
 from stretto_report.audit.check import check_run
 from tests.launch.running import Laboratory, exported
 from tests.launch.warm import session_server

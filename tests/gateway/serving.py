@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from stretto.conversation.session import Sampler, SessionRecord, TurnRequest
 from stretto.core.records import Sampling, Segment, StopReason
+from stretto.launch.recipe.agents import GatewayConfig
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.processes.http.names import LOOPBACK, HostNames
-from stretto_gateway.config import GatewayConfig
 from stretto_gateway.model import ServedModel
 from stretto_gateway.sampling import CallForms, SamplingRule
 from stretto_gateway.sessions.app import GatewayApp

@@ -18,10 +18,10 @@ from stretto.conversation.forest import Tokens
 from stretto.conversation.session import MemoryRecord, Session
 from stretto.core.errors import EngineLost, UserError
 from stretto.core.records import Outcome, Prompt, Trajectory, Verdict
+from stretto.launch.recipe.agents import AgentConfig
 from stretto.processes.http.server import serving_beside
 from stretto_gateway.agents.environment import environment_of
 from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
-from stretto_gateway.config import AgentConfig
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import SessionTable
 from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, model_of

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import EngineLost
-from stretto_gateway.config import GatewayConfig
+from stretto.launch.recipe.agents import GatewayConfig
 from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, in_a_loop, served_gateway, tokenizer_of
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -17,7 +17,7 @@ import pytest
 from stretto.core.errors import UserError
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.tree import descendants
-from stretto_app.launch.commands.gateway import gateway as serve_sessions
+from stretto_app.extensions.commands.gateway import gateway as serve_sessions
 from tests.gateway.serving import build_chat_model
 from tests.launch.running import service, wait_until
 from tests.launch.vllm_server import Asked, replies_of, replies_that_say, serving

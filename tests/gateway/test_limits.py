@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from stretto.launch.recipe.agents import GatewayConfig
 from stretto_gateway.agents.groups import WaitingSessions
-from stretto_gateway.config import GatewayConfig
 from stretto_gateway.sessions.app import GatewayApp
 from tests.gateway.serving import ScriptedModel, ServedGateway, in_a_loop, served_gateway
 

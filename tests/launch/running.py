@@ -25,11 +25,11 @@ from typing import Any
 
 import pytest
 
+from stretto.launch.assemble.roles import mailbox_name
 from stretto.processes import fork_server_role
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
 from stretto_app.cli.main import main
-from stretto_app.launch.assemble.roles import mailbox_name
 from tests.launch.warm import MARK, WarmCommand, children_of, draw_nothing, session_fork_server, session_server
 
 ROOT = Path(__file__).parents[2]

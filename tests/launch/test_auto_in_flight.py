@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError
+from stretto.launch.preflight.checks import check_in_flight
 from stretto.rollout.config import RolloutConfig
-from stretto_app.launch.preflight.checks import check_in_flight
 from tests.launch.test_recipe import merged, message, write
 
 REFUSED = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from stretto_app.launch.commands.train import collected_seldom
+from stretto.launch.commands.train import collected_seldom
 
 
 class Cycle:

@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import RecipeError, RunFolderError, UserError
+from stretto.launch.commands.data_record import DATA, DataRecord
+from stretto.launch.commands.train import prepare
+from stretto.launch.preflight.plan import Plan, make_plan
+from stretto.launch.recipe.recipe import load_recipe, to_toml
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.rollout.prompts import PromptSource
@@ -19,11 +23,7 @@ from stretto.store.export import read_trajectories
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics, read_sets
-from stretto_app.launch.commands.data_record import DATA, DataRecord
-from stretto_app.launch.commands.plan import job_of
-from stretto_app.launch.commands.train import prepare
-from stretto_app.launch.preflight.plan import Plan, make_plan
-from stretto_app.launch.recipe.recipe import load_recipe, to_toml
+from stretto_app.extensions.commands.plan import job_of
 from stretto_report.audit.check import check_run
 from tests.launch.running import Laboratory
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import DataError
-from stretto_app.launch.preflight.checks import check_data_files, data_files
-from stretto_app.launch.recipe.recipe import validate
+from stretto.launch.preflight.checks import check_data_files, data_files
+from stretto.launch.recipe.recipe import validate
 
 
 def refusal(task: dict[str, Any], **sections: Any) -> list[str]:

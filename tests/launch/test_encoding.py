@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from stretto.launch.preflight.encoding import encode_prompts
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.worlds.data.task import Question
-from stretto_app.launch.preflight.encoding import encode_prompts
 from tests.gateway.serving import tokenizer_of
 
 CHAT = ({"role": "user", "content": "Think between <think> and </think>. How many?"},)

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import RecipeError, UserError
+from stretto.launch.assemble.specs import Endpoints, engine_specs
+from stretto.launch.preflight import engines
+from stretto.launch.preflight.estimates import estimate_memory
+from stretto.launch.preflight.plan import make_plan
+from stretto.launch.recipe.recipe import Recipe, validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
-from stretto_app.launch.assemble.specs import Endpoints, engine_specs
-from stretto_app.launch.preflight import servers
-from stretto_app.launch.preflight.estimates import estimate_memory
-from stretto_app.launch.preflight.plan import make_plan
-from stretto_app.launch.recipe.recipe import Recipe, validate
+from stretto_servers import checks
 from tests.launch.vllm_server import replies_of, serving
 
 Tree = dict[str, Any]
@@ -136,7 +137,7 @@ def test_an_interpreter_that_is_no_program_or_never_ends_is_named(
 ) -> None:
     (told,) = refused(policy, {"kind": "vllm", "python": str(tmp_path / "nowhere")})
     assert f"{tmp_path}/nowhere is no program" in told
-    monkeypatch.setattr(servers, "_ASK_SECONDS", 0.1)
+    monkeypatch.setattr(engines, "_ASK_SECONDS", 0.1)
     path = tmp_path / "python"
     path.write_text("#!/bin/sh\nexec sleep 60\n")
     path.chmod(0o755)
@@ -227,7 +228,7 @@ def test_an_old_server_is_named_with_the_endpoint_it_lacks_and_the_release_that_
 def test_addresses_that_nobody_answers_at_are_all_named_within_the_deadline(
     policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(checks, "_ANSWER_SECONDS", 0.2)
     with socket.socket() as silent, socket.socket() as closed:
         silent.bind(("127.0.0.1", 0))
         silent.listen()

@@ -11,13 +11,13 @@ import pytest
 
 from stretto.core.errors import UserError
 from stretto.core.records import Outcome
+from stretto.launch.assemble.final_answers import FINAL_ANSWERS
+from stretto.launch.commands.evaluate import Asked, DataChoice, _recipe, evaluate
+from stretto.launch.recipe.machines import ClusterConfig
 from stretto.loop.records.evaluation import interval, majority, pass_at
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.worlds.sources.task import DatasetTask
-from stretto_app.launch.assemble.final_answers import FINAL_ANSWERS
-from stretto_app.launch.commands.evaluate import Asked, DataChoice, _recipe, evaluate
-from stretto_cluster.config import ClusterConfig
 from tests.launch.running import Laboratory
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import pytest
 
 from stretto.core.errors import DataError
+from stretto.launch.preflight.gold import sift
 from stretto.rewards.config import RewardsConfig
 from stretto.worlds.data.task import Question, Questions
-from stretto_app.launch.preflight.gold import sift
 
 MATH = RewardsConfig(function="math")
 

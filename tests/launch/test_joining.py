@@ -19,16 +19,16 @@ import msgspec
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, RecipeError
+from stretto.launch.assemble.specs import Endpoints
+from stretto.launch.preflight.descriptors import no_room_for
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe, load_recipe
 from stretto.loop.engines.pool import EnginePool
 from stretto.processes.spawn import FRESH
 from stretto.store.folder.run_folder import RunFolder
-from stretto_app.launch.assemble.cluster import Cluster
-from stretto_app.launch.assemble.cluster import _why_not as why_not
-from stretto_app.launch.assemble.specs import Endpoints
-from stretto_app.launch.commands.join import dealt, gpus_of_this_machine, offer, scale
-from stretto_app.launch.preflight.descriptors import no_room_for
-from stretto_app.launch.preflight.plan import Plan
-from stretto_app.launch.recipe.recipe import Recipe, load_recipe
+from stretto_app.extensions.commands.join import dealt, gpus_of_this_machine, offer, scale
+from stretto_app.extensions.machines import Cluster
+from stretto_app.extensions.machines import _why_not as why_not
 from stretto_cluster.agent import Offer
 from stretto_cluster.join_file import JOIN, JoinFile
 from tests.cluster.hosting import FIRST, introduction

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import RecipeError
-from stretto_app.launch.preflight.checks import check_cluster
-from stretto_app.launch.recipe.recipe import Recipe, validate
+from stretto.launch.recipe.recipe import Recipe, validate
+from stretto_app.extensions.joining import check_cluster
 from stretto_cluster.address import bound
 from tests.certificates import authority
 

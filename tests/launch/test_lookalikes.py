@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from stretto.launch.preflight.odd_rows import strange_digits
 from stretto.worlds.data.task import Question, Questions
-from stretto_app.launch.preflight.odd_rows import strange_digits
 
 
 def asked(*golds: str) -> Questions:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError
-from stretto_app.launch.commands.train import check
-from stretto_app.launch.recipe.recipe import load_recipe
+from stretto.launch.commands.train import check
+from stretto.launch.recipe.recipe import load_recipe
 from tests.launch.test_paper import LARGE, RECIPES, assert_is_a_command, commands_in, containers, script
 
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import DataError, ModelFolderError, RewardFunctionError, RunFolderError
+from stretto.launch.preflight.plan import schedule_notes
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.headers import POINTS
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.rewards.service.loading import load_reward
 from stretto.store.folder.run_folder import RunFolder
 from stretto.worlds.data.jsonl import read_rows, require
-from stretto_app.launch.preflight.plan import schedule_notes
-from stretto_app.launch.recipe.recipe import load_recipe
 from tests.launch.test_recipe import SMALL, message, write
 from tests.tiny_policy import TINY
 

@@ -11,13 +11,13 @@ import torch
 from stretto.core.records import GenerateRequest
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
+from stretto.launch.recipe.sections import SamplingConfig
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.optimizer import Learner
-from stretto_app.launch.recipe.sections import SamplingConfig
 from tests.tiny_policy import TINY
 from tests.tolerances import EXACT
 

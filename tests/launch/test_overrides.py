@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError
-from stretto_app.launch.recipe.recipe import load_recipe
+from stretto.launch.recipe.recipe import load_recipe
 from tests.launch.test_recipe import SMALL, merged, message, write
 
 

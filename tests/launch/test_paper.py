@@ -22,11 +22,11 @@ import typer
 import yaml  # type: ignore[import-untyped]
 
 from stretto.core.errors import UserError
+from stretto.launch.commands.train import check, prepare
+from stretto.launch.preflight.paper import is_on_paper, outline
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
 from stretto_app.cli.main import app
-from stretto_app.launch.commands.train import check, prepare
-from stretto_app.launch.preflight.paper import is_on_paper, outline
-from stretto_app.launch.recipe.recipe import load_recipe
 from tests.tiny_policy import TINY
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from stretto_app.launch.assemble.remote_ranks import RemoteRanks
+from stretto_app.extensions.remote_ranks import RemoteRanks
 from stretto_cluster.messages import Leaving, MachineReady, RolePlace
 from tests.cluster.hosting import hosted, introduction, joined_by_hand, until
 

@@ -20,14 +20,15 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from stretto.core.errors import UserError
+from stretto.core.machine import available_memory
+from stretto.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
+from stretto.launch.preflight.base import base_folder
+from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, warnings
+from stretto.launch.preflight.plan import Plan, make_plan
+from stretto.launch.recipe.recipe import load_recipe, validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.tokenizer import load_tokenizer
-from stretto_app.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
-from stretto_app.launch.preflight.base import base_folder
-from stretto_app.launch.preflight.estimates import available_memory, estimate_disk, estimate_memory, warnings
-from stretto_app.launch.preflight.plan import Plan, make_plan
-from stretto_app.launch.recipe.recipe import load_recipe, validate
 
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 GOOD = {"prompt": "3+8=", "answer": "11", "demonstration": "11"}

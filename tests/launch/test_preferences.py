@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from stretto.core.errors import DataError, ModelFolderError, RecipeError, RoleFailed, RunFolderError, StrettoError
+from stretto.launch.commands.dpo import dpo
+from stretto.launch.recipe.preferences import load_preferences
+from stretto.launch.recipe.recipe import to_toml
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import load_policy
@@ -22,9 +25,6 @@ from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.messages import SupervisedProgress
 from stretto.trainer.optimizer import UNCHANGED
-from stretto_app.launch.commands.dpo import dpo
-from stretto_app.launch.recipe.preferences import load_preferences
-from stretto_app.launch.recipe.recipe import to_toml
 from tests.launch.warm import session_server
 from tests.tolerances import near, operations_of
 

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import RecipeError
+from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, parse_recipe, to_toml, validate
 from stretto.trainer.objective.corrections import CORRECTIONS
-from stretto_app.launch.recipe.recipe import Recipe, differences, load_recipe, parse_recipe, to_toml, validate
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -380,10 +380,8 @@ def test_a_recipe_cannot_be_changed(tmp_path: Path) -> None:
 
 def test_a_recipe_is_read_without_what_runs_it() -> None:
     """A mistake in it is told in two seconds: transformers, numba and the trainer's loops take several more."""
-    heavy = ("transformers", "numba", "stretto_app.launch.assemble.run", "matplotlib")
-    asked = (
-        f"import sys; import stretto_app.launch.recipe.recipe; print([name for name in {heavy} if name in sys.modules])"
-    )
+    heavy = ("transformers", "numba", "stretto.launch.assemble.run", "matplotlib")
+    asked = f"import sys; import stretto.launch.recipe.recipe; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "[]\n"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from stretto.launch.assemble.roles import record_facts
 from stretto.store.folder.run_folder import RunFolder
-from stretto_app.launch.assemble.roles import record_facts
 
 
 def test_the_level_of_the_sandbox_is_recorded_with_the_run(tmp_path: Path) -> None:

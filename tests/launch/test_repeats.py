@@ -3,8 +3,8 @@ each kind with its count and its first place; nothing is said of questions that 
 
 from __future__ import annotations
 
+from stretto.launch.preflight.odd_rows import repeated
 from stretto.worlds.data.task import Question, Questions
-from stretto_app.launch.preflight.odd_rows import repeated
 
 
 def row(line: int, text: str, answer: str = "1", messages: tuple[dict[str, str], ...] = ()) -> Question:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RoleError, RunFolderError, StoreError
+from stretto.launch.commands.replay import replay
 from stretto.loop.learner.recovery import seal_start
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from stretto_app.launch.commands.replay import replay
 from tests.launch import test_train
 from tests.launch.test_train import begin, flip_a_bit, record
 from tests.launch.warm import session_server

@@ -18,19 +18,19 @@ import pytest
 
 from stretto.core.errors import DeadlineExceeded, RoleDied, RunFolderError
 from stretto.core.events import Span
+from stretto.launch.assemble.roles import _endpoints as endpoints
+from stretto.launch.assemble.roles import _in_turn as in_turn
+from stretto.launch.assemble.roles import _sweep as sweep
+from stretto.launch.assemble.roles import _up as up
+from stretto.launch.assemble.roles import end_all, locked_socket_folder, mailbox_name
+from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.records.log import RunLog
 from stretto.loop.records.reporter import SilentReporter
 from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.spans import SpanLog
-from stretto_app.launch.assemble.cluster import Cluster
-from stretto_app.launch.assemble.roles import _endpoints as endpoints
-from stretto_app.launch.assemble.roles import _in_turn as in_turn
-from stretto_app.launch.assemble.roles import _sweep as sweep
-from stretto_app.launch.assemble.roles import _up as up
-from stretto_app.launch.assemble.roles import end_all, locked_socket_folder, mailbox_name
-from stretto_app.launch.preflight.plan import Plan
+from stretto_app.extensions.machines import Cluster
 
 
 def test_who_does_not_end_is_told_and_the_others_end() -> None:

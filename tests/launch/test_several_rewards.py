@@ -15,6 +15,11 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import UserError
+from stretto.launch.preflight.plan import make_plan
+from stretto.launch.preflight.trial import try_reward
+from stretto.launch.recipe.functions import with_named_reward
+from stretto.launch.recipe.overrides import Overrides
+from stretto.launch.recipe.recipe import load_recipe, to_toml
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.rewards.config import RewardPart, RewardsConfig
@@ -23,11 +28,6 @@ from stretto.store.export import read_trajectories
 from stretto.store.inspection import inspect_run
 from stretto.store.series.metrics import read_metrics
 from stretto.worlds.data.task import Question
-from stretto_app.launch.preflight.plan import make_plan
-from stretto_app.launch.preflight.trial import try_reward
-from stretto_app.launch.recipe.functions import with_named_reward
-from stretto_app.launch.recipe.overrides import Overrides
-from stretto_app.launch.recipe.recipe import load_recipe, to_toml
 from tests.launch.rewards_for_tests import length, slow
 from tests.launch.running import Laboratory
 

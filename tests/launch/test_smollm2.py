@@ -10,8 +10,8 @@ import json
 import re
 from pathlib import Path
 
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.worlds.data.task import Question
-from stretto_app.launch.recipe.recipe import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2.toml"
 

@@ -18,6 +18,9 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError, RunFolderError, StoreError
+from stretto.launch.assemble.run import StartState
+from stretto.launch.assemble.warm_start import copy_policy
+from stretto.launch.commands.train import Prepared, check, prepare
 from stretto.loop.learner.recovery import seal_start
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
@@ -31,9 +34,6 @@ from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
-from stretto_app.launch.assemble.run import StartState
-from stretto_app.launch.assemble.warm_start import copy_policy
-from stretto_app.launch.commands.train import Prepared, check, prepare
 from tests.store.make import Make
 from tests.watch.runs import step_line
 
@@ -294,7 +294,7 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused_with_both_num
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("stretto_app.launch.preflight.estimates.available_memory", lambda: 1 << 28)
+    monkeypatch.setattr("stretto.launch.preflight.estimates.available_memory", lambda: 1 << 28)
     with pytest.raises(
         RecipeError, match=r"memory: the run needs .*all 1\.\d\d GiB; available 0\.25 GiB; a smaller model"
     ):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from stretto.core.errors import RecipeError, RunFolderError
+from stretto.launch.preflight.trainable import check_checkpoint, check_trainable
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import load_policy
@@ -20,7 +21,6 @@ from stretto.trainer.config import LoraConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.parallel.lora import adapt
 from stretto.trainer.trainer import Trainer
-from stretto_app.launch.preflight.trainable import check_checkpoint, check_trainable
 
 BUILD = BuildConfig(hidden_size=16, layers=2, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 PLAIN, LORA = TrainerConfig(), TrainerConfig(lora=LoraConfig(rank=2))

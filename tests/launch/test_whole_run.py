@@ -20,11 +20,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from stretto.core.records import State
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.measures.goodput import CATEGORIES
 from stretto.store.series.metrics import read_metrics
 from stretto.store.series.progress import LONGEST
 from stretto.store.series.tokens import TokenOutcome, read_tokens
-from stretto_app.launch.recipe.recipe import load_recipe
 from tests.launch.running import TINY, Laboratory, assert_the_law, exported
 from tests.tolerances import EXACT
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from stretto.core.records import Segment, Trajectory
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.store.ledger.reading import read_batches
 from stretto.store.series.metrics import read_metrics
-from stretto_app.launch.recipe.recipe import load_recipe
 from tests.launch.running import (
     ROOT,
     TINY,

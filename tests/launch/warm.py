@@ -30,6 +30,7 @@ import pytest
 from stretto.core.records import Record
 from stretto.processes import fork_server_role
 from stretto.processes.fork_server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
+from stretto.processes.kernel import command_line
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import Spawn, Spawner
 from stretto_cluster import agent
@@ -39,13 +40,17 @@ from tests.launch import poverty
 ROOT = Path(__file__).parents[2]
 MARK = "STRETTO_TEST_MARK"
 _COMMANDS: tuple[str, ...] = (
-    "stretto_app.launch.commands.train",
+    "stretto.launch.commands.train",
     "stretto_report.dashboard.terminal.summary",
 )
-_COMMANDS += ("stretto_report.dashboard.terminal.progress", "stretto_app.launch.commands.evaluate", "tests.launch.warm")
+_COMMANDS += ("stretto_report.dashboard.terminal.progress", "stretto.launch.commands.evaluate", "tests.launch.warm")
 _COMMANDS += ("stretto_app.cli.main", "transformers.models.qwen3.modeling_qwen3", "stretto.trainer.roles.rank")
-_COMMANDS += ("stretto_app.launch.commands.join", "stretto_cluster.agent", "stretto_app.launch.commands.replay")
-_COMMANDS += ("stretto_app.api.run_process", "stretto_app.launch.commands.serve", "stretto_app.launch.commands.gateway")
+_COMMANDS += ("stretto_app.extensions.commands.join", "stretto_cluster.agent", "stretto.launch.commands.replay")
+_COMMANDS += (
+    "stretto.api.run_process",
+    "stretto_app.extensions.commands.serve",
+    "stretto_app.extensions.commands.gateway",
+)
 _ENVIRONMENT = slice(47, 49)  # where it begins and ends, behind the name in /proc/PID/stat
 _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
 
@@ -200,7 +205,7 @@ def _put_into(told: Surroundings) -> None:
     os.chdir(told.folder)
     sys.path[0] = told.folder
     tempfile.tempdir = None
-    fork_server_role.show_as([sys.executable, "-m", told.module, *told.arguments])
+    command_line.show_as([sys.executable, "-m", told.module, *told.arguments])
     if told.poor:
         name, argument = told.poor
         getattr(poverty, name)(argument)

@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 from stretto.core.events import Span
+from stretto.launch.assemble.run import RunContext
+from stretto.launch.assemble.run import _record_again as record_again
 from stretto.loop.records.totals import Work, carried_over
 from stretto.rollout.adaptive import AdaptiveBound
 from stretto.rollout.config import RolloutConfig
@@ -23,8 +25,6 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import read_metrics
 from stretto.store.totals import Totals
-from stretto_app.launch.assemble.run import RunContext
-from stretto_app.launch.assemble.run import _record_again as record_again
 from tests.loop.test_checkpointing import PROMPT, UPDATE, Desk, batch
 
 

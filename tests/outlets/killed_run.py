@@ -10,9 +10,9 @@ import asyncio
 import sys
 from pathlib import Path
 
+from stretto.launch.recipe.outlets import OutletsConfig
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.metrics import MetricsLog, read_metrics, rewind_metrics
-from stretto_report.outlets.config import OutletsConfig
 from stretto_report.outlets.supervision import followed
 from tests.outlets.recorded import evaluation, step
 

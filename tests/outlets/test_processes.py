@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stretto_report.outlets.config import OutletsConfig
+from stretto.launch.recipe.outlets import OutletsConfig
 from stretto_report.outlets.follower import read_cursor
 from stretto_report.outlets.role import MODULE
 from stretto_report.outlets.supervision import ToolFollower, followed

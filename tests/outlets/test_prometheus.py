@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from stretto.core.errors import RecipeError
-from stretto_app.launch.preflight.checks import check_logging
-from stretto_report.outlets.config import OutletsConfig
+from stretto.launch.preflight.checks import check_logging
+from stretto.launch.recipe.outlets import OutletsConfig
 from stretto_report.outlets.supervision import followed
 from stretto_report.outlets.tools.prometheus_page import series_of
 from tests.outlets.recorded import RecordedRun, evaluation, step

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError
-from stretto_app.launch.preflight.checks import check_logging, is_installed
-from stretto_app.launch.recipe.recipe import load_recipe
-from stretto_report.outlets.config import OutletsConfig, destinations
+from stretto.launch.preflight.checks import check_logging, is_installed
+from stretto.launch.recipe.outlets import OutletsConfig, destinations
+from stretto.launch.recipe.recipe import load_recipe
 from tests.launch.running import TINY
 
 

@@ -29,8 +29,8 @@ from stretto.store.series.spans import SpanLog
 from stretto.trainer.config import TrainerConfig
 from stretto.weights.mailbox import Gather, as_it_is
 from stretto.weights.shared_memory import SharedMemoryPublisher
-from stretto_app.launch.commands import calibrate as calibrating
-from stretto_app.launch.commands.calibrate import between_roles, between_steps
+from stretto_app.extensions.commands import calibrate as calibrating
+from stretto_app.extensions.commands.calibrate import between_roles, between_steps
 from stretto_foresight.planner import measure
 from stretto_foresight.planner.costs import Costs, Layout
 from stretto_foresight.planner.fit import (

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from stretto.core.errors import RunFolderError, UserError
+from stretto.launch.recipe.recipe import load_recipe, to_toml
+from stretto.launch.recipe.recorded import record_recipe
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from stretto_app.launch.commands.plan import PlanChoice, as_json, job_of, plan_recipe, rank_share, table
-from stretto_app.launch.commands.plan_picture import draw
-from stretto_app.launch.recipe.recipe import load_recipe, to_toml
-from stretto_app.launch.recipe.recorded import record_recipe
+from stretto_app.extensions.commands.plan import PlanChoice, as_json, job_of, plan_recipe, rank_share, table
+from stretto_app.extensions.commands.plan_picture import draw
 from stretto_foresight.planner.machine import machine_of
 
 ROOT = Path(__file__).parents[2]

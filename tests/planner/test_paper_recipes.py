@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from stretto_app.launch.commands.plan import job_of
-from stretto_app.launch.commands.train import check
-from stretto_app.launch.preflight import paper
-from stretto_app.launch.preflight.gold import Sifted
-from stretto_app.launch.recipe.recipe import load_recipe
+from stretto.launch.commands.train import check
+from stretto.launch.preflight import paper
+from stretto.launch.preflight.gold import Sifted
+from stretto.launch.recipe.recipe import load_recipe
+from stretto_app.extensions.commands.plan import job_of
 from stretto_foresight.planner.costs import Costs, Layout
 from stretto_foresight.planner.layouts import own_layout
 from stretto_foresight.planner.machine import machine_of

@@ -13,6 +13,7 @@ import pytest
 
 from stretto.core.errors import DataError
 from stretto.core.records import Outcome
+from stretto.launch.preflight.gold import sift
 from stretto.rewards import reasoning
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
@@ -21,7 +22,6 @@ from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from stretto.worlds.data.task import Question, Questions
 from stretto.worlds.sources.gym_source import GymSource
-from stretto_app.launch.preflight.gold import sift
 
 
 def asked(task: str, **settings: Any) -> Question:

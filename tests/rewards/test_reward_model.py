@@ -15,12 +15,12 @@ import pytest
 
 from stretto.core.errors import RewardFunctionError
 from stretto.core.records import Outcome
+from stretto.launch.preflight.checks import check_reward_addresses
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.functions import Undecided
 from stretto.rewards.reward_model import RewardModel, RewardModelConfig
 from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
-from stretto_app.launch.preflight.checks import check_reward_addresses
 from tests.rewards.replying import Question, ReplyServer, serving
 
 

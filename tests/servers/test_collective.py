@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import tests.weights.receiver as receiver
+import tests.servers.receiver as receiver
 from stretto.core.errors import RefusedRequest, WireError
 from stretto_servers.collective import SglangByBroadcast
 from stretto_servers.http import JsonServer

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RunFolderError
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.processes.stopping import StopSignal
 from stretto.store.ending import ENDING, Ending
 from stretto.store.folder.run_folder import RunFolder
@@ -30,7 +31,6 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog
 from stretto.store.totals import TOTALS, Totals
-from stretto_app.launch.recipe.recipe import load_recipe
 from stretto_app.study.command import perform
 from stretto_app.study.conduct import StudyProgress, conduct, side_by_side
 from stretto_app.study.definition import PlannedRun, load_study

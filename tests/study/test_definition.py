@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError
+from stretto.launch.preflight.plan import make_plan
+from stretto.launch.recipe.recipe import Recipe
 from stretto.trainer.objective.corrections import CORRECTIONS
-from stretto_app.launch.preflight.plan import make_plan
-from stretto_app.launch.recipe.recipe import Recipe
 from stretto_app.study.command import SHIPPED, find_study
 from stretto_app.study.definition import load_study
 from tests.launch.running import TINY

@@ -26,7 +26,7 @@ def export(
     """Write every trajectory of a run, one a row: tokens, log-probabilities, versions, verdict and final state; or its
     timeline."""
     from stretto.store.export import export_run, write_trajectories
-    from stretto.store.trace import export_trace
+    from stretto_report.dashboard.trace import export_trace
 
     if trace and format is not None:
         raise typer.BadParameter("--trace writes the timeline as JSON: leave --format out")

@@ -6,6 +6,8 @@ from typing import Annotated, NoReturn, Optional
 
 import typer
 
+from stretto.doors.packages import check_packages
+
 JoinAddress = Annotated[
     str,
     typer.Option(
@@ -44,7 +46,8 @@ JoinPatience = Annotated[
 def _join(
     kind: str, join: str, token: str | None, count: int, host: str | None, tls: str | None, patience: float
 ) -> NoReturn:
-    from stretto_app.launch.commands.join import offer, work
+    check_packages(f"stretto {kind}", "stretto_cluster")
+    from stretto_app.extensions.commands.join import offer, work
 
     brought = offer(join, token, count=count, host=host, tls=tls, patience=patience, kind=kind)
     raise typer.Exit(work(brought, lambda text: print(text, flush=True)))

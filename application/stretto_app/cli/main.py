@@ -10,6 +10,7 @@ import typer
 
 from stretto import __version__
 from stretto.core.errors import StrettoError, described
+from stretto.doors.packages import check_packages
 from stretto_app.cli.exporting import export
 from stretto_app.cli.interrupts import Commands, forking, importing
 from stretto_app.cli.joining import engine, rank
@@ -74,7 +75,7 @@ def _refuse_mistakes(recipe: Path, overrides: list[str]) -> tuple[str, ...]:
     if recipe.is_dir() and not (recipe := recipe / "recipe.toml").is_file():
         return ()
     with importing(), imports_of_roles():
-        from stretto_app.launch.recipe.recipe import load_recipe
+        from stretto.launch.recipe.recipe import load_recipe
 
         return load_recipe(recipe, overrides).model.modules()
 
@@ -102,7 +103,7 @@ def train(
 ) -> None:
     """Train a policy by asynchronous reinforcement learning."""
     with importing():
-        from stretto_app.launch.preflight.descriptors import check_descriptors
+        from stretto.launch.preflight.descriptors import check_descriptors
 
         print(f"checking {recipe}", flush=True)
         check_descriptors()
@@ -111,13 +112,13 @@ def train(
     if dry_run:
         _refuse_mistakes(recipe, overrides or [])
         with importing():
-            from stretto_app.launch.commands.train import check
+            from stretto.launch.commands.train import check
         check(recipe, overrides or [], resume, run_dir)
         return
     modules = _refuse_mistakes(recipe, overrides or [])
     with forking(modules) as spawner:
         with importing():
-            from stretto_app.launch.commands.train import prepare
+            from stretto.launch.commands.train import prepare
         prepared = prepare(recipe, overrides or [], run_dir, resume)
         from stretto_report.audit.alarms import AlarmWatch
         from stretto_report.dashboard.terminal.progress import open_display
@@ -153,7 +154,7 @@ def sft(
     modules = _refuse_mistakes(recipe, overrides or [])
     with forking(modules) as spawner:
         with importing():
-            from stretto_app.launch.assemble.warm_start import sft
+            from stretto.launch.assemble.warm_start import sft
             from stretto_report.dashboard.terminal.progress import open_display
 
         with open_display(0) as display:
@@ -170,7 +171,7 @@ def dpo(
     """Train on the recipe's preference pairs (its [preferences]) by DPO, and write a Hugging Face folder."""
     with forking() as spawner:
         with importing():
-            from stretto_app.launch.commands.dpo import dpo
+            from stretto.launch.commands.dpo import dpo
             from stretto_report.dashboard.terminal.progress import open_display
 
         with open_display(0) as display:
@@ -208,7 +209,7 @@ def evaluate(
         raise typer.BadParameter("give either --task or --data")
     with forking() as spawner:
         with importing():
-            from stretto_app.launch.commands.evaluate import Asked, DataChoice, evaluate
+            from stretto.launch.commands.evaluate import Asked, DataChoice, evaluate
 
         asked = task if task is not None else DataChoice(tuple(data or ()), mapping)
         evaluation = evaluate(
@@ -236,8 +237,9 @@ def serve(
     Without a key, every client that reaches the address may use the model and the engine's own interface: /generate,
     /abort, /partials, /spans.
     """
+    check_packages("stretto serve", "stretto_gateway")
     with importing():
-        from stretto_app.launch.commands.serve import serve
+        from stretto_app.extensions.commands.serve import serve
 
     serve(model, host=host, port=port, name=name, api_key=api_key, overrides=overrides or [])
 
@@ -262,9 +264,10 @@ def gateway(
 
     POST /sessions gives an agent its address and its key. Sessions that are recorded in the folder go on.
     """
+    check_packages("stretto gateway", "stretto_gateway")
     with forking() as spawner:
         with importing():
-            from stretto_app.launch.commands.gateway import gateway
+            from stretto_app.extensions.commands.gateway import gateway
 
         words = overrides or []
         gateway(
@@ -284,7 +287,8 @@ def scale(
     changes: Annotated[list[str], typer.Argument(metavar="engines=N", help="How many engines the run is to have.")],
 ) -> None:
     """Start or end engines of a running run; those that end give their completions to the others."""
-    from stretto_app.launch.commands.join import scale as change
+    check_packages("stretto scale", "stretto_cluster")
+    from stretto_app.extensions.commands.join import scale as change
 
     print(change(run, changes))
 
@@ -335,7 +339,7 @@ def replay(
     """Train again on the recorded batches, without generation: bit-equal weights, unless a setting is changed."""
     with forking() as spawner:
         with importing():
-            from stretto_app.launch.commands.replay import replay
+            from stretto.launch.commands.replay import replay
 
         replayed = replay(run, first, settings or [], out, spawner=spawner)
     print(replayed)
@@ -362,6 +366,7 @@ def main() -> None:
     """Run a command. A user's mistake exits with code 2, a refusal of the system (a full disk) with code 1; both with
     one message and without a traceback."""
     try:
+        check_packages("stretto", "stretto_app", "stretto_report", "stretto_verify")
         app()
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)

@@ -8,6 +8,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from stretto.doors.packages import check_packages
+
 
 def plan(
     recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE.toml", help="A recipe.")] = None,
@@ -51,6 +53,7 @@ def plan(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file of a measured machine.")] = Path("machine.json"),
 ) -> None:
     """Predict a run: step time, busy shares, staleness, memory and hours of its best layouts, before it is paid."""
+    check_packages("stretto plan", "stretto_foresight")
     if calibrate:
         if recipe is not None:
             raise typer.BadParameter("--calibrate measures the machine and takes no recipe")
@@ -60,18 +63,18 @@ def plan(
         raise typer.BadParameter("give a RECIPE.toml, or --calibrate")
     if machine is None:
         raise typer.BadParameter("give --machine FILE (of `stretto plan --calibrate`) or --gpu NAME, such as h100")
-    from stretto_app.launch.commands.plan import PlanChoice, as_json, plan_recipe, table
+    from stretto_app.extensions.commands.plan import PlanChoice, as_json, plan_recipe, table
 
     choice = PlanChoice(machine, gpus, nodes, network, goal, lengths, run)
     found = plan_recipe(recipe, overrides or [], choice, lambda text: print(text, file=sys.stderr))
     if picture is not None:
-        from stretto_app.launch.commands.plan_picture import draw
+        from stretto_app.extensions.commands.plan_picture import draw
 
         draw(found, picture)
     print(as_json(found) if json else table(found))
 
 
 def _calibrate(out: Path) -> None:
-    from stretto_app.launch.commands.calibrate import calibrate_machine
+    from stretto_app.extensions.commands.calibrate import calibrate_machine
 
     print(f"{calibrate_machine(out, lambda text: print(text, file=sys.stderr)).name} is in {out}")

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.machine import cores
 from stretto.core.tasks import gather_or_cancel
+from stretto.launch.recipe.recipe import Recipe
 from stretto.processes.stopping import StopSignal
 from stretto.store.folder.provenance import machine
-from stretto_app.launch.recipe.recipe import Recipe
 from stretto_app.study.definition import PlannedRun, Study
 from stretto_app.study.folder import StudyFolder
 from stretto_app.study.outcome import RunOutcome, read_outcome

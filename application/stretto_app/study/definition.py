@@ -28,8 +28,8 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from stretto.core.errors import Problem, RecipeError
-from stretto_app.launch.preflight.base import digest
-from stretto_app.launch.recipe.recipe import Recipe, override, parse_recipe, read_toml, to_toml, validate, validated
+from stretto.launch.preflight.base import digest
+from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, read_toml, to_toml, validate, validated
 
 VARIANT = "variant"  #: the axis of `[variants]`
 _MOST_CELLS = 1000

@@ -42,7 +42,6 @@ from stretto.processes.role import RoleProcess
 from stretto.processes.tls import client_context
 from stretto.processes.wire import Wire, connect
 from stretto.weights.folder import release
-from stretto.weights.mirror import Mirror
 from stretto_cluster.address import speaks_tls
 from stretto_cluster.messages import (
     AGENTS_TLS,
@@ -67,6 +66,7 @@ from stretto_cluster.messages import (
     ToAgent,
 )
 from stretto_cluster.scratch import own_folder, own_memory, sweeper
+from stretto_cluster.weights.mirror import Mirror
 
 _HANDSHAKE_SECONDS = 10.0
 _RETRY_SECONDS = 1.0

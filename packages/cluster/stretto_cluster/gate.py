@@ -26,6 +26,7 @@ from stretto import __version__
 from stretto.core.errors import DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError
 from stretto.core.frames import frame
 from stretto.core.tasks import cancel_and_wait, first_of
+from stretto.loop.records.tenure import Tenure
 from stretto.processes.tls import server_context
 from stretto.processes.wire import Reception, Wire
 from stretto_cluster.address import bound
@@ -41,7 +42,6 @@ from stretto_cluster.messages import (
     Look,
     RunTerms,
     Scale,
-    Tenure,
 )
 
 _LEAVE_SECONDS = 5.0

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from stretto.core.records import Record
+from stretto.loop.records.tenure import Tenure
 
 #: What a clock and a mirror can say; another number is a message that no agent sends.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
@@ -26,14 +27,6 @@ LARGEST_WORDS = 1 << 20
 
 #: In a spec: the folder of certificates on the agent's machine, which the agent alone knows.
 AGENTS_TLS = "(the agent's folder of certificates)"
-
-
-class Tenure(Record, frozen=True, order=True):
-    """Which conductor of a run this is: each start raises the epoch that the ledger has, and of two that were resumed
-    from copies of one folder the name decides. The lower one gives way."""
-
-    epoch: int
-    conductor: str
 
 
 class Join(Record, frozen=True, tag=True):

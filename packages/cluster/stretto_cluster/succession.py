@@ -9,7 +9,6 @@ The newer one stays. Machines carry the word too: each remembers the newest cond
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from pathlib import Path
 
@@ -27,11 +26,12 @@ from stretto.core.errors import (
     StrettoError,
     WireError,
 )
+from stretto.loop.records.tenure import Tenure
 from stretto.processes.handshake import call
 from stretto.processes.tls import client_context
 from stretto.processes.wire import Wire, connect
 from stretto_cluster.join_file import JOIN, JoinFile, read_join_file
-from stretto_cluster.messages import TENURE, Look, Tenure
+from stretto_cluster.messages import TENURE, Look
 
 UNIX = "unix:"  #: begins an address on this machine
 _SECONDS = 5.0
@@ -55,11 +55,6 @@ class RunSuperseded(StrettoError):
             f"a newer conductor goes on with run {self.run}{where} (epoch {self.epoch}), from a copy of its folder: "
             "this one ends"
         )
-
-
-def next_tenure(before: Tenure | None) -> Tenure:
-    """That of a conductor that begins where `before` was the last one."""
-    return Tenure(epoch=1 if before is None else before.epoch + 1, conductor=secrets.token_hex(8))
 
 
 async def assert_alone(folder: Path, tls: str) -> None:

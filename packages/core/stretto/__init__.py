@@ -12,6 +12,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stretto.api import sections
+    from stretto.api.generation import LocalEngine as Engine
+    from stretto.api.generation import TextCompletion
+    from stretto.api.run import Run, open_run
+    from stretto.api.training import evaluate, train
     from stretto.core.errors import (
         DataError,
         ModelFolderError,
@@ -26,16 +31,11 @@ if TYPE_CHECKING:
         UserError,
         WorkflowError,
     )
+    from stretto.launch.recipe.recipe import Recipe
     from stretto.loop.records.evaluation import Evaluation
     from stretto.store.series.metrics import EvaluationLine, StepMetrics
     from stretto.worlds.workflows.conversation import Conversation, Workflow
     from stretto.worlds.workflows.task import Reward, TurnReply, WorkflowTask
-    from stretto_app.api import sections
-    from stretto_app.api.generation import LocalEngine as Engine
-    from stretto_app.api.generation import TextCompletion
-    from stretto_app.api.run import Run, open_run
-    from stretto_app.api.training import evaluate, train
-    from stretto_app.launch.recipe.recipe import Recipe
 
 __version__ = "0.1.0"
 
@@ -76,32 +76,32 @@ _CONVERSATION, _TASK = "stretto.worlds.workflows.conversation", "stretto.worlds.
 _ORIGINS = {
     "Conversation": _CONVERSATION,
     "DataError": _ERRORS,
-    "Engine": "stretto_app.api.generation:LocalEngine",
+    "Engine": "stretto.api.generation:LocalEngine",
     "Evaluation": "stretto.loop.records.evaluation",
     "EvaluationLine": "stretto.store.series.metrics",
     "ModelFolderError": _ERRORS,
-    "Recipe": "stretto_app.launch.recipe.recipe",
+    "Recipe": "stretto.launch.recipe.recipe",
     "RecipeError": _ERRORS,
     "RefusedRequest": _ERRORS,
     "Reward": _TASK,
     "RewardFunctionError": _ERRORS,
     "RoleDied": _ERRORS,
     "RoleError": _ERRORS,
-    "Run": "stretto_app.api.run",
+    "Run": "stretto.api.run",
     "RunFolderError": _ERRORS,
     "StepMetrics": "stretto.store.series.metrics",
     "StoreError": _ERRORS,
     "StrettoError": _ERRORS,
-    "TextCompletion": "stretto_app.api.generation",
+    "TextCompletion": "stretto.api.generation",
     "TurnReply": _TASK,
     "UserError": _ERRORS,
     "Workflow": _CONVERSATION,
     "WorkflowError": _ERRORS,
     "WorkflowTask": _TASK,
-    "evaluate": "stretto_app.api.training",
-    "open_run": "stretto_app.api.run",
-    "sections": "stretto_app.api.sections:",
-    "train": "stretto_app.api.training",
+    "evaluate": "stretto.api.training",
+    "open_run": "stretto.api.run",
+    "sections": "stretto.api.sections:",
+    "train": "stretto.api.training",
 }
 
 

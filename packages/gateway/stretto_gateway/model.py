@@ -15,7 +15,7 @@ from stretto.conversation.text import StopFinder
 from stretto.conversation.tool_calls import form_of, knows_reasoning, split_reasoning
 from stretto.core.errors import DataError, ModelFolderError, RefusedRequest
 from stretto.core.records import Likeliest, Segment, StopReason
-from stretto_gateway.config import GatewayConfig
+from stretto.launch.recipe.agents import GatewayConfig
 from stretto_gateway.sampling import SamplingRule
 from stretto_verify.thoughts import opened
 

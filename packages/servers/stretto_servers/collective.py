@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stretto.core.errors import RefusedRequest, StrettoError, WireError
 from stretto.engine.wire import split_address
-from stretto.weights.broadcast import Broadcast, SglangOrders
+from stretto_servers.broadcast import Broadcast, SglangOrders
 from stretto_servers.http import LOOK_SECONDS, JsonServer
 from stretto_servers.sglang import SglangServer
 

@@ -14,6 +14,8 @@ import signal
 import subprocess
 import sys
 
+from stretto.processes.kernel.ends import end_of
+
 _GRACE_SECONDS = 2.0
 
 
@@ -22,7 +24,7 @@ def main(command: list[str]) -> int:
     for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(stop, lambda *_: None)  # the end of standard input ends it; SIG_IGN would be the server's too
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, restore_signals=True)
-    ended = os.pidfd_open(server.pid)
+    ended = end_of(server.pid)
     try:
         readable, _, _ = select.select([0, ended], [], [])
         if ended not in readable:

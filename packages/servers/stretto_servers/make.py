@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import shutil
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Protocol
 from stretto.core.canary import DECODED, Scores
 from stretto.core.errors import WireError
 from stretto.core.records import Likeliest, Record, Sampling
-from stretto.engine.config import EngineConfig
 
 
 class Delta(Record, frozen=True):
@@ -181,8 +179,3 @@ class Launch:
 
     command: tuple[str, ...]
     environment: dict[str, str]
-
-
-def on_cpu(config: EngineConfig) -> bool:
-    """Whether the server is to compute on the processor."""
-    return config.device == "cpu" or (config.device == "auto" and shutil.which("nvidia-smi") is None)

@@ -25,12 +25,6 @@ def launch_of(config: EngineConfig, model: str, port: int) -> Launch:
     return launch
 
 
-def capabilities_of(kind: str) -> Capabilities:
-    """What a make needs, and cannot do."""
-    capabilities: Capabilities = getattr(MAKES.load(kind), "capabilities")  # noqa: B009  # of the class
-    return capabilities
-
-
 def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
     """A sentence for each way in which the class of `engine.kind` is no make, without a server."""
     make = MAKES.load(config.kind)

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import uvloop
 
 from stretto.core.frames import LARGEST_FRAME
 from stretto.doors.loading import look_in
@@ -25,12 +24,13 @@ from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.heartbeat import begin_role
+from stretto.processes.kernel import event_loop
 from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber
 from stretto_servers.collective import SglangByBroadcast
 from stretto_servers.engine import ExternalEngine, Limits
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Make, on_cpu
+from stretto_servers.make import Make
 from stretto_servers.makes import launch_of, make_of
 from stretto_servers.server import GivenServer, Server, ServerProcess, free_port, lost, until_ready
 from stretto_servers.staging import FolderAsItIs, StagedWeights
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()
     return run_role(
-        lambda: uvloop.run(play(spec)), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr)
+        lambda: event_loop.run(play(spec)), lambda failed: print(f"{spec.name}: {failed.problem}", file=sys.stderr)
     )
 
 
@@ -53,7 +53,7 @@ def wire_to(address: str, spec: EngineSpec, config: EngineConfig) -> Make:
         spec.name, address, seconds=max(_REPLY_SECONDS, spec.load_seconds), token_seconds=spec.token_seconds
     )
     if spec.broadcast:
-        return SglangByBroadcast(http, spec.load_seconds, address, "gloo" if on_cpu(config) else "nccl")
+        return SglangByBroadcast(http, spec.load_seconds, address, "gloo" if config.on_cpu else "nccl")
     return make_of(config.kind, http, spec.load_seconds)
 
 

@@ -23,7 +23,7 @@ from stretto.core.errors import WireError
 from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
 from stretto_servers.http import LOOK_SECONDS, JsonServer, refused
-from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Served, on_cpu
+from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Served
 from stretto_servers.worker.advance import FOLDER, read_of
 
 NEEDED = CAPABILITIES["sglang"].needed
@@ -166,7 +166,7 @@ class SglangServer:
         }
         environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(config.threads), "PYTHONPATH": FOLDER}
         flags: tuple[str, ...] = ("--incremental-streaming-output", "--skip-server-warmup", "--sleep-on-idle")
-        if on_cpu(config):
+        if config.on_cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             options |= {"--device": "cpu", "--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
             options |= {"--grammar-backend": "none", "--max-total-tokens": str(_tokens_of_cpu(config))}

@@ -26,7 +26,7 @@ from stretto.core.records import Likeliest
 from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
 from stretto_servers.http import LOOK_SECONDS, JsonServer, refused
-from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Served, on_cpu
+from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Served
 from stretto_servers.worker.advance import FOLDER, read_of
 
 NEEDED = f"{CAPABILITIES['vllm'].needed}, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
@@ -173,7 +173,7 @@ class VllmServer:
             "OMP_NUM_THREADS": str(config.threads),
             "PYTHONPATH": FOLDER,
         }
-        if on_cpu(config):  # compiling takes minutes, and threads that are bound to cores share them with other engines
+        if config.on_cpu:  # compiling takes minutes, and threads that are bound to cores share them with other engines
             # A prompt computed in parts ends a server on a CPU: it winds back the request's random generator, which
             # there has no offset (RuntimeError: CPU Generator does not use offset).
             flags += ("--enforce-eager", "--no-enable-chunked-prefill")

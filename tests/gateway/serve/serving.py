@@ -19,7 +19,7 @@ from stretto.engine.http.server import EngineApp
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation, SharedGeneration
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from stretto_app.launch.commands.serve import rule_of
+from stretto_app.extensions.commands.serve import rule_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.serve.app import ServeApp
 from tests.engine.byte_policy import CONTEXT, NAME, VOCABULARY

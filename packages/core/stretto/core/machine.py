@@ -1,13 +1,15 @@
-"""The processor and the network interfaces of this machine, and the folder in which runs of its user share files."""
+"""The processor, memory and network of this machine, and the folder in which runs of its user share files."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import os
 import platform
 import socket
 import struct
+import sys
 from pathlib import Path
 
 _LO = "lo"
@@ -27,7 +29,18 @@ def processor() -> str:
 
 def cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping (the kernel's MemAvailable)."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def cache_folder() -> Path:

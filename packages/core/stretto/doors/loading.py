@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.doors.packages import check_packages
 
 _IMPORTERS = (importlib.__file__, __file__)
 _OWN = __name__.partition(".")[0]
@@ -75,6 +76,8 @@ def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> objec
     module, _, attribute = built_in.get(name, name).partition(":")
     if not (module and attribute) or module.startswith("."):
         raise RecipeError([Problem(place, f"{name!r} names no {what}", "it is written 'package.module:name'")])
+    if name in built_in:
+        check_packages(f"{place}: {name!r}", module.partition(".")[0])
     return _attribute(place, module, attribute, _imported(place, module))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from stretto.engine.config import MAKES
 
 
 @dataclass(frozen=True)
@@ -43,3 +46,23 @@ CAPABILITIES: Mapping[str, Capabilities] = {
         broadcast=(0, 5, 23),
     ),
 }
+
+
+def capabilities_of(kind: str) -> Capabilities:
+    """What a make of server (`engine.kind`) needs, and cannot do.
+
+    Raises:
+        RecipeError: its package is missing, or it cannot be imported.
+    """
+    capabilities: Capabilities = getattr(MAKES.load(kind), "capabilities")  # noqa: B009  # of the class
+    return capabilities
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with; empty if it begins with none.
+
+    >>> release_of("0.5.20.post1")
+    (0, 5, 20)
+    """
+    digits = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, digits[0].split("."))) if digits else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
@@ -85,6 +86,11 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     def cache_bytes(self) -> int:
         """`cache_gib` in bytes."""
         return int(self.cache_gib * 2**30)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a server of another make is to compute on the processor."""
+        return self.device == "cpu" or (self.device == "auto" and shutil.which("nvidia-smi") is None)
 
     def in_rounds(self, synchronous: bool) -> bool:
         """Whether groups begin and end together in a run without a workflow."""

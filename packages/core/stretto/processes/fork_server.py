@@ -29,6 +29,7 @@ from stretto.core.errors import DeadlineExceeded
 from stretto.core.records import Record
 from stretto.core.tasks import cancel_and_wait
 from stretto.processes.heartbeat import PARENT
+from stretto.processes.kernel.ends import end_of, send_signal
 from stretto.processes.spawn import FRESH, RunningProcess, Spawn, environment
 from stretto.processes.tree import cpu_ticks
 
@@ -217,7 +218,7 @@ class ForkedProcess:
         self.orphaned = False  # it ended with the server
         self._descriptor = -1
         with contextlib.suppress(ProcessLookupError):  # it has ended already
-            self._descriptor = os.pidfd_open(pid)
+            self._descriptor = end_of(pid)
         self._ended = asyncio.create_task(self._wait(wire), name=f"wait for process {pid}")
 
     async def _wait(self, wire: socket.socket) -> int:
@@ -261,4 +262,4 @@ class ForkedProcess:
 
     def terminate(self) -> None:
         if self._descriptor >= 0:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+            send_signal(self._descriptor, signal.SIGTERM)

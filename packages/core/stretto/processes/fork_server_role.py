@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -19,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -37,18 +35,19 @@ from stretto.processes.fork_server import (
 )
 from stretto.processes.heartbeat import HEARTBEAT, PARENT, begin_role, die_with_parent
 from stretto.processes.imports import imports_of_roles, quick_imports
+from stretto.processes.kernel.command_line import make_room, show_as
+from stretto.processes.kernel.ends import end_of
 from stretto.processes.spawn import FRESH, Spawn, Spawner, keep_memory, settings
+from stretto.processes.tree import open_descriptors, threads
 
 _SPAWN = msgspec.msgpack.Decoder(Spawn)
 _MOST_DESCRIPTORS = 16
-_ARGUMENTS = slice(45, 47)  # where a command line begins and ends, behind the name in /proc/PID/stat
-_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _ENDED_BY_AN_ERROR = 1  # the exit code of an interpreter
 
 
 @dataclass(frozen=True, eq=False)
 class Child:
-    """A process that was forked off; `ended` becomes readable at its end (`pidfd_open`)."""
+    """A process that was forked off; `ended` becomes readable at its end (`kernel.ends.end_of`)."""
 
     pid: int
     ended: int
@@ -102,7 +101,7 @@ class Server:
                 os.close(other.ended)
                 os.close(other.wire)
             return 0
-        child = Child(pid, os.pidfd_open(pid), wire)
+        child = Child(pid, end_of(pid), wire)
         self._children.add(child)
         for descriptor in (child.ended, child.wire):
             self._events.register(descriptor, selectors.EVENT_READ, child)
@@ -194,7 +193,7 @@ def fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
     wanted = (*ROLES, *modules)
     if not accelerated():
         with contextlib.suppress(OSError):
-            spawner = _copied(wanted) if len(os.listdir("/proc/self/task")) == 1 else ForkServer(wanted)
+            spawner = _copied(wanted) if threads() == 1 else ForkServer(wanted)
     try:
         yield spawner
     finally:
@@ -226,7 +225,7 @@ class ForkedHere:
         if self._ended:
             return
         try:
-            descriptor = os.pidfd_open(self.pid)
+            descriptor = end_of(self.pid)
         except ProcessLookupError:  # as below
             self._ended = True
             return
@@ -258,7 +257,7 @@ def fork_here(*, apart: bool = False) -> Spawner:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until the copy is apart
         undo.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         try:
-            os.close(os.pidfd_open(parent))  # a system without these has no fork server
+            os.close(end_of(parent))  # a system without these has no fork server
             pid = os.fork()
         except OSError:  # no room for another process: an interpreter for each role says so, if there is still none
             return FRESH
@@ -278,7 +277,7 @@ def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apar
         os.environ.pop(name, None)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
+    for descriptor in open_descriptors():
         if descriptor > 2 and descriptor != wire:
             with contextlib.suppress(OSError):  # that of the list itself
                 os.close(descriptor)
@@ -296,54 +295,11 @@ def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apar
     return Server(socket.socket(fileno=wire)).serve()
 
 
-_ADDRESSES = (
-    *("start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack"),
-    *("arg_start", "arg_end", "env_start", "env_end", "auxv"),
-)
-
-
-class _Map(ctypes.Structure):
-    """``struct prctl_mm_map``: where the parts of a process begin and end in its memory."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in _ADDRESSES),
-        ("auxv_size", ctypes.c_uint32),
-        ("exe_fd", ctypes.c_uint32),
-    )
-
-
-def make_room(size: int) -> None:
-    """Let the command line of this process, and of its copies, have `size` bytes from now on.
-
-    Raises:
-        OSError: the kernel does not let it.
-    """
-    library = ctypes.CDLL(None, use_errno=True)
-    library.malloc.restype = library.sbrk.restype = ctypes.c_void_p
-    library.malloc.argtypes, library.sbrk.argtypes = [ctypes.c_size_t], [ctypes.c_ssize_t]
-    fields = [int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
-    code, data, environment = fields[22:24], fields[41:43], fields[46:48]
-    room = library.malloc(size)  # for good: the kernel reads there when somebody asks for the command line
-    ctypes.memset(room, 0, size)
-    heap = library.sbrk(0)
-    parts = _Map(*code, *data, fields[43], heap, fields[24], room, room + size, *environment, 0, 0, 0xFFFFFFFF)
-    if library.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(parts), ctypes.sizeof(parts), 0) != 0:
-        raise OSError(ctypes.get_errno(), "the command line cannot be longer")
-
-
-def show_as(words: Sequence[str]) -> None:
-    """Write a command line over that of this process, as far as it has room, for `ps`."""
-    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS])
-    text = "\0".join(words).encode()[: end - start - 1]
-    if start:  # 0 where a process may not know it
-        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
-
-
 def main(arguments: list[str]) -> int:
     """Import the modules, then serve."""
     wire = socket.socket(fileno=int(arguments[0]))
     begin_role()
-    os.close(os.pidfd_open(os.getpid()))  # a system without these has no fork server
+    os.close(end_of(os.getpid()))  # a system without these has no fork server
     with quick_imports():
         for module in msgspec.msgpack.decode(wire.recv(LONGEST_MESSAGE), type=tuple[str, ...]):
             importlib.import_module(module)

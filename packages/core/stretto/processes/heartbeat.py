@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import os
 import resource
@@ -15,16 +14,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from stretto.processes.kernel.requests import signal_with_parent
+
 #: Environment variables of a role: the process that it ends with, and the descriptor that takes its heartbeats.
 PARENT, HEARTBEAT = "STRETTO_PARENT", "STRETTO_HEARTBEAT"
 HEARTBEAT_SECONDS = 1.0
 
-_PR_SET_PDEATHSIG = 1
-
 
 def die_with_parent(parent: int) -> None:
     """Ask the kernel for SIGKILL when the process `parent` ends, even if this one hangs at that moment."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_with_parent(signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the request took effect
         sys.exit(0)
 

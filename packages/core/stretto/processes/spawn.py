@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from msgspec import field
 
 from stretto.core.records import Record
 from stretto.processes.heartbeat import PARENT
+from stretto.processes.kernel.memory import set_memory
 
 TOKEN = "STRETTO_TOKEN"  #: environment variable with the token of a run
 #: Tensors come and go in every step. Large pages, kept instead of given back to the kernel each time, make a step of
@@ -127,10 +127,7 @@ def keep_memory() -> None:
     """Set by `mallopt` what `environment` says of memory, for a process that began without it. A user's own tunables
     stay. Large pages are torch's to take (`processes.imports`)."""
     if _TUNABLES not in os.environ:
-        with contextlib.suppress(AttributeError):  # another C library
-            option = ctypes.CDLL(None).mallopt
-            for name, value in _MEMORY.items():
-                option(_OPTIONS[name], value)
+        set_memory({_OPTIONS[name]: value for name, value in _MEMORY.items()})
 
 
 def settings(threads: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Other processes as the kernel shows them in /proc: processor time, memory, descendants, and how to end orphans."""
+"""Processes as the kernel shows them in /proc: processor time, memory, descendants, and how to end orphans."""
 
 from __future__ import annotations
 
@@ -67,3 +67,13 @@ def _has(pid: int, mark: bytes) -> bool:
         return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # it has ended, or is another user's
         return False
+
+
+def open_descriptors() -> list[int]:
+    """The descriptors that this process has open, and the one that the list itself was read by."""
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def threads() -> int:
+    """The threads of this process."""
+    return len(os.listdir("/proc/self/task"))

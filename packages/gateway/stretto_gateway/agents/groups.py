@@ -27,11 +27,11 @@ from stretto.conversation.forest import Tokens
 from stretto.conversation.session import Session
 from stretto.core.records import Outcome, Prompt, Record, Trajectory, Verdict, trajectory_id
 from stretto.core.tasks import cancel_and_wait, first_of, gather_or_cancel
+from stretto.launch.recipe.agents import AgentConfig
 from stretto.rollout.controller import Ticket
 from stretto.rollout.failures import RecentFailures
 from stretto_gateway.agents.environment import environment_of
 from stretto_gateway.agents.programs import run_program
-from stretto_gateway.config import AgentConfig
 from stretto_gateway.model import ServedModel
 from stretto_gateway.sessions.agent_session import AgentSession, GivenRewards
 from stretto_gateway.sessions.sessions import NothingWaits, SessionTable, new_key

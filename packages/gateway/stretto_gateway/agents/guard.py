@@ -10,17 +10,17 @@ environment.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+from stretto.processes.kernel.requests import adopt_descendants, signal_with_parent
+from stretto.processes.tree import descendants
+
 _ROUNDS, _PAUSE = 200, 0.01
 _ASKED_SECONDS = 3.0  # for a program to end when it is asked to
 _NOT_FOUND = 127
@@ -28,11 +28,10 @@ _NOT_FOUND = 127
 
 def main(parent: int, command: list[str]) -> int:
     """The program's exit code; 128 + the signal that ended it."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_descendants()
     asked = list[int]()  # before the program is there, which is to be asked in its turn
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it ended before the request took effect
         return 0
     program = None
@@ -41,7 +40,7 @@ def main(parent: int, command: list[str]) -> int:
             command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=lambda: signal_with_parent(signal.SIGKILL),
         )
         signal.signal(signal.SIGTERM, _leave)
         if asked:
@@ -79,21 +78,6 @@ def end_descendants() -> None:
         except ChildProcessError:
             return
         time.sleep(_PAUSE)
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes below `pid`."""
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        try:
-            text = "".join(path.read_text() for path in Path(f"/proc/{waiting.pop()}/task").glob("*/children"))
-        except OSError:
-            continue
-        children = [int(word) for word in text.split()]
-        found += children
-        waiting += children
-    return found
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

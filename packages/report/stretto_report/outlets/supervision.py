@@ -18,10 +18,10 @@ import msgspec
 from stretto.core.deadlines import waiting
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.core.tasks import cancel_and_wait
+from stretto.launch.recipe.outlets import OutletsConfig, stem
 from stretto.processes.role import RoleProcess
 from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.store.folder.run_folder import RunFolder
-from stretto_report.outlets.config import PROMETHEUS, OutletsConfig, stem
 from stretto_report.outlets.follower import Cursor
 from stretto_report.outlets.role import MODULE, FollowerSpec
 
@@ -50,8 +50,7 @@ async def followed(
         path: a folder in which modules of the user's own tools are looked for first.
         hung: seconds in which a tool has to reply.
     """
-    tools = (*config.to, *((PROMETHEUS,) if config.prometheus_port is not None else ()))
-    followers = [ToolFollower(tool, config, folder, say, hung, path) for tool in tools]
+    followers = [ToolFollower(tool, config, folder, say, hung, path) for tool in config.tools]
     tasks = {follower.tool: asyncio.create_task(follower.run(), name=follower.tool) for follower in followers}
     seconds = _STOP_SECONDS
     try:

@@ -23,6 +23,7 @@ import os
 import resource
 import select
 import struct
+import sys
 import time
 
 from stretto_verify.sandbox.script import perform
@@ -53,6 +54,8 @@ _FIRST_FREE = 5  # descriptors of a child: input, output, errors, task, and wher
 
 _USE_ERRNO = 1 | 8  # the C calling convention, and a copy of errno
 _INTEGERS = struct.Struct("i")
+
+assert sys.platform == "linux", "its walls are the Linux kernel's"
 
 
 # The ctypes module and array would take a third of a guest's start; this is all that is needed of them.

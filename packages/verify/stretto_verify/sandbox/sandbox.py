@@ -21,6 +21,7 @@ from stretto_verify.clock import clock_limit
 from stretto_verify.sandbox.cgroups import ProgramGroup
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.guest import ORDER, REPLY
+from stretto_verify.sandbox.kernel import memory_file, place
 from stretto_verify.sandbox.users import SandboxUser
 from stretto_verify.sandbox.walls import Walls, command, find_interpreter, guest_program, guest_settings
 from stretto_verify.verdicts import Record
@@ -185,7 +186,7 @@ class Sandbox:
             self._user = SandboxUser()
         interpreter = find_interpreter(walls, self._user.uid)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._words = os.memfd_create("stretto-words")
+        self._words = memory_file("stretto-words")
         with theirs, _Pipe() as told:
             self._guest = subprocess.Popen(
                 command(walls, interpreter, config, theirs.fileno(), told.write),
@@ -207,7 +208,7 @@ class Sandbox:
     def _introduce(self, settings: Mapping[str, Any]) -> None:
         """Send the guest its settings, and wait until it is ready."""
         assert self._control is not None
-        proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        proc = place("/proc")
         try:
             socket.send_fds(self._control, [marshal.dumps(dict(settings))], [proc])
         finally:
@@ -301,7 +302,7 @@ def _told_process(descriptor: int, until: float) -> int:
 @contextmanager
 def _file(content: bytes) -> Iterator[int]:
     """A file in memory, to be read from its beginning."""
-    with open(os.memfd_create("stretto-input"), "w+b") as file:
+    with open(memory_file("stretto-input"), "w+b") as file:
         file.write(content)
         file.seek(0)
         yield file.fileno()

@@ -20,6 +20,7 @@ import httptools
 from stretto.core.deadlines import deadline
 from stretto.core.errors import EngineLost, WireError
 from stretto.engine.wire import MSGPACK, split_address
+from stretto.processes.kernel.silence import notice_silence
 
 _CONNECT_SECONDS = 10.0
 _SILENT_SECONDS = 60  # of the other end's kernel: it is out of reach, or was started anew
@@ -180,7 +181,7 @@ class Connections:
                     _, made = await loop.create_unix_connection(protocol, self._path)
                 else:
                     transport, made = await loop.create_connection(protocol, self._host, self._port, ssl=self._context)
-                    _notice_silence(transport.get_extra_info("socket"), self._silent)
+                    notice_silence(transport.get_extra_info("socket"), self._silent)
         except (ConnectionError, FileNotFoundError) as error:
             raise EngineLost(self._engine, f"does not listen ({error.strerror or error})") from None
         except ssl.SSLError as error:
@@ -191,12 +192,3 @@ class Connections:
             # Ours, not the engine's: too many open files, for one.
             raise WireError(f"no connection to {self._engine} can be made: {error.strerror or error}") from None
         return made
-
-
-def _notice_silence(connected: socket.socket, seconds: int) -> None:
-    """Have the kernel ask the other one while nothing comes: completions may take longer than a machine may be away."""
-    asks = max(1, seconds // 4)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, asks)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, asks)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * seconds)

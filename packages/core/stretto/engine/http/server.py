@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import msgspec
-import uvloop
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -43,6 +42,7 @@ from stretto.processes.http.asgi import LARGEST_BODY, header, read_body, reply, 
 from stretto.processes.http.bodies import refusal_of
 from stretto.processes.http.names import HostNames, OwnNames, is_loopback
 from stretto.processes.http.server import admit
+from stretto.processes.kernel import event_loop
 from stretto.processes.tree import resident_bytes
 from stretto.weights.mailbox import Subscriber
 
@@ -176,7 +176,7 @@ def serve(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = 
         RecipeError: the port is in use.
         Exception: whatever ended the engine's loop; open requests have been broken off by then.
     """
-    uvloop.run(run_server(engine, subscriber, listen, key, tls))
+    event_loop.run(run_server(engine, subscriber, listen, key, tls))
 
 
 async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = "", tls: str = "") -> None:

@@ -20,6 +20,7 @@ import msgspec
 from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError
 from stretto.core.frames import Unframer, frame
+from stretto.processes.kernel.ends import has_exited
 from stretto.processes.tree import cpu_ticks, descendants, kill_marked
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.loading import PLACE
@@ -122,11 +123,8 @@ class WorkerProcess:
     @property
     def ended(self) -> bool:
         """Whether it has exited; its socket stays open while a process that it forked holds it."""
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         process = self._process
-        return (
-            process is not None and process.returncode is None and os.waitid(os.P_PID, process.pid, options) is not None
-        )
+        return process is not None and process.returncode is None and has_exited(process.pid)
 
     def give_up(self, why: str) -> None:
         """Kill it; `end` gives `why` as the reason."""

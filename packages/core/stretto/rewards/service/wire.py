@@ -16,6 +16,7 @@ from typing import Self
 import msgspec
 
 from stretto.core.records import Outcome, Record, Verdict
+from stretto.processes.kernel.memory import memory_file
 
 _COUNTERS = struct.Struct("<qq")
 
@@ -133,7 +134,7 @@ class JudgingCounter:
     @classmethod
     def create(cls) -> tuple[Self, int]:
         """A new counter and the descriptor to inherit; the caller closes the descriptor."""
-        descriptor = os.memfd_create("stretto-progress", os.MFD_CLOEXEC)
+        descriptor = memory_file("stretto-progress")
         os.ftruncate(descriptor, mmap.PAGESIZE)
         return cls(descriptor), descriptor
 

@@ -15,7 +15,7 @@ from stretto.core.errors import RunFolderError
 from stretto.measures.goodput import EXPIRED, IDLE, MASKED, RECOMPUTED, role_times
 from stretto.measures.selection import SIGNIFICANT
 from stretto.store.inspection import CanaryProof, EngineRecord, Inspection, WeightsSummary, inspect_run
-from stretto.store.prediction import PredictedRun, predicted_beside_measured
+from stretto_report.dashboard.prediction import PredictedRun, predicted_beside_measured
 
 _BAR_WIDTH = 24
 _CHANGES = 3  # newest changes of bounds that are shown

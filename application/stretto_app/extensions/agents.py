@@ -1,0 +1,104 @@
+"""The gateway of a run whose trajectories agents make, in the conductor's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from stretto.conversation.forest import Tokens
+from stretto.conversation.session import Session
+from stretto.core.records import Verdict
+from stretto.engine.http.lifecycle import bind
+from stretto.launch.preflight.checks import longest_prompt_allowed
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.agents import AgentConfig
+from stretto.launch.recipe.recipe import Recipe
+from stretto.model.hf.tokenizer import Tokenizer
+from stretto.processes.http.names import HostNames, is_loopback
+from stretto.processes.http.server import serving_beside
+from stretto.store.folder.run_folder import RunFolder
+from stretto.worlds.single_turn import Score
+from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
+from stretto_gateway.checks import KEY, check_agent, check_reach
+from stretto_gateway.model import ServedModel
+from stretto_gateway.sampling import SamplingRule
+from stretto_gateway.sessions.app import GatewayApp
+from stretto_gateway.sessions.sessions import SessionTable
+
+
+class RunGateway:
+    """The gateway of a run. It has the methods of a `WorkflowPool` that a run needs to start and end one."""
+
+    def __init__(self, plan: Plan, config: AgentConfig, folder: RunFolder | None, say: Callable[[str], None]) -> None:
+        """`folder`: of the run, where its address is shown; None for an evaluation without a run."""
+        self._plan, self._config, self._folder, self._say = plan, config, folder, say
+        self._host, self._groups = WaitingSessions(), list[AgentGroups]()
+        self._room, self._table = asyncio.Semaphore(config.parallel), SessionTable()
+        context = longest_prompt_allowed(plan.recipe, plan.base) + plan.sampling.max_tokens
+        rule = SamplingRule(plan.sampling, context, chosen=())
+        self._model = ServedModel(config.model, plan.tokenizer, rule, plan.recipe.gateway)
+        self._open, self._address = contextlib.AsyncExitStack(), ""
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            RecipeError: the address cannot be had, or is one of the network and there is no key.
+        """
+        config, key = self._plan.recipe.gateway, os.environ.get(KEY, "")
+        bound = bind(config.host, config.port, "gateway.port")
+        check_reach(bound, key or None, "gateway.host")
+        names = HostNames(config.host, loopback=True) if is_loopback(bound) else None
+        app = GatewayApp(self._table, self._host, self._model, operator_key=key, names=names)
+        self._address = await self._open.enter_async_context(serving_beside(app, bound))
+        if self._folder is not None:
+            self._folder.write(self._folder.gateway.name, self._address)
+        self._say(f"agents find the policy at {self._address}")
+
+    async def close(self) -> None:
+        """Listen no more."""
+        if self._folder is not None:
+            self._folder.gateway.unlink(missing_ok=True)
+        await self._open.aclose()
+
+    @property
+    def ended(self) -> int:
+        """Trajectories that have ended: a sign of progress."""
+        return sum(groups.ended for groups in self._groups)
+
+    def groups(
+        self, open_session: Callable[[str, Tokens, int], Session], score: Score, verdict: Callable[[float], Verdict]
+    ) -> AgentGroups:
+        """The groups of the run, or of an evaluation."""
+        details = self._plan.details
+        services = AgentServices(
+            table=self._table,
+            model=self._model,
+            address=self._address,
+            room=self._room,
+            score=score,
+            verdict=verdict,
+            decode=self._plan.tokenizer.decode,
+            task=lambda prompt, member, seed: msgspec.to_builtins(details.task(prompt, member, seed)),
+        )
+        groups = AgentGroups(self._config, services, open_session, self._host)
+        self._groups.append(groups)
+        return groups
+
+
+def check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Check the agent of `[workflow]`, and the address of `[gateway]`.
+
+    Raises:
+        RecipeError: the gateway's address cannot be had, or is one of the network and there is no key.
+        WorkflowError, ModelFolderError: as for `check_agent`.
+    """
+    assert isinstance(recipe.workflow, AgentConfig), "the caller has looked"
+    check_agent(recipe.workflow, tokenizer, tokenizer.place)
+    config = recipe.gateway
+    with bind(config.host, config.port, "gateway.port") as bound:
+        check_reach(bound, os.environ.get(KEY) or None, "gateway.host")

@@ -1,0 +1,214 @@
+"""`stretto gateway`: one model folder, by engines of any make, behind sessions that agents use over HTTP."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from stretto.conversation.session import Sampler, SessionRecord, TurnRequest, WholeTurns
+from stretto.core.errors import EngineLost
+from stretto.core.records import Completion, GenerateRequest, Segment
+from stretto.engine.capabilities import capabilities_of
+from stretto.engine.config import EngineConfig
+from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
+from stretto.engine.native.capacity import longest_row_of
+from stretto.launch.assemble.specs import engines_of_folder, socket_folder
+from stretto.launch.preflight.engines import check_engine_keys, check_head_dim, check_servers
+from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.sessions import PersistentTurns
+from stretto.model.hf.grammar import Grammars
+from stretto.model.hf.inspection import ModelFolder, inspect_model_folder
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.processes.http.names import HostNames, is_loopback
+from stretto.processes.kernel import event_loop
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.stopping import StopSignal, until_cut_short
+from stretto.store import lock
+from stretto_app.extensions.commands.serve import (
+    KEEP_ALIVE_SECONDS,
+    PATIENCE_SECONDS,
+    allow_many_connections,
+    check_key,
+    context_of,
+    recipe_of_engines,
+    rule_of,
+    say_aloud,
+)
+from stretto_gateway.checks import check_chat, check_reach
+from stretto_gateway.model import ServedModel
+from stretto_gateway.sampling import DISTRIBUTION
+from stretto_gateway.sessions.app import GatewayApp
+from stretto_gateway.sessions.sessions import RecordedSessions
+from stretto_verify.thoughts import PIECES
+
+_STOP_SECONDS = 1.0
+_PROBE = [{"role": "user", "content": "1+1="}]  # whose tokens servers of other makes have to know
+
+
+class Turns:
+    """The turns of all sessions, by a pool of engines: a `core.engine.Generate`, and the work of a `GracefulServer`."""
+
+    def __init__(self, engines: EnginePool) -> None:
+        self.stopping, self.open_requests = False, 0  # a turn is open too while it waits for an engine
+        self._engines, self._over = engines, False
+
+    def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
+        """See `Generate`.
+
+        Raises:
+            EngineLost: the gateway has broken off.
+        """
+        if self._over:
+            raise EngineLost("the gateway", "is stopping")
+        return self._engines.generate(*requests)
+
+    def break_off(self) -> None:
+        """End every turn as it is."""
+        self.stopping = self._over = True
+        self._engines.break_off()
+
+    async def run(self) -> None:
+        """Replace engines that die, until cancelled; then open turns break off.
+
+        Raises:
+            RoleDied: one has died too often.
+        """
+        try:
+            await self._engines.supervise()
+        finally:
+            self.break_off()
+
+    def sampler(self, session: str, record: SessionRecord) -> Sampler:
+        """See `gateway.sessions.sessions.MakeSampler`. Another engine repeats what a lost one had, while the gateway
+        stops too."""
+        turns = PersistentTurns(WholeTurns(self, record, session))
+
+        async def sample(request: TurnRequest) -> Segment:
+            if self.stopping:
+                raise EngineLost("the gateway", "is stopping")
+            self.open_requests += 1
+            try:
+                return await turns(request)
+            finally:
+                self.open_requests -= 1
+
+        return sample
+
+
+def session_model(
+    name: str,
+    tokenizer: Tokenizer,
+    context: int,
+    *,
+    grammars: bool = False,
+    chosen: tuple[str, ...] = DISTRIBUTION,
+) -> ServedModel:
+    """The model behind the sessions.
+
+    Args:
+        grammars: whether its engines follow them.
+        chosen: the options of the distribution that clients may choose.
+
+    Raises:
+        ModelFolderError: the tokenizer has no chat template.
+    """
+    check_chat(tokenizer, tokenizer.place)
+    return ServedModel(name, tokenizer, rule_of(tokenizer, context, grammars=grammars, chosen=chosen))
+
+
+def gateway(
+    model: Path,
+    *,
+    host: str,
+    port: int,
+    folder: Path,
+    name: str | None = None,
+    api_key: str | None = None,
+    overrides: Sequence[str] = (),
+    spawner: Spawner = FRESH,
+    say: Callable[[str], None] = say_aloud,
+) -> None:
+    """Serve sessions with a Hugging Face folder until SIGINT or SIGTERM; open turns are finished first.
+
+    Args:
+        folder: where the sessions are recorded; those that are recorded there go on.
+        name: the model's name for clients; by default the folder's name.
+        api_key: what opens sessions; without it, all that reach this machine's loopback address may.
+
+    Raises:
+        UserError: the folder, an override, a server or the address is wrong.
+        RoleError: an engine does not start, or has died too often.
+        SystemExit: a signal has ended it before it served, or a second one.
+    """
+    recipe = recipe_of_engines(model, overrides, sections=("engine", "deadlines"))
+    check_key(api_key)
+    check_engine_keys(recipe)
+    base, as_tokens = inspect_model_folder(model.resolve()), recipe.model.special_tokens_in_messages
+    tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens, kept=PIECES)
+    check_head_dim(recipe, base)
+    context = context_of(longest_row_of(base, recipe.engine), recipe.engine)
+    unserved = _without_grammars(recipe.engine, base, tokenizer)
+    chosen = _choices(recipe.engine)
+    served = session_model(name or base.path.name, tokenizer, context, grammars=not unserved, chosen=chosen)
+    check_servers(recipe, base, tokenizer, [tokenizer.encode_chat(_PROBE)] if recipe.engine.addresses else [])
+    bound = bind(host, port, "--port")
+    check_reach(bound, api_key, "--host")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock.acquire(folder)  # for as long as the process lives
+    allow_many_connections()
+    say(f"{served.name}: context {context:,}, sessions recorded in {folder}")
+    if unserved:
+        say(f"response_format and tool_choice do not constrain what is sampled: {unserved}")
+    engines = partial(engines_of_folder, recipe, base.path, logs=folder, spawner=spawner)
+    names = HostNames(host, loopback=True) if is_loopback(bound) else None
+    until_cut_short(_serve(engines, folder, served, bound, api_key or "", names, say), event_loop.new_event_loop)
+
+
+def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokenizer) -> str:
+    """Why the engines follow no grammars; "" if they do."""
+    if config.kind != "native":
+        return f"servers of {capabilities_of(config.kind).name} are given no grammars"
+    return Grammars(lambda: tokenizer, base.vocab_size).problem
+
+
+def _choices(config: EngineConfig) -> tuple[str, ...]:
+    """The fields of the distribution that the log-probabilities of the engines follow."""
+    filtered = config.kind == "native" or capabilities_of(config.kind).filtered_logprobs
+    return DISTRIBUTION if filtered else ("temperature",)
+
+
+async def _serve(
+    engines_in: Callable[[Path], EnginePool],
+    folder: Path,
+    model: ServedModel,
+    bound: socket.socket,
+    key: str,
+    names: HostNames | None,
+    say: Callable[[str], None],
+) -> None:
+    stopped, sockets = StopSignal(), socket_folder()
+    engines = engines_in(sockets)
+    engines.report_to(say)
+    turns = Turns(engines)
+    try:
+        recorded = RecordedSessions(folder, model, turns.sampler)
+        app = GatewayApp(recorded.load(), recorded, model, operator_key=key, names=names)
+        await stopped.unless(engines.start(0))
+        if stopped.requested:
+            sys.exit(stopped.exit_code)
+        server = GracefulServer(
+            app, turns, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS, signals=False
+        )  # a `StopSignal` hears signals, while the engines start too
+        stopped.call(partial(server.handle_exit, signal.SIGTERM, None))
+        bound.listen()  # from here on connections wait instead of being refused
+        host, port = bound.getsockname()[:2]
+        say(f"gateway at http://{f'[{host}]' if ':' in host else host}:{port}")
+        await run_app(server, [bound], turns)
+    finally:
+        await engines.stop(_STOP_SECONDS)
+        shutil.rmtree(sockets, ignore_errors=True)

@@ -1,0 +1,240 @@
+"""`stretto plan`: what a recipe will take on a machine, before the machine is paid for."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from stretto.core.errors import Problem, RecipeError, RunFolderError, nearest
+from stretto.launch.preflight.encoding import encode_demonstrations
+from stretto.launch.preflight.paper import outline
+from stretto.launch.preflight.plan import Outline
+from stretto.launch.recipe.recipe import load_recipe, to_toml
+from stretto.model.hf.skeleton import outlined
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.store.files import write_atomically
+from stretto.store.folder.run_folder import RunFolder
+from stretto.worlds.data.task import Question
+from stretto_foresight.planner.costs import Costs
+from stretto_foresight.planner.job import Job, ModelShape
+from stretto_foresight.planner.layouts import own_layout
+from stretto_foresight.planner.lengths import Lengths, LogNormalLengths, alone, lengths_of
+from stretto_foresight.planner.machine import MachineProfile, machine_of
+from stretto_foresight.planner.predict import GOALS, LayoutPrediction, RunPlan, plan
+from stretto_report.dashboard.prediction import check_digest, run_digest, settings_digest
+
+_LEGEND = (
+    "eta: rollout.max_staleness, the most versions that a token may be behind; in flight: rollout.max_in_flight, "
+    "groups; step s: seconds of a step; stale mean, p99: versions that trained tokens are behind"
+)
+_ANY = "h100"  # weights and activations are the same on every machine
+_SHOWN = 4096  # demonstrations whose lengths are taken
+_UNITS = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_REACHED = 0.8  # of a network's rate
+_ASSUMED_MEAN, _ASSUMED_SIGMA = 1 / 3, 0.8  # of completions that nothing is known of; the mean of sampling.max_tokens
+
+
+@dataclass(frozen=True)
+class PlanChoice:
+    """What the command line says beside the recipe. `gpus` None: the recipe's own layout. `run`: the folder of the run
+    that is predicted, which gets the plan."""
+
+    machine: str
+    gpus: int | None = None
+    nodes: int | None = None
+    network: str | None = None
+    goal: str = "time"
+    lengths: str | None = None
+    run: Path | None = None
+
+
+def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: Callable[[str], None]) -> RunPlan:
+    """The best layouts of a recipe; `say` gets what was assumed.
+
+    Raises:
+        UserError: a mistake in the recipe or in the choice; a model that fits in no layout.
+    """
+    if choice.goal not in GOALS:
+        raise RecipeError([Problem(f"--goal {choice.goal}", "no such goal", nearest(choice.goal, GOALS))])
+    machine = _connected(machine_of(choice.machine), choice)
+    asked = outline(load_recipe(path, overrides))
+    own = settings_digest(tomllib.loads(to_toml(asked.recipe))) if choice.gpus is None else None
+    if choice.run is not None:
+        _check_run(choice.run, own)
+    found = plan(job_from(asked, choice.lengths, say), machine, choice.gpus, choice.goal, say=say)
+    whole = msgspec.structs.replace(found, recipe=own)
+    if choice.run is not None:
+        choice.run.mkdir(parents=True, exist_ok=True)
+        written = RunFolder(choice.run).prediction
+        write_atomically(written, as_json(whole).encode() + b"\n")
+        say(f"the prediction is in {written}; `stretto inspect {choice.run}` shows it beside the run")
+    return whole
+
+
+def _check_run(run: Path, digest: str | None) -> None:
+    """Raises RunFolderError where the plan would be no prediction of this run; it need not have begun."""
+    if RunFolder(run).ledger.is_file():
+        check_digest(Path(f"--run {run}"), digest, run_digest(run))
+    elif digest is None:
+        check_digest(Path(f"--run {run}"), None, "")
+    elif run.exists() and not run.is_dir():
+        raise RunFolderError([Problem(f"--run {run}", "is no folder", "give the folder of a run, or of one to come")])
+
+
+def job_of(path: Path, overrides: Sequence[str], lengths: str | None, say: Callable[[str], None]) -> Job:
+    """A recipe as the planner sees it; a model folder with its config.json is enough."""
+    return job_from(outline(load_recipe(path, overrides)), lengths, say)
+
+
+def memory_per_device(asked: Outline) -> str:
+    """What one device of each side holds, by the formulas of the planner, for `stretto train --dry-run`."""
+    job = job_from(asked, f"constant:tokens={asked.sampling.max_tokens}", lambda text: None)
+    layout = own_layout(job)
+    costs = Costs(job, machine_of(_ANY), layout)
+    memory, cache = costs.memory(), costs.token_bytes / 2**20
+    return (
+        f"{layout.ranks} ranks of {memory.trainer:.1f} GiB each; {layout.engines} engines of {layout.tensor}, "
+        f"{memory.engine:.1f} GiB of weights on each, and {cache:.3f} MiB for each token in the KV cache"
+    )
+
+
+def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) -> Job:
+    """A checked recipe as the planner sees it."""
+    recipe = asked.recipe
+    return Job(
+        shape=shape_of_model(asked.base.path),
+        lengths=_lengths(asked, lengths, say),
+        rollout=recipe.rollout,
+        engine=recipe.engine,
+        trainer=recipe.trainer,
+        longest=asked.longest_prompt + recipe.sampling.max_tokens,
+        recomputes=recipe.algorithm.loss.anchor == "recomputed",
+        converses=recipe.workflow is not None,
+        reward_workers=recipe.rewards.workers,
+    )
+
+
+def shape_of_model(folder: Path) -> ModelShape:
+    """The shape of the model of a folder, from its config.json."""
+    facts, config = outlined(folder)
+    text = config.get_text_config()
+    return ModelShape(
+        parameters=facts.parameters,
+        layers=facts.layers,
+        hidden_size=facts.hidden_size,
+        heads=int(text.num_attention_heads),
+        kv_heads=facts.kv_heads,
+        head_dim=facts.head_dim,
+        vocab_size=facts.vocab_size,
+        tied=bool(text.tie_word_embeddings),
+    )
+
+
+def _lengths(asked: Outline, words: str | None, say: Callable[[str], None]) -> Lengths:
+    """What the user names; else the demonstrations, which the policy has learnt from; else an assumption."""
+    most = asked.sampling.max_tokens
+    prompt = round(fmean(len(one.token_ids) for one in asked.training))
+    if words is not None:
+        return lengths_of(words, prompt, most)
+    if asked.demonstrations and (asked.base.path / "tokenizer.json").is_file():
+        shown = [one for one in asked.demonstrations if isinstance(one, Question)][:_SHOWN]
+        known = encode_demonstrations(shown, load_tokenizer(asked.base.path), asked.base.context_length)
+        say(f"lengths of completions: those of {len(known):,} demonstrations; --lengths gives others")
+        return alone((len(one.completion_ids) for one in known), prompt, most)
+    say(
+        f"lengths of completions are not known: log-normal with a mean of {most * _ASSUMED_MEAN:.0f} tokens is "
+        "assumed, a third of sampling.max_tokens; --lengths gives others"
+    )
+    return LogNormalLengths(max(1.0, most * _ASSUMED_MEAN), _ASSUMED_SIGMA, most, prompt)
+
+
+def _connected(machine: MachineProfile, choice: PlanChoice) -> MachineProfile:
+    """The machine with the nodes and the network that are chosen."""
+    changes: dict[str, object] = {}
+    if choice.gpus is not None and choice.gpus < 2:
+        raise RecipeError([Problem(f"--gpus {choice.gpus}", "one trains and one generates", "at least 2")])
+    if choice.nodes is not None:
+        gpus = choice.gpus or 0
+        if choice.nodes < 1 or gpus % choice.nodes or not gpus:
+            found = f"{gpus or 'no'} GPUs cannot be shared out to {choice.nodes} nodes"
+            raise RecipeError([Problem(f"--nodes {choice.nodes}", found, "give --gpus as a multiple of --nodes")])
+        changes["node_devices"] = gpus // choice.nodes
+    if choice.network is not None:
+        rate = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit|tbit)", choice.network.lower())
+        if rate is None or not float(rate[1]):
+            remedy = "bits per second of one device, such as 400gbit"
+            raise RecipeError([Problem(f"--network {choice.network}", "is no rate", remedy)])
+        changes["network_bandwidth"] = _REACHED * float(rate[1]) * _UNITS[rate[2]] / 8
+    return msgspec.structs.replace(machine, **changes)
+
+
+def as_json(found: RunPlan) -> str:
+    """One JSON object."""
+    return msgspec.json.format(msgspec.json.encode(found)).decode()
+
+
+def rank_share(one: LayoutPrediction) -> float:
+    """The share of the devices that trains."""
+    return one.ranks / (one.ranks + one.engines * one.tensor)
+
+
+def named(one: LayoutPrediction) -> str:
+    """A layout in a few words."""
+    of = f" of {one.tensor}" if one.tensor > 1 else ""
+    return f"{one.engines:,} engines{of}, {one.ranks:,} ranks, {one.step_seconds:,.3g} s a step"
+
+
+def table(found: RunPlan) -> str:
+    """The layouts for people, best first, and why the second is worse."""
+    names = "engines  tensor  ranks  micro-batch  eta  in flight  step s  tokens/s  gen busy  train busy"
+    heads = f"{names}  stale mean  p99  recomputed  GiB  hours  device-h".split("  ")
+    rows = [
+        [
+            f"{one.engines}",
+            f"{one.tensor}",
+            f"{one.ranks}",
+            f"{one.micro_batch_tokens:,}",
+            "inf" if one.max_staleness is None else f"{one.max_staleness:g}",
+            f"{one.max_in_flight:,}",
+            f"{one.step_seconds:.3g}",
+            f"{one.tokens_per_second:,.0f}",
+            f"{one.busy['engine-0']:.0%}",
+            f"{one.busy['trainer']:.0%}",
+            f"{one.staleness.mean:.2f}",
+            f"{one.staleness.p99}",
+            f"{one.recomputed:.1%}",
+            f"{one.memory_gib:.1f}",
+            f"{one.hours:.3g}",
+            f"{one.device_hours:.3g}",
+        ]
+        for one in found.layouts
+    ]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (heads, *rows)]
+    said = f"machine {found.machine}; completions of {found.mean_length:,.0f} tokens in the mean"
+    return "\n".join([said, *lines, _LEGEND, *_why(found)])
+
+
+def _why(found: RunPlan) -> list[str]:
+    """Why the second best is worse."""
+    if len(found.layouts) < 2:
+        return []
+    first, second = found.layouts[:2]
+    if found.goal == "staleness" and second.staleness.mean > first.staleness.mean:
+        versions = f"{second.staleness.mean:.2f} versions in the mean, against {first.staleness.mean:.2f}"
+        return [f"the second is staler: {versions} of the first"]
+    of_cost = found.goal == "cost"
+    more = second.device_hours / first.device_hours if of_cost else second.hours / first.hours
+    takes = f"takes {more - 1:.1%} more {'device-hours' if of_cost else 'time'}"
+    if (first.engines, first.ranks, first.tensor) == (second.engines, second.ranks, second.tensor):
+        one, other = ("inf" if each.max_staleness is None else f"{each.max_staleness:g}" for each in (first, second))
+        return [f"the second {takes}: it is the first with eta {other} in place of {one}"]
+    idle = "training" if second.waits_for == "generation" else "generation"
+    share = second.busy["trainer"] if idle == "training" else second.busy["engine-0"]
+    return [f"the second {takes}: a step waits for {second.waits_for}, and {idle} is busy for {share:.0%} of it"]

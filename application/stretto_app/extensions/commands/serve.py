@@ -1,0 +1,169 @@
+"""`stretto serve`: one model folder over HTTP, by an engine in this process."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from stretto.conversation.tool_calls import form_of
+from stretto.core.errors import Problem, RecipeError
+from stretto.core.records import Sampling
+from stretto.engine.config import EngineConfig
+from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
+from stretto.engine.http.server import EngineApp
+from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.generation import SharedGeneration
+from stretto.launch.preflight.engines import check_embedded
+from stretto.launch.recipe.recipe import Recipe, override, validate
+from stretto.model.hf.folder import inspect_model_folder
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.processes.http.names import HostNames, is_loopback
+from stretto.processes.kernel import event_loop
+from stretto_gateway.model import ServedModel
+from stretto_gateway.sampling import DISTRIBUTION, CallForms, SamplingRule
+from stretto_gateway.serve.app import ServeApp
+
+_KEY = re.compile(r"[!-~]+")
+KEEP_ALIVE_SECONDS = 120
+PATIENCE_SECONDS = 30.0
+_SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the completion
+_MESSAGES = "model.special_tokens_in_messages"
+_OF_A_RUN = {"transport": "give --host and --port", "base_port": "give --port"}
+
+
+def _served(overrides: Sequence[str]) -> Recipe:
+    """A recipe whose `[engine]` is that of ``engine.key=value`` words, for the engine of this process.
+
+    Raises:
+        RecipeError: words of another form, values that are not allowed (all of them), or another engine.
+    """
+    recipe = recipe_of_engines(Path(), overrides, {"count": "one engine is served"})
+    check_embedded(recipe.engine)
+    return recipe
+
+
+def recipe_of_engines(
+    model: Path,
+    overrides: Sequence[str],
+    refused: Mapping[str, str] = MappingProxyType({}),
+    sections: tuple[str, ...] = ("engine",),
+) -> Recipe:
+    """A recipe of which the model is given, and words ``engine.key=value`` or of other `sections`; `refused` are
+    further keys of the engine without a meaning, with what there is instead.
+
+    Raises:
+        RecipeError: words of another form, or values that are not allowed; all of them.
+    """
+    refused = {f"engine.{name}": instead for name, instead in (_OF_A_RUN | {**refused}).items()}
+    keys = [word.partition("=")[0].strip() for word in overrides]
+    problems = [
+        Problem(key, "is no setting here", f"give {' or '.join(f'{section}.key=value' for section in sections)}")
+        for key in keys
+        if key.partition(".")[0] not in sections and key != _MESSAGES
+    ]
+    problems += [Problem(key, "has no meaning for a server", refused[key]) for key in keys if key in refused]
+    if problems:
+        raise RecipeError(problems)
+    tree: dict[str, Any] = {"model": {"path": str(model)}, "task": {"kind": "arithmetic"}, "trainer": {}}
+    override(tree, overrides)
+    return validate(tree, "command line", overrides)
+
+
+def say_aloud(text: str) -> None:
+    print(text, flush=True)  # the caller may wait for the address
+
+
+def check_key(api_key: str | None) -> None:
+    """
+    Raises:
+        RecipeError: no header can hold the key.
+    """
+    if api_key is not None and not _KEY.fullmatch(api_key):
+        raise RecipeError(
+            [Problem("--api-key", "cannot be sent", "letters, digits and signs of ASCII, without spaces")]
+        )
+
+
+def serve(
+    model: Path,
+    *,
+    host: str,
+    port: int,
+    name: str | None = None,
+    api_key: str | None = None,
+    overrides: Sequence[str] = (),
+    say: Callable[[str], None] = say_aloud,
+) -> None:
+    """Serve a Hugging Face folder until SIGINT or SIGTERM; open requests are finished first.
+
+    Args:
+        name: the model's name for clients; by default the folder's name.
+        api_key: what clients must send as ``Authorization: Bearer KEY``, except for /health.
+
+    Raises:
+        UserError: the folder, an override or the address is wrong.
+    """
+    recipe = _served(overrides)
+    config, as_tokens = recipe.engine, recipe.model.special_tokens_in_messages
+    check_key(api_key)
+    folder = inspect_model_folder(model)
+    tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens)
+    bound = bind(host, port, "--port")
+    torch.set_num_threads(config.threads)
+    engine = NativeEngine.load(model, config)
+    generation = SharedGeneration(engine)
+    context = context_of(engine.longest_row, config)
+    rule = rule_of(tokenizer, context, grammars=True, seeds=True, vocabulary=folder.vocab_size)
+    served = ServedModel(model.resolve().name if name is None else name, tokenizer, rule, reasoning=False)
+    names = HostNames(host, loopback=True) if api_key is None and is_loopback(bound) else None
+    app = ServeApp(generation, served, EngineApp(generation), api_key=api_key or "", names=names)
+    server = GracefulServer(app, generation, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=PATIENCE_SECONDS)
+    allow_many_connections()
+    bound.listen()  # from here on connections wait instead of being refused
+    shown = f"[{host}]" if ":" in host else host
+    whole = "" if context == folder.context_length else f" of {folder.context_length:,} (engine.cache_gib)"
+    about = f"{folder.parameters:,} parameters, context {context:,}{whole}, {config.dtype}"
+    say(f"{served.name}: {folder.architecture}, {about}")
+    if api_key is None and not is_loopback(bound):
+        say("warning: other machines may use this server without a key; give --api-key (docs/how_to/gateway.md)")
+    say(f"serving at http://{shown}:{bound.getsockname()[1]}/v1")
+    event_loop.run(run_app(server, [bound], generation))
+
+
+def rule_of(
+    tokenizer: Tokenizer,
+    context: int,
+    *,
+    grammars: bool,
+    chosen: tuple[str, ...] = DISTRIBUTION,
+    seeds: bool = False,
+    vocabulary: int = 2**31,
+) -> SamplingRule:
+    """How clients may have a model sampled; see `SamplingRule`. `grammars`: its engines follow them."""
+    default = Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids)
+    forms = CallForms(form_of(tokenizer.chat_template), tokenizer.vocabulary) if grammars else None
+    return SamplingRule(default, context, chosen, forms, seeds, vocabulary)
+
+
+def context_of(longest_row: int, config: EngineConfig) -> int:
+    """Tokens that a prompt and its completion may have together: those of the longest row of the KV cache.
+
+    Raises:
+        RecipeError: the KV cache is too small for any.
+    """
+    if longest_row < _SHORTEST_CONTEXT:
+        found = f"{config.cache_gib:g} is too small a KV cache for any prompt with a completion"
+        raise RecipeError([Problem("engine.cache_gib", found, "give more")])
+    return longest_row
+
+
+def allow_many_connections() -> None:
+    """Raise the limit of open files, one for each connection, from its soft value (often 1,024) to the hard one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,55 @@
+"""Checks of `[cluster]`: whether machines that the run needs can join, and where."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.launch.recipe.recipe import Recipe
+from stretto.processes.http.reach import unreachable
+from stretto.processes.tls import server_context
+from stretto_cluster.address import bound
+from stretto_cluster.placing import NO_RAY, PlaceAgents, RayPlacerSpec, has_ray, look
+
+
+def check_cluster(recipe: Recipe) -> None:
+    """Raises RecipeError: machines that the run needs cannot join, or not where and how the recipe says."""
+    config = recipe.cluster
+    problems = [NO_RAY] if config.placer == "ray" and not has_ray() else []
+    if config.placer == "ray" and ":" in config.ray and (fault := unreachable(config.ray)):
+        remedy = "ray start --head there, or --ray local for a cluster of this machine"
+        problems.append(Problem(f"cluster.ray: {config.ray!r}", f"no Ray cluster answers: {fault}", remedy))
+    ranks = recipe.trainer.remote_ranks
+    if ranks and not config.listen and config.placer != "ray":
+        found, remedy = "and cluster.listen is empty: no machine can join", 'give cluster.listen="HOST:PORT"'
+        problems.append(Problem("trainer.remote_ranks", f"{ranks}, {found}", remedy))
+    try:
+        server_context(config.tls or "")
+    except RecipeError as error:
+        problems += error.problems
+    try:
+        within = config.listen != "" and _is_loopback(config.listen)
+    except RecipeError as error:
+        problems += error.problems
+    else:
+        if ranks and (config.listen or config.placer == "ray") and not within and not config.trusted_network:
+            found = f"false, and trainer.remote_ranks = {ranks}: collectives know neither key nor encryption"
+            remedy = "true says that nobody else is on their network (docs/how_to/cluster.md)"
+            problems.append(Problem("cluster.trusted_network", found, remedy))
+    if problems:
+        raise RecipeError(problems)
+
+
+def check_ray(recipe: Recipe) -> None:
+    """Raises RecipeError: the Ray cluster that is to start the engines is not there, or could never have them all."""
+    config, engine = recipe.cluster, recipe.engine
+    if config.placer == "ray":
+        spec = RayPlacerSpec("preflight", config.ray, (), cpus=engine.threads, gpus=config.gpus, seconds=config.wait)
+        look(spec, PlaceAgents(engine.count, recipe.trainer.remote_ranks), recipe.deadlines.start)
+
+
+def _is_loopback(listen: str) -> bool:
+    """Whether an address, which can be had, is one of the loopback interface."""
+    with bound(listen) as reserved:
+        host: str = reserved.getsockname()[0]
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback

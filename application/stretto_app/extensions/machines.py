@@ -1,0 +1,395 @@
+"""Other machines in a run: the gate where they join, the server of weights, and the engines that they bring."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from stretto.core.errors import DeadlineExceeded, Problem, RecipeError
+from stretto.core.events import Span
+from stretto.core.tasks import NamedTasks, first_of
+from stretto.launch.assemble.machines import MachineParts
+from stretto.launch.assemble.specs import CONTROL, WEIGHTS_KEY, Endpoints, engine_role, engine_spec, own_address
+from stretto.launch.preflight.checks import medium_of
+from stretto.launch.preflight.descriptors import no_room_for
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe
+from stretto.loop.engines.handle import EngineHandle
+from stretto.loop.engines.pool import EnginePool
+from stretto.loop.records.tenure import Tenure
+from stretto.processes.handshake import new_key
+from stretto.processes.role import RoleProcess
+from stretto.processes.spawn import TOKEN, Spawner
+from stretto.processes.supervisor import RestartBudget, Supervisor
+from stretto.processes.tls import client_context
+from stretto.store.folder.run_folder import RunFolder
+from stretto.weights.config import ChosenMedium
+from stretto.weights.folder import release
+from stretto_app.extensions.ray_agents import RayAgents, placing_seconds
+from stretto_app.extensions.remote_ranks import RemoteRanks
+from stretto_cluster.address import bound
+from stretto_cluster.gate import Doors, Gate
+from stretto_cluster.guest import guest
+from stretto_cluster.join_file import JOIN, PATIENCE_SECONDS, JoinFile, read_join_file
+from stretto_cluster.machine import JoinedMachine
+from stretto_cluster.messages import AGENTS_TLS, Join, RunTerms
+from stretto_cluster.placing import RayPlacerSpec
+from stretto_cluster.succession import RunSuperseded, tell
+from stretto_cluster.weights.role import WeightsServerSpec
+
+_WEIGHTS_ROLE = "stretto_cluster.weights.role"
+_STOP_GRACE = 1.0
+_ANYWHERE = "0.0.0.0:0"
+_LOOK_SECONDS = 1.0
+_MOST_ENGINES = 1024
+_FIRST = asyncio.FIRST_COMPLETED
+
+
+@dataclass
+class Cluster:
+    """The machines of a run. `engines` may grow and shrink by `stretto scale`, and by machines that come and go."""
+
+    plan: Plan
+    folder: RunFolder
+    endpoints: Endpoints
+    engines: EnginePool
+    report: Callable[[str], None]
+    spawner: Spawner
+    identity: JoinFile
+    tenure: Tenure
+    weights_port: int = 0
+    weights_key: str = field(default_factory=lambda: secrets.token_hex(32))
+    _next: int = 0
+    _address: str = ""  # where machines join
+    _scaling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _tasks: NamedTasks = field(default_factory=NamedTasks)
+    _ray: RayAgents | None = None
+    _hosts: dict[str, JoinedMachine] = field(default_factory=dict)  # of guests, by engine
+
+    def __post_init__(self) -> None:
+        self._next = len(self.engines.names)
+        self.ranks = RemoteRanks(self.plan.recipe.deadlines.start / 2)
+        self._context = client_context(self.plan.recipe.cluster.tls or "")
+        doors = Doors(
+            terms=self._terms,
+            joined=self._joined,
+            scale=self.scale,
+            say=self.report,
+            logs=self.folder.logs,
+            superseded=self._superseded,
+            refuses=lambda join: _why_not(self.plan.recipe, join),
+        )
+        self.gate = Gate(self.identity.run, self.identity.token, doors)
+        self.engines.announce_with(self.gate.publish)
+
+    async def open(self) -> None:
+        """Listen for commands, and for machines if the recipe says where.
+
+        Raises:
+            RecipeError: an address cannot be had.
+        """
+        config, medium = self.plan.recipe.cluster, self.medium
+        self.report(f"weights.medium is {medium.medium}: {medium.reason}")
+        control = await self.gate.open(f"unix:{self.endpoints.sockets}/{CONTROL}")
+        address = ""
+        if listen := config.listen or (_ANYWHERE if config.placer == "ray" else ""):
+            self._serve_weights(listen)
+            address = await self.gate.open(listen, config.tls or "")
+            host, _, port = address.rpartition(":")
+            address = f"{own_address() if host in ('0.0.0.0', '[::]') else host}:{port}"
+            self._address = address
+            self.report(
+                f"machines can join: stretto engine --join {address} (the token is in {self.folder.path / JOIN})"
+            )
+        tls = str(Path(config.tls).absolute()) if config.tls else ""
+        patience = PATIENCE_SECONDS + (placing_seconds(config.wait) if config.placer == "ray" else 0.0)
+        told = msgspec.structs.replace(self.identity, address=address, control=control, tls=tls, patience=patience)
+        write_join_file(self.folder, told)
+        for before in told.before:
+            if before != address:
+                self._tasks.add(f"succession to {before}", self._tell(told, before))
+        if config.placer == "ray":
+            await self._place_by_ray(address)
+
+    @property
+    def medium(self) -> ChosenMedium:
+        """How weights reach the engines, and why."""
+        return medium_of(self.plan.recipe)
+
+    async def supervise(self) -> NoReturn:
+        """Keep the server of weights alive, and the placer of Ray.
+
+        Raises:
+            RoleDied: one of them dies too often.
+        """
+        await self._tasks.watch()
+
+    def drain_spans(self) -> list[Span]:
+        """What the mirrors of other machines did since the last call."""
+        spans = []
+        for machine in self.gate.machines.values():
+            spans += machine.spans
+            machine.spans = []
+        return spans
+
+    async def close(self, why: str, again: bool) -> None:
+        """Dismiss every machine."""
+        if self.folder.is_ours():
+            write_join_file(self.folder, self.identity)  # its name and token are those of the run when it goes on
+        await self.gate.close(why, again)
+        await self._tasks.close()
+        if self._ray is not None:
+            await self._ray.close()
+
+    async def _tell(self, known: JoinFile, before: str) -> None:
+        try:
+            if said := await tell(known, before, self.tenure, self.plan.recipe.cluster.tls or ""):
+                self.report(said)
+        except RunSuperseded as newer:
+            self._remember(newer.epoch, newer.address)
+            raise
+        except DeadlineExceeded as late:  # a resume looks for it again
+            self.report(str(late))
+            return
+        others = tuple(address for address in self.identity.before if address != before)
+        self.identity = msgspec.structs.replace(self.identity, before=others)
+
+    def _superseded(self, epoch: int, address: str) -> None:
+        if not self.identity.superseded:  # else it ends already
+            self._remember(epoch, address)  # before the newer one hears that it was heard
+            self._tasks.add("superseded", self._give_way(epoch, address))
+
+    def _remember(self, epoch: int, address: str) -> None:
+        """Put it into the run folder that a newer conductor has the run: a resume of this folder is refused."""
+        before = _with(self.identity.before, address)
+        self.identity = msgspec.structs.replace(self.identity, before=before, superseded=epoch)
+        if self.folder.is_ours():
+            write_join_file(self.folder, self.identity)
+
+    async def _give_way(self, epoch: int, address: str) -> NoReturn:
+        raise RunSuperseded(self.identity.run, epoch, address)
+
+    async def _place_by_ray(self, address: str) -> None:
+        recipe = self.plan.recipe
+        tls = ("--tls", recipe.cluster.tls) if recipe.cluster.tls else ()
+        spec = RayPlacerSpec(
+            run=self.identity.run,
+            address=recipe.cluster.ray,
+            join=("--join", address, "--patience", f"{recipe.cluster.wait:g}", *tls),
+            cpus=recipe.engine.threads,
+            gpus=recipe.cluster.gpus,
+            seconds=recipe.cluster.wait,
+        )
+        self._ray = RayAgents(recipe.deadlines, self.folder.role_log("ray"), spec, self.identity.token, self.report)
+        await self._ray.place(recipe.engine.count, recipe.trainer.remote_ranks)
+        self._tasks.add("ray", self._ray.supervise())
+
+    # ── the server of weights ────────────────────────────────────────────────────────────────────
+
+    def _serve_weights(self, listen: str) -> None:
+        key_file = self.endpoints.sockets / WEIGHTS_KEY
+        key_file.touch(0o600)
+        key_file.write_text(self.weights_key)
+        reserved = bound(listen, 0)
+        host, self.weights_port = reserved.getsockname()[:2]
+        spec = WeightsServerSpec(
+            run=self.endpoints.mailbox,
+            folder=str(self.endpoints.mailbox_folder),
+            model=str(self.folder.policy(0)),
+            address=f"{host}:{self.weights_port}",
+            key_file=str(key_file),
+            tls=self.plan.recipe.cluster.tls,
+        )
+        self._tasks.add("weights", self._keep_serving(spec, reserved))
+
+    async def _keep_serving(self, spec: WeightsServerSpec, reserved: socket.socket) -> None:
+        deadlines = self.plan.recipe.deadlines
+        process = RoleProcess("weights", _WEIGHTS_ROLE, self.folder.role_log("weights"), deadlines.hung, self.spawner)
+        restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
+        supervisor = Supervisor(
+            "the server of weights", lambda: process.start(spec, 1), restarts, self.report, str(process.log)
+        )
+        with reserved:  # nobody else gets its port
+            try:
+                await supervisor.begin()
+                await supervisor.keep(process.ended)
+            finally:
+                await process.stop(_STOP_GRACE)
+
+    # ── machines ─────────────────────────────────────────────────────────────────────────────────
+
+    def _terms(self) -> RunTerms:
+        return RunTerms(
+            run=self.identity.run,
+            mailbox=self.endpoints.mailbox,
+            weights_port=self.weights_port,
+            weights_key=self.weights_key,
+            delta=self.plan.recipe.weights.delta,
+            size=self.plan.base.parameters * 4,
+            published=self.engines.published,
+            lease=self.plan.recipe.cluster.lease,
+            hung=self.plan.recipe.deadlines.hung,
+            tenure=self.tenure,
+            pull=self.plan.recipe.deadlines.pull,
+        )
+
+    def _joined(self, machine: JoinedMachine) -> None:
+        if machine.kind == "rank":
+            self.report(f"{machine.host} has joined: it takes {len(machine.places)} rank(s) of the trainer")
+            self.ranks.joined(machine)
+            self._tasks.add(machine.name, self._let_go(machine))
+            return
+        names = [self._join(machine, place) for place in range(len(machine.places))]
+        self.report(f"{machine.host} has joined: it starts {', '.join(names)}, with weights over the network")
+        self._tasks.add(machine.name, self._look_after(machine, names))
+
+    async def _let_go(self, machine: JoinedMachine) -> None:
+        """A machine of ranks may leave at any time: the trainer is then started anew with what is there."""
+        await first_of(machine.leaving, machine.lost)
+        if not machine.lost.done():
+            self.report(f"{machine.host} has left, with its rank(s) of the trainer: {machine.leaving.result()}")
+            machine.dismiss(machine.leaving.result())
+
+    def _join(self, machine: JoinedMachine, number: int) -> str:
+        plan, place = self.plan, machine.places[number]
+        spec = msgspec.structs.replace(
+            engine_spec(plan.recipe, Path(machine.model), self.endpoints, self._take_number(), published=True),
+            address=place.address,
+            mailbox_folder=machine.mailbox_folder,
+            scratch=place.scratch,
+            kernels=None,
+            tls=AGENTS_TLS if plan.recipe.cluster.tls else "",
+        )
+        recipe, changed = plan.recipe, self.engines.changed
+        role, interval = engine_role(recipe.engine), recipe.engine.load_interval
+        self._hosts[spec.name] = machine
+        pool, deadlines = self.engines, recipe.deadlines
+        told = pool.proving, interval, self._context, lambda: pool.published
+        pool.join(guest(spec, number, machine, role, deadlines, changed, *told))
+        return spec.name
+
+    def _take_number(self) -> int:
+        number, self._next = self._next, self._next + 1
+        return number
+
+    async def _look_after(self, machine: JoinedMachine, names: list[str]) -> None:
+        """Drain a machine's engines when it asks for it, and let it go when it has none; returns when it is gone."""
+        while not (machine.leaving.done() or machine.lost.done()):
+            await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
+            if not any(self.engines.has(name) for name in names):
+                machine.dismiss("its engines have left the run, whose log says why")
+                break
+        if machine.leaving.done() and not machine.lost.done():
+            await self.engines.drain(names, machine.leaving.result())
+            machine.dismiss(machine.leaving.result())
+        await machine.lost
+        for name in names:
+            self._hosts.pop(name, None)
+            await self.engines.leave(name, f"{machine.host} {machine.lost.result()}")
+
+    # ── stretto scale ────────────────────────────────────────────────────────────────────────────
+
+    async def scale(self, wanted: int) -> str:
+        """Bring the number of engines to `wanted`; the sentence for the user.
+
+        Raises:
+            RecipeError: there cannot be so few, or the run cannot start more.
+        """
+        if not 1 <= wanted <= _MOST_ENGINES:
+            raise RecipeError(
+                [Problem("engines", str(wanted), f"a run needs one engine at least, and has {_MOST_ENGINES:,} at most")]
+            )
+        async with self._scaling:
+            return await self._scale(wanted)
+
+    async def _scale(self, wanted: int) -> str:
+        names = self.engines.names
+        if wanted > len(names):
+            return await self._grow(wanted)
+        leaving = names[wanted:]
+        await self.engines.drain(leaving, "stretto scale")
+        for name in leaving:
+            self._dismiss_if_empty(name)
+            release(self.endpoints.mailbox, self.endpoints.mailbox_folder, name)
+        if self._ray is not None:
+            await self._ray.place(wanted, self.plan.recipe.trainer.remote_ranks)
+        return f"{wanted} engines" + (f"; {', '.join(leaving)} left" if leaving else "")
+
+    async def _grow(self, wanted: int) -> str:
+        config = self.plan.recipe.cluster
+        if self._ray is not None:
+            await self._ray.place(wanted, self.plan.recipe.trainer.remote_ranks)
+            return f"{wanted} engines; Ray is starting them"
+        if config.placer != "local":
+            remedy = f"start them on machines: stretto engine --join {self._address}"
+            raise RecipeError([Problem("engines", f"cluster.placer is {config.placer!r}", remedy)])
+        started = [self._start_one() for _ in range(wanted - len(self.engines.names))]
+        return f"{len(self.engines.names)} engines; {', '.join(started)} are starting"
+
+    def _start_one(self) -> str:
+        recipe = self.plan.recipe
+        spec = engine_spec(recipe, self.folder.policy(0), self.endpoints, self._take_number(), published=True)
+        role, interval, logs = engine_role(recipe.engine), recipe.engine.load_interval, self.folder.logs
+        pool = self.engines
+        facts = role, self.spawner, pool.changed, pool.proving, interval
+        pool.join(EngineHandle.on_this_machine(spec, logs, recipe.deadlines, *facts))
+        return spec.name
+
+    def _dismiss_if_empty(self, name: str) -> None:
+        machine = self._hosts.pop(name, None)
+        if machine is not None and machine not in self._hosts.values():
+            machine.dismiss("stretto scale")
+
+
+def cluster_of(parts: MachineParts) -> Cluster:
+    """The machines of a run, under the name and the token that its folder has."""
+    known = identity_of(parts.folder)
+    return Cluster(
+        parts.plan, parts.folder, parts.endpoints, parts.engines, parts.report, parts.spawner, known, parts.tenure
+    )
+
+
+def _why_not(recipe: Recipe, join: Join) -> str:
+    """Why a machine may not join the run; "" if it may."""
+    if join.kind not in ("engine", "rank"):
+        return f"there is no role {join.kind!r}; machines run an engine or a rank"
+    if join.kind == "rank" and not recipe.trainer.remote_ranks:
+        return "the run's trainer has no ranks on other machines (trainer.remote_ranks = 0)"
+    if join.kind == "engine" and recipe.engine.addresses:
+        return "the run's engines are the servers of engine.addresses; it takes machines for ranks alone"
+    place, section = ("trainer", recipe.trainer) if join.kind == "rank" else ("engine", recipe.engine)
+    if section.device == "cuda" and not join.gpu:
+        return f"{place}.device is 'cuda', and this machine shows no GPU (/dev/nvidia*, CUDA_VISIBLE_DEVICES)"
+    return no_room_for(join.count) if join.kind == "engine" else ""
+
+
+def write_join_file(folder: RunFolder, content: JoinFile) -> None:
+    """Write it, for our user alone."""
+    part = folder.path / f".{JOIN}.{os.getpid()}.part"
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+    part.replace(folder.path / JOIN)
+
+
+def identity_of(folder: RunFolder) -> JoinFile:
+    """Name and token of the run: those that it has, so that machines find it again after a crash."""
+    try:
+        known = read_join_file(folder.path)
+    except RecipeError:
+        known = JoinFile(run=f"{folder.path.name}-{secrets.token_hex(4)}", token=new_key())
+    token = os.environ.pop(TOKEN, "") or known.token  # the roles would inherit it
+    before = _with(known.before, known.address or known.control)  # one for each conductor
+    return msgspec.structs.replace(known, token=token, address="", control="", tls="", before=before)
+
+
+def _with(before: tuple[str, ...], address: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*before, *filter(None, (address,)))))

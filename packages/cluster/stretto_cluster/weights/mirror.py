@@ -1,0 +1,253 @@
+"""A run's weights on another machine: one mirror per machine pulls versions into a local mailbox; without torch.
+
+    pull        stretto-<run>-v000007.<pid>.partial   from the weights server, on from where a transfer broke off
+    verify      every byte, by the checksums of the publication itself
+    switch      stretto-<run>-v000007.weights         as the publisher does it: engines of the machine read it with
+                                                      `SharedMemorySubscriber` and do not know the difference
+
+What is torn, of another run, or not what was asked for is never switched in. The versions of a past that the run has
+abandoned (it was resumed before them) are unlinked as soon as the server tells a lower newest one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from stretto.core.deadlines import standstill, waiting
+from stretto.core.errors import TornPublication, WireError
+from stretto.weights.folder import KEPT, map_file, path_of, prefix, private, unlink, versions
+from stretto.weights.manifest import ModelFile, digest_of, manifest_of, verify
+from stretto_cluster.weights import delta
+from stretto_cluster.weights.source import Transfer, tls_context
+
+_DELTA = "delta:"
+_MEASURE_AGAIN = 16  # every so often the slower form is tried again
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A version that the local mailbox has now; `bytes` travelled for it, and `reason` says why in this form."""
+
+    version: int
+    bytes: int
+    seconds: float
+    delta: bool
+    reason: str
+
+
+class Mirror:
+    """Example::
+
+    mirror = Mirror("10.0.0.1:8400", key, run, Path("/dev/shm"))
+    await mirror.fetch_model(Path("/tmp/model"))
+    await mirror.pull(7)
+    SharedMemorySubscriber(run, Path("/dev/shm")).load(7)
+    """
+
+    def __init__(
+        self,
+        source: str,
+        key: str,
+        run: str,
+        folder: Path,
+        tls: Path | None = None,
+        *,
+        delta: Literal["auto", "always", "never"] = "auto",
+        patience: float = 10.0,
+        seconds: float = 600.0,
+    ) -> None:
+        """
+        Args:
+            source: ``host:port`` of the weights server.
+            tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; None if the server has none.
+            delta: whether the difference from a version that is here may travel instead of the whole: "auto" takes
+                what was the faster of the two, by its own measurements; "always" wherever the server makes one.
+            patience: seconds without a new byte, over all attempts, after which the server is lost.
+            seconds: without a byte that came or was checked, after which a pull ends. It may take as long as it likes.
+        """
+        prefix(run)
+        self.source, self.folder, self._key, self._run = source, folder, key, run
+        self._tls = tls_context(tls) if tls is not None else None
+        self._patience, self._seconds = patience, seconds
+        self._choice = _Choice(delta)
+        self.moved = 0  #: bytes that came or were checked, since the start
+        self._one = asyncio.Lock()  # one transfer at a time, so what a reply says is newest is so at its end
+        folder.mkdir(parents=True, exist_ok=True)
+
+    async def pull(self, version: int) -> Pulled:
+        """Have `version` in the local mailbox, verified; the newest two are kept. What is there already is compared by
+        its seal, and travels again only if the server has other bytes under this number.
+
+        Raises:
+            TornPublication: what came is not whole, or is not this version; nothing was switched.
+            WireError: the server does not have it (any more), or is that of another run.
+            RefusedRequest: the key is not that of the run.
+            SourceLost: the server cannot be reached, or broke off and did not come back.
+            DeadlineExceeded: nothing of it came, or was checked, for too long.
+            OSError: no room, with the path; nothing was switched, nothing is left.
+        """
+        return await self._in_thread(f"version {version}", partial(self._pull, version))
+
+    async def fetch_model(self, folder: Path) -> None:
+        """The model folder of version 0, every file checked by its digest; it appears as a whole.
+
+        Raises:
+            WireError: the folder is there with other files; and as for `pull`.
+        """
+        await self._in_thread("the model folder", partial(self._fetch_model, folder))
+
+    async def _in_thread(self, what: str, work: Callable[[Transfer], T]) -> T:
+        """Run `work`; when it is cancelled or late, its connection is closed and it switches nothing."""
+        with waiting("the mirror", "its transfer before", self._seconds):
+            await self._one.acquire()
+        try:
+            transfer = Transfer(self.source, self._key, self._run, self._tls, self._patience, self._has_moved)
+            async with standstill("the mirror", f"{what} from {self.source}", self._seconds, self._so_far):
+                task = asyncio.ensure_future(asyncio.to_thread(work, transfer))
+                try:
+                    return await asyncio.shield(task)
+                except asyncio.CancelledError:
+                    transfer.stop()
+                    await asyncio.wait([task])  # at most as long as a connection takes
+                    if not task.cancelled():
+                        task.exception()
+                    raise
+        finally:
+            self._one.release()
+
+    def _has_moved(self, size: int) -> None:
+        self.moved += size
+
+    async def _so_far(self) -> int:
+        return self.moved
+
+    def _pull(self, version: int, transfer: Transfer) -> Pulled:
+        start = time.perf_counter()
+        unlink(self.folder.glob(f"{prefix(self._run)}*.{os.getpid()}.partial"))
+        base = self._base(version)
+        asked, reason = self._choice.delta(base is not None)
+        try:
+            form = self._bring(version, transfer, base if asked else None)
+        except TornPublication:
+            if not transfer.form.startswith(_DELTA):
+                raise
+            form, reason = self._bring(version, transfer, None), "the delta gave other bytes"
+        seconds = time.perf_counter() - start
+        if form:
+            size = path_of(self._run, self.folder, version).stat().st_size
+            self._choice.took(asked, seconds / size)
+        self._forget_abandoned(transfer.newest)
+        unlink(file for _, file in versions(self._run, self.folder)[:-KEPT])
+        said = form if ":" in form else f"{form}: {reason}" if form else "it was here already"
+        return Pulled(version, transfer.received, seconds, form.startswith(_DELTA), said)
+
+    def _bring(self, version: int, transfer: Transfer, base: Path | None) -> str:
+        """Transfer, verify, switch; returns the form in which it came, empty if it was here."""
+        path = path_of(self._run, self.folder, version)
+        came, made = (path.with_suffix(f".{part}.{os.getpid()}.partial") for part in ("came", "made"))
+        try:
+            place = f"/versions/{version}" + (f"?base={_seal(base)}" if base else "")
+            with open(came, "wb", buffering=0, opener=private) as file:
+                if not transfer.download(place, file, has=_seal(path)):
+                    return ""
+            whole = came
+            if base is not None and transfer.form.startswith(_DELTA):
+                whole = made
+                with open(made, "wb", buffering=0, opener=private) as file:
+                    delta.apply(map_file(base), map_file(came), file)
+            manifest, _ = verify(map_file(whole), version, self._has_moved)
+            if not transfer.tag.startswith(f'"{manifest.seal}'):
+                raise TornPublication(f"version {version} is whole, and not what the server has announced")
+            transfer.check_wanted()
+            self._forget_abandoned(transfer.newest)
+            whole.replace(path)
+            return transfer.form or "in full"
+        finally:
+            unlink([came, made])
+
+    def _base(self, version: int) -> Path | None:
+        """The newest version here but `version`."""
+        here = [path for number, path in versions(self._run, self.folder) if number != version]
+        return next((path for path in reversed(here) if _seal(path)), None)
+
+    def _forget_abandoned(self, newest: int | None) -> None:
+        if newest is not None:
+            unlink(file for number, file in versions(self._run, self.folder) if number > newest)
+
+    def _fetch_model(self, folder: Path, transfer: Transfer) -> None:
+        files = {file.name: file for file in transfer.read_json("/model", list[ModelFile])}
+        if wrong := [name for name in files if name != Path(name).name or name.startswith(".")]:
+            raise WireError(f"{self.source} lists a model file {wrong[0]!r}, which is no name of a file")
+        if folder.exists() and any(folder.iterdir()):
+            if _has(folder, files) != files.keys():
+                raise WireError(f"{folder} is there, and is not the model folder of run {self._run}")
+            return
+        making = folder.with_name(f".{folder.name}.partial")
+        making.mkdir(parents=True, exist_ok=True)
+        here = _has(making, files)
+        for file in files.values():
+            if file.name not in here:
+                path = making / file.name
+                path.unlink(missing_ok=True)
+                with open(path, "wb", buffering=0, opener=private) as opened:
+                    transfer.download(f"/model/{file.name}", opened)
+                if path.stat().st_size != file.size or digest_of(path) != file.digest:
+                    path.unlink()
+                    raise TornPublication(f"{file.name} of the model folder came with other bytes than listed")
+        unlink(path for path in making.iterdir() if path.name not in files)
+        transfer.check_wanted()
+        making.replace(folder)
+
+
+class _Choice:
+    """Whether a difference travels, or the whole."""
+
+    def __init__(self, config: Literal["auto", "always", "never"]) -> None:
+        self._config = config
+        self._seconds: dict[bool, float] = {}  # for a byte of a version, the last time: a delta asked for, or not
+        self._turns = 0
+
+    def delta(self, held: bool) -> tuple[bool, str]:
+        """Whether to ask for one, and why not; `held`: another version is here."""
+        if self._config == "never":
+            return False, 'weights.delta is "never"'
+        if not held:
+            return False, "no other version is here"
+        if self._config == "always" or len(self._seconds) < 2:
+            return True, "the server makes no deltas"
+        self._turns += 1
+        faster = self._seconds[True] <= self._seconds[False]
+        whole, changed = (f"{self._seconds[form] * 1e9:.2f} s" for form in (False, True))
+        return faster != (self._turns % _MEASURE_AGAIN == 0), f"a GB took {whole} in full and {changed} as a delta"
+
+    def took(self, asked: bool, seconds: float) -> None:
+        """Seconds of a byte of the version; with a delta that was asked for and not made, its asking counts too."""
+        self._seconds[asked] = seconds
+
+
+def _seal(path: Path) -> str | None:
+    """That of a version that is here; None if it is not."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return manifest_of(file.fileno())[0].seal
+    except (FileNotFoundError, TornPublication):
+        return None
+
+
+def _has(folder: Path, files: dict[str, ModelFile]) -> set[str]:
+    """The files of `folder` that are as listed, and the names of those that are not listed at all."""
+    return {
+        path.name
+        for path in folder.iterdir()
+        if path.name not in files
+        or (path.stat().st_size == files[path.name].size and digest_of(path) == files[path.name].digest)
+    }

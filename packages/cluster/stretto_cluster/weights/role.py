@@ -1,0 +1,47 @@
+"""The process that serves a run's weights to other machines: ``python -m stretto_cluster.weights.role SPEC``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.records import Record
+from stretto.processes.heartbeat import begin_role
+from stretto.processes.run_role import run_role
+from stretto_cluster.weights.server import WeightsApp, serve
+
+
+class WeightsServerSpec(Record, frozen=True):
+    """What is served, and where.
+
+    `key_file` holds the key: what stands on a command line, all users of the machine can read. `tls` is a folder with
+    ``ca.pem``, ``cert.pem`` and ``key.pem``, or None.
+
+    Example: ``WeightsServerSpec("a1b2", "/dev/shm", "runs/first/policy/v000000", "0.0.0.0:8400", "/tmp/s/key")``
+    """
+
+    run: str
+    folder: str
+    model: str
+    address: str
+    key_file: str
+    tls: str | None = None
+
+
+def main(arguments: list[str]) -> int:
+    """Play the role until the conductor ends it. What it fails of is the log's last line."""
+    spec = msgspec.json.decode(arguments[0], type=WeightsServerSpec)
+    begin_role()
+    return run_role(lambda: _serve(spec), lambda failed: print(f"weights: {failed.problem}", file=sys.stderr))
+
+
+def _serve(spec: WeightsServerSpec) -> None:
+    key = Path(spec.key_file).read_text().strip()
+    app = WeightsApp(spec.run, Path(spec.folder), Path(spec.model), key)
+    serve(app, spec.address, Path(spec.tls) if spec.tls is not None else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

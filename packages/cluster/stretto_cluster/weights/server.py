@@ -1,0 +1,237 @@
+"""Publications and the model folder of a run over HTTP, for the mirrors of other machines; without torch.
+
+    GET /versions/7         the publication; its seal is the ETag
+    GET /versions/7?base=S  what makes it of the publication with the seal S (`weights.delta`), if that pays
+    GET /model              the files of version 0's model folder: [{"name", "size", "digest"}]
+    GET /model/NAME         one of them; its digest is the ETag
+
+Every request has the key as a bearer token and the run's name in `stretto-run`; every reply has the run and, in
+`stretto-newest`, the newest version; that of a publication has `stretto-form`, "delta" or "in full" with the reason.
+``Range: bytes=N-`` with ``If-Range`` goes on with a transfer that has broken off, ``If-None-Match`` saves one of what
+is there already. Files go out piece by piece, so memory does not grow with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import re
+import socket
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import TornPublication
+from stretto.processes.http.server import HttpServer, admit, settings_of
+from stretto.processes.kernel import event_loop
+from stretto.weights.folder import path_of, versions
+from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
+from stretto_cluster.weights.delta import Deltas, NoDelta
+
+_PIECE = 1 << 20
+_TAKE_SECONDS = 60.0  # in which a mirror takes a piece
+_SHUTDOWN_SECONDS = 1
+_VERSION = re.compile(r"/versions/(\d{1,12})")
+_OPEN_END = re.compile(rb"bytes=(\d{1,18})-")
+
+Headers = Mapping[bytes, bytes]
+
+
+class WeightsApp:
+    """What is served of one run, as an ASGI application.
+
+    Example: ``WeightsApp("a1b2", Path("/dev/shm"), Path("runs/first/policy/v000000"), key)``
+    """
+
+    def __init__(self, run: str, folder: Path, model: Path, key: str) -> None:
+        self._run, self._folder, self._model = run, folder, model
+        self._bearer = f"Bearer {key}".encode()
+        self._listed: dict[str, ModelFile] | None = None
+        self._listing = asyncio.Lock()
+        self._deltas = Deltas(run, folder)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        try:
+            self._check(scope, headers)
+            base = parse_qs(scope["query_string"].decode("ascii", "replace")).get("base", [""])[0]
+            await self._answer(scope["path"], base, headers, receive, send)
+        except _Refused as refused:
+            await self._reply(send, refused.status, "text/plain", str(refused).encode())
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self._bearer):
+            raise _Refused(401, "the key is not that of this run")
+        admit(scope)
+        if headers.get(RUN.encode()) != self._run.encode():
+            raise _Refused(409, f"this is the server of run {self._run}")
+        if scope["method"] != "GET":
+            raise _Refused(405, "there is nothing but GET")
+
+    async def _answer(self, path: str, base: str, headers: Headers, receive: Receive, send: Send) -> None:
+        if path == "/model":
+            files = list((await self._files()).values())
+            return await self._reply(send, 200, "application/json", msgspec.json.encode(files))
+        if asked := _VERSION.fullmatch(path):
+            return await self._send_version(int(asked[1]), base, headers, receive, send)
+        named = (await self._files()).get(path.removeprefix("/model/")) if path.startswith("/model/") else None
+        if named is None:
+            raise _Refused(404, f"nothing is at {path}")
+        with _opened(self._model / named.name, f"{named.name} is gone from the model folder") as file:
+            return await self._send_file(file, named.digest, headers, receive, send)
+
+    async def _send_version(self, version: int, base: str, headers: Headers, receive: Receive, send: Send) -> None:
+        with _opened(path_of(self._run, self._folder, version), f"version {version} is not published") as file:
+            try:
+                seal = manifest_of(file)[0].seal
+            except TornPublication as torn:
+                raise _Refused(500, f"version {version}: {torn}") from torn
+            form = ""
+            if base and headers.get(b"if-none-match") != _etag(seal):
+                try:
+                    path, said = await self._deltas.made(base, version, seal)
+                    with _opened(path, "the delta is gone") as delta:
+                        form = f"delta: {said}"
+                        return await self._send_file(delta, f"{seal}-{base}", headers, receive, send, form)
+                except (NoDelta, _Refused) as reason:
+                    form = f"in full: {reason}"
+            return await self._send_file(file, seal, headers, receive, send, form)
+
+    async def _files(self) -> dict[str, ModelFile]:
+        async with self._listing:  # the digests of a large model take seconds: once
+            if self._listed is None:
+                self._listed = await asyncio.to_thread(_list, self._model)
+            return self._listed
+
+    def _newest(self) -> int | None:
+        there = versions(self._run, self._folder)
+        return there[-1][0] if there else None
+
+    async def _send_file(
+        self, file: int, tag: str, asked: Headers, receive: Receive, send: Send, form: str = ""
+    ) -> None:
+        """The open file, or what the request lacks of it."""
+        etag, size = _etag(tag), os.fstat(file).st_size
+        if asked.get(b"if-none-match") == etag:
+            return await self._start(send, 304, {b"etag": etag})
+        end = _OPEN_END.fullmatch(asked.get(b"range", b"")) if asked.get(b"if-range") == etag else None
+        begin = int(end[1]) if end and int(end[1]) < size else 0
+        headers = {b"etag": etag, b"content-length": b"%d" % (size - begin)}
+        if form:
+            headers[FORM.encode()] = form.encode("latin-1", "replace")
+        if begin:
+            headers[b"content-range"] = b"bytes %d-%d/%d" % (begin, size - 1, size)
+        await self._start(send, 206 if begin else 200, headers, more=True)
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            while begin < size and not gone.done():
+                piece = os.pread(file, min(_PIECE, size - begin), begin)
+                if not piece:
+                    raise TornPublication("a file became shorter while it was sent")
+                begin += len(piece)
+                async with deadline("the weights server", "a mirror to take what it asked for", _TAKE_SECONDS):
+                    await send({"type": "http.response.body", "body": piece, "more_body": begin < size})
+                await asyncio.sleep(0)  # other mirrors
+            if not size:
+                await send({"type": "http.response.body"})
+        finally:
+            gone.cancel()
+
+    async def _reply(self, send: Send, status: int, media: str, body: bytes) -> None:
+        headers = {b"content-type": media.encode(), b"content-length": b"%d" % len(body)}
+        await self._start(send, status, headers, more=True)
+        await send({"type": "http.response.body", "body": body})
+
+    async def _start(self, send: Send, status: int, headers: Headers, *, more: bool = False) -> None:
+        newest = self._newest()
+        told = {RUN.encode(): self._run.encode()} | ({NEWEST.encode(): b"%d" % newest} if newest is not None else {})
+        # Who has no key is not told of the run.
+        await send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [*headers.items(), *(() if status == 401 else told.items())],
+            }
+        )
+        if not more:
+            await send({"type": "http.response.body"})
+
+
+class _Refused(Exception):
+    """A request that is answered with `status` and a sentence."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+def serve(app: WeightsApp, address: str, tls: Path | None) -> None:
+    """Serve at ``host:port`` until SIGTERM or SIGINT.
+
+    Args:
+        tls: a folder with ``ca.pem``, ``cert.pem`` and ``key.pem``: mirrors have to present a certificate of that
+            authority. None: the bytes travel as they are.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+    host, _, port = address.rpartition(":")
+    with bound(host, int(port)) as endpoint:
+        event_loop.run(server_of(app, tls).serve([endpoint]))
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address of this machine; port 0 takes a free one.
+
+    Raises:
+        OSError: the address cannot be had.
+    """
+    host = host.strip("[]")
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def server_of(app: WeightsApp, tls: Path | None = None) -> HttpServer:
+    """The server, for a socket that is bound already; `tls` as for `serve`."""
+    settings = settings_of(
+        app,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        ssl_certfile=str(tls / "cert.pem") if tls else None,
+        ssl_keyfile=str(tls / "key.pem") if tls else None,
+        ssl_ca_certs=str(tls / "ca.pem") if tls else None,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if tls else ssl.CERT_NONE,
+    )
+    return HttpServer(settings)
+
+
+async def _gone(receive: Receive) -> None:
+    """Until the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _etag(tag: str) -> bytes:
+    return f'"{tag}"'.encode()
+
+
+@contextmanager
+def _opened(path: Path, gone: str) -> Iterator[int]:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _Refused(404, gone) from None
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _list(model: Path) -> dict[str, ModelFile]:
+    files = sorted(path for path in model.iterdir() if path.is_file())
+    return {path.name: ModelFile(name=path.name, size=path.stat().st_size, digest=digest_of(path)) for path in files}

@@ -1,0 +1,54 @@
+"""The sections of a recipe in code: an editor completes and checks what they hold.
+
+Example::
+
+    from stretto import sections
+
+    trainer = sections.TrainerConfig(steps=100, learning_rate=1e-3)
+    rollout = sections.RolloutConfig(batch_size=4, group_size=8, max_staleness=2)
+
+A section that is made alone is checked by pydantic, and a mistake in it is pydantic's ``ValidationError`` with the name
+of the key. It is not a `stretto.RecipeError`: a recipe collects the mistakes of all of its sections, which a section
+that raised one would break off. Give a section as a dict, as in ``stretto.Recipe(trainer={"steps": 100}, ...)``, and
+the recipe says what is allowed and which key is near.
+"""
+
+from __future__ import annotations
+
+from stretto.engine.config import EngineConfig
+from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig
+from stretto.loop.config import DeadlinesConfig
+from stretto.model.hf.config import BuildConfig
+from stretto.rewards.config import RewardPart, RewardsConfig
+from stretto.rollout.config import RolloutConfig
+from stretto.store.ledger.config import StoreConfig
+from stretto.trainer.config import LoraConfig, SupervisedConfig, TrainerConfig
+from stretto.worlds.data.dataset import JsonlTask
+from stretto.worlds.sources.gym_source import GymSource
+from stretto.worlds.sources.rows_source import RowsSource
+from stretto.worlds.sources.task import DatasetTask
+from stretto.worlds.synthetic.arithmetic import ArithmeticTask
+from stretto.worlds.synthetic.programs import ProgramsTask
+
+__all__ = [
+    "ArithmeticTask",
+    "BuildConfig",
+    "DatasetTask",
+    "DeadlinesConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "GymSource",
+    "JsonlTask",
+    "LoggingConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "ProgramsTask",
+    "RewardPart",
+    "RewardsConfig",
+    "RolloutConfig",
+    "RowsSource",
+    "SamplingConfig",
+    "StoreConfig",
+    "SupervisedConfig",
+    "TrainerConfig",
+]

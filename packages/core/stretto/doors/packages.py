@@ -1,0 +1,63 @@
+"""Parts of a run that are in packages beside the core, found by name; a missing package is refused by name."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from stretto import __version__
+from stretto.core.errors import Problem, RecipeError
+
+_CORE, _APPLICATION = "stretto", "stretto_app"
+#: Packages that `pip install stretto` brings; each other one is an extra of it.
+_ALWAYS = (_APPLICATION, "stretto_report", "stretto_verify")
+
+
+def is_there(*packages: str) -> bool:
+    """Whether all of these packages are installed."""
+    return all(find_spec(package) is not None for package in packages)
+
+
+def check_packages(place: str, *packages: str) -> None:
+    """Check that packages are installed, in the version of the core.
+
+    Raises:
+        RecipeError: one is missing, or has another version; the problem is at `place`.
+    """
+    for package in packages:
+        shown = _distribution(package)
+        if not is_there(package):
+            raise RecipeError([Problem(place, f"needs {shown}, which is not installed", _remedy(package))])
+        version = getattr(import_module(package), "__version__", "none")
+        if version != __version__:
+            found = f"{shown} is version {version}, and {_CORE}-core is version {__version__}"
+            raise RecipeError([Problem(place, found, "all packages of stretto need one version")])
+
+
+def from_package(name: str, place: str, *needed: str) -> Any:
+    """Load ``package.module:name``.
+
+    Args:
+        place: the key, or the command, that asks for it.
+        needed: packages that its module imports, beside its own.
+
+    Raises:
+        RecipeError: as `check_packages`.
+    """
+    module, _, attribute = name.partition(":")
+    check_packages(place, module.partition(".")[0], *needed)
+    return getattr(import_module(module), attribute)
+
+
+def _distribution(package: str) -> str:
+    return _CORE if package == _APPLICATION else package.replace("_", "-")
+
+
+def _remedy(package: str) -> str:
+    """
+    >>> _remedy("stretto_cluster"), _remedy("stretto_report")
+    ("pip install 'stretto[cluster]'", 'pip install stretto')
+    """
+    extra = "" if package in _ALWAYS else package.removeprefix("stretto_")
+    return f"pip install '{_CORE}[{extra}]'" if extra else f"pip install {_CORE}"

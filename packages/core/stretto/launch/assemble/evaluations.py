@@ -1,0 +1,56 @@
+"""The evaluations of a run: its held-out questions, further sets, and the best policy by one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from stretto.launch.assemble.final_answers import FINAL_ANSWERS
+from stretto.launch.preflight.plan import Plan
+from stretto.loop.best import BestPolicy
+from stretto.loop.evaluation import Evaluations, Evaluator, PeriodicEvaluation
+from stretto.loop.records.recorder import Recorder
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.series.metrics import EvaluationLine, read_metrics, read_sets
+
+
+def with_samples(evaluator: Evaluator, plan: Plan) -> Evaluator:
+    """The evaluator with as many completions of each prompt as the recipe says, and the reward's final answers."""
+    chosen = plan.recipe.evaluation
+    return replace(evaluator, samples=chosen.samples, final_answer=FINAL_ANSWERS.get(plan.recipe.rewards.deciding))
+
+
+def evaluations(
+    plan: Plan, folder: RunFolder, held_out: Evaluator, recorder: Recorder, say: Callable[[str], None]
+) -> Evaluations:
+    """All evaluations of a run; `held_out` is that of its held-out questions."""
+    config = plan.recipe.evaluation
+    held_out = with_samples(held_out, plan)
+    best = _best(plan, folder, say) if config.keep_best or config.patience else None
+    first = PeriodicEvaluation(
+        held_out, recorder, config.every, config.minutes, best=best if not config.best_of else None
+    )
+    further = [
+        PeriodicEvaluation(
+            replace(held_out, prompts=prompts, samples=one.samples, name=one.name, keep=lambda samples: None),
+            recorder,
+            one.every,
+            one.minutes,
+            one.name,
+            best if config.best_of == one.name else None,
+        )
+        for one, prompts in plan.sets
+    ]
+    return Evaluations([first, *further], best)
+
+
+def _best(plan: Plan, folder: RunFolder, say: Callable[[str], None]) -> BestPolicy:
+    config = plan.recipe.evaluation
+    earlier: list[EvaluationLine] = []
+    if folder.metrics.exists():
+        earlier += (
+            read_sets(folder.metrics).get(config.best_of, []) if config.best_of else read_metrics(folder.metrics)[1]
+        )
+    return BestPolicy(
+        folder, say, keeps=config.keep_best, patience=config.patience, least_gain=config.least_gain, earlier=earlier
+    )

@@ -1,0 +1,310 @@
+"""The processes of a run: started together, replaced when they die, ended whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from stretto.core.canary import CANARY, CanaryRecord
+from stretto.core.errors import described
+from stretto.core.events import Span
+from stretto.core.tasks import gather_or_cancel, run_beside
+from stretto.launch.assemble.machines import MachineParts, Machines, machines_of
+from stretto.launch.assemble.specs import (
+    CONTROL,
+    WEIGHTS_KEY,
+    Endpoints,
+    engine_role,
+    engine_specs,
+    socket_folder,
+    trainer_spec,
+)
+from stretto.launch.assemble.workflows import Conversing, workflow_pool
+from stretto.launch.preflight.base import digest
+from stretto.launch.preflight.plan import Plan
+from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.proving import Proving
+from stretto.loop.engines.router import ExclusiveRouter, Router
+from stretto.loop.learner.link import TrainerLink
+from stretto.loop.learner.recovery import Recovery
+from stretto.loop.records.tenure import Tenure
+from stretto.loop.records.totals import Work
+from stretto.processes.spawn import Spawner
+from stretto.processes.stopping import StopSignal
+from stretto.processes.tree import own_resident_bytes, resident_bytes
+from stretto.rewards.service.pool import RewardPool
+from stretto.store import lock
+from stretto.store.files import identity
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.ledger import Ledger
+from stretto.weights.folder import SHARED, own, remove, remove_abandoned, shared_folder
+from stretto.worlds.workflows.pool import WorkflowPool
+
+_SOCKETS = ".sockets"  # holds the path of the folder with the sockets of a run
+_STOP_GRACE = 1.0
+_LAST_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The processes of a run."""
+
+    engines: EnginePool
+    trainer: TrainerLink
+    rewards: RewardPool
+    machines: Machines
+    workflows: Conversing | None = None
+
+    async def poll(self, patience: float | None = None) -> list[Span]:
+        """The spans of all roles since the last poll, and new counters for `work`; engines get `patience` seconds."""
+        of_engines = await self.engines.poll(patience)
+        return [
+            *of_engines,
+            *self.trainer.drain_spans(),
+            *self.rewards.drain_spans(),
+            *self.machines.drain_spans(),
+        ]
+
+    async def poll_unless(self, stop: StopSignal) -> list[Span]:
+        """`poll`; once a stop is requested, it waits a second for an engine that does not reply."""
+        spans = None if stop.requested else await stop.unless(self.poll())
+        return await self.poll(_LAST_POLL_SECONDS) if spans is None else spans
+
+    async def supervise(self) -> NoReturn:
+        """Replace roles that die or hang. One task does it as long as the roles run: a replacement that is cancelled
+        half-way leaves a role that is down.
+
+        Raises:
+            RoleDied: a role has died too often.
+        """
+        await gather_or_cancel(self.engines.supervise(), self.trainer.supervise(), self.machines.supervise())
+        raise AssertionError("a watcher never ends by itself")
+
+    def progress(self) -> object:
+        """Changes with all work of a role; of engines, as of the last poll."""
+        work = self.work()
+        ended = 0 if self.workflows is None else self.workflows.ended
+        roles = self.rewards.busy_seconds, self.trainer.progress, ended
+        return work.generated, work.recomputed, self.engines.busy(), *roles
+
+    def work(self) -> Work:
+        """The work of all roles so far; of engines, as of the last poll."""
+        busy = self.engines.busy() | {
+            "trainer": self.trainer.busy_seconds,
+            "rewards": self.rewards.busy_seconds / self.rewards.workers,
+            "conductor": time.process_time(),
+        }
+        return Work(
+            generated=round(self.engines.counted(lambda health: health.generated)),
+            recomputed=round(self.engines.counted(lambda health: health.recomputed)),
+            stopped=round(self.engines.counted(lambda health: health.wasted)),
+            unfinished=round(self.engines.counted(lambda health: health.unfinished)),
+            busy=busy,
+            generated_by=self.engines.generated(),
+        )
+
+    def resident(self) -> dict[str, int]:
+        """Bytes of memory by role, its descendants included; of engines, as of the last poll."""
+        pids = {"trainer": self.trainer.process.pids, "rewards": self.rewards.pids}
+        if isinstance(self.workflows, WorkflowPool):
+            pids["workflow"] = self.workflows.pids
+        found = {role: sum(map(resident_bytes, theirs)) for role, theirs in pids.items()}
+        return self.engines.resident() | found | {"conductor": own_resident_bytes()}
+
+
+def kept_proving(ledger: Ledger, version: int) -> Proving:
+    """The canaries of a run that goes on at this version, with what its ledger has of them, and keeps from now on. An
+    earlier stretto has kept nothing."""
+    proving = Proving()
+    proving.restore(ledger.get(CANARY, CanaryRecord) or CanaryRecord(since=version))
+    ledger.watch(CANARY, lambda: proving.record)
+    return proving
+
+
+@asynccontextmanager
+async def running_roles(
+    *,
+    plan: Plan,
+    folder: RunFolder,
+    version: int,
+    saved_step: int,
+    tenure: Tenure,
+    stop: StopSignal,
+    report: Callable[[str], None],
+    spawner: Spawner,
+    proving: Proving,
+) -> AsyncIterator[Roles]:
+    """Start every role, unless a stop is requested meanwhile; afterwards no process, socket or shared memory is left.
+
+    Args:
+        version: that of the run; the trainer reaches it from the checkpoint of step `saved_step`.
+        tenure: that of this conductor among those that the run has had.
+        proving: the canaries, of earlier processes too.
+        report: gets the sentences of the log: roles that were replaced, facts of a reward, roles that did not end well.
+    """
+    recipe = plan.recipe
+    with _endpoints(plan, folder, version) as endpoints:
+        model, deadlines = folder.policy(0), recipe.deadlines
+        recovery = Recovery(folder, recipe.store.keep_checkpoints)
+        engines = EnginePool(
+            engine_specs(recipe, model, endpoints),
+            folder.logs,
+            deadlines,
+            role=engine_role(recipe.engine),
+            load_interval=recipe.engine.load_interval,
+            router=ExclusiveRouter() if recipe.in_rounds else Router(),
+            spawner=spawner,
+            lag=recipe.cluster.lag,
+            kind=recipe.engine.kind,
+            patience=recipe.cluster.wait if recipe.cluster.placer != "local" else 0.0,
+            proving=proving,
+        )
+        machines = machines_of(MachineParts(plan, folder, endpoints, engines, report, spawner, tenure))
+        elsewhere = machines.ranks if recipe.trainer.remote_ranks else None
+        trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner, elsewhere=elsewhere)
+        rewards = _reward_pool(plan, folder, report)
+        workflows = workflow_pool(plan, folder.role_log("workflow"), report, folder)
+        asked = (rewards.start,) if workflows is None else (rewards.start, workflows.start)
+        trainer.report_to(report)
+        engines.report_to(report)
+        trainer.tell_canaries(proving)
+        proving.expect(report)
+        # Steps that are done again may take longer than an engine waits for its first weights.
+        train = partial(trainer.start, trainer_spec(plan, model, endpoints, folder.tokens), version)
+        serve = partial(engines.start, version)
+        finished = False
+        try:
+            starts = (train, serve) if version == saved_step else (partial(_in_turn, train, serve),)
+            await stop.unless(_up(machines, engines, recipe.cluster.wait, *asked, *starts))
+            record_facts(folder, rewards.facts)
+            yield Roles(engines, trainer, rewards, machines, workflows)
+            finished = not stop.requested
+        finally:
+            why = "the run has ended" if finished else "the run was stopped, and may go on"
+            of_workflows = () if workflows is None else (workflows.close(),)
+            await end_all(report, engines.stop(_STOP_GRACE), trainer.stop(_STOP_GRACE), rewards.close(), *of_workflows)
+            await end_all(report, machines.close(why, again=not finished))
+
+
+@contextmanager
+def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoints]:
+    """The endpoints of a run; all that is outside of its folder goes at the end, also when a second signal cuts the
+    wait for the roles short (the kernel ends them then)."""
+    mailbox = mailbox_name(folder)
+    _sweep(folder, mailbox)
+    remove_abandoned(SHARED)
+    with contextlib.ExitStack() as undo:
+        sockets, held = locked_socket_folder()
+        undo.callback(shutil.rmtree, sockets, ignore_errors=True)
+        undo.callback(os.close, held)
+        undo.callback(_forget_sockets, folder)
+        folder.write(_SOCKETS, f"{sockets}\n")
+        mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
+        undo.callback(os.close, own(mailbox, mailbox_folder))
+        undo.callback(remove, mailbox, mailbox_folder)
+        recorded = version == 0 or folder.kernels.exists()  # runs of an earlier stretto have none
+        yield Endpoints(mailbox, mailbox_folder, sockets, kernels=folder.kernels if recorded else None)
+
+
+def _forget_sockets(folder: RunFolder) -> None:
+    if folder.is_ours():
+        (folder.path / _SOCKETS).unlink(missing_ok=True)
+
+
+def locked_socket_folder() -> tuple[Path, int]:
+    """A new folder for sockets, and the descriptor that keeps other runs from removing it as long as this process
+    lives.
+
+    Raises:
+        RunFolderError: it cannot be locked; it is gone then.
+    """
+    sockets = socket_folder()
+    try:
+        return sockets, lock.acquire(sockets)
+    except BaseException:
+        (sockets / lock.NAME).unlink(missing_ok=True)
+        sockets.rmdir()  # unlike `rmtree`, this needs no descriptor
+        raise
+
+
+def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -> RewardPool:
+    def changed(sentence: str) -> None:
+        report(sentence)
+        try:
+            record_facts(folder, rewards.facts)
+        except OSError as error:  # the run goes on without it
+            report(f"not recorded: {described(error)}")
+
+    config, log, hung = plan.recipe.rewards, folder.role_log("rewards"), plan.recipe.deadlines.hung
+    rewards = RewardPool(config, log=log, on_change=changed, hung=hung, rows=plan.rows)
+    return rewards
+
+
+def _sweep(folder: RunFolder, mailbox: str) -> None:
+    """Remove the sockets and shared memory that a killed run left outside of its folder, and nothing else. In a copy of
+    a run folder the file names the sockets of the original: while that runs, they stay."""
+    remove(mailbox, SHARED)
+    with contextlib.suppress(OSError):  # there are none, or they are not ours: the next run has a folder of its own
+        sockets = Path((folder.path / _SOCKETS).read_text().strip())
+        if lock.is_held(sockets):
+            return
+        remove(mailbox, sockets)
+        for path in (*sockets.glob("engine-*.sock"), sockets / CONTROL):
+            if path.is_socket():
+                path.unlink()
+        (sockets / WEIGHTS_KEY).unlink(missing_ok=True)
+        if [path.name for path in sockets.iterdir()] == [lock.NAME]:
+            (sockets / lock.NAME).unlink()
+        sockets.rmdir()
+
+
+def mailbox_name(folder: RunFolder) -> str:
+    """The name under which a run publishes in shared memory: that of its folder's lock, which no other living run has,
+    wherever the folder is moved or copied to."""
+    return digest(identity(folder.path / lock.NAME))
+
+
+def record_facts(folder: RunFolder, facts: Mapping[str, str]) -> None:
+    """Write ``rewards.json``: the facts of a reward, such as the level of its sandbox."""
+    if facts:
+        folder.write("rewards.json", msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n")
+
+
+async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None]) -> None:
+    """Run all of them to their end; errors are reported."""
+    for end in await asyncio.gather(*ends, return_exceptions=True):
+        if isinstance(end, BaseException):
+            report(f"while the roles were ended: {end}")
+
+
+async def _up(
+    machines: Machines, engines: EnginePool, patience: float, *starts: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Open the gate, start all roles, and wait for the first engine: those that join may still be starting.
+
+    Raises:
+        StrettoError: a role cannot be started; or what serves other machines fails meanwhile, with its name.
+    """
+
+    async def up() -> None:
+        await machines.open()
+        await gather_or_cancel(*(start() for start in starts))
+        await engines.until_up(patience)
+
+    await run_beside(machines.supervise(), up())
+
+
+async def _in_turn(*starts: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    for start in starts:
+        await start()

@@ -1,0 +1,407 @@
+"""One run from its plan to its summary: roles start, the conductor runs, roles end.
+
+plan ─► warm start ─► policy/v000000 ─► roles up ─► evaluate ─► conduct ─► evaluate ─► roles down ─► plots
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, closing, nullcontext
+from dataclasses import dataclass
+
+from stretto.core.records import Update
+from stretto.core.tasks import run_beside
+from stretto.doors.packages import from_package
+from stretto.launch.assemble.evaluations import evaluations
+from stretto.launch.assemble.roles import Roles, kept_proving, running_roles
+from stretto.launch.assemble.warm_start import copy_policy, warm_start
+from stretto.launch.assemble.workflows import Conversing, conversing, workflow_groups
+from stretto.launch.preflight.checks import medium_of
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe
+from stretto.loop.checkpointing import Checkpointing
+from stretto.loop.conductor import Conductor
+from stretto.loop.engines.in_flight import GroupInFlight, InFlight
+from stretto.loop.engines.restoring import restore
+from stretto.loop.engines.rounds import Rounds
+from stretto.loop.engines.sessions import TrajectorySessions, unfinished_sessions
+from stretto.loop.evaluation import Evaluations, Evaluator
+from stretto.loop.learner.recovery import Recovery, seal_start
+from stretto.loop.records.alarms import SlowReward
+from stretto.loop.records.recorder import Recorder
+from stretto.loop.records.reporter import Reporter
+from stretto.loop.records.tenure import Tenure, next_tenure
+from stretto.loop.records.totals import RunClock, carried_over
+from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
+from stretto.processes.spawn import Spawner
+from stretto.processes.stopping import StopSignal
+from stretto.rollout.controller import Controller, ControllerState
+from stretto.rollout.pacing import pacing_of
+from stretto.rollout.prompts import Position, PromptStream
+from stretto.store.ending import ENDING, Ending
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import UnfinishedGroup, last_step, read_batches, read_unfinished
+from stretto.store.series.metrics import rewind_metrics
+from stretto.store.series.progress import LEGEND
+from stretto.store.series.samples import rewind_samples
+from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
+from stretto.worlds.single_turn import GroupWorkflow, SingleTurn
+from stretto.worlds.sources.task import DatasetTask
+from stretto.worlds.workflows.config import WorkflowConfig
+
+_DRAIN_SECONDS = 5.0  # for an engine to give the tokens of its completions
+#: Facts of the ledger: the state of the controller, and the tenure of the present conductor.
+CONTROLLER, CONDUCTOR = "standing", "conductor"
+
+
+@dataclass(frozen=True)
+class StartState:
+    """Where a run starts: at version 0, or behind the last batch on record."""
+
+    version: int = 0
+    saved_step: int = 0  # of the checkpoint from which the trainer gets there
+    broken: tuple[str, ...] = ()  # what is wrong with newer checkpoints
+
+    def sentences(self) -> list[str]:
+        """What the log says about it."""
+        found = [f"a newer checkpoint is not whole: {sentence}" for sentence in self.broken]
+        if self.version:
+            start = (
+                f"the checkpoint of step {self.saved_step}" if self.saved_step else "its start: it has no checkpoint"
+            )
+            behind = self.version - self.saved_step
+            found.append(f"continues at version {self.version} from {start}; {behind} steps are done again")
+        return found
+
+    @classmethod
+    def of(cls, folder: RunFolder, keep: int) -> StartState:
+        """Behind the last batch of the ledger.
+
+        Raises:
+            StoreError: the ledger, or every checkpoint, is broken.
+        """
+        version = last_step(folder.ledger)
+        checkpoint = Recovery(folder, keep).newest(version)
+        return cls(version, checkpoint.step, checkpoint.broken) if checkpoint is not None else cls(version)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What every part of a run works with."""
+
+    plan: Plan
+    folder: RunFolder
+    start: StartState
+    ledger: Ledger
+    reporter: Reporter
+    stop: StopSignal
+
+    def report(self, sentence: str) -> None:
+        """Show a sentence about the roles, and put it on record."""
+        self.reporter.say(sentence)
+        self.ledger.event("role", sentence)
+
+
+async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Reporter, spawner: Spawner) -> int:
+    """Train from `start` to the recipe's last step; the exit code: 0, or 128 + the signal that stopped it.
+
+    Raises:
+        StrettoError: the run cannot go on; its folder stays resumable from the last checkpoint.
+    """
+    stop, since = StopSignal(), time.monotonic()
+    stop.call(lambda: reporter.say(_stopping(plan, folder)))
+    if not folder.policy(0).exists():
+        log = folder.role_log("warm-start")
+        source = await stop.unless(warm_start(plan, log, reporter.learning, spawner, reporter.say))
+        if source is None:
+            return stop.exit_code
+        with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+            reference = plan.recipe.algorithm.reference
+            place = reference.path if reference is not None else None
+            copy_policy(source, folder.policy(0), lambda policy: seal_start(ledger, policy, place))
+    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+        context = RunContext(plan=plan, folder=folder, start=start, ledger=ledger, reporter=reporter, stop=stop)
+        for sentence in start.sentences():
+            reporter.say(sentence)
+        _drop_what_came_later(context)
+        earlier = _earlier(folder, ledger)
+        ledger.put("seed", plan.recipe.seed)
+        ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
+        reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
+        async with _followed(context):
+            async with running_roles(
+                plan=plan,
+                folder=folder,
+                version=start.version,
+                saved_step=start.saved_step,
+                tenure=tenure,
+                stop=stop,
+                report=context.report,
+                spawner=spawner,
+                proving=kept_proving(ledger, start.version),
+            ) as roles:
+                for fact in roles.rewards.facts.values():
+                    reporter.say(fact)
+                _keep_roster(context, roles)
+                if not stop.requested:
+                    selection = _selection(context)
+                    recorder = _recorder(context, roles, earlier, since, selection)
+                    await run_beside(roles.supervise(), _train(context, roles, recorder, selection))
+            ledger.put(ENDING, Ending.of_code(stop.exit_code))  # before tools ask how the run ended
+            ledger.flush()
+        return stop.exit_code
+
+
+def _followed(context: RunContext) -> AbstractAsyncContextManager[None]:
+    """The tools of `[logging]` follow the run as long as the block lasts."""
+    recipe, reporter, stop = context.plan.recipe, context.reporter, context.stop
+    if not recipe.logging.tools:
+        return nullcontext()
+    followed = from_package("stretto_report.outlets.supervision:followed", "logging.to")
+    following: AbstractAsyncContextManager[None] = followed(
+        recipe.logging, context.folder, reporter.say, lambda: stop.requested, recipe.path or ""
+    )
+    return following
+
+
+def _earlier(folder: RunFolder, ledger: Ledger) -> Totals:
+    """What earlier processes of the run have done; the tokens in flight of which nothing is journaled are lost."""
+    if (totals := ledger.get(TOTALS, Totals)) is None:
+        return Totals(max_staleness=None)
+    members = (member for group in read_unfinished(folder.ledger) for member in group.members.values())
+    go_on = sum(len(segment.versions) for member in members for segment in member.segments)
+    return carried_over(totals, ledger.on_record.tokens + go_on)
+
+
+def _roles_of(recipe: Recipe) -> str:
+    local = recipe.cluster.placer == "local"
+    engines = f"{recipe.engine.count} engine(s)" if local else "engines on other machines"
+    workflows = ""
+    if isinstance(recipe.workflow, WorkflowConfig):
+        workflows = f", {recipe.workflow.workers} workflow process(es)"
+    return f"{engines}, the trainer, {recipe.rewards.workers} reward worker(s){workflows}"
+
+
+def _keep_roster(context: RunContext, roles: Roles) -> None:
+    """The engines of this process behind those of earlier ones, in the ledger from now on."""
+    ledger, roster = context.ledger, roles.engines.roster
+    roster.restore(ledger.get(ENGINES, list[Membership]) or [], context.start.version)
+    ledger.watch(ENGINES, roster.rows)
+
+
+def _selection(context: RunContext) -> SelectionWatch:
+    """What sees which groups are lost; the ledger keeps what it knows."""
+    ledger = context.ledger
+    watch = SelectionWatch(ledger, time.monotonic, ledger.get(SELECTION, SelectionBias), context.report)
+    ledger.watch(SELECTION, lambda: watch.known)
+    return watch
+
+
+def _recorder(context: RunContext, roles: Roles, earlier: Totals, since: float, selection: SelectionWatch) -> Recorder:
+    recipe = context.plan.recipe
+    return Recorder(
+        context.folder,
+        context.ledger,
+        context.reporter,
+        work=roles.work,
+        max_staleness=recipe.rollout.staleness_bounds[1],
+        earlier=earlier,
+        clock=RunClock(earlier, since),
+        medium=medium_of(recipe).medium,
+        slow_reward=SlowReward(recipe.rewards.title, roles.rewards.workers),
+        sample_seconds=recipe.store.sample_seconds,
+        selection=selection,
+        resident=roles.resident,
+        canary=roles.engines.proving.shares,
+    )
+
+
+def _stopping(plan: Plan, folder: RunFolder) -> str:
+    return (
+        f"stopping after the step in progress, or in {plan.recipe.deadlines.stop:g} s (Ctrl-C again: at once); "
+        f"continue with `stretto train --resume {folder.path}`"
+    )
+
+
+def _phase(recipe: Recipe, number: int) -> str:
+    """Which of the three phases begins; a run without a warm start has the last two."""
+    return f"phase {number} of 3" if recipe.warm_start is not None else f"phase {number - 1} of 2"
+
+
+def _drop_what_came_later(context: RunContext) -> None:
+    """Drop broken checkpoints, policies of steps that are not on record, and the lines of steps that are done again."""
+    folder, start = context.folder, context.start
+    for path in folder.policies.glob("v*"):
+        if path > folder.policy(start.version):
+            shutil.rmtree(path)
+    Checkpoints(folder.checkpoints, context.plan.recipe.store.keep_checkpoints).set_aside_after(start.saved_step)
+    rewind_metrics(folder.metrics, context.ledger.last_update())
+    rewind_samples(folder.held_out, start.version)
+
+
+async def _train(context: RunContext, roles: Roles, recorder: Recorder, selection: SelectionWatch) -> None:
+    recipe, ledger = context.plan.recipe, context.ledger
+    state = ledger.get(CONTROLLER, ControllerState) or ControllerState()
+    controller = Controller(
+        recipe.rollout,
+        _prompts(context.plan, state.position),
+        selection,
+        recipe.seed,
+        version=context.start.version,
+        pacing=pacing_of(recipe.rollout, recipe.in_rounds),
+        state=state,
+    )
+    restored = restore(controller, state, unfinished := read_unfinished(context.folder.ledger))
+    for group in unfinished:
+        selection.restore(group.id, recipe.rollout.group_size, group.trajectories)
+    ledger.watch(CONTROLLER, controller.state)
+    in_flight, workflow = (
+        _generation(context, roles, controller, restored)
+        if roles.workflows is None
+        else _conversations(context, roles, roles.workflows, unfinished)
+    )
+    selection.ask(in_flight.sampled)
+    roles.engines.keep_with(lambda: in_flight.keep(_DRAIN_SECONDS))
+    conductor = Conductor(
+        controller=controller,
+        workflow=workflow,
+        engines=roles.engines,
+        trainer=roles.trainer,
+        in_flight=in_flight,
+        recorder=recorder,
+        checkpointing=_checkpointing(context, roles, controller),
+        evaluation=evaluations(
+            context.plan, context.folder, _evaluator(context, roles, recorder), recorder, context.reporter.say
+        ),
+        poll=roles.poll,
+        progress=roles.progress,
+        steps=recipe.trainer.steps,
+        deadlines=recipe.deadlines,
+    )
+    _record_again(context, roles.trainer.replayed, controller, recorder)
+    try:
+        await _conduct(context, roles, conductor)
+    finally:
+        await conductor.evaluation.close()
+        await conductor.checkpointing.close()
+    recorder.conclude()
+
+
+def _prompts(plan: Plan, position: Position) -> PromptStream:
+    task = plan.recipe.task
+    chosen = task.curriculum if isinstance(task, DatasetTask) else None
+    rests = (lambda rate: not chosen.hard < rate < chosen.easy) if chosen is not None else (lambda rate: False)
+    return PromptStream(plan.training, plan.recipe.seed, position, plan.sources, rests)
+
+
+def _generation(
+    context: RunContext, roles: Roles, controller: Controller, restored: Mapping[str, GroupInFlight]
+) -> tuple[InFlight, GroupWorkflow]:
+    """What generates and judges a group; in a synchronous run, whose groups begin and leave together, in rounds."""
+    plan = context.plan
+    in_flight = InFlight(roles.engines, context.ledger, restored)
+    rounds: Rounds | None = None
+    if plan.recipe.in_rounds:
+        rounds = Rounds(roles.engines.generate, lambda: controller.tickets, plan.recipe.engine.count)
+        in_flight = InFlight(rounds, journal=None)
+    workflow: GroupWorkflow = SingleTurn(
+        in_flight.generate, roles.rewards.score_group, plan.tokenizer.decode, plan.sampling
+    )
+    return in_flight, workflow if rounds is None else rounds.together(workflow)
+
+
+def _conversations(
+    context: RunContext, roles: Roles, pool: Conversing, unfinished: Sequence[UnfinishedGroup]
+) -> tuple[InFlight, GroupWorkflow]:
+    """What makes the trajectories of a group by the recipe's workflow."""
+    in_flight = InFlight(roles.engines, context.ledger)
+    sessions = TrajectorySessions(in_flight, context.ledger, unfinished_sessions(unfinished))
+    return in_flight, workflow_groups(context.plan, pool, sessions, roles.rewards.score_group)
+
+
+def _checkpointing(context: RunContext, roles: Roles, controller: Controller) -> Checkpointing:
+    recipe = context.plan.recipe
+    return Checkpointing(
+        context.folder,
+        Checkpoints(context.folder.checkpoints, recipe.store.keep_checkpoints),
+        recipe.trainer,
+        roles.trainer,
+        controller,
+        context.ledger,
+        recipe.deadlines,
+        context.start.saved_step,
+    )
+
+
+def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluator:
+    plan = context.plan
+    return Evaluator(
+        prompts=plan.held_out,
+        sampling=plan.sampling,
+        seed=plan.recipe.evaluation.seed,
+        generate=roles.engines.generate,
+        score=roles.rewards.score_group,
+        detokenize=plan.tokenizer.decode,
+        count=recorder.evaluation_sampled,
+        keep=recorder.held_out,
+        converse=conversing(
+            plan,
+            roles.workflows,
+            roles.engines.generate,
+            roles.rewards.score_group,
+            recorder.evaluation_sampled,
+        ),
+    )
+
+
+def _record_again(context: RunContext, updates: Sequence[Update], controller: Controller, recorder: Recorder) -> None:
+    """The run ended between a batch and the line of its step: the step was done again, and is recorded now."""
+    recorded = context.ledger.last_update()
+    for update in (update for update in updates if update.step > recorded):
+        (batch,) = read_batches(context.folder.ledger, update.step - 1, update.step)
+        for group in batch.groups:
+            recorder.judged(group.prompt, group.trajectories)
+        recorder.in_force(controller.max_staleness)
+        controller.observe(update.step, update.metrics)
+        recorder.updated(batch, update)
+
+
+async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> None:
+    """Evaluate, train, save, evaluate."""
+    recipe, stop, say = context.plan.recipe, context.stop, context.reporter.say
+    controller, recorder = conductor.controller, conductor.recorder
+    checkpointing, evaluation = conductor.checkpointing, conductor.evaluation
+    stop.call(conductor.request_stop)
+    if recorder.initial_accuracy is None:
+        say(f"{_phase(recipe, 2)}: measuring the held-out accuracy of version 0")
+        await stop.unless(evaluation.evaluate(controller.published))
+    if not stop.requested:
+        # A run that was killed behind its last checkpoint may lack the policy of that step.
+        await checkpointing.save_policy(controller.published)
+        recorder.spans(await roles.poll_unless(stop))
+        say(f"{_phase(recipe, 3)}: reinforcement learning, steps {controller.published + 1} to {recipe.trainer.steps}")
+        say(LEGEND)
+        recorder.rl_begins()
+        await conductor.run()
+    if stop.requested:
+        roles.trainer.retire()  # a stop does not wait for another one to get here
+    if roles.trainer.ready or not stop.requested:
+        await checkpointing.save_checkpoint()
+        await checkpointing.save_policy(controller.published)
+    else:
+        say(f"the trainer did not finish its step in time; --resume continues from step {checkpointing.saved_step}")
+    await stop.unless(evaluation.end())
+    recorder.spans(await roles.poll_unless(stop))
+    recorder.rl_ends(conductor.in_flight.unjudged)
+    if not stop.requested:
+        say("measuring the held-out accuracy of the last version")
+        await stop.unless(_evaluate_last(roles, evaluation, controller.published))
+
+
+async def _evaluate_last(roles: Roles, evaluation: Evaluations, version: int) -> None:
+    await roles.engines.reach(version)
+    await evaluation.evaluate(version)

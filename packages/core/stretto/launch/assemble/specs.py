@@ -1,0 +1,131 @@
+"""The specs of a run's roles, and their endpoints."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.core.canary import text as canary_text
+from stretto.engine.config import EngineConfig
+from stretto.engine.spec import EngineSpec
+from stretto.launch.preflight.base import digest
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.recipe import Recipe
+from stretto.loop.engines.pool import ENGINE_ROLE, EnginePool
+from stretto.model.hf.inspection import inspect_model_folder
+from stretto.processes.spawn import Spawner
+from stretto.store.series.tokens import TokensConfig
+from stretto.trainer.spec import TokensSpec, TrainerSpec
+
+EXTERNAL_ENGINE_ROLE = "stretto_servers.role"
+#: Files among the sockets of a run.
+CONTROL, WEIGHTS_KEY = "control.sock", "weights.key"
+_LONGEST_SOCKET_FOLDER = 70
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """What roles share: the mailbox of published weights, a folder for sockets, and the file of the kernels in use."""
+
+    mailbox: str
+    mailbox_folder: Path
+    sockets: Path
+    kernels: Path | None = None
+
+
+def socket_folder() -> Path:
+    """A new folder with a short path: that of a socket has 107 bytes at most."""
+    root = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
+
+
+def engine_role(config: EngineConfig) -> str:
+    """The module of an engine's process."""
+    return ENGINE_ROLE if config.kind == "native" else EXTERNAL_ENGINE_ROLE
+
+
+def engine_specs(recipe: Recipe, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
+    """The engines that a run starts itself; `published` False: they serve the folder as it is."""
+    return [engine_spec(recipe, model, endpoints, number, published) for number in range(recipe.local_engines)]
+
+
+def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
+    """One engine of a run, on the run's own machine."""
+    config, deadlines = recipe.engine, recipe.deadlines
+    unix = config.transport == "unix"
+    return EngineSpec(
+        name=f"engine-{number}",
+        address=f"unix:{endpoints.sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
+        model=str(model),
+        mailbox=endpoints.mailbox,
+        mailbox_folder=str(endpoints.mailbox_folder),
+        config=config.model_dump_json(),
+        threads=config.threads,
+        # The trainer starts beside it, and then publishes.
+        publication_seconds=deadlines.start + deadlines.save if published else 0.0,
+        kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
+        server=config.addresses[number] if number < len(config.addresses) else None,
+        scratch=str(endpoints.sockets / f"engine-{number}"),
+        token_seconds=deadlines.answer / 2,  # then another engine goes on, before the conductor gives the run up
+        load_seconds=deadlines.load,
+        start_seconds=deadlines.start,
+        broadcast=recipe.weights.medium == "broadcast",
+        path=recipe.path or "",
+    )
+
+
+def engines_of_folder(recipe: Recipe, model: Path, folder: Path, logs: Path, spawner: Spawner) -> EnginePool:
+    """Engines that serve a model as it is, without a trainer, not started yet; `folder` is that of `socket_folder`."""
+    endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # no weights are published
+    specs = engine_specs(recipe, model, endpoints, published=False)
+    return EnginePool(specs, logs, recipe.deadlines, engine_role(recipe.engine), spawner=spawner)
+
+
+def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) -> TrainerSpec:
+    """The trainer of a run; `tokens` is the folder for what becomes of each token."""
+    recipe, folder = plan.recipe, inspect_model_folder(model)
+    kept = TokensSpec(folder=str(tokens), config=recipe.logging.model_dump_json(include=set(TokensConfig.model_fields)))
+    return TrainerSpec(
+        model=str(model),
+        mailbox=endpoints.mailbox,
+        mailbox_folder=str(endpoints.mailbox_folder),
+        trainer=recipe.trainer.model_dump_json(),
+        algorithm=recipe.algorithm.model_dump_json(),
+        sampling=plan.sampling,
+        threads=recipe.trainer.threads,
+        kernels=str(endpoints.kernels) if endpoints.kernels is not None else None,
+        published=_published(recipe),
+        held=recipe.engine.dtype,
+        rank_host=_rank_host(recipe) if recipe.trainer.remote_ranks else "",
+        tls=str(Path(tls).absolute()) if recipe.trainer.remote_ranks and (tls := recipe.cluster.tls) else "",
+        path=recipe.path or "",
+        tokens=kept if recipe.logging.tokens != "none" else None,
+        canary=canary_text(folder.vocab_size, folder.context_length, plan.sampling.stop_token_ids, recipe.seed),
+    )
+
+
+def _rank_host(recipe: Recipe) -> str:
+    host = recipe.cluster.listen.rpartition(":")[0]
+    return own_address() if host in ("", "0.0.0.0", "[::]") else host
+
+
+def own_address() -> str:
+    """The address of this machine by which the machines of its network reach it; the loopback's without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # no packet is sent: the kernel chooses the interface of the default route
+            address: str = probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"
+        return address
+
+
+def _published(recipe: Recipe) -> str | None:
+    """The dtype that all engines round the weights to when they load them, if the trainer may as well. Adapters they
+    round after they have added them to the policy; how servers at given addresses compute, their flags say."""
+    engine = recipe.engine
+    if engine.dtype == "float32" or recipe.trainer.lora is not None or engine.addresses:
+        return None
+    return engine.dtype

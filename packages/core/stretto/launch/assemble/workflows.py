@@ -1,0 +1,112 @@
+"""The workflow of a run, and of its evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from stretto.conversation.forest import Tokens
+from stretto.conversation.session import Session
+from stretto.core.engine import Generate
+from stretto.core.records import Completion, Prompt, Trajectory, Verdict
+from stretto.doors.packages import from_package
+from stretto.launch.preflight.checks import longest_prompt_allowed
+from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.agents import AgentConfig
+from stretto.loop.engines.sessions import TrajectorySessions, sessions_of_evaluation
+from stretto.loop.evaluation import Converse
+from stretto.rewards.service.judging import verdict_of
+from stretto.rewards.service.wire import Worth
+from stretto.store.folder.run_folder import RunFolder
+from stretto.worlds.single_turn import GroupWorkflow, Score
+from stretto.worlds.workflows.exchange import Services
+from stretto.worlds.workflows.group import WorkflowGroups
+from stretto.worlds.workflows.pool import WorkflowPool
+from stretto.worlds.workflows.rendering import PlainRendering, TemplateRendering
+
+
+class Conversations(GroupWorkflow, Protocol):
+    """The trajectories of groups, by a workflow or by agents."""
+
+    async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
+        """One trajectory of an evaluation."""
+        ...
+
+
+class AgentGateway(Protocol):
+    """Where agents find the policy of a run (`stretto_app.extensions.agents.RunGateway`)."""
+
+    @property
+    def ended(self) -> int:
+        """Trajectories that have ended: a sign of progress."""
+        ...
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+    def groups(
+        self, open_session: Callable[[str, Tokens, int], Session], score: Score, verdict: Callable[[float], Verdict]
+    ) -> Conversations: ...
+
+
+#: What makes trajectories of several turns, with its start and its end.
+Conversing = WorkflowPool | AgentGateway
+
+
+def workflow_pool(
+    plan: Plan, log: Path, say: Callable[[str], None] = lambda sentence: None, folder: RunFolder | None = None
+) -> Conversing | None:
+    """The processes of the recipe's workflow, or the gateway of its agents, not started yet; None if it has none.
+    `folder`: of the run, if it is one."""
+    config = plan.recipe.workflow
+    if isinstance(config, AgentConfig):
+        gateway = from_package("stretto_app.extensions.agents:RunGateway", "workflow.kind", "stretto_gateway")
+        agents: AgentGateway = gateway(plan, config, folder, say)
+        return agents
+    if config is None:
+        return None
+    run = "" if folder is None else folder.mark
+    return WorkflowPool(config, log, hung=plan.recipe.deadlines.hung, say=say, run=run)
+
+
+def workflow_groups(plan: Plan, pool: Conversing, sessions: TrajectorySessions, score: Score) -> Conversations:
+    """The groups of a run."""
+    if not isinstance(pool, WorkflowPool):
+        return pool.groups(sessions.open, score, _verdict_of(plan))
+    return WorkflowGroups(pool, sessions.open, plan.details, _services(plan, pool, score))
+
+
+def conversing(
+    plan: Plan,
+    pool: Conversing | None,
+    generate: Generate,
+    score: Score,
+    count: Callable[[Completion], None] = lambda completion: None,
+) -> Converse | None:
+    """The trajectories of an evaluation; None: single turns. `count` gets each turn."""
+    if pool is None:
+        return None
+    opened = sessions_of_evaluation(generate, count)
+    if not isinstance(pool, WorkflowPool):
+        return pool.groups(opened, score, _verdict_of(plan)).member
+    return WorkflowGroups(pool, opened, plan.details, _services(plan, pool, score)).member
+
+
+def _services(plan: Plan, pool: WorkflowPool, score: Score) -> Services:
+    tokenizer = plan.tokenizer
+    return Services(
+        score,
+        tokenizer.decode,
+        PlainRendering(lambda text: tokenizer.encode_content(text) if text else ()),
+        TemplateRendering(tokenizer) if tokenizer.has_chat_template else None,
+        plan.sampling,
+        longest_prompt_allowed(plan.recipe, plan.base) + plan.sampling.max_tokens,
+        _verdict_of(plan),
+        pool.config,
+    )
+
+
+def _verdict_of(plan: Plan) -> Callable[[float], Verdict]:
+    """Of a number, by the recipe's rewards of right and wrong."""
+    worth = Worth(right=plan.recipe.rewards.right, wrong=plan.recipe.rewards.wrong)
+    return lambda value: verdict_of(value, worth)

@@ -1,0 +1,52 @@
+"""What a run has on record of its data: the questions with their origins, their digest, and the order they come in."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from stretto.core.records import Record
+from stretto.launch.preflight.plan import Plan
+from stretto.rollout.prompts import PromptSource
+from stretto.store.export import ExportedQuestion
+from stretto.store.folder.run_folder import RunFolder
+from stretto.worlds.sources.task import DatasetTask
+
+DATA = "data"  #: the name of the fact in the ledger
+
+
+class DataRecord(Record, frozen=True):
+    """`digest` is of id, prompt and gold answer of each line of ``questions.jsonl``. Seed, epoch, sources and the
+    prompts that rest (`easy`, `hard`; None: none does) determine the order of an epoch."""
+
+    digest: str
+    seed: int
+    sources: tuple[PromptSource, ...]
+    easy: float | None = None
+    hard: float | None = None
+
+    @classmethod
+    def of(cls, plan: Plan) -> DataRecord:
+        whole = hashlib.blake2b(digest_size=16)
+        for prompt in plan.training:
+            for text in (prompt.id, prompt.text, prompt.answer):
+                whole.update(f"{len(text)}:{text}".encode())
+        task = plan.recipe.task
+        rests = task.curriculum if isinstance(task, DatasetTask) else None
+        return cls(
+            digest=whole.hexdigest(),
+            seed=plan.recipe.seed,
+            sources=plan.sources,
+            easy=rests.easy if rests is not None else None,
+            hard=rests.hard if rests is not None else None,
+        )
+
+
+def write_questions(folder: RunFolder, plan: Plan) -> None:
+    """``questions.jsonl``: the prompts for training, each with its gold answer and where it is from."""
+    asked = [
+        ExportedQuestion(prompt.id, prompt.text, prompt.answer, place or None, source)
+        for prompt, (place, source) in zip(plan.training, plan.origins, strict=True)
+    ]
+    folder.write("questions.jsonl", "".join(f"{msgspec.json.encode(question).decode()}\n" for question in asked))

@@ -1,0 +1,75 @@
+"""`stretto dpo`: a policy is trained on preference pairs; `launch.recipe.preferences` is its recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
+from stretto.launch.preflight.base import base_folder
+from stretto.launch.preflight.checks import check_data_files, check_devices, check_kind, check_vocabulary
+from stretto.launch.preflight.encoding import encode_preferences
+from stretto.launch.recipe.preferences import PreferenceRecipe, load_preferences
+from stretto.model.hf.folder import inspect_model_folder
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.trainer.config import PreferenceConfig
+from stretto.trainer.messages import Preferences
+from stretto.worlds.data.preferences import Fields, read_pairs
+
+
+def dpo(
+    recipe_path: Path,
+    overrides: Sequence[str],
+    out: Path,
+    on_learning: OnLearning,
+    on_warning: Callable[[str], None] = lambda _: None,
+    spawner: Spawner = FRESH,
+) -> None:
+    """Train the recipe's model on its pairs by DPO; the policy is written to `out` as a Hugging Face folder.
+
+    Raises:
+        UserError: something that the recipe names is wrong; nothing was started.
+        RoleError: the process that trains failed.
+        SystemExit: a signal ended it; nothing is left.
+    """
+    recipe = load_preferences(recipe_path, overrides)
+    refuse_old(out)
+    model, examples = _found(recipe)
+    longest, room = max(pair.tokens for pair in examples.pairs), recipe.preferences.micro_batch_tokens
+    if longest > room:
+        on_warning(
+            f"the longest pair has {longest} tokens, more than preferences.micro_batch_tokens = {room}: "
+            "it is a micro-batch of its own and takes more memory"
+        )
+    train_into(
+        out,
+        lambda log: train_in_process(
+            "preferences",
+            model,
+            examples,
+            PreferenceConfig(**recipe.preferences.model_dump(include=set(PreferenceConfig.model_fields))),
+            out,
+            log,
+            seed=recipe.seed,
+            seconds=recipe.preferences.deadline,
+            hung=recipe.preferences.hung,
+            on_learning=on_learning,
+            spawner=spawner,
+        ),
+    )
+
+
+def _found(recipe: PreferenceRecipe) -> tuple[Path, Preferences]:
+    """The folder of the model, and the pairs as token ids; all checks that need no loaded model are made here."""
+    config = recipe.preferences
+    check_data_files([("preferences.file", config.file)])
+    check_devices({"preferences": config})
+    base = inspect_model_folder(base_folder(recipe))
+    check_kind(base)
+    tokenizer = load_tokenizer(base.path, special_tokens_in_messages=recipe.model.special_tokens_in_messages)
+    if config.reference is not None:
+        check_vocabulary(config.reference, tokenizer, "preferences.reference")
+    pairs = read_pairs(Path(config.file), Fields(config.prompt_field, config.chosen_field, config.rejected_field))
+    reference = config.reference or str(base.path)
+    return base.path, Preferences(encode_preferences(pairs, tokenizer, base.context_length), reference)

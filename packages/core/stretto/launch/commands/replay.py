@@ -1,0 +1,235 @@
+"""`stretto replay`: train again on the recorded batches, without generation.
+
+    the run's start, or its newest checkpoint up to step --from
+        │  batches up to --from, with the run's own settings
+        ▼
+    the state after step --from
+        │  batches after it, with the changed settings
+        ▼
+    a branch: RUN/branches/001, a folder with its recipe, its metrics, its ledger and its last policy
+
+With unchanged settings the weights are bit-equal to the run's, on the same machine with the same number of threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import CheckpointLost, Problem, RoleError, RunFolderError, StoreError
+from stretto.core.records import Update
+from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
+from stretto.launch.recipe.recorded import RECIPE, recorded_recipe
+from stretto.loop.learner.link import TrainerLink
+from stretto.loop.learner.recovery import START, Recovery, check_start
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.store.folder.branch import CHANGEABLE, ORIGIN, Branch
+from stretto.store.folder.policies import same_weights, why_incomparable
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.reading import last_step, read_batches, read_fact
+from stretto.store.ledger.rows import update_columns
+from stretto.store.ledger.schema import open_for_reading
+from stretto.store.series.metrics import MetricsLog, read_metrics
+from stretto.trainer.spec import TrainerSpec
+
+_STOP_GRACE = 1.0
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The result of a replay. `equal` is None if settings were changed, or if the weights cannot be compared, for the
+    reason `incomparable`."""
+
+    folder: Path
+    branch: Branch
+    equal: bool | None
+    incomparable: str = ""
+
+    def __str__(self) -> str:
+        branch = self.branch
+        text = f"steps {branch.first_step + 1} to {branch.last_step} of {branch.run} trained again: {self.folder}"
+        if self.equal is not None:
+            text += f"\nthe weights are {'' if self.equal else 'NOT '}bit-equal to the run's"
+        elif self.incomparable:
+            text += f"\nthe weights could not be compared with the run's: {self.incomparable}"
+        return text
+
+
+def replay(
+    run_dir: Path,
+    first_step: int,
+    overrides: Sequence[str],
+    out: Path | None,
+    say: Callable[[str], None] = print,
+    spawner: Spawner = FRESH,
+) -> Replayed:
+    """Train again on the run's batches after `first_step`.
+
+    Raises:
+        UserError: the run, the step or an override is wrong.
+        StoreError: the run has not kept the tokens of its batches.
+        RoleError: the trainer failed; only its logs stay in the folder of the branch.
+    """
+    folder = RunFolder.open(run_dir)
+    until = last_step(folder.ledger)
+    if not 0 <= first_step < until:
+        found = f"{first_step}, and the run has steps 1 to {until} on record"
+        raise RunFolderError([Problem("--from", found, f"0 to {until - 1}")])
+    before = recorded_recipe(folder, read_fact(folder.ledger, RECIPE, str))
+    _refuse_edited(folder, before)
+    after = load_recipe(folder.recipe, overrides)
+    refused = differences(before, after, CHANGEABLE)
+    if refused:
+        raise RunFolderError(
+            Problem(f"--set {key}", found, f"a replay may change {' and '.join(CHANGEABLE)}") for key, found in refused
+        )
+    changes = dict(differences(before, after))
+    check_start(folder)
+    target = _branch_folder(folder, out)
+    branch = Branch(run=str(run_dir), first_step=first_step, last_step=until, changes=changes)
+    try:
+        updates = asyncio.run(_train(folder, target, before, after, branch, say, spawner))
+        _record(folder, target, after, branch, updates)
+    except RoleError:
+        if logs := _all_but_logs_removed(target):
+            say(f"logs of the trainer: {', '.join(map(str, logs))}")
+        raise
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    ours, theirs = RunFolder(target).policy(until), folder.policy(until)
+    if changes:
+        return Replayed(target, branch, None)
+    equal = same_weights(ours, theirs)
+    return Replayed(target, branch, equal, why_incomparable(ours, theirs) if equal is None else "")
+
+
+def _refuse_edited(folder: RunFolder, recorded: Recipe) -> None:
+    """Raises RunFolderError: recipe.toml differs from the recorded recipe."""
+    if edited := differences(recorded, load_recipe(folder.recipe)):
+        remedy = "restore the run's own recipe, and change settings by --set"
+        raise RunFolderError(Problem(f"{folder.recipe}: {key}", found, remedy) for key, found in edited)
+
+
+async def _train(
+    folder: RunFolder,
+    target: Path,
+    before: Recipe,
+    after: Recipe,
+    branch: Branch,
+    say: Callable[[str], None],
+    spawner: Spawner,
+) -> list[Update]:
+    recovery, log = Recovery(folder, before.store.keep_checkpoints), target / "trainer.txt"
+    checkpoint: Path | None = None
+    if branch.first_step:
+        checkpoint = target / "start"
+        async with _trainer(folder, before, log, None, spawner, recovery, branch.first_step) as trainer:
+            await _saved(trainer, checkpoint)
+        say(f"restored the state after step {branch.first_step}")
+    updates: list[Update] = []
+    async with _trainer(folder, after, log, checkpoint, spawner) as trainer:
+        for batch in read_batches(folder.ledger, branch.first_step, branch.last_step):
+            updates.append(await trainer.train(batch, publish=False))
+            say(f"step {batch.step}: loss {updates[-1].metrics.get('loss', float('nan')):.6g}")
+        await trainer.save_policy(RunFolder(target).policy(branch.last_step))
+    if checkpoint is not None:
+        shutil.rmtree(checkpoint)
+    return updates
+
+
+async def _saved(trainer: TrainerLink, checkpoint: Path) -> None:
+    """Save a checkpoint; if the trainer dies, its replacement saves it, within the restart budget of the link."""
+    while True:
+        try:
+            return await trainer.save_checkpoint(checkpoint)
+        except CheckpointLost:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+@asynccontextmanager
+async def _trainer(
+    folder: RunFolder,
+    recipe: Recipe,
+    log: Path,
+    checkpoint: Path | None,
+    spawner: Spawner,
+    recovery: Recovery | None = None,
+    version: int = 0,
+) -> AsyncIterator[TrainerLink]:
+    """A trainer in a process of its own, as in a run, that publishes nothing."""
+    link = TrainerLink(log, recipe.deadlines, recovery, spawner=spawner)
+    model = folder.policy(0)
+    spec = TrainerSpec(
+        model=str(model),
+        mailbox="replay",
+        mailbox_folder=str(log.parent),
+        trainer=recipe.trainer.model_dump_json(),
+        algorithm=recipe.algorithm.model_dump_json(),
+        sampling=recipe.sampling.record(load_tokenizer(model).eos_token_ids),
+        threads=recipe.trainer.threads,
+        checkpoint=str(checkpoint) if checkpoint is not None else None,
+        kernels=str(folder.kernels) if folder.kernels.exists() else None,
+        path=recipe.path or "",
+    )
+    try:
+        await link.start(spec, version, publish=False)
+        yield link
+    finally:
+        await link.stop(_STOP_GRACE)
+
+
+def _all_but_logs_removed(target: Path) -> list[Path]:
+    """Remove all but the logs of the trainer and its ranks, and return these: they explain a failure."""
+    logs = sorted(target.glob("*.txt"))
+    for path in [path for path in target.iterdir() if path not in logs]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return logs
+
+
+def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
+    branches = folder.path / "branches"
+    taken = [int(path.name) for path in branches.glob("*") if path.name.isdecimal()]
+    target = out or branches / f"{max(taken, default=0) + 1:03d}"
+    try:
+        target.mkdir(parents=True)  # new: a failed replay removes it
+        (target / "policy").mkdir()
+    except OSError as error:
+        found = f"cannot be created: {error.strerror}"
+        raise RunFolderError([Problem(str(target), found, "give a new folder with --out")]) from error
+    return target
+
+
+def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, updates: Sequence[Update]) -> None:
+    """Complete the branch as a run folder: the run's ledger and metrics, with the branch's updates."""
+    (target / ORIGIN).write_bytes(msgspec.json.format(msgspec.json.encode(branch)) + b"\n")
+    (target / "recipe.toml").write_text(to_toml(recipe))
+    try:
+        with (
+            closing(open_for_reading(folder.ledger)) as source,
+            closing(sqlite3.connect(target / "ledger.sqlite")) as copy,
+        ):
+            source.backup(copy)
+            for update in updates:
+                copy.execute(
+                    "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?", update_columns(update)
+                )
+            copy.execute("DELETE FROM meta WHERE name IN (?, ?)", (RECIPE, START))  # these are the run's
+            copy.commit()
+    except sqlite3.Error as error:
+        raise StoreError(f"{target}: the ledger cannot be copied: {error}") from error
+    metrics, by_step = MetricsLog(target / "metrics.jsonl"), {update.step: update for update in updates}
+    for line in read_metrics(folder.metrics)[0]:
+        again = by_step.get(line.step)
+        metrics.append(msgspec.structs.replace(line, trainer=again.metrics) if again is not None else line)

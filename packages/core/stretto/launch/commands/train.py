@@ -1,0 +1,350 @@
+"""`stretto train`: from a recipe file to a run folder that explains itself."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from stretto.core.errors import Problem, RecipeError, RunFolderError, StoreError, described
+from stretto.doors.packages import from_package
+from stretto.launch.assemble.run import StartState, run
+from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
+from stretto.launch.preflight.base import digest
+from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, step_and_run, warnings
+from stretto.launch.preflight.paper import is_on_paper, outline
+from stretto.launch.preflight.plan import Outline, Plan, make_plan
+from stretto.launch.preflight.trainable import check_checkpoint
+from stretto.launch.recipe.outlets import destinations
+from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
+from stretto.launch.recipe.recorded import RECIPE, record_recipe, recorded_recipe
+from stretto.loop.records.log import RunLog
+from stretto.loop.records.reporter import Reporter
+from stretto.model.hf.inspection import read_weights
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.stopping import until_cut_short
+from stretto.store.ending import ENDING, Ending
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.folder.provenance import library_versions, machine
+from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.series.metrics import EvaluationLine, StepMetrics, read_metrics
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.optimizer import learning_rate
+
+#: Settings that may change when a run is resumed.
+_MAY_CHANGE = (
+    "trainer.steps",
+    "trainer.ranks",
+    "trainer.remote_ranks",
+    "trainer.keep_versions",
+    "trainer.checkpoint_every",
+    "evaluation",
+    "deadlines",
+    "store",
+    "cluster",
+    "logging",
+)
+
+_JOIN = "join.json"  # of a run folder: other machines could join it, and another conductor may have a copy
+_QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
+_HOPELESS = 2.0  # times the available memory
+_CONTAINERS = 1_000_000
+
+
+@contextmanager
+def collected_seldom() -> Iterator[None]:
+    """In the block the garbage collector goes through nothing that was there before it, and begins only when a million
+    containers more have come than gone. Records hold no cycles, so there is hardly any garbage, and to go through the
+    tokens of each is a third of what a conductor of hundreds of engines does (docs/how_to/cluster.md)."""
+    first, *others = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(_CONTAINERS, *others)
+    try:
+        yield
+    finally:
+        gc.set_threshold(first, *others)
+        gc.unfreeze()
+
+
+def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run_dir: Path | None = None) -> None:
+    """`stretto train --dry-run`: read, check and measure everything, start nothing. Of a model whose folder holds no
+    weights, the rest is checked, and what is not is told.
+
+    Raises:
+        UserError: with every mistake that was found.
+    """
+    if resume:
+        prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)
+        prepared.folder.release()
+        plan: Outline = prepared.plan
+        for sentence in prepared.beginning.sentences():
+            print(f"resume      {sentence}")
+    else:
+        wanted = load_recipe(recipe_path, overrides)
+        plan = outline(wanted) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True))
+    recipe = plan.recipe
+    print(f"recipe      {recipe_path}")
+    for label, sentence in zip(("a step", "the run"), step_and_run(plan), strict=True):
+        print(f"{label:<12}{sentence}")
+    print(f"model       {plan.base.path}: {plan.base.architecture}, {plan.base.parameters:,} parameters")
+    asked = len(plan.held_out)
+    part = "" if asked == plan.kept_apart else f" (evaluation.prompts = {asked:,} are evaluated)"
+    held_out = f"{plan.kept_apart:,} held out{part}, {len(plan.demonstrations):,} demonstrations"
+    print(f"questions   {len(plan.training):,} for training, {held_out}")
+    tokens = f"prompt {plan.longest_prompt} + completion {plan.sampling.max_tokens} tokens"
+    print(f"longest     {tokens}, context {plan.base.context_length}")
+    print(f"memory      {estimate_memory(plan)}")
+    if is_on_paper(recipe):
+        print(f"per device  {_memory_per_device(plan)}")
+    print(f"disk        {estimate_disk(plan, Path.cwd() / 'runs')}")
+    found = warnings(plan)
+    for warning in found:
+        print(f"warning     {warning}")
+    print(f"{f'{len(found)} lines of warnings' if found else 'no problems found'}; nothing was started")
+
+
+def prepare(
+    recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, write: bool = True
+) -> Prepared:
+    """Check everything and lock the run folder; nothing is started. `write`: the recipe of a resumed run is replaced.
+
+    A run to resume is given as its folder, with its own recipe, or as a recipe and `run_dir`.
+
+    Raises:
+        UserError: with every mistake that was found.
+        StoreError: a resumed run's ledger is damaged, or has another format.
+    """
+    if resume and recipe_path.is_dir():
+        if run_dir is not None and run_dir.resolve() != recipe_path.resolve():
+            found = f"{recipe_path} is to be resumed, and --run-dir is {run_dir}"
+            raise RunFolderError([Problem("--resume", found, "name the run once: stretto train --resume RUN_DIR")])
+        recipe_path, run_dir = RunFolder.open(recipe_path).recipe, recipe_path
+    if resume and run_dir is None:
+        remedy = "name the run to resume: stretto train --resume RUN_DIR"
+        raise RunFolderError([Problem("--resume", "without --run-dir", remedy)])
+    recipe = load_recipe(recipe_path, overrides)
+    path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    has_policy = resume and RunFolder(path).policy(0).exists()
+    plan = _fitting(make_plan(recipe, has_policy=has_policy, dry=not write))
+    if not resume:
+        return Prepared(plan, _new(path, plan), StartState())
+    folder = RunFolder.resume(path)
+    try:
+        _assert_alone(path, recipe)
+        prepared = Prepared(plan, folder, _where_it_ended(folder, plan))
+        if write:
+            with closing(Ledger(folder.ledger, recipe.store)) as ledger:
+                record_recipe(ledger, recipe)
+            folder.write("recipe.toml", to_toml(recipe))
+            if not folder.questions.exists():  # the run was killed before it had written them
+                write_questions(folder, plan)
+    except BaseException:
+        folder.release()
+        raise
+    return prepared
+
+
+def _memory_per_device(asked: Outline) -> str:
+    told: str = from_package(
+        "stretto_app.extensions.commands.plan:memory_per_device", "--dry-run", "stretto_foresight"
+    )(asked)
+    return told
+
+
+def _assert_alone(path: Path, recipe: Recipe) -> None:
+    """Raises RunFolderError: a conductor of the run is alive with another copy of this folder."""
+    if (path / _JOIN).exists():
+        alone = from_package("stretto_cluster.succession:assert_alone", f"{path / _JOIN}")
+        asyncio.run(alone(path, recipe.cluster.tls or ""))
+
+
+def _fitting(plan: Plan) -> Plan:
+    """The plan, if the memory may suffice.
+
+    Raises:
+        RecipeError: the estimate is more than `_HOPELESS` times the available memory.
+    """
+    memory = estimate_memory(plan)
+    if memory.total > _HOPELESS * memory.available and not torch.cuda.is_available():
+        remedy = "a smaller model, fewer engines or engine.slots, a smaller engine.cache_gib or trainer.lora need less"
+        raise RecipeError([Problem("memory", f"the run needs {memory}", remedy)])
+    return plan
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan, the locked run folder, and the state from which the run starts."""
+
+    plan: Plan
+    folder: RunFolder
+    beginning: StartState
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def steps(self) -> int:
+        return self.plan.recipe.trainer.steps
+
+    def recall(self, step: Callable[[StepMetrics], None], evaluated: Callable[[EvaluationLine], None]) -> None:
+        """Show the measurements on record of a run that is resumed, without those of steps that are done again.
+
+        Raises:
+            StoreError: a line of them cannot be read.
+        """
+        steps, evaluations = read_metrics(self.folder.metrics)
+        for line in steps:
+            if line.step <= self.beginning.version:
+                step(line)
+        for evaluation in evaluations:
+            if evaluation.step <= self.beginning.version:
+                evaluated(evaluation)
+
+    def train(self, reporter: Reporter, spawner: Spawner = FRESH) -> int:
+        """Train; the exit code: 0, or 128 + the signal that stopped the run.
+
+        Raises:
+            StrettoError: the run failed; it can be resumed from its last checkpoint.
+        """
+        with self.folder:
+            self._record(Ending("running"))
+            logbook = RunLog(self.folder.log, reporter, self.steps)
+            logbook.note(f"starts at version {self.beginning.version}")
+            for sentence in destinations(self.plan.recipe.logging, self.path, os.environ):
+                logbook.say(sentence)
+            for warning in warnings(self.plan):
+                logbook.say(f"warning: {warning}")
+            try:
+                with collected_seldom():
+                    code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, spawner))
+            except SystemExit as end:
+                code = int(end.code or 0)  # the last checkpoint stands
+            except Exception as error:  # one of ours, or a bug: either ends the run, and is on record
+                told = described(error) if isinstance(error, OSError) else str(error)
+                logbook.ends()
+                logbook.note(f"failed: {told}")
+                with suppress(StoreError, OSError):  # what ended the run may be the ledger, and is what the user hears
+                    self._record(Ending.of_error(error, told))
+                raise
+            logbook.ends()
+            logbook.note(f"ends with exit code {code}")
+            self._record(Ending.of_code(code))
+            return code
+
+    def _record(self, ending: Ending) -> None:
+        with closing(Ledger(self.folder.ledger, self.plan.recipe.store)) as ledger:
+            ledger.put(ENDING, ending)
+
+
+def _new(path: Path, plan: Plan) -> RunFolder:
+    folder = RunFolder.create(path)
+    folder.write("recipe.toml", to_toml(plan.recipe))
+    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:  # from now on the run can be resumed
+        ledger.put(_QUESTIONS, _fingerprint(plan))
+        ledger.put(_HELD_OUT, plan.kept_apart_digest)
+        record_recipe(ledger, plan.recipe)
+        ledger.put(_MODEL, _model_fingerprint(plan))
+        ledger.put(DATA, DataRecord.of(plan))
+    write_questions(folder, plan)
+    folder.write("versions.json", _json(library_versions()))
+    folder.write("machine.json", _json(machine()))
+    return folder
+
+
+def _fingerprint(plan: Plan) -> str:
+    """A digest of the training prompts."""
+    return digest(msgspec.json.encode(plan.training))
+
+
+def _check_moved(folder: RunFolder, before: Recipe, plan: Plan) -> tuple[str, ...]:
+    """The paths that a resume may change, since their contents are compared: the model here, the data as questions."""
+    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+        known = ledger.get(_MODEL, str)
+    moved = before.model.path != plan.recipe.model.path
+    if moved and known is not None and known != _model_fingerprint(plan):
+        found = f"was {before.model.path!r}, and {str(plan.base.path)!r} holds another model"
+        raise RunFolderError([Problem(f"{folder.path}: model.path", found, "give the new path of the same model")])
+    files = {"jsonl": ("task.file", "task.held_out_file"), "dataset": ("task.sources", "task.held_out_sources")}
+    return (*files.get(before.task.kind, ()), "rewards.path", *(("model.path",) if known is not None else ()))
+
+
+def _model_fingerprint(plan: Plan) -> str:
+    """A digest of config, tokenizer, and names and shapes of the weights, of which the run has its own copy."""
+    tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_weights(plan.base.path).items())
+    texts = [(plan.base.path / name).read_text() for name in ("config.json", "tokenizer.json")]
+    return digest(*texts, tensors)
+
+
+def _check_questions(folder: RunFolder, plan: Plan) -> None:
+    """Raises RunFolderError: the questions have changed: those for training, to whose order the position in a
+    checkpoint refers, or the held-out ones, whose accuracies could not be compared."""
+    for kind, key, found in (
+        ("training", _QUESTIONS, _fingerprint(plan)),
+        ("held-out", _HELD_OUT, plan.kept_apart_digest),
+    ):
+        with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+            known = ledger.get(key, str)
+            if known is None:  # the run was killed when its ledger was still empty, or an earlier stretto began it
+                ledger.put(key, found)
+        if known is not None and known != found:
+            changed = (
+                f"the {kind} questions are not those of the run (the data or the tokenizer has changed: their digest "
+                f"is {found}, on record is {known})"
+            )
+            raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
+    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+        order = ledger.get(DATA, DataRecord)
+        if order is None:
+            ledger.put(DATA, DataRecord.of(plan))
+        elif order != DataRecord.of(plan):
+            changed = "the sources, their weights or the curriculum are not those of the run, and decide the order"
+            raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
+
+
+def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
+    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
+        recipe, before = plan.recipe, recorded_recipe(folder, ledger.get(RECIPE, str))
+    moved = _check_moved(folder, before, plan)
+    changes = differences(before, recipe, (*_MAY_CHANGE, *moved))
+    if changes:
+        remedy = f"a resumed run may change only {', '.join(_MAY_CHANGE)}"
+        raise RunFolderError(Problem(f"{folder.path}: {key}", found, remedy) for key, found in changes)
+    _check_questions(folder, plan)
+    beginning = StartState.of(folder, recipe.store.keep_checkpoints)
+    if beginning.saved_step:
+        check_checkpoint(Checkpoints(folder.checkpoints).path(beginning.saved_step), recipe.trainer, folder.policy(0))
+    if beginning.version > recipe.trainer.steps:
+        found = f"{recipe.trainer.steps}, and the run has done {beginning.version} steps"
+        raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, "ask for more steps")])
+    _check_rates(folder, before.trainer, recipe.trainer, beginning)
+    return beginning
+
+
+def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: StartState) -> None:
+    """Raises RunFolderError: steps after the last checkpoint, which are repeated, would get other learning rates."""
+    again = range(beginning.saved_step, beginning.version)  # their versions
+    if all(learning_rate(before, at, before.steps) == learning_rate(after, at, after.steps) for at in again):
+        return
+    found = (
+        f"was {before.steps} and is {after.steps}; steps {again.start + 1} to {again.stop}, which are repeated after "
+        f'the last checkpoint, would get other learning rates by trainer.schedule = "{after.schedule}"'
+    )
+    remedy = (
+        f"resume with trainer.steps={before.steps}: once the run ends, or is stopped by Ctrl-C, it has a checkpoint of "
+        "its last step, and the number of steps can be changed"
+    )
+    raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, remedy)])
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode() + "\n"

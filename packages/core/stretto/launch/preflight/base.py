@@ -1,0 +1,51 @@
+"""The policy before any training: a folder, or a model that is built once and cached."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.core.machine import cache_folder
+from stretto.launch.recipe.sections import ModelConfig
+from stretto.model.hf.build import build_policy
+
+
+class Startable(Protocol):
+    """A recipe with a model and a seed."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def base_folder(recipe: Startable) -> Path:
+    """The folder of the policy before any training; a model from `[model.build]` is built once and cached."""
+    if recipe.model.path is not None:
+        return Path(recipe.model.path)
+    assert recipe.model.build is not None, "validated: either a path or a build"
+    folder = cache_folder() / "models" / digest(recipe.model.build.model_dump_json(), recipe.seed)
+    if not folder.exists():
+        check_cache()
+        build_policy(recipe.model.build, folder, recipe.seed)
+    return folder
+
+
+def check_cache() -> None:
+    """Raises RecipeError: the cache of built models and warm starts cannot be written."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home
+        found = f"the cache of built models and warm starts cannot be written: {error}"
+        raise RecipeError([Problem(str(folder), found, "set STRETTO_CACHE to a folder of your own")]) from None
+
+
+def digest(*parts: object) -> str:
+    """A short name that depends on all parts."""
+    return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=10).hexdigest()

@@ -1,0 +1,304 @@
+"""Checks before any process starts: lengths, models, devices, ports, the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from stretto.core.errors import (
+    DataError,
+    ModelFolderError,
+    Problem,
+    RecipeError,
+    RewardFunctionError,
+    RoleError,
+    WorkflowError,
+    nearest,
+)
+from stretto.core.jsonl import nearest_file
+from stretto.doors.loading import is_own
+from stretto.doors.packages import check_packages, from_package
+from stretto.engine.config import EngineConfig
+from stretto.engine.http.lifecycle import bind
+from stretto.engine.native.capacity import longest_row_of
+from stretto.engine.native.generation import MOST_WAITING
+from stretto.launch.recipe.outlets import OUTLETS, OutletsConfig
+from stretto.launch.recipe.recipe import Recipe
+from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
+from stretto.model.hf.fitting import check_fit
+from stretto.model.hf.folder import ModelFolder, inspect_model_folder
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.processes.http.reach import unreachable
+from stretto.rewards.built_in import BUILT_IN
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.loading import PLACE, load_reward
+from stretto.rewards.service.pool import check_reward
+from stretto.rollout.config import RolloutConfig
+from stretto.trainer.config import OptimizerConfig
+from stretto.weights.config import ChosenMedium, Route, choose
+from stretto.worlds.data.dataset import JsonlTask
+from stretto.worlds.sources.readers import is_local
+from stretto.worlds.sources.rows_source import RowsSource
+from stretto.worlds.sources.task import DatasetTask, Source
+from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.loading import PLACE as WORKFLOW
+from stretto.worlds.workflows.pool import check_workflow
+from stretto.worlds.workflows.wire import WorkflowReady
+
+_LARGEST_PORT = 65_535
+
+
+def longest_prompt_allowed(recipe: Recipe, base: ModelFolder) -> int:
+    """Tokens of the longest prompt that leaves ``sampling.max_tokens`` for the completion.
+
+    Raises:
+        ModelFolderError, RecipeError: no prompt does, in the model's context or in the engine's KV cache.
+    """
+    completion = recipe.sampling.max_tokens
+    if completion >= base.context_length:
+        found = f"sampling.max_tokens = {completion}, and the model's context has {base.context_length} tokens"
+        raise ModelFolderError([Problem(str(base.path), found, "choose fewer tokens or a longer context")])
+    longest = longest_row_of(base, recipe.engine)
+    if completion >= longest:
+        found = f"{recipe.engine.cache_gib:g} holds {longest} tokens, and sampling.max_tokens = {completion}"
+        raise RecipeError([Problem("engine.cache_gib", found, "choose fewer tokens, or more memory for the KV cache")])
+    return min(base.context_length, longest) - completion
+
+
+def check_top_k(recipe: Recipe, base: ModelFolder) -> None:
+    if recipe.sampling.top_k > base.vocab_size:
+        found = f"sampling.top_k = {recipe.sampling.top_k}, and the model's vocabulary has {base.vocab_size} tokens"
+        raise ModelFolderError([Problem(str(base.path), found, "choose fewer, or 0 for all")])
+
+
+def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
+    """Raises ModelFolderError: the model in the folder `reference`, named by `key`, has another vocabulary."""
+    folder = inspect_model_folder(reference)
+    check_kind(folder)
+    other = load_tokenizer(folder.path)
+    if other.vocabulary != tokenizer.vocabulary:
+        found = f"its vocabulary ({len(other.vocabulary)} tokens) is not the policy's ({len(tokenizer.vocabulary)})"
+        remedy = f"{key} needs a model with the policy's tokenizer; without {key} the first policy is the reference"
+        raise ModelFolderError([Problem(reference, found, remedy)])
+
+
+def data_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The files and folders of the recipe's data, each with its key; those of the hub are none."""
+    if isinstance(recipe.task, JsonlTask):
+        yield "task.file", recipe.task.file
+        if recipe.task.held_out_file is not None:
+            yield "task.held_out_file", recipe.task.held_out_file
+    listed: list[tuple[str, Source]] = []
+    if isinstance(recipe.task, DatasetTask):
+        listed += ((f"task.sources.{number}", one) for number, one in enumerate(recipe.task.sources))
+        listed += ((f"task.held_out_sources.{number}", one) for number, one in enumerate(recipe.task.held_out_sources))
+    listed += ((f"evaluation.sets.{number}.source", one.source) for number, one in enumerate(recipe.evaluation.sets))
+    for key, source in listed:
+        if isinstance(source, RowsSource) and is_local(source.data, Path.cwd()):
+            yield f"{key}.data", source.data
+
+
+def check_data_files(named: Iterable[tuple[str, str]]) -> None:
+    """Raises DataError: files, given with what the user calls them by, are not there; with the nearest name of each."""
+    missing = [(name, Path(file)) for name, file in named if not Path(file).exists()]
+    if missing:
+        raise DataError(Problem(name, f"{file}: no such file", nearest_file(file)) for name, file in missing)
+
+
+def check_reward_function(config: RewardsConfig) -> None:
+    """Import the reward in a process that can be killed, since a module of the user's own may hang or exit; likewise a
+    reward that depends on the machine.
+
+    Raises:
+        RewardFunctionError: it cannot be loaded.
+    """
+    if all(part.function in BUILT_IN and not BUILT_IN[part.function].configured for part in config.parts):
+        return
+    for part in config.parts:
+        if ":" not in part.function and part.function not in BUILT_IN:
+            load_reward(part.function)
+    try:
+        asyncio.run(check_reward(config))
+    except RoleError as error:
+        if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
+            raise
+        raise RewardFunctionError([Problem(PLACE, str(error), "its module must be importable")]) from None
+
+
+def check_reward_addresses(config: RewardsConfig) -> None:
+    """Raises RewardFunctionError: nothing answers at an address that a reward asks."""
+    faults = {name: (section.address, unreachable(section.address)) for name, section in config.asked.items()}
+    if dead := {name: told for name, told in faults.items() if told[1]}:
+        remedy = "start the server, or give the address of one that runs"
+        raise RewardFunctionError(
+            Problem(f"rewards.{name}.address: {address!r}", f"nothing answers: {fault}", remedy)
+            for name, (address, fault) in dead.items()
+        )
+
+
+def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
+    """Import and make the workflow in a process that can be killed; what it needs of the model.
+
+    Raises:
+        WorkflowError: it cannot be used.
+    """
+    with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
+        log = Path(folder) / "workflow.txt"
+        try:
+            return asyncio.run(check_workflow(config, log))
+        except RoleError as error:
+            if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
+                raise
+            said = log.read_text(errors="replace")[-300:].strip() if log.exists() else ""
+            found = str(error).partition(";")[0] + (f": {said}" if said else "")
+            raise WorkflowError([Problem(WORKFLOW, found, "its module must be importable")]) from None
+
+
+def check_workflow_fits(name: str, needs: WorkflowReady, tokenizer: Tokenizer, plain: str | None) -> None:
+    """`plain`: the place of a prompt that is no chat, if there is one.
+
+    Raises:
+        WorkflowError: the model, or the prompts, are not what the workflow needs.
+    """
+    problems, why = [], needs.needs_chat_template
+    if why and not tokenizer.has_chat_template:
+        found = f"{name!r} {why}, and the tokenizer in {tokenizer.place} has none"
+        problems.append(Problem(WORKFLOW, found, "choose a model whose tokenizer has one, or another workflow"))
+    elif why and plain is not None:
+        found = f"{name!r} {why}, and the prompt at {plain} is plain text"
+        problems.append(Problem(WORKFLOW, found, 'set task.chat_template = "auto", or give the prompts as messages'))
+    for text in needs.words:
+        try:
+            tokenizer.encode(text, special_tokens=False)
+        except DataError as error:
+            found = f"{name!r} says {text[:80]!r}, which the tokenizer cannot encode: {error.problems[0].found}"
+            problems.append(Problem(WORKFLOW, found, "give other words in [workflow.settings], or another model"))
+    if problems:
+        raise WorkflowError(problems)
+
+
+def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
+    """Raises RewardFunctionError: a reward names a source that there is not, or none judges the questions of one."""
+    known, problems = set(sources), []
+    named = known - {""} or {"none: the task has no sources with names"}
+    for number, part in enumerate(config.functions):
+        place = f"rewards.functions.{number}.sources"
+        unknown = [name for name in part.sources if name not in known]
+        problems += [Problem(place, f"no source is called {name!r}", nearest(name, named)) for name in unknown]
+    everywhere = any(not part.sources for part in config.parts)
+    judged = {name for part in config.parts for name in part.sources}
+    if not everywhere and (without := sorted(known - judged)):
+        found = f"none judges the completions of {f'source {without[0]!r}' if without[0] else 'the task'}"
+        problems.append(Problem("rewards.functions", found, "name it in the sources of one, or give one without any"))
+    if problems:
+        raise RewardFunctionError(problems)
+
+
+def check_machine(recipe: Recipe) -> None:
+    """Raises RecipeError: this machine lacks what its own roles need; another is asked when it joins."""
+    check_ports(recipe)
+    check_logging(recipe.logging)
+    engine = recipe.engine if recipe.local_engines else None
+    check_devices({"engine": engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
+
+
+def check_ports(recipe: Recipe) -> None:
+    """Raises RecipeError: a port of this machine on which an engine would listen is in use, or does not exist."""
+    config = recipe.engine
+    if config.transport == "unix" or not recipe.local_engines:  # engines elsewhere take free ports of their machines
+        return
+    ports = range(config.base_port, config.base_port + config.count)
+    if ports[-1] > _LARGEST_PORT:
+        found = f"{config.base_port}, and {config.count} engines need {config.count} ports from there"
+        raise RecipeError([Problem("engine.base_port", found, f"ports end at {_LARGEST_PORT}")])
+    taken = [port for port in ports if not is_free(port)]
+    if taken:
+        raise RecipeError(Problem("engine.base_port", f"port {port} is in use", "choose free ports") for port in taken)
+
+
+def check_logging(config: OutletsConfig) -> None:
+    """Raises RecipeError: a tool that the run is to be shown in is not installed, or a port is in use."""
+    if config.tools:
+        check_packages(OUTLETS.key, "stretto_report")
+    problems = [
+        Problem("logging.to", f"{tool!r} is not installed", f"pip install 'stretto[{tool}]'")
+        for tool in config.to
+        if not is_own(tool) and not is_installed(tool)
+    ]
+    if config.prometheus_port is not None:
+        try:
+            bind(config.prometheus_host, config.prometheus_port, "logging.prometheus_port").close()
+        except RecipeError as error:
+            problems += error.problems
+    if problems:
+        raise RecipeError(problems)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be found; a folder of its name, such as that of W&B's files, is none."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def check_cluster(recipe: Recipe) -> None:
+    """Raises RecipeError: machines that the run needs cannot join, or not where and how the recipe says."""
+    if recipe.has_machines:
+        from_package("stretto_app.extensions.joining:check_cluster", "cluster", "stretto_cluster")(recipe)
+
+
+def check_ray(recipe: Recipe) -> None:
+    """Raises RecipeError: the Ray cluster that is to start the engines is not there, or could never have them all."""
+    if recipe.cluster.placer == "ray":
+        from_package("stretto_app.extensions.joining:check_ray", "cluster.placer", "stretto_cluster")(recipe)
+
+
+def check_in_flight(config: RolloutConfig) -> None:
+    """Raises RecipeError: the completions in flight would not fit into the queue of one engine, the only one perhaps
+    while others are replaced. A full queue looks like a lost engine."""
+    _, groups = config.in_flight_bounds
+    if (completions := groups * config.group_size) > MOST_WAITING:
+        key = "rollout.max_in_flight_max" if config.max_in_flight == "auto" else "rollout.max_in_flight"
+        found = f"{groups:,} groups of {config.group_size:,} (group_size) are {completions:,} completions"
+        raise RecipeError([Problem(key, found, f"an engine queues at most {MOST_WAITING:,}")])
+
+
+def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None]) -> None:
+    """Raises RecipeError: a section asks for a GPU, and torch finds none."""
+    wanted = [name for name, section in sections.items() if section is not None and section.device == "cuda"]
+    if wanted and not torch.cuda.is_available():
+        found, remedy = "'cuda', and torch finds no GPU that it can use", "'auto' takes a GPU if there is one"
+        raise RecipeError(Problem(f"{name}.device", found, remedy) for name in wanted)
+
+
+def check_kind(base: ModelFolder) -> None:
+    """Raises ModelFolderError: by its config, the engine or the trainer cannot compute the model."""
+    config = check_fit(base)
+    refuse_unsupported(config)
+    refuse_untrainable(config)
+
+
+def is_free(port: int) -> bool:
+    """Whether a server can listen on this port of the loopback interface now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def medium_of(recipe: Recipe) -> ChosenMedium:
+    """How weights reach the engines of a run, and why.
+
+    Raises:
+        RecipeError: they cannot, as the recipe has it.
+    """
+    elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
+    return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))

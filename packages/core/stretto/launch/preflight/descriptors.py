@@ -1,0 +1,47 @@
+"""The file descriptors of a run. Where too few are allowed, libraries say something else: SQLite, "unable to open
+database file"."""
+
+from __future__ import annotations
+
+import resource
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.processes.tree import open_descriptors
+
+_CONDUCTOR = 32  # its libraries, ledger, logs, locks and event loop
+_ENGINE, _RANK, _REWARD_WORKER, _GROUP = 6, 4, 2, 1  # wires, logs, heartbeats; the connection of a group in flight
+_AGENT = 3  # its program's output, and its connection; a service's connections
+_GUEST = 4  # an engine that joins: its machine's wire, log, counters and tokens; groups in flight count beside it
+
+
+def descriptors_needed(
+    *, engines: int = 1, ranks: int = 1, reward_workers: int = 1, groups: int = 1, agents: int = 0
+) -> int:
+    """What the conductor may have open at once, the process of a run that has the most: `groups` are in flight."""
+    roles = _ENGINE * engines + _RANK * ranks + _REWARD_WORKER * reward_workers
+    return _CONDUCTOR + roles + _GROUP * groups + _AGENT * agents
+
+
+def no_room_for(guests: int) -> str:
+    """Why `guests` more engines cannot join this process: it may open too few further descriptors; "" if they can."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = allowed - len(open_descriptors())
+    if allowed == resource.RLIM_INFINITY or left >= _GUEST * guests:
+        return ""
+    return (
+        f"the run may open {max(left, 0)} more file descriptors, and {guests} more engine(s) need {_GUEST * guests}: "
+        "it has to be started with a higher ulimit -n"
+    )
+
+
+def check_descriptors(needed: int | None = None) -> None:
+    """Refuse to start with fewer than `needed`, by default than the smallest run needs.
+
+    Raises:
+        RecipeError: with both numbers.
+    """
+    needed = descriptors_needed() if needed is None else needed
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        found = f"{allowed} may be open at once, and the run needs {needed}"
+        raise RecipeError([Problem("file descriptors", found, f"allow them: ulimit -n {needed}")])

@@ -1,0 +1,170 @@
+"""Checks of `[engine]` that start and ask no server: keys, addresses, the interpreter, the size of heads."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.doors.packages import from_package
+from stretto.engine.capabilities import Capabilities, capabilities_of, release_of
+from stretto.engine.config import EngineConfig
+from stretto.launch.recipe.recipe import Recipe
+from stretto.model.hf.inspection import ModelFolder
+from stretto.model.hf.tokenizer import Tokenizer
+
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
+_LARGEST_PORT = 65_535
+_ASK_SECONDS = 30.0  # an interpreter that starts
+_VERSION = """
+import importlib.metadata, sys
+for name in sys.argv[1:]:
+    try:
+        print(importlib.metadata.version(name))
+        break
+    except importlib.metadata.PackageNotFoundError:
+        pass
+"""
+
+
+def check_embedded(config: EngineConfig) -> None:
+    """Raises RecipeError: the settings are of a server, where this process generates with the embedded engine."""
+    found = "and only the runs and evaluations of a recipe have another engine than the embedded one"
+    problems = [Problem(f"engine.{key}", f"is given, {found}", "leave it out") for key in _given(config)]
+    remedy = 'allowed: "native"; vLLM and SGLang are servers themselves'
+    if config.kind != "native":
+        problems.insert(0, Problem("engine.kind", f'"{config.kind}", {found}', remedy))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _given(config: EngineConfig) -> list[str]:
+    return [key for key in ("python", "arguments", "addresses") if getattr(config, key)]
+
+
+def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
+    """Raises RecipeError: with everything in `[engine]` that its kind cannot do, and an interpreter without it, unless
+    it is not to be looked for `here`."""
+    config = recipe.engine
+    if config.kind == "native":
+        remedy = 'only engine.kind = "vllm" or "sglang" has it'
+        problems = [Problem(f"engine.{key}", 'is given, and engine.kind is "native"', remedy) for key in _given(config)]
+    else:
+        make = make_of_recipe(recipe)
+        problems = [*_keys(recipe, make), *(_interpreter(config, make) if here else ())]
+    if problems:
+        raise RecipeError(problems)
+
+
+def make_of_recipe(recipe: Recipe) -> Capabilities:
+    """What the recipe's make can do, from the release on that the recipe needs."""
+    make = capabilities_of(recipe.engine.kind)
+    return replace(make, oldest=max(make.oldest, make.broadcast)) if recipe.weights.medium == "broadcast" else make
+
+
+def _keys(recipe: Recipe, make: Capabilities) -> Iterator[Problem]:
+    config, sampling = recipe.engine, recipe.sampling
+    if config.python is None and not config.addresses and make.packages:
+        remedy = f"name the interpreter of an environment that has {make.needed}, or give engine.addresses"
+        yield Problem("engine.python", f'missing, and engine.kind is "{config.kind}"', remedy)
+    if config.addresses:
+        for key in ("python", "arguments"):
+            if getattr(config, key):
+                found = "is given beside engine.addresses, whose servers run already"
+                yield Problem(f"engine.{key}", found, "give one of both")
+        elsewhere = recipe.cluster.placer != "local" or (recipe.cluster.listen and not recipe.trainer.remote_ranks)
+        if elsewhere:
+            found = "is given, and machines would join with engines of their own ([cluster])"
+            yield Problem("engine.addresses", found, "leave out [cluster], or engine.addresses and give engine.python")
+    yield from _addresses(config)
+    if recipe.weights.medium == "broadcast" and not recipe.cluster.trusted_network:
+        for address in (one for one in config.addresses if not _is_here(one)):
+            found = f"false, and weights go to {address} by a collective, which knows neither key nor encryption"
+            remedy = "true says that nobody else is on their network (docs/how_to/cluster.md)"
+            yield Problem("cluster.trusted_network", found, remedy)
+    if config.batching == "rounds":
+        found = f'"rounds", and {make.name} does not compute the same completion twice bit for bit'
+        yield Problem("engine.batching", found, '"auto", or engine.kind = "native" for a run that can be repeated')
+    if recipe.trainer.lora is not None:
+        found = f"is given: adapters alone are published then, and {make.name} is given whole models"
+        yield Problem("trainer.lora", found, 'train all parameters, or choose engine.kind = "native"')
+    if not make.filtered_logprobs:
+        for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(sampling, key) != off:
+                found = f"{getattr(sampling, key)}, and the log-probabilities of {make.name} do not follow it"
+                yield Problem(f"sampling.{key}", found, f"{off:g}, or another engine.kind")
+
+
+def _addresses(config: EngineConfig) -> Iterator[Problem]:
+    for address in config.addresses:
+        if not _ADDRESS.fullmatch(address) or not 0 < int(address.rpartition(":")[2]) <= _LARGEST_PORT:
+            yield Problem("engine.addresses", repr(address), 'host:port is needed, as in "127.0.0.1:8000"')
+    if again := [address for address in dict.fromkeys(config.addresses) if config.addresses.count(address) > 1]:
+        yield Problem("engine.addresses", f"{again[0]} is given twice", "each server is one engine")
+    if config.addresses and config.count != len(config.addresses):
+        found = f"{config.count}, and engine.addresses has {len(config.addresses)}"
+        yield Problem("engine.count", found, "leave it out: each address is one engine")
+
+
+def _is_here(address: str) -> bool:
+    """Whether a server is reached by the loopback interface."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _interpreter(config: EngineConfig, make: Capabilities) -> Iterator[Problem]:
+    python = config.python
+    if python is None or config.addresses or not make.packages:
+        return
+    if not (os.path.isfile(python) and os.access(python, os.X_OK)):
+        remedy = f"the interpreter of an environment that has {make.needed}, as in /home/me/{config.kind}/bin/python"
+        yield Problem("engine.python", f"{python} is no program", remedy)
+        return
+    command = [python, "-I", "-c", _VERSION, *make.packages]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Problem("engine.python", f"{python} does not run: {error}", "an interpreter is needed")
+        return
+    found = asked.stdout.strip()
+    if asked.returncode:
+        said = (asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"])[-1]
+        yield Problem("engine.python", f"{python} is no working interpreter: {said}", f"it needs {make.needed}")
+    elif not found:
+        remedy = f"install {make.needed} into it: {python} -m pip install '{make.packages[0]}'"
+        yield Problem("engine.python", f"{python} does not have {make.name}", remedy)
+    elif release_of(found) < make.oldest:
+        yield Problem("engine.python", f"{python} has {make.name} {found}", f"{make.needed} is needed")
+
+
+def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
+    """Raises RecipeError: the server's attention on a processor has no kernel for the model's heads, and it is to run
+    on this machine."""
+    config = recipe.engine
+    if config.kind == "native" or config.addresses or recipe.cluster.placer != "local" or not config.on_cpu:
+        return
+    make = capabilities_of(config.kind)
+    if make.cpu_head_dims and base.head_dim not in make.cpu_head_dims:
+        place = "model.build.head_dim" if recipe.model.build is not None else f"{base.path}: head_dim"
+        allowed = ", ".join(map(str, make.cpu_head_dims))
+        found = f"{base.head_dim}, for which {make.name} has no attention on a processor"
+        raise RecipeError([Problem(place, found, f"allowed: {allowed}")])
+
+
+def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
+    """Ask every server of `engine.addresses` what it serves, and the tokens of some of the prompts.
+
+    Raises:
+        RecipeError: nobody answers, or it is another model's; with every server.
+    """
+    if recipe.engine.addresses:
+        ask = from_package("stretto_servers.checks:check_running_servers", "engine.addresses")
+        needed = min(base.context_length, max(map(len, prompts)) + recipe.sampling.max_tokens)
+        ask(recipe.engine, make_of_recipe(recipe), base, needed, tokenizer, prompts)

@@ -1,0 +1,151 @@
+"""Memory and disk that a run will need, and warnings: what will work, but perhaps not as hoped."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stretto.core.machine import available_memory
+from stretto.core.machine import cores as available_cores
+from stretto.engine.capabilities import capabilities_of
+from stretto.launch.preflight.plan import Outline
+from stretto.worlds.workflows.config import WorkflowConfig
+
+_PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that each part of the run will need, and bytes that are available."""
+
+    trainer: int
+    engines: int
+    others: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        return self.trainer + self.engines + self.others
+
+    def __str__(self) -> str:
+        parts = (("trainer", self.trainer), ("engines", self.engines), ("others", self.others), ("all", self.total))
+        shown = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts)
+        return f"{shown}; available {self.available / 2**30:.2f} GiB"
+
+
+def step_and_run(plan: Outline) -> tuple[str, str]:
+    """What one step and the whole run consume: which batch is which."""
+    recipe = plan.recipe
+    prompts, each, steps = recipe.rollout.batch_size, recipe.rollout.group_size, recipe.trainer.steps
+    sequences, updates = prompts * each, recipe.trainer.minibatches
+    single = recipe.workflow is None
+    longest = plan.longest_prompt + plan.sampling.max_tokens if single else plan.base.context_length
+    what = "completions" if single else "conversations"
+    step = f"{prompts:,} prompts × {each} {what} = {sequences:,} sequences, trained in {updates} optimizer steps"
+    step += f" of about {sequences / updates:,.0f}; {sequences * longest:,} tokens at most"
+    run = f"{steps:,} steps: {steps * prompts:,} prompts ({steps * prompts / max(1, len(plan.training)):.2g} epochs), "
+    run += f"{steps * sequences:,} sequences, {steps * updates:,} optimizer steps"
+    return step, f"{run}, {steps * sequences * longest:,} tokens at most"
+
+
+def estimate_memory(plan: Outline) -> MemoryEstimate:
+    """Trainer: weights; gradients and Adam's two moments of the trained ones; a copy of all but gradients while a
+    checkpoint is written; reference and critic, if any; for each rank the activations of one micro-batch, and for each
+    but the first the whole policy, which it reads before it keeps its part. Engine: weights and KV cache, in the
+    processes of its server if it has one."""
+    recipe, base = plan.recipe, plan.base
+    width = {"float32": 4, "bfloat16": 2, "float16": 2}
+    longest = plan.longest_prompt + plan.sampling.max_tokens
+    tokens = max(recipe.trainer.micro_batch_tokens, longest)
+    # About 40 numbers of the model's width are kept per token and layer for the backward pass.
+    activations = tokens * base.layers * base.hidden_size * 40 * 4
+    adapters, reference = recipe.trainer.lora is not None, recipe.algorithm.reference
+    one = 4 if adapters else 16 + 12  # adapters add about a hundredth
+    second = reference is not None and not (adapters and reference.path is None)
+    policies = one + (4 if second else 0) + (one if recipe.algorithm.critic else 0)
+    ranks = recipe.trainer.local_ranks
+    whole = base.parameters * 4 * (ranks - 1)
+    trainer = (
+        base.parameters * policies * ranks // recipe.trainer.ranks + whole + ranks * (activations + _PROCESS_BYTES)
+    )
+    item = width[recipe.engine.dtype]
+    full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
+    engine = base.parameters * item + min(full, int(recipe.engine.cache_gib * 2**30)) + _PROCESS_BYTES
+    if recipe.engine.addresses:  # their servers run already, perhaps elsewhere
+        engine = _PROCESS_BYTES
+    elif recipe.engine.kind != "native":
+        engine += capabilities_of(recipe.engine.kind).process_bytes
+    of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
+    others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + 2 * base.parameters * 4
+    return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory())
+
+
+@dataclass(frozen=True)
+class DiskEstimate:
+    """Bytes that the run folder will have at most, and bytes that its disk has left."""
+
+    ledger: int
+    policies: int
+    checkpoints: int
+    tokens: int
+    available: int
+
+    @property
+    def total(self) -> int:
+        return self.ledger + self.policies + self.checkpoints + self.tokens
+
+    def __str__(self) -> str:
+        of_states = ("policies", self.policies), ("checkpoints", self.checkpoints)
+        parts = (("ledger", self.ledger), *of_states, ("tokens", self.tokens))
+        shown = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in (*parts, ("all", self.total)))
+        return f"{shown} at most; available {self.available / 2**30:.2f} GiB"
+
+
+def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
+    """Ledger: 16 bytes for each token (id, log-probability, version) of the longest completions, 200 for each row; what
+    became of each token: 13, within its own bound. Policies in the dtype that they are written in; checkpoints in
+    float32 with Adam's two moments, of a critic too, and one more while it is written."""
+    recipe, weights = plan.recipe, plan.base.parameters * 4
+    trainer, store, rollout = recipe.trainer, recipe.store, recipe.rollout
+    kept = trainer.steps + 1 if trainer.keep_versions == "all" else trainer.keep_versions + 1
+    steps = trainer.steps if store.keep_payloads != "none" else trainer.checkpoint_every * (store.keep_checkpoints + 1)
+    completions = steps * rollout.batch_size * rollout.group_size
+    trained = trainer.steps * rollout.batch_size * rollout.group_size
+    return DiskEstimate(
+        ledger=completions * plan.sampling.max_tokens * 16 + trained * 200,
+        policies=kept * plan.base.parameters * _width(trainer.save_dtype, plan.base.dtype),
+        checkpoints=(store.keep_checkpoints + 1) * 3 * weights * (2 if recipe.algorithm.critic else 1),
+        tokens=recipe.logging.most_bytes(trained * plan.sampling.max_tokens),
+        available=shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free,
+    )
+
+
+def _width(wanted: str, own: str) -> int:
+    """Bytes of a number of the policies that are written."""
+    return 2 if (own if wanted == "model" else wanted) in ("bfloat16", "float16") else 4
+
+
+def warnings(plan: Outline) -> Sequence[str]:
+    """Sentences about settings that work, but perhaps not as hoped."""
+    recipe, notes = plan.recipe, list(plan.notes)
+    cores = available_cores()
+    served = 0 if recipe.engine.addresses else recipe.local_engines
+    threads = served * recipe.engine.threads + recipe.trainer.local_ranks * recipe.trainer.threads
+    if threads > cores and recipe.rollout.staleness_bounds[1] > 0:
+        notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
+    longest = plan.longest_prompt + plan.sampling.max_tokens
+    if longest > recipe.trainer.micro_batch_tokens:
+        notes.append(
+            f"a prompt with its completion may have {longest} tokens, more than trainer.micro_batch_tokens = "
+            f"{recipe.trainer.micro_batch_tokens}: it is then a micro-batch of its own and takes more memory"
+        )
+    memory = estimate_memory(plan)
+    if memory.total > memory.available:
+        notes.append(f"the run may not fit into memory: {memory}")
+    if recipe.rollout.batch_size > len(plan.training):
+        notes.append(
+            f"a batch of {recipe.rollout.batch_size} groups repeats prompts: the task has {len(plan.training)}"
+        )
+    return notes

@@ -1,0 +1,112 @@
+"""Gold answers that the reward cannot read are found before the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from stretto.core.errors import DataError, Problem, RewardFunctionError, RoleError
+from stretto.core.machine import cores
+from stretto.core.records import Outcome
+from stretto.launch.preflight.encoding import place_of
+from stretto.rewards.built_in import BUILT_IN
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.loading import PLACE
+from stretto.rewards.service.pool import DIED, TIMED_OUT, RewardPool
+from stretto.rewards.service.wire import ScoreItem
+from stretto.worlds.data.task import Question, Questions
+
+_SHOWN = 20
+_PORTION = 64  # gold answers that a worker reads under one deadline
+_READING_SECONDS = 60.0  # far more than a gold answer within the limits of the readers takes
+
+
+@dataclass(frozen=True)
+class Sifted:
+    """The questions whose gold answers can be read, and the problems of the others."""
+
+    questions: Questions
+    unreadable: tuple[Problem, ...] = ()
+
+    @property
+    def warnings(self) -> list[str]:
+        """The count, and the first of them with their lines."""
+        if not self.unreadable:
+            return []
+        count = len(self.unreadable)
+        shown = [str(problem) for problem in self.unreadable[:_SHOWN]]
+        return [f"{count:,} questions are left out: their gold answers cannot be read", *shown]
+
+
+def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _READING_SECONDS) -> Sifted:
+    """Leave out the questions whose gold answers the reward cannot read, if the reward has a reader of them.
+
+    Reward workers read each gold answer once. The result depends on the gold answers alone: one that takes longer than
+    `reading_seconds` is an error, since another machine might be faster.
+
+    Raises:
+        DataError: no gold answer of the training or of the held-out questions can be read, or one takes too long.
+        RewardFunctionError: the workers do not start.
+    """
+    asked = (*questions.training, *questions.held_out)
+    reasons: dict[tuple[str, str], str] = {}  # by source and gold answer
+    for part in config.parts:
+        if part.function in BUILT_IN and (reader := BUILT_IN[part.function].gold):
+            judged = [question for question in asked if not part.sources or question.source in part.sources]
+            read = config.alone(part).model_copy(update={"function": reader})
+            unread = _reasons(read, sorted({question.answer for question in judged}), reading_seconds)
+            reasons |= {_key(question): unread[question.answer] for question in judged if question.answer in unread}
+    if not reasons:
+        return Sifted(questions)
+    bad = [question for question in asked if _key(question) in reasons]
+    problems = tuple(Problem(place_of(question), reasons[_key(question)]) for question in bad)
+    if late := [problem for problem in problems if problem.found.startswith((TIMED_OUT, DIED))]:
+        remedy = "shorten or remove these gold answers"
+        raise DataError([Problem(problem.place, f"reading it: {problem.found}", remedy) for problem in late[:_SHOWN]])
+    kept = replace(
+        questions,
+        training=[question for question in questions.training if _key(question) not in reasons],
+        held_out=[question for question in questions.held_out if _key(question) not in reasons],
+    )
+    if not kept.training or (questions.held_out and not kept.held_out):
+        which = "of the questions for training" if not kept.training else "that is held out"
+        found = f"no gold answer {which} can be read by the reward {config.title!r}"
+        raise DataError([*problems[:_SHOWN], Problem("[task]", found, f"{len(problems):,} cannot in all")])
+    return Sifted(kept, problems)
+
+
+def _key(question: Question) -> tuple[str, str]:
+    return question.source, question.answer
+
+
+def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
+    """The gold answers that the reader `config` cannot read, with the reasons.
+
+    Raises:
+        RewardFunctionError: the workers do not start.
+    """
+    try:
+        return asyncio.run(_unreadable(config, golds, seconds)) if golds else {}
+    except RoleError as error:
+        raise RewardFunctionError([Problem(PLACE, str(error))]) from None
+
+
+async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
+    """The gold answers that cannot be read, with the reasons. They are read in portions, each with a deadline that even
+    the slowest ones keep."""
+    workers = max(config.workers, min(cores(), len(golds) // _PORTION))
+    patient = {
+        "max_consecutive_undecided": len(golds) + 1,
+        "timeout": seconds,
+        "workers": workers,
+        "patience": max(config.patience, 2 * _PORTION * seconds),
+    }
+    reasons: dict[str, str] = {}
+    async with RewardPool(config.model_copy(update=patient)) as pool:
+        for at in range(0, len(golds), _PORTION * workers):
+            portion = golds[at : at + _PORTION * workers]
+            verdicts = await pool.score([ScoreItem(prompt="", completion="", answer=gold) for gold in portion])
+            pairs = zip(portion, verdicts, strict=True)
+            reasons |= {gold: verdict.reason for gold, verdict in pairs if verdict.outcome is Outcome.UNDECIDED}
+    return reasons

@@ -1,0 +1,109 @@
+"""The check of a recipe for other machines: its model folder has a config.json here, and its weights elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stretto.core.errors import DataError, Problem
+from stretto.core.records import Prompt
+from stretto.launch.preflight.base import base_folder
+from stretto.launch.preflight.checks import (
+    check_data_files,
+    check_in_flight,
+    check_reward_function,
+    check_top_k,
+    data_files,
+    longest_prompt_allowed,
+    medium_of,
+)
+from stretto.launch.preflight.encoding import encode_demonstrations, prompts_as_bytes
+from stretto.launch.preflight.engines import check_engine_keys, check_head_dim
+from stretto.launch.preflight.gold import sift
+from stretto.launch.preflight.odd_rows import repeated
+from stretto.launch.preflight.plan import Outline, encoded_within_limits
+from stretto.launch.preflight.trainable import check_trainable
+from stretto.launch.preflight.trial import try_parts, try_reward
+from stretto.launch.recipe.recipe import Recipe
+from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
+from stretto.model.hf.folder import ModelFolder
+from stretto.model.hf.inspection import has_weights
+from stretto.model.hf.skeleton import outlined
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+
+_NO_GPUS = 0
+
+
+def is_on_paper(recipe: Recipe) -> bool:
+    """Whether the model folder describes a model whose weights are not there."""
+    path = Path(recipe.model.path) if recipe.model.path is not None else None
+    return path is not None and (path / "config.json").is_file() and not has_weights(path)
+
+
+def outline(recipe: Recipe) -> Outline:
+    """Check all that does not depend on weights, devices, interpreters and servers; `notes` begin with what was not
+    checked. Without a tokenizer a prompt counts as many tokens as its text has bytes, the most that it can have.
+
+    Raises:
+        RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
+    """
+    told = try_parts(recipe, outlets=False)
+    check_engine_keys(recipe, here=False)
+    check_reward_function(recipe.rewards)
+    check_in_flight(recipe.rollout)
+    medium_of(recipe)
+    base, config = outlined(base_folder(recipe))
+    refuse_unsupported(config)
+    refuse_untrainable(config)
+    check_head_dim(recipe, base)
+    check_trainable(recipe.trainer, base.path, _NO_GPUS)
+    longest = longest_prompt_allowed(recipe, base)
+    check_top_k(recipe, base)
+    check_data_files(data_files(recipe))
+    sifted = sift(recipe.rewards, recipe.task.questions(recipe.seed))
+    questions, held_out = sifted.questions, list(sifted.questions.held_out)[: recipe.evaluation.prompts]
+    if recipe.warm_start is not None and not questions.demonstrations:
+        remedy = "add them to the data, or remove the section"
+        raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
+    tokenizer = load_tokenizer(base.path) if (base.path / "tokenizer.json").is_file() else None
+    if tokenizer is None:
+        training, asked = prompts_as_bytes(questions.training), prompts_as_bytes(held_out)
+        notes: tuple[str | None, ...] = ()
+    else:
+        within = encoded_within_limits(recipe, questions, tokenizer, longest)
+        training, asked = (one.prompts for one in within)
+        notes = tuple(one.note for one in within)
+    shown = questions.demonstrations if recipe.warm_start is not None else ()
+    if tokenizer is not None:
+        encode_demonstrations(shown, tokenizer, base.context_length)
+    return Outline(
+        recipe=recipe,
+        base=base,
+        sampling=recipe.sampling.record(tokenizer.eos_token_ids if tokenizer is not None else base.eos_token_ids),
+        training=training,
+        held_out=asked,
+        demonstrations=shown,
+        kept_apart=len(questions.held_out),
+        notes=(
+            *told,
+            *_not_checked(recipe, base, tokenizer, (*training, *asked), longest),
+            *filter(None, notes),
+            *sifted.warnings,
+            *repeated(questions),
+            *try_reward(recipe.rewards, questions.training),
+        ),
+    )
+
+
+def _not_checked(
+    recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer | None, prompts: tuple[Prompt, ...], longest: int
+) -> list[str]:
+    found = [f"not checked: the weights, which {base.path} does not hold; its config.json says how many there are"]
+    if tokenizer is None:
+        fits = "" if max(len(prompt.token_ids) for prompt in prompts) <= longest else f", and whether {longest} hold it"
+        found.append(f"not checked: the tokens of prompts and the end token, without a tokenizer.json{fits}")
+    if recipe.engine.python is not None:
+        found.append(f"not checked: engine.python, {recipe.engine.python} on the machine of the run")
+    if recipe.engine.addresses:
+        found.append(f"not checked: {len(recipe.engine.addresses)} servers of engine.addresses, which were not asked")
+    found.append("not checked: devices, ports and memory of the machines of the run; these numbers are of this machine")
+    return found

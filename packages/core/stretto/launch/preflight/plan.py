@@ -1,0 +1,339 @@
+"""The plan of a run: a recipe whose model, data and reward have been found, read and checked. Starts no role."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from stretto.core.errors import DataError, Problem
+from stretto.core.jsonl import Mistakes
+from stretto.core.records import Prompt, Sampling
+from stretto.doors.packages import from_package
+from stretto.launch.preflight.base import base_folder, digest
+from stretto.launch.preflight.checks import (
+    check_cluster,
+    check_data_files,
+    check_in_flight,
+    check_kind,
+    check_machine,
+    check_ray,
+    check_reward_addresses,
+    check_reward_function,
+    check_reward_sources,
+    check_top_k,
+    check_vocabulary,
+    check_workflow_class,
+    check_workflow_fits,
+    data_files,
+    longest_prompt_allowed,
+    medium_of,
+)
+from stretto.launch.preflight.descriptors import check_descriptors, descriptors_needed
+from stretto.launch.preflight.encoding import (
+    Within,
+    encode_demonstrations,
+    encode_prompts,
+    encode_within,
+    place_of,
+    refuse,
+)
+from stretto.launch.preflight.engines import check_engine_keys, check_head_dim, check_servers
+from stretto.launch.preflight.gold import sift
+from stretto.launch.preflight.odd_rows import repeated, strange_digits
+from stretto.launch.preflight.trainable import check_trainable
+from stretto.launch.preflight.trial import try_parts, try_reward
+from stretto.launch.recipe.agents import AgentConfig
+from stretto.launch.recipe.recipe import Recipe
+from stretto.launch.recipe.sections import EvaluationSet
+from stretto.model.hf.folder import ModelFolder, inspect_model_folder
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.rewards.built_in import BUILT_IN
+from stretto.rewards.service.wire import Row
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.prompts import PromptSource
+from stretto.trainer.messages import Demonstration
+from stretto.worlds.data.task import Question, Questions
+from stretto.worlds.sources.task import DatasetTask
+from stretto.worlds.workflows.config import WorkflowConfig
+from stretto.worlds.workflows.group import QuestionDetails
+from stretto.worlds.workflows.wire import WorkflowReady
+from stretto_verify.thoughts import PIECES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """What a recipe asks for: the shape of the model, the questions, their longest prompt."""
+
+    recipe: Recipe
+    base: ModelFolder
+    sampling: Sampling
+    training: tuple[Prompt, ...]
+    held_out: tuple[Prompt, ...]
+    demonstrations: Sequence[object]
+    notes: tuple[str, ...] = ()  # warnings about the data and the reward
+    sources: tuple[PromptSource, ...] = ()  # of the training prompts, in their order
+    origins: tuple[tuple[str, str], ...] = ()  # place and source of each training prompt
+    sets: tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...] = ()  # further evaluations
+    kept_apart: int = 0  # held-out questions, of which evaluation.prompts are asked
+
+    @property
+    def longest_prompt(self) -> int:
+        further = (prompt for _, prompts in self.sets for prompt in prompts)
+        return max(len(prompt.token_ids) for prompt in (*self.training, *self.held_out, *further))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Outline):
+    """A recipe whose parts have been found, read and measured."""
+
+    tokenizer: Tokenizer
+    demonstrations: tuple[Demonstration, ...]
+    rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # by prompt and gold answer, for the rewards
+    kept_apart_digest: str = ""  # of their texts and gold answers
+    details: QuestionDetails = field(default_factory=QuestionDetails)  # what a workflow gets beside the prompts
+
+
+def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:
+    """Find, read and check everything that the recipe names. `has_policy`: version 0 of the policy exists already, so
+    the plan needs no demonstrations; `dry`: nothing is to be started, and outlets of the user's own are tried too.
+
+    Raises:
+        RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
+    """
+    _check_descriptors(recipe)
+    told = try_parts(recipe, outlets=dry)
+    check_engine_keys(recipe, here=recipe.cluster.placer == "local")
+    medium_of(recipe)
+    check_reward_function(recipe.rewards)
+    check_reward_addresses(recipe.rewards)
+    needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
+    check_machine(recipe)
+    check_cluster(recipe)
+    check_in_flight(recipe.rollout)
+    base = inspect_model_folder(base_folder(recipe))
+    check_kind(base)
+    check_head_dim(recipe, base)
+    check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
+    tokenizer = load_tokenizer(base.path, recipe.model.special_tokens_in_messages, kept=PIECES)
+    longest = longest_prompt_allowed(recipe, base)
+    check_top_k(recipe, base)
+    if (reference := recipe.algorithm.reference) is not None and reference.path is not None:
+        check_vocabulary(reference.path, tokenizer, "algorithm.reference.path")
+    _check_agents(recipe, tokenizer)
+    read, read_sets = _questions(recipe)
+    questions = (sifted := sift(recipe.rewards, read)).questions
+    warms_up = recipe.warm_start is not None and not has_policy
+    if warms_up and not questions.demonstrations:
+        remedy = "add them to the data, or remove the section"
+        raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
+    shown = questions.demonstrations if warms_up else ()
+    training, held_out = encoded_within_limits(recipe, questions, tokenizer, longest)
+    sets, asked = _sets(recipe, read_sets, tokenizer, longest)
+    rows = (*training.questions, *held_out.questions, *asked)
+    if isinstance(recipe.workflow, WorkflowConfig):
+        check_workflow_fits(recipe.workflow.function, needs, tokenizer, _plain(rows))
+    check_servers(recipe, base, tokenizer, [one.token_ids for one in (*training.prompts, *held_out.prompts)])
+    check_ray(recipe)
+    return Plan(
+        recipe=recipe,
+        base=base,
+        tokenizer=tokenizer,
+        sampling=recipe.sampling.record(tokenizer.eos_token_ids),
+        training=training.prompts,
+        held_out=held_out.prompts,
+        origins=tuple((question.place, question.source) for question in training.questions),
+        sources=_sources(training.questions, questions.weights),
+        demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
+        rows=_rows(recipe, rows),
+        sets=sets,
+        details=_details(recipe, rows, tokenizer),
+        kept_apart=len(questions.held_out),
+        kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
+        notes=(
+            *told,
+            *filter(None, (*questions.notes, training.note, held_out.note)),
+            *_unused_template(questions.training, tokenizer),
+            *_workflow_notes(recipe, tokenizer),
+            *sifted.warnings,
+            *strange_digits(questions),
+            *_closing_notes(recipe, questions, tried=has_policy),
+        ),
+    )
+
+
+def _closing_notes(recipe: Recipe, questions: Questions, *, tried: bool) -> Iterator[str]:
+    """`tried`: a run that goes on has its reward's verdicts on record, and was told of the first ones when it began."""
+    yield from schedule_notes(recipe)
+    yield from repeated(questions)
+    if not tried:
+        yield from try_reward(recipe.rewards, questions.training)
+
+
+def schedule_notes(recipe: Recipe) -> Iterator[str]:
+    """A warm-up that is longer than the training."""
+    for name, section in (("trainer", recipe.trainer), ("warm_start", recipe.warm_start)):
+        if section is not None and section.warmup_steps > section.steps:
+            reached = section.learning_rate * section.steps / section.warmup_steps
+            yield (
+                f"{name}.warmup_steps = {section.warmup_steps} of {name}.steps = {section.steps}: the learning rate "
+                f"comes to {reached:.3g} at the end, and not to {section.learning_rate:g}"
+            )
+
+
+def _check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Raises RecipeError, WorkflowError, ModelFolderError: agents cannot be started, or cannot reach the policy."""
+    if isinstance(recipe.workflow, AgentConfig):
+        from_package("stretto_app.extensions.agents:check_agents", "workflow.kind", "stretto_gateway")(
+            recipe, tokenizer
+        )
+
+
+def _check_descriptors(recipe: Recipe) -> None:
+    of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
+    check_descriptors(
+        descriptors_needed(
+            engines=recipe.engine.count,
+            ranks=recipe.trainer.ranks,
+            reward_workers=recipe.rewards.workers + of_workflows,
+            groups=recipe.rollout.in_flight_bounds[1],
+            agents=recipe.workflow.parallel if isinstance(recipe.workflow, AgentConfig) else 0,
+        )
+    )
+
+
+def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]]]:
+    """All questions of the task, each with a reward that judges it, and those of each further evaluation.
+
+    Raises:
+        DataError: with the mistakes of all their files.
+    """
+    check_data_files(data_files(recipe))
+    mistakes, sets = Mistakes(), list[list[Question]]()
+    with mistakes:
+        found = recipe.task.questions(recipe.seed)
+    for one in recipe.evaluation.sets:
+        with mistakes:
+            first, last, _ = one.source.questions(recipe.seed)
+            sets.append([*first, *last][: one.prompts])
+    mistakes.done()
+    names = {question.source for question in (*found.training, *found.held_out)}
+    check_reward_sources(recipe.rewards, names | {one.source.title for one in recipe.evaluation.sets})
+    return found, sets
+
+
+def encoded_within_limits(
+    recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest: int
+) -> tuple[Within, Within]:
+    """The prompts for training and those that are held out, by the task's policy for long ones."""
+    task = recipe.task
+    limit, policy = (task.max_prompt_tokens, task.long_prompts) if isinstance(task, DatasetTask) else (None, "refuse")
+    longest = min(longest, limit or longest)
+    asked = list(questions.held_out)[: recipe.evaluation.prompts]
+    if policy == "refuse":  # with the mistakes of both
+        whole = encode_prompts([*questions.training, *asked], tokenizer, longest)
+        count = len(questions.training)
+        return Within(tuple(questions.training), whole[:count]), Within(tuple(asked), whole[count:])
+    return (
+        encode_within(questions.training, tokenizer, longest, policy, "for training"),
+        encode_within(asked, tokenizer, longest, policy, "held out"),
+    )
+
+
+def _sets(
+    recipe: Recipe, read: Sequence[list[Question]], tokenizer: Tokenizer, longest: int
+) -> tuple[tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...], list[Question]]:
+    """The prompts of the further evaluations, and all their questions, whose gold answers can be read."""
+    found: list[tuple[EvaluationSet, tuple[Prompt, ...]]] = []
+    asked: list[Question] = []
+    for one, questions in zip(recipe.evaluation.sets, read, strict=True):
+        kept = sift(recipe.rewards, Questions(questions, [])).questions.training
+        found.append((one, encode_prompts(kept, tokenizer, longest)))
+        asked += kept
+    return tuple(found), asked
+
+
+def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tuple[PromptSource, ...]:
+    """The sources of the questions that are left.
+
+    Raises:
+        DataError: none is left of a source with a weight.
+    """
+    counted = Counter(question.source for question in questions)
+    if empty := [name for name in weights if not counted[name]]:
+        found = f"no question of source {empty[0]!r} is left, which has a weight"
+        raise DataError([Problem("[task]", found, "look at the notes, or remove the source")])
+    return tuple(PromptSource(name, count, weights.get(name)) for name, count in counted.items())
+
+
+def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], Row]:
+    """What the rewards need of rows, by prompt and gold answer: further fields, which one of the user's own may take,
+    and the source, if some judge those of some sources.
+
+    Raises:
+        DataError: rows have the prompt and the gold answer of another, and differ from it in these.
+    """
+    parts = recipe.rewards.parts
+    own = any(part.function not in BUILT_IN for part in parts)
+    by_source = any(part.sources for part in parts)
+    found: dict[tuple[str, str], tuple[Row, Question]] = {}
+    problems: list[Problem] = []
+    differs = "different further fields" if not by_source else "different further fields or another source"
+    for asked in questions:
+        if (row := Row(asked.fields if own else "", asked.source if by_source else "")) == Row():
+            continue
+        known, first = found.setdefault((asked.text, asked.answer), (row, asked))
+        if known != row:
+            problem = f"has the prompt and the gold answer of {place_of(first)}, and {differs}"
+            remedy = "prompt and gold answer identify the row of a completion"
+            problems.append(Problem(place_of(asked), problem, remedy))
+    refuse(problems)
+    return {key: row for key, (row, _) in found.items()}
+
+
+def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer) -> QuestionDetails:
+    if recipe.workflow is None:
+        return QuestionDetails()
+    chats = {
+        (row.text, row.answer): row.messages or row.as_chat
+        for row in questions
+        if row.messages or (row.as_chat and tokenizer.has_chat_template)
+    }
+    return QuestionDetails({(row.text, row.answer): row.fields for row in questions if row.fields}, chats)
+
+
+def _plain(questions: Sequence[Question]) -> str | None:
+    """The place of a prompt that is no chat."""
+    return next((row.place or "[task]" for row in questions if not (row.messages or row.as_chat)), None)
+
+
+def _workflow_notes(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
+    workflow = recipe.workflow
+    if workflow is None:
+        return []
+    agents, waiting = isinstance(workflow, AgentConfig), _waiting_workflows(recipe.rollout, workflow)
+    if not (agents or workflow.function == "tools") or "tools" in tokenizer.chat_template:
+        return waiting
+    return [*waiting, "the chat template knows no tools: they are described to the model in the system message"]
+
+
+def _waiting_workflows(rollout: RolloutConfig, workflow: WorkflowConfig | AgentConfig) -> list[str]:
+    agents = isinstance(workflow, AgentConfig)
+    room = workflow.parallel if isinstance(workflow, AgentConfig) else workflow.workers * workflow.concurrency
+    wanted, key = rollout.in_flight_bounds[1] * rollout.group_size, "parallel" if agents else "workers * concurrency"
+    groups = "max_in_flight_max" if rollout.max_in_flight == "auto" else "max_in_flight"
+    if wanted <= room:
+        return []
+    return [
+        f"rollout.{groups} * group_size is {wanted} trajectories, and {'agents' if agents else 'workflows'} run "
+        f"{room} at a time (workflow.{key}); others wait"
+    ]
+
+
+def _unused_template(questions: Sequence[Question], tokenizer: Tokenizer) -> list[str]:
+    plain = [row for row in questions if row.place and not row.messages and not row.as_chat]
+    if not plain or not tokenizer.has_chat_template:
+        return []
+    return ['the tokenizer has a chat template, which is applied to plain texts only with task.chat_template="auto"']

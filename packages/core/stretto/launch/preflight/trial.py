@@ -1,0 +1,228 @@
+"""The trial of what is the user's own, before a run.
+
+Of a reward gold answers are judged as completions: are the verdicts right, in time, and the same twice? The parts that
+a recipe names are called on made-up values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from stretto.core.errors import Problem, RecipeError, RewardFunctionError, RoleError
+from stretto.core.records import Outcome, Verdict
+from stretto.doors.door import Section, raised
+from stretto.doors.loading import is_own
+from stretto.doors.packages import from_package
+from stretto.engine.config import MAKES, EngineConfig
+from stretto.launch.preflight.encoding import place_of
+from stretto.launch.recipe.outlets import OUTLETS, OutletsConfig
+from stretto.launch.recipe.recipe import Recipe
+from stretto.rewards.built_in import BUILT_IN
+from stretto.rewards.config import RewardsConfig
+from stretto.rewards.service.loading import PLACE
+from stretto.rewards.service.pool import TIMED_OUT, RewardPool
+from stretto.rewards.service.wire import ScoreItem
+from stretto.rollout.config import FILTERS, PACINGS
+from stretto.rollout.pacing import pacing_of
+from stretto.rollout.trial import admits_early, filter_faults, pacing_faults
+from stretto.trainer.objective.corrections import CORRECTIONS
+from stretto.trainer.objective.estimators import ESTIMATORS
+from stretto.trainer.objective.surrogates import LOSSES
+from stretto.trainer.trial import correction_faults, estimator_faults, loss_faults
+from stretto.worlds.data.task import Question
+from stretto_verify.thoughts import closed
+
+_TRIED = 4
+_TRIED_BUILT_IN = 64  # built-in rewards are quick
+_PATIENCE = 10.0  # seconds for all calls together; one call may take as long
+_MOST_FAULTS = 3  # that are told of one part
+
+
+def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
+    """Warnings about the parts of the user's own, which are called on made-up values; `outlets`: these too, which may
+    show what they get to others.
+
+    Raises:
+        RecipeError: parts raise, return something else than they have to, or do not return; with every part.
+    """
+    trials = [(key, name, trial) for key, part, trial in _trials(recipe, outlets) if is_own(name := _name(part))]
+    if problems := [problem for key, name, trial in trials for problem in _faults(key, name, trial)]:
+        raise RecipeError(problems)
+    pacing = recipe.rollout.pacing
+    if not is_own(_name(pacing)) or not admits_early(pacing_of(recipe.rollout, in_rounds=False)):
+        return []
+    return [
+        f"{PACINGS.key}: {_name(pacing)!r} starts groups where equation 3 does not allow it: tokens may be older than "
+        "rollout.max_staleness when they are trained, and `stretto check` will say so"
+    ]
+
+
+def _trials(recipe: Recipe, outlets: bool) -> Iterator[tuple[str, str | Section, Callable[[], Iterator[str]]]]:
+    """The key, the part and its trial, of all parts of the recipe."""
+    algorithm, rollout, engine, logging = recipe.algorithm, recipe.rollout, recipe.engine, recipe.logging
+    correction = CORRECTIONS.bound(algorithm.correction)
+    yield LOSSES.key, algorithm.loss, partial(loss_faults, algorithm.loss)
+    yield CORRECTIONS.key, algorithm.correction, partial(correction_faults, correction)
+    yield ESTIMATORS.key, algorithm.advantages, partial(estimator_faults, algorithm.advantages)
+    for one in rollout.filters:
+        yield FILTERS.key, one, partial(filter_faults, FILTERS.bound(one))
+    yield PACINGS.key, rollout.pacing, partial(pacing_faults, rollout)
+    yield MAKES.key, engine.kind, partial(_make_faults, engine, recipe.model.path or "model")
+    for tool in logging.to if outlets else ():
+        yield OUTLETS.key, tool, partial(_outlet_faults, tool, logging)
+
+
+def _make_faults(config: EngineConfig, model: str) -> Iterator[str]:
+    faults: Iterator[str] = from_package("stretto_servers.makes:make_faults", MAKES.key)(config, model)
+    return faults
+
+
+def _outlet_faults(tool: str, config: OutletsConfig) -> Iterator[str]:
+    faults: Iterator[str] = from_package("stretto_report.outlets.trial:outlet_faults", OUTLETS.key)(tool, config)
+    return faults
+
+
+def _name(part: str | Section) -> str:
+    return part.kind if isinstance(part, Section) else part
+
+
+def _faults(place: str, name: str, trial: Callable[[], Iterator[str]]) -> list[Problem]:
+    """What is wrong with a part. It is tried in a thread of its own, which is left behind if it does not return."""
+    found: list[Problem] = []
+
+    def run() -> None:
+        try:
+            found.extend(Problem(place, f"{name!r} {fault}") for fault in trial())
+        except RecipeError as error:
+            found.extend(error.problems)
+        # The part is the user's: whatever it raises, SystemExit included, belongs into the message.
+        except (Exception, SystemExit) as error:
+            found.append(raised(place, name, error))
+
+    thread = threading.Thread(target=run, name=f"trial of {name}", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if thread.is_alive():
+        return [Problem(place, f"{name!r} has not returned after {_PATIENCE:g} s, on a few made-up values")]
+    return list(dict.fromkeys(found))[:_MOST_FAULTS]
+
+
+@dataclass(frozen=True)
+class _Call:
+    question: Question
+    verdict: Verdict
+    seconds: float
+
+
+def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: float = _PATIENCE) -> list[str]:
+    """Warnings about the verdicts on the first gold answers, of each reward alone on those that it judges.
+
+    Only the first reward of a source has to find gold answers right: the others may be about something else. Built-in
+    rewards are tried on the gold answers of files only, since those of generated tasks are right. A reward of
+    the user's own may depend on chance, or not on the gold answer, so it is warned about and not refused.
+
+    Raises:
+        RewardFunctionError: the workers do not start; no call returned a verdict in time; a built-in reward finds no
+            gold answer right.
+    """
+    told: list[str] = []
+    decided: set[str] = set()
+    for part in config.parts:
+        judged = [question for question in questions if not part.sources or question.source in part.sources]
+        decides = [question for question in judged if question.source not in decided]
+        told += _tried(config.alone(part), decides or judged, patience, decides=bool(decides))
+        decided |= {question.source for question in judged}
+    return told
+
+
+def _tried(config: RewardsConfig, questions: Sequence[Question], patience: float, *, decides: bool) -> list[str]:
+    built_in = config.function in BUILT_IN
+    if built_in and BUILT_IN[config.function].configured:
+        return []  # its gold answers are tests
+    rows = [row for row in questions if row.place][:_TRIED_BUILT_IN] if built_in else questions[:_TRIED]
+    if not rows:
+        return []
+    try:
+        first, second = asyncio.run(_twice(config, rows, patience))
+    except RoleError as error:
+        if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
+            raise
+        raise RewardFunctionError([Problem(PLACE, str(error))]) from None
+    limit, calls = config.seconds_per_completion, [*first, *second]
+    if all(_is_lost(call, limit) for call in calls):
+        raise RewardFunctionError([_lost(config, calls[-1], len(calls))])
+    wrong = [call for call in first if call.verdict.outcome is Outcome.WRONG]
+    warnings = [_lost(config, call, 1) for call in first if _is_lost(call, limit)]
+    if decides and (len(wrong) == len(rows) or (wrong and built_in)):
+        warnings.append(_wrong(config, wrong, len(rows)))
+        if built_in and len(wrong) == len(rows):
+            raise RewardFunctionError(warnings)
+    return [str(problem) for problem in warnings] + _differing(config, first, second)
+
+
+async def _twice(config: RewardsConfig, rows: Sequence[Question], patience: float) -> tuple[list[_Call], list[_Call]]:
+    """The calls of two rounds of at least one call each; after `patience` seconds no further call begins."""
+    patient = {
+        "workers": 1,
+        "max_consecutive_undecided": 1 << 20,
+        "timeout": max(config.seconds_per_completion, patience),
+    }
+    began = time.monotonic()
+    first: list[_Call] = []
+    second: list[_Call] = []
+    async with RewardPool(config.model_copy(update=patient)) as pool:
+        for calls in (first, second):
+            for row in rows:
+                if calls and time.monotonic() - began > patience:
+                    break
+                start = time.monotonic()
+                [verdict] = await pool.score([ScoreItem(closed(row.text), row.answer, row.answer, row.fields)])
+                calls.append(_Call(row, verdict, time.monotonic() - start))
+    return first, second
+
+
+def _is_lost(call: _Call, limit: float) -> bool:
+    return call.verdict.outcome is Outcome.UNDECIDED or call.seconds > limit
+
+
+def _lost(config: RewardsConfig, call: _Call, count: int) -> Problem:
+    """The problem of `count` calls without a verdict in time, of which `call` is the last."""
+    which = f"the gold answer of {place_of(call.question)}, judged as a completion"
+    if call.verdict.outcome is Outcome.UNDECIDED and not call.verdict.reason.startswith(TIMED_OUT):
+        times = f"in any of {count} calls" if count > 1 else "in one call"
+        found = f"{config.function!r} returned no verdict {times}, on {which}: {call.verdict.reason}"
+        return Problem(PLACE, found, "undecided completions are never trained on")
+    done = "took" if call.verdict.outcome is not Outcome.UNDECIDED else "was not done after"
+    found = (
+        f"{config.function!r} {done} {call.seconds:.1f} s on {which}, and may take {config.seconds_per_completion:g} s"
+    )
+    enough = math.ceil(3 * call.seconds)
+    return Problem(PLACE, found, f"slower verdicts are undecided; rewards.timeout={enough} would allow more")
+
+
+def _wrong(config: RewardsConfig, wrong: Sequence[_Call], count: int) -> Problem:
+    shown = wrong[0].question
+    found = (
+        f"{config.function!r} finds {len(wrong)} of the first {count} gold answers wrong, judged as completions: "
+        f"{shown.answer[-60:]!r} of {place_of(shown)}"
+    )
+    return Problem(PLACE, found, "the gold answers must have the form that the reward reads (docs/how_to/rewards.md)")
+
+
+def _differing(config: RewardsConfig, first: Sequence[_Call], second: Sequence[_Call]) -> list[str]:
+    return [
+        f"the reward {config.function!r} judges one completion of {place_of(one.question)} in two ways: "
+        f"{_shown(one.verdict)}, then {_shown(other.verdict)}"
+        for one, other in zip(first, second, strict=False)
+        if one.verdict != other.verdict
+    ]
+
+
+def _shown(verdict: Verdict) -> str:
+    return verdict.reason or f"{verdict.outcome.value} ({verdict.reward:g})"

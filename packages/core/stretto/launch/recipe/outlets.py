@@ -1,0 +1,121 @@
+"""Settings of `[logging]`: the tools that a run is shown in, beside stretto's own pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from stretto.core.errors import nearest
+from stretto.doors.door import Door, Section
+from stretto.doors.loading import is_own, with_colon
+
+_TOOLS = "stretto_report.outlets.tools"
+#: Classes that satisfy `outlets.follower.Outlet`, a built-in by the name of its package.
+OUTLETS = Door(
+    key="logging.to",
+    what="outlet",
+    arguments=("about", "cursor"),
+    built_in={
+        "wandb": f"{_TOOLS}.wandb_run:WandbRun",
+        "tensorboard": f"{_TOOLS}.tensorboard_files:TensorboardFiles",
+        "mlflow": f"{_TOOLS}.mlflow_run:MlflowRun",
+        "trackio": f"{_TOOLS}.trackio_run:TrackioRun",
+    },
+    section=Section,
+)
+
+#: What follows a run for Prometheus, as for a tool.
+PROMETHEUS = "prometheus"
+_MOST_TAGS = 32
+
+
+def _listed(value: object) -> object:
+    """A TOML list as a tuple, each name once; one name alone is a list of one."""
+    if isinstance(value, str):
+        return (value,)
+    return tuple(dict.fromkeys(value)) if isinstance(value, list) else value
+
+
+def _known(name: object) -> object:
+    tools = OUTLETS.built_in
+    if isinstance(name, str) and name not in tools and not is_own(name):
+        raise ValueError(f"{name!r} is none of {', '.join(tools)}; {with_colon(name) or nearest(name, tools)}")
+    return name
+
+
+Tag = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class OutletsConfig(BaseModel, extra="forbid", frozen=True):
+    """The tools that a run is shown in, beside its own pages (docs/reference/metrics.md).
+
+    Example: ``OutletsConfig(to=("wandb", "tensorboard"), project="arithmetic")``
+    """
+
+    to: Annotated[tuple[Annotated[str, OUTLETS, BeforeValidator(_known)], ...], BeforeValidator(_listed)] = Field(
+        (), description="tools that get the metrics of the run, each an extra of stretto"
+    )
+    project: str = Field(
+        "stretto",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
+        max_length=64,
+        description="of W&B and trackio; the experiment of MLflow",
+    )
+    name: str = Field("", max_length=128, description="of the run in the tools; empty: the name of its folder")
+    tags: Annotated[tuple[Tag, ...], BeforeValidator(_listed)] = Field(
+        (), max_length=_MOST_TAGS, description="of the run in the tools"
+    )
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65_535, description="where Prometheus finds the numbers of the newest step; none without it"
+    )
+    prometheus_host: str = Field(
+        "127.0.0.1", min_length=1, description="address of that page; on others than loopback anybody can read it"
+    )
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Each tool that follows the run, Prometheus included."""
+        return (*self.to, *((PROMETHEUS,) if self.prometheus_port is not None else ()))
+
+
+def stem(tool: str) -> str:
+    """The name of a tool in the names of its files and of its process.
+
+    >>> stem("my_tools:Tool")
+    'my_tools.Tool'
+    """
+    return tool.replace(":", ".")
+
+
+def destinations(config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> list[str]:
+    """A sentence for each tool: where it shows the run of the folder `run`, as far as the tool's variables say it.
+
+    >>> destinations(OutletsConfig(to="tensorboard", prometheus_port=9400), Path("runs/first"), {})
+    ['shown in tensorboard: files in runs/first/tensorboard; tensorboard --logdir runs', \
+'shown in prometheus: http://127.0.0.1:9400/metrics']
+    """
+    return [f"shown in {tool}: {_destination(tool, config, run, environment)}" for tool in config.tools]
+
+
+def _destination(tool: str, config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> str:
+    match tool:
+        case "wandb" if environment.get("WANDB_MODE") in ("offline", "dryrun"):
+            return f"files in {run}/wandb; wandb sync {run}/wandb/offline-run-*"
+        case "wandb":
+            return f"project {config.project} at {environment.get('WANDB_BASE_URL', 'the address of its own settings')}"
+        case "tensorboard":
+            return f"files in {run}/tensorboard; tensorboard --logdir {run.parent}"
+        case "mlflow":
+            where = environment.get("MLFLOW_TRACKING_URI", f"a database in {Path.cwd()}")
+            return f"experiment {config.project} at {where}"
+        case "trackio":
+            names = ("TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID", "TRACKIO_DIR")
+            where = next((environment[name] for name in names if environment.get(name)), "its own folder")
+            return f"project {config.project} at {where}"
+        case _ if is_own(tool):
+            return f"as {tool} does, project {config.project}"
+    host = f"[{config.prometheus_host}]" if ":" in config.prometheus_host else config.prometheus_host
+    return f"http://{host}:{config.prometheus_port}/metrics"

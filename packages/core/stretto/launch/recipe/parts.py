@@ -1,0 +1,42 @@
+"""The doors of a recipe: the keys that name parts of the user's own, and where their modules are looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stretto.doors.door import Door
+from stretto.doors.loading import is_own
+from stretto.engine.config import MAKES
+from stretto.launch.recipe.outlets import OUTLETS
+from stretto.rollout.config import FILTERS, PACINGS
+from stretto.trainer.objective.corrections import CORRECTIONS
+from stretto.trainer.objective.estimators import ESTIMATORS
+from stretto.trainer.objective.surrogates import LOSSES
+
+DOORS: tuple[Door[Any], ...] = (LOSSES, CORRECTIONS, ESTIMATORS, FILTERS, PACINGS, MAKES, OUTLETS)
+
+
+def find_parts(tree: dict[str, Any], folder: Path) -> None:
+    """Write the folder of the recipe into `path`, if a module that a door names is there and no `path` is given."""
+    if "path" not in tree and any(is_beside(name, folder) for name in _named(tree)):
+        tree["path"] = str(folder.resolve())
+
+
+def is_beside(name: object, folder: Path) -> bool:
+    """Whether the module of a part of the user's own is in a folder."""
+    if not (isinstance(name, str) and is_own(name)):
+        return False
+    module = folder / name.partition(":")[0].partition(".")[0]
+    return module.is_dir() or module.with_suffix(".py").is_file()
+
+
+def _named(tree: Mapping[str, Any]) -> Iterator[object]:
+    """The names that the keys of all doors hold."""
+    for door in DOORS:
+        found: Any = tree
+        for key in door.key.split("."):
+            found = found.get(key) if isinstance(found, dict) else None
+        for one in found if isinstance(found, list | tuple) else [found]:
+            yield one.get("kind") if isinstance(one, dict) else one

@@ -1,0 +1,401 @@
+"""The recipe of a run: one TOML file, composed of the rooms' configurations. Its mistakes are reported all at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self, TypeVar
+
+import tomli_w
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.doors.loading import look_in
+from stretto.engine.config import EngineConfig
+from stretto.launch.recipe.agents import AgentConfig, GatewayConfig
+from stretto.launch.recipe.functions import with_named_reward
+from stretto.launch.recipe.machines import ClusterConfig
+from stretto.launch.recipe.mistakes import problems_of
+from stretto.launch.recipe.overrides import Overrides, as_parsed, at_override, parsed_value, put
+from stretto.launch.recipe.parts import find_parts, is_beside
+from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig
+from stretto.loop.config import DeadlinesConfig
+from stretto.rewards.config import RewardsConfig
+from stretto.rollout.config import RolloutConfig
+from stretto.store.ledger.config import StoreConfig
+from stretto.trainer.config import SupervisedConfig, TrainerConfig
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.weights.config import WeightsConfig
+from stretto.worlds.data.dataset import JsonlTask
+from stretto.worlds.sources.readers import is_local
+from stretto.worlds.sources.task import DatasetTask
+from stretto.worlds.synthetic.arithmetic import ArithmeticTask
+from stretto.worlds.synthetic.programs import ProgramsTask
+from stretto.worlds.workflows.config import WorkflowConfig
+
+_LARGEST_RECIPE = 1 << 20
+
+_PATHS = (
+    "model.path",
+    "task.file",
+    "task.held_out_file",
+    "rewards.path",
+    "workflow.path",
+    "algorithm.reference.path",
+    "preferences.file",
+    "preferences.reference",
+    "cluster.tls",
+    "path",
+)
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def _kind_of_workflow(section: Any) -> str:
+    """Which of the two a section is; one without a kind is a function."""
+    return section.get("kind", "function") if isinstance(section, dict) else getattr(section, "kind", "function")
+
+
+_BY_KIND = Discriminator(_kind_of_workflow)
+
+
+class Recipe(BaseModel, extra="forbid", frozen=True):
+    """A whole run.
+
+    Example::
+
+        recipe = stretto.Recipe(
+            model=sections.ModelConfig(build=sections.BuildConfig(alphabet="0123456789+-=", context_length=64)),
+            task=sections.ArithmeticTask(kind="arithmetic", operands_max=4),
+            sampling=sections.SamplingConfig(max_tokens=32),
+            rollout=sections.RolloutConfig(batch_size=4, group_size=4),
+            trainer=sections.TrainerConfig(steps=100, learning_rate=1e-3),
+        )
+
+    Raises:
+        RecipeError: with one problem for each key that is not what it should be.
+    """
+
+    seed: int = Field(1, ge=0, lt=2**63, description="seed of all random draws")
+    path: str | None = Field(
+        None,
+        description="folder in which modules that the recipe names (package.module:name, "
+        "docs/how_to/doors/index.md) are looked for first, before the folder that stretto is started from; left out: "
+        "the recipe's folder, if one is there",
+    )
+    model: ModelConfig
+    task: Annotated[ArithmeticTask | DatasetTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
+    warm_start: SupervisedConfig | None = Field(None, description="supervised training before the first version")
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    rewards: Annotated[RewardsConfig, BeforeValidator(with_named_reward)] = RewardsConfig()
+    workflow: Annotated[
+        Annotated[Annotated[WorkflowConfig, Tag("function")] | Annotated[AgentConfig, Tag("agent")], _BY_KIND] | None,
+        BeforeValidator(with_named_reward),
+    ] = Field(None, description="what happens between a prompt and its verdict; left out: a single turn")
+    gateway: GatewayConfig = GatewayConfig()
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    store: StoreConfig = StoreConfig()
+    logging: LoggingConfig = LoggingConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
+    weights: WeightsConfig = WeightsConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _mistakes_are_problems(cls, tree: Any, build: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        """A recipe in code is refused as one in a file is; the context of the validation is the name of the file."""
+        if isinstance(tree, Mapping) and isinstance(path := tree.get("path"), str):
+            look_in(path)  # before the parts that it names are loaded
+        try:
+            return build(tree)
+        except ValidationError as error:
+            raise RecipeError(problems_of(info.context or cls.__name__, error.errors(), cls)) from None
+
+    @property
+    def local_engines(self) -> int:
+        """Engines that the run starts on the machine of the conductor; others start theirs and join."""
+        return self.engine.count if self.cluster.placer == "local" else 0
+
+    @property
+    def has_machines(self) -> bool:
+        """Whether other machines take part, or may join."""
+        config = self.cluster
+        asked = config.placer != "local" or config.listen or config.tls is not None
+        return bool(asked or self.trainer.remote_ranks)
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`);
+        those of a workflow do not (docs/explanation/decisions/0027-workflows-and-rounds.md)."""
+        return self.workflow is None and self.engine.in_rounds(self.rollout.staleness_bounds[1] == 0)
+
+    @model_validator(mode="after")
+    def _rounds_know_no_clock(self) -> Self:
+        if self.in_rounds and self.rollout.max_in_flight == "auto":
+            raise ValueError(
+                'rollout.max_in_flight = "auto" follows what the engines tell every second, and a run in rounds '
+                "(a synchronous one, or engine.batching) can be repeated bit for bit; give a number"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        completions = self.rollout.batch_size * self.rollout.group_size
+        if self.trainer.minibatches > completions:
+            raise ValueError(
+                f"trainer.minibatches = {self.trainer.minibatches} is more than the {completions} completions of a "
+                "batch (rollout.batch_size * rollout.group_size); use fewer minibatches or a larger batch"
+            )
+        if self.trainer.ranks > 1 and self.trainer.ranks * self.trainer.minibatches > completions:
+            raise ValueError(
+                f"trainer.ranks = {self.trainer.ranks} and trainer.minibatches = {self.trainer.minibatches} need "
+                f"{self.trainer.ranks * self.trainer.minibatches} completions in a batch, or some ranks would be idle; "
+                f"rollout.batch_size * rollout.group_size is {completions}; use fewer of both, or a larger batch"
+            )
+        if self.rollout.group_size == 1 and "zero_variance" in self.rollout.filters:
+            raise ValueError(
+                'rollout.group_size = 1 and rollout.filter = "zero_variance" would filter every group; '
+                'use a larger group or filter = "none"'
+            )
+        kind = self.algorithm.advantages.kind
+        if self.rollout.group_size == 1 and self.algorithm.advantages.compares:
+            raise ValueError(
+                f'rollout.group_size = 1 and algorithm.advantages = "{kind}" would make every advantage zero; '
+                'use a larger group or advantages = "batch"'
+            )
+        if self.in_rounds and self.rollout.pacing not in ("auto", "rounds"):
+            raise ValueError(
+                "rollout.pacing is given, and groups start and end together in a run in rounds (a synchronous one, or "
+                'engine.batching), so that it can be repeated bit for bit; use pacing = "auto", or '
+                'engine.batching = "shared"'
+            )
+        if self.workflow is not None and self.engine.batching == "rounds":
+            raise ValueError(
+                'engine.batching = "rounds" and [workflow] do not go together: turns of a conversation begin when '
+                'those before them have ended, and not in rounds; use batching = "shared"'
+            )
+        if self.algorithm.shaping.overlong_buffer > self.sampling.max_tokens:
+            raise ValueError(
+                f"algorithm.shaping.overlong_buffer = {self.algorithm.shaping.overlong_buffer} is more than "
+                f"sampling.max_tokens = {self.sampling.max_tokens}, of which it is the last part; "
+                "use a shorter buffer or longer completions"
+            )
+        if self.rollout.success_rate_min > self.rollout.success_rate_max:
+            raise ValueError(
+                f"rollout.success_rate_min = {self.rollout.success_rate_min:g} is more than "
+                f"rollout.success_rate_max = {self.rollout.success_rate_max:g}: no group could be trained on; "
+                "lower the first or raise the second"
+            )
+        critic = self.algorithm.critic
+        if self.rollout.truncated == "filter" and critic is not None and critic.truncated == "bootstrap":
+            raise ValueError(
+                'rollout.truncated = "filter" leaves no truncated completion, so that '
+                'algorithm.advantages.critic.truncated = "bootstrap" would do nothing; choose one of them '
+                '(rollout.truncated = "train", or critic.truncated = "end")'
+            )
+        if self.rollout.min_group_size > self.rollout.group_size:
+            raise ValueError(
+                f"rollout.min_group_size = {self.rollout.min_group_size} is more than "
+                f"rollout.group_size = {self.rollout.group_size}; lower the first or raise the second"
+            )
+        return self
+
+
+def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
+    """Read a recipe file, apply overrides, validate; paths become absolute.
+
+    Raises:
+        RecipeError: the file cannot be read or parsed, or some keys are wrong (all of them).
+    """
+    return validate(parse_recipe(path, overrides), str(path), overrides)
+
+
+def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
+    """The tables of a recipe file with the overrides applied and paths absolute, not validated yet.
+
+    Raises:
+        RecipeError: the file cannot be read or parsed, or an override is not of its form.
+    """
+    tree = read_toml(path)
+    _resolve_paths(tree, path.parent)
+    override(tree, overrides)
+    for section in ("rewards", "workflow"):
+        _find_module(tree.get(section), path.parent)
+    find_parts(tree, path.parent)
+    return tree
+
+
+def _find_module(section: Any, folder: Path) -> None:
+    """The module of a reward, or of a workflow, and files of a command, are first looked for beside the recipe."""
+    if not isinstance(section, dict) or "path" in section:
+        return
+    command = section.get("command")
+    words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
+    if any(os.path.isfile(folder / word) and not os.path.isabs(word) for word in words):
+        section["path"] = str(folder.resolve())
+    listed = section.get("functions")
+    parts = [section, *(listed if isinstance(listed, list) else [])]
+    for name in [part.get("function") for part in parts if isinstance(part, dict)]:
+        if is_beside(name, folder):
+            section["path"] = str(folder.resolve())
+
+
+def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = None) -> None:
+    """Replace values of the tables; paths are relative to `folder`, or else to the working directory.
+
+    Raises:
+        RecipeError: an override is not of its form.
+    """
+    if isinstance(overrides, Mapping):
+        told = [put(tree, key, as_parsed(value), f"override {key!r}") for key, value in overrides.items()]
+    else:
+        told = [_override(tree, text) for text in overrides]
+    problems = [problem for problem in told if problem is not None]
+    if problems:
+        raise RecipeError(problems)
+    _resolve_paths(tree, folder or Path.cwd())
+
+
+def validate(tree: Mapping[str, Any], place: str, overrides: Overrides = ()) -> Recipe:
+    """A recipe from parsed TOML; `place` names the file in the messages, which name those of the `overrides` in the
+    tree that they are about.
+
+    Raises:
+        RecipeError: with one problem for each wrong key.
+    """
+    return validated(tree, place, Recipe, overrides)
+
+
+def validated(tree: Mapping[str, Any], place: str, kind: type[Kind], overrides: Overrides = ()) -> Kind:
+    """`validate` for a recipe of any kind.
+
+    Raises:
+        RecipeError: with one problem for each wrong key.
+    """
+    try:
+        return kind.model_validate(tree, strict=True, context=place)
+    except ValidationError as error:
+        problems: Iterable[Problem] = problems_of(place, error.errors(), kind)
+    except RecipeError as error:
+        problems = error.problems
+    raise RecipeError(at_override(problem, place, overrides) for problem in problems)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file.
+
+    Raises:
+        RecipeError: it cannot be read or parsed.
+    """
+    place = str(path)
+    if path.is_dir():
+        raise RecipeError([Problem(place, "is a folder", "a recipe is a TOML file")])
+    if not path.exists():
+        near = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        shipped = shipped_recipes() / path.name
+        remedy = (
+            f"stretto was installed with {shipped}" if shipped.is_file() else nearest(path.name, near) if near else ""
+        )
+        raise RecipeError([Problem(place, "no such file", remedy)])
+    try:
+        if path.stat().st_size > _LARGEST_RECIPE:
+            raise RecipeError([Problem(place, f"{path.stat().st_size:,} bytes", "a recipe has less than 1 MiB")])
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError([Problem(place, f"cannot be read: {error}", "a UTF-8 text file is needed")]) from None
+    if not text.strip():
+        raise RecipeError([Problem(place, "is empty", f"{_example()} is a whole one")])
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise RecipeError([Problem(place, f"broken TOML: {error}")]) from None
+
+
+def shipped_recipes() -> Path:
+    """The folder that has the recipes of an installed stretto."""
+    return Path(sys.prefix) / "share" / "stretto" / "recipes"
+
+
+def _example() -> str:
+    shipped = shipped_recipes() / "arithmetic.toml"
+    return str(shipped) if shipped.is_file() else "recipes/arithmetic.toml of the sources"
+
+
+def _override(tree: dict[str, Any], override: str) -> Problem | None:
+    key, equals, text = override.partition("=")
+    if not equals or not all(key.split(".")):
+        return Problem(f"override {override!r}", "not of the form section.key=value", "e.g. trainer.steps=100")
+    return put(tree, key.strip(), parsed_value(text.strip()), f"override {override!r}")
+
+
+def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
+    """Paths in a recipe are relative to the recipe, so that it works from any folder."""
+    for place in _PATHS:
+        *sections, key = place.split(".")
+        part: Any = tree
+        for section in sections:
+            part = part.get(section) if isinstance(part, dict) else None
+        if isinstance(part, dict) and isinstance(part.get(key), str):
+            part[key] = str(_absolute(part[key], folder, place))
+    for source in _sources(tree):
+        if isinstance(data := source.get("data"), str) and is_local(data, folder):
+            source["data"] = str(_absolute(data, folder, "data"))
+
+
+def _sources(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sources of the task and of further evaluations, as far as they are tables."""
+    found: list[Any] = []
+    for section, key in (("task", "sources"), ("task", "held_out_sources"), ("evaluation", "sets")):
+        part = tree.get(section)
+        listed = part.get(key) if isinstance(part, dict) else None
+        found += listed if isinstance(listed, list) else []
+    inner = [one.get("source", one) for one in found if isinstance(one, dict)]
+    return [source for source in inner if isinstance(source, dict)]
+
+
+def _absolute(text: str, folder: Path, place: str) -> Path:
+    try:
+        path = (folder / Path(text).expanduser()).resolve()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, the home of an unknown user
+        raise RecipeError([Problem(place, f"{text!r}"[:80], f"is no path: {error}")]) from None
+    return path
+
+
+def to_toml(recipe: BaseModel) -> str:
+    """The resolved recipe as TOML: every key with the value that the run uses. It reads back as itself."""
+    return tomli_w.dumps(recipe.model_dump(mode="python", exclude_none=True))
+
+
+def differences(old: Recipe, new: Recipe, ignored: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Keys whose values differ, with both values, except for the keys and sections that are `ignored`."""
+    before, after = _flat(old.model_dump(mode="python")), _flat(new.model_dump(mode="python"))
+    return [
+        (key, f"was {before.get(key)!r} and is {after.get(key)!r}")
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not any(f"{key}.".startswith(f"{name}.") for name in ignored)
+    ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,51 @@
+"""The command line that others see of this process."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+_ARGUMENTS = slice(45, 47)  # where a command line begins and ends, behind the name in /proc/PID/stat
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_ADDRESSES = (
+    *("start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack"),
+    *("arg_start", "arg_end", "env_start", "env_end", "auxv"),
+)
+
+
+class _Map(ctypes.Structure):
+    """``struct prctl_mm_map``: where the parts of a process begin and end in its memory."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in _ADDRESSES),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    )
+
+
+def make_room(size: int) -> None:
+    """Let the command line of this process, and of its copies, have `size` bytes from now on.
+
+    Raises:
+        OSError: the kernel does not let it.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    library.malloc.restype = library.sbrk.restype = ctypes.c_void_p
+    library.malloc.argtypes, library.sbrk.argtypes = [ctypes.c_size_t], [ctypes.c_ssize_t]
+    fields = [int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
+    code, data, environment = fields[22:24], fields[41:43], fields[46:48]
+    room = library.malloc(size)  # for good: the kernel reads there when somebody asks for the command line
+    ctypes.memset(room, 0, size)
+    heap = library.sbrk(0)
+    parts = _Map(*code, *data, fields[43], heap, fields[24], room, room + size, *environment, 0, 0, 0xFFFFFFFF)
+    if library.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(parts), ctypes.sizeof(parts), 0) != 0:
+        raise OSError(ctypes.get_errno(), "the command line cannot be longer")
+
+
+def show_as(words: Sequence[str]) -> None:
+    """Write a command line over that of this process, as far as it has room, for `ps`."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS])
+    text = "\0".join(words).encode()[: end - start - 1]
+    if start:  # 0 where a process may not know it
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)

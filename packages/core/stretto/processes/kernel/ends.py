@@ -1,0 +1,39 @@
+"""Ends of processes, seen and caused by descriptor (pidfd): a number may be another process's by now."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+
+
+def end_of(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends.
+
+    Raises:
+        ProcessLookupError: it has ended, and was waited for.
+        OSError: there are too many descriptors, or the system has no such ones.
+    """
+    if sys.platform == "linux":
+        return os.pidfd_open(pid)
+    raise OSError(errno.ENOSYS, f"{sys.platform} has no descriptors of processes")
+
+
+def send_signal(end: int, number: signal.Signals) -> None:
+    """Send a signal to the process of a descriptor of `end_of`.
+
+    Raises:
+        ProcessLookupError: it has ended.
+    """
+    if sys.platform == "linux":
+        signal.pidfd_send_signal(end, number)
+    else:
+        raise OSError(errno.ENOSYS, f"{sys.platform} has no descriptors of processes")
+
+
+def has_exited(pid: int) -> bool:
+    """Whether a child has exited; it can still be waited for."""
+    if sys.platform == "linux":
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    raise OSError(errno.ENOSYS, f"{sys.platform} cannot look at a child without waiting for it")

@@ -1,0 +1,103 @@
+"""Checks of servers that run already: what they serve, and whether their tokens are those of the policy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from stretto.core.errors import Problem, RecipeError, StrettoError
+from stretto.engine.capabilities import Capabilities, release_of
+from stretto.engine.config import EngineConfig
+from stretto.launch.preflight.base import digest
+from stretto.model.hf.inspection import ModelFolder, read_config
+from stretto.model.hf.tokenizer import Tokenizer
+from stretto_servers.http import JsonServer
+from stretto_servers.make import Served
+from stretto_servers.makes import make_of
+
+_ANSWER_SECONDS = 5.0
+_ITS_OWN = "start it with the policy's own folder"
+_PROBES = 32  # texts whose tokens are compared
+#: Keys of config.json that say nothing of the model's tensors.
+_OF_THE_FILE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "initializer_range"}
+_OF_THE_FILE |= {"bos_token_id", "pad_token_id"}
+
+
+def check_running_servers(
+    config: EngineConfig,
+    make: Capabilities,
+    base: ModelFolder,
+    needed: int,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+) -> None:
+    """Ask every server of `engine.addresses` what it serves, and the tokens of some of the prompts.
+
+    Args:
+        base: the policy's folder.
+        needed: tokens of the longest prompt with its completion.
+
+    Raises:
+        RecipeError: nobody answers, or it is another model's; with every server.
+    """
+    texts = [tokenizer.decode(prompt) for prompt in prompts[:_PROBES]]
+    probe = {text: list(tokenizer.encode(text)) for text in texts}
+    if problems := asyncio.run(_asked(config, make, base, needed, probe)):
+        raise RecipeError(problems)
+
+
+async def _asked(
+    config: EngineConfig, make: Capabilities, base: ModelFolder, needed: int, probe: dict[str, list[int]]
+) -> list[Problem]:
+    asked = (_ask(config.kind, make, address, base, needed, probe) for address in config.addresses)
+    found = await asyncio.gather(*asked)
+    return [problem for problem in found if problem is not None]
+
+
+async def _ask(
+    kind: str, make: Capabilities, address: str, base: ModelFolder, needed: int, probe: dict[str, list[int]]
+) -> Problem | None:
+    http = JsonServer(f"the server {address}", address, seconds=_ANSWER_SECONDS, token_seconds=_ANSWER_SECONDS)
+    wire = make_of(kind, http, _ANSWER_SECONDS)
+    try:
+        served = await wire.describe()
+        theirs = {text: await _tokens(http, text) for text in probe}
+    except StrettoError as error:
+        return Problem("engine.addresses", str(error), f"a server that runs: {make.needed}")
+    finally:
+        await wire.close()
+    version = served.release.rpartition(" ")[2]
+    if "dev" not in version and release_of(version) < make.oldest:  # a build of its sources need not know its number
+        return Problem("engine.addresses", f"{address} is {served.release}", f"{make.needed} is needed")
+    if (different := _difference(served, base)) is not None:
+        return Problem("engine.addresses", f"{address} serves {different}", _ITS_OWN)
+    if served.context_length is not None and served.context_length < needed:
+        found = f"{address} serves {served.model} with a context of {served.context_length} tokens"
+        return Problem("engine.addresses", found, f"prompt and completion need {needed}")
+    if theirs != probe:
+        text = next(text for text in probe if theirs[text] != probe[text])
+        found = f"{address} serves {served.model}, whose tokenizer (digest {digest(*theirs.values())}) makes "
+        found += f"{theirs[text]} of {text!r}; the policy's (digest {digest(*probe.values())}) makes {probe[text]}"
+        return Problem("engine.addresses", found, _ITS_OWN)
+    return None
+
+
+def _difference(served: Served, base: ModelFolder) -> str | None:
+    """What the server's model has otherwise than the policy: by its config, where that is a file of this machine, else
+    by its architecture, where the server says it. Weights of another shape would fail at the first load."""
+    ours, theirs = read_config(base.path), read_config(Path(served.model))
+    if served.architecture is not None:
+        theirs.setdefault("architectures", [served.architecture])
+    keys = sorted((ours.keys() & theirs.keys()) - _OF_THE_FILE)
+    if not (other := [key for key in keys if ours[key] != theirs[key]]):
+        return None
+    digests = [digest(*(f"{key}={config[key]}" for key in keys)) for config in (theirs, ours)]
+    found = ", ".join(f"{key} {theirs[key]} in place of {ours[key]}" for key in other)
+    return f"{served.model} (digest {digests[0]}), which is not the policy {base.path} (digest {digests[1]}): {found}"
+
+
+async def _tokens(http: JsonServer, text: str) -> object:
+    # Without `model`: a server may know its one model by another name than its path.
+    reply = await http.exchange("POST", "/tokenize", {"prompt": text})
+    return reply.get("tokens") if isinstance(reply, dict) else reply

@@ -1,0 +1,135 @@
+"""Packages can be installed one by one.
+
+- The core, with verify and nothing else of stretto, trains recipes/arithmetic.toml.
+- What asks for a package that is missing is refused before anything starts, with the key and the extra to install.
+- A package of another version than the core's is refused by name, with both versions.
+- Every package has the version of the core, and depends on others of exactly this version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tomllib
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stretto
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = sorted((ROOT / "packages").glob("*/pyproject.toml"))
+ARITHMETIC = ROOT / "recipes" / "arithmetic.toml"
+SMALL = {
+    "model.build.hidden_size": 16,
+    "model.build.head_dim": 4,
+    "model.build.intermediate_size": 16,
+    "warm_start.steps": 2,
+    "warm_start.warmup_steps": 1,
+    "warm_start.threads": 1,
+    "rollout.batch_size": 2,
+    "rollout.group_size": 2,
+    "rollout.max_in_flight": 4,
+    "sampling.max_tokens": 8,
+    "trainer.steps": 2,
+    "trainer.warmup_steps": 1,
+    "evaluation.prompts": 4,
+    "evaluation.every": 0,
+}
+TRAINED = f"""
+import importlib.util, json, stretto
+run = stretto.train({str(ARITHMETIC)!r}, run_dir="run", **{SMALL!r})
+steps = [step.step for step in run]
+run.wait()
+others = ("app", "report", "gateway", "servers", "cluster", "foresight")
+print(json.dumps([steps, [name for name in others if importlib.util.find_spec(f"stretto_{{name}}")]]))
+"""
+REFUSED = f"""
+import json, sys
+from pathlib import Path
+from stretto.core.errors import UserError
+from stretto.launch.commands.train import check
+
+def told(*overrides):
+    try:
+        check(Path({str(ARITHMETIC)!r}), overrides)
+    except UserError as error:
+        return str(error)
+
+missing = [told(override) for override in json.loads(sys.argv[1])]
+sys.path.insert(0, sys.argv[2])
+print(json.dumps([missing, told('engine.kind="vllm"')]))
+"""
+
+
+@pytest.fixture(scope="module")
+def core_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has core, verify and what others have made, and no more of stretto."""
+    folder = tmp_path_factory.mktemp("core-alone")
+    venv.create(folder, with_pip=False, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    others = Path(torch.__file__).parents[1]  # read from a .pth file, its own .pth files add nothing
+    found = [ROOT / "packages" / "core", ROOT / "packages" / "verify", others]
+    (site / "packages.pth").write_text("".join(f"{path}\n" for path in found))
+    return folder / "bin" / "python"
+
+
+def ask(python: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment = kept | {"STRETTO_CACHE": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [str(python), *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_the_core_alone_trains_the_recipe_of_the_demo(core_alone: Path, tmp_path: Path) -> None:
+    done = ask(core_alone, tmp_path, "-c", TRAINED)
+    assert done.returncode == 0, done.stderr
+    steps, others = json.loads(done.stdout.splitlines()[-1])
+    assert steps == [1, 2]
+    assert others == []
+
+
+def test_the_command_of_the_core_alone_says_how_to_install_the_application(core_alone: Path, tmp_path: Path) -> None:
+    done = ask(core_alone, tmp_path, "-m", "stretto", "train", "recipe.toml")
+    assert done.returncode == 2
+    assert done.stderr == "stretto: python -m stretto: needs stretto, which is not installed; pip install stretto\n"
+
+
+def test_a_missing_package_is_refused_with_its_extra_and_another_version_with_both(
+    core_alone: Path, tmp_path: Path
+) -> None:
+    asked = {
+        'engine.kind="vllm"': ("engine.kind", "stretto-servers", "'stretto[servers]'"),
+        'cluster.listen="127.0.0.1:0"': ("cluster", "stretto", "stretto"),
+        'logging.to="tensorboard"': ("logging.to", "stretto-report", "stretto"),
+        'workflow={kind="agent"}': ("workflow.kind", "stretto", "stretto"),
+    }
+    (older := tmp_path / "older" / "stretto_servers").mkdir(parents=True)
+    (older / "__init__.py").write_text('__version__ = "0.0.9"\n')
+    done = ask(core_alone, tmp_path, "-c", REFUSED, json.dumps([*asked]), str(older.parent))
+    assert done.returncode == 0, done.stderr
+    missing, of_another_version = json.loads(done.stdout.splitlines()[-1])
+    for told, (place, package, brought_by) in zip(missing, asked.values(), strict=True):
+        assert place in told
+        assert told.endswith(f"needs {package}, which is not installed; pip install {brought_by}")
+    assert f"stretto-servers is version 0.0.9, and stretto-core is version {stretto.__version__}" in of_another_version
+
+
+def test_all_packages_have_one_version_and_depend_on_exactly_this_one() -> None:
+    for file in [ROOT / "pyproject.toml", *PACKAGES]:
+        project: dict[str, Any] = tomllib.loads(file.read_text())["project"]
+        assert project["version"] == stretto.__version__, file
+        extras = [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
+        for line in [*project["dependencies"], *extras]:
+            if line.startswith("stretto-"):
+                assert line.partition("==")[2] == stretto.__version__, f"{file}: {line}"
+        for init in file.parent.glob("*/__init__.py" if file.parent != ROOT else "application/*/__init__.py"):
+            said = re.search(r'^__version__ = "(.*)"$', init.read_text(), re.MULTILINE)
+            assert said is not None, init
+            assert said[1] == stretto.__version__, init
