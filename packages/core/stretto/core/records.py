@@ -352,7 +352,7 @@ class Batch(Record, frozen=True):
 
 
 class Update(Record, frozen=True):
-    """What a training step reports: the version it published and its measurements (docs/metrics.md).
+    """What a training step reports: the version it published and its measurements (docs/reference/metrics.md).
 
     `skipped` names the trajectories of the optimizer steps that were not taken, their gradient not being finite.
     """

@@ -1,4 +1,4 @@
-"""What inference servers of other makes need and cannot do, one row per make; docs/engines.md shows the same table."""
+"""Needs and limits of inference servers of other makes, one row per make (the table of docs/how_to/servers.md)."""
 
 from __future__ import annotations
 

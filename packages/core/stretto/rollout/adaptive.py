@@ -13,7 +13,7 @@ Chiu and Jain 1989, Computer Networks 17):
 
 Between 1/2 and 1 the bound stays. It is held because a change takes that long to show: groups in flight keep the bound
 under which they were admitted. A larger bound gives the trainer more to choose from and nothing else, so it is raised
-only where the trainer is about to wait for generation. (docs/staleness.md)
+only where the trainer is about to wait for generation. (docs/explanation/staleness.md)
 
 The state is a record, and the next one follows from the metrics of a step alone: the loop, a resumed run and a
 simulation come to the same bounds.
@@ -32,7 +32,7 @@ _ALLOWS = 1 / 2  # below it, the mismatch allows a larger bound
 
 
 class MismatchLimit(NamedTuple):
-    """A metric of the update (docs/metrics.md): its value without any mismatch, and that from which the bound falls."""
+    """A metric of the update (docs/reference/metrics.md): its value without mismatch, and its limit."""
 
     none: float
     limit: float

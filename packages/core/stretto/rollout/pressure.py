@@ -16,7 +16,8 @@ the end of a *window*, in which as many groups have ended as it allows:
 
 The window after it was lowered or doubled does not count: groups of before are still in flight.
 
-Under a load that stays the same it is never raised to where it would be lowered: it comes to rest. (docs/staleness.md)
+Under a load that stays the same it is never raised to where it would be lowered: it comes to rest.
+(docs/explanation/staleness.md)
 
 The state is a record, and the next one follows from what the engines tell: a resumed run goes on from the one on
 record, and a simulation comes to its numbers by the same function.

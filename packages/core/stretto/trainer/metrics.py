@@ -1,6 +1,6 @@
 """The measurements of one training step, summed micro-batch by micro-batch on each rank, all-reduced at its end.
 
-Formulas: docs/metrics.md.
+Formulas: docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SUMS = ("tokens", "loss", *DIAGNOSTICS, "entropy", "kl_reference", "error", "ag
 
 
 class Meter:
-    """Adds up; means are over loss tokens unless `docs/metrics.md` says otherwise.
+    """Adds up; means are over loss tokens unless `docs/reference/metrics.md` says otherwise.
 
     What was not measured is absent, never zero: `behavior_logprob_error` and its maximum without on-policy tokens,
     `entropy` and `kl_reference` where the recipe has none, all of the loss's when no token was trained on.

@@ -1,7 +1,8 @@
 """HTTP/1.1 to one engine over connections that are kept: a request costs a write and a few reads.
 
 The conductor asks for a hundred groups a second on a core that it shares, and a general client costs more there than
-all else that it does (docs/decisions/0007-own-connections.md). The parsing is httptools', which the server uses.
+all else that it does (docs/explanation/decisions/0007-own-connections.md). The parsing is httptools', which the
+server uses.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ are dealt by the place in it, and a portion goes to an engine as a whole and is 
 when, makes no difference. Groups leave a round in its order and in one go, so that the ledger, whenever the run is
 killed, knows the round as in flight or as over: the run that goes on asks all of it again, from its first tokens. So
 does one that has lost an engine (`loop.engines.in_flight.InFlight` without a journal).
-(docs/decisions/0010-rounds.md)
+(docs/explanation/decisions/0010-rounds.md)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a trainer's state is made of: its start, the last whole checkpoint, the batches since (docs/decisions/0002)."""
+"""State of a trainer: its start, the last whole checkpoint, the batches since (docs/explanation/decisions/0002)."""
 
 from __future__ import annotations
 
