@@ -27,10 +27,13 @@ if TYPE_CHECKING:
         WorkflowError,
     )
     from stretto.loop.records.evaluation import Evaluation
+    from stretto.rollout.controller import Ticket
     from stretto.store.series.metrics import EvaluationLine, StepMetrics
+    from stretto.verbs.completion import TextCompletion
     from stretto.verbs.datum import Datum
     from stretto.verbs.engine import LocalEngine as Engine
-    from stretto.verbs.engine import TextCompletion
+    from stretto.verbs.ledger import FolderLedger as Ledger
+    from stretto.verbs.scheduler import GroupScheduler as Scheduler
     from stretto.verbs.shared_model import SharedModel
     from stretto.verbs.trainer import Forward
     from stretto.verbs.trainer import LocalTrainer as Trainer
@@ -52,6 +55,7 @@ __all__ = [
     "Evaluation",
     "EvaluationLine",
     "Forward",
+    "Ledger",
     "ModelFolderError",
     "Recipe",
     "RecipeError",
@@ -62,11 +66,13 @@ __all__ = [
     "RoleError",
     "Run",
     "RunFolderError",
+    "Scheduler",
     "SharedModel",
     "StepMetrics",
     "StoreError",
     "StrettoError",
     "TextCompletion",
+    "Ticket",
     "Trainer",
     "TurnReply",
     "UserError",
@@ -91,6 +97,7 @@ _ORIGINS = {
     "Evaluation": "stretto.loop.records.evaluation",
     "EvaluationLine": "stretto.store.series.metrics",
     "Forward": "stretto.verbs.trainer",
+    "Ledger": "stretto.verbs.ledger:FolderLedger",
     "ModelFolderError": _ERRORS,
     "Recipe": "stretto_app.launch.recipe.recipe",
     "RecipeError": _ERRORS,
@@ -101,11 +108,13 @@ _ORIGINS = {
     "RoleError": _ERRORS,
     "Run": "stretto_app.api.run",
     "RunFolderError": _ERRORS,
+    "Scheduler": "stretto.verbs.scheduler:GroupScheduler",
     "SharedModel": "stretto.verbs.shared_model",
     "StepMetrics": "stretto.store.series.metrics",
     "StoreError": _ERRORS,
     "StrettoError": _ERRORS,
-    "TextCompletion": "stretto.verbs.engine",
+    "TextCompletion": "stretto.verbs.completion",
+    "Ticket": "stretto.rollout.controller",
     "Trainer": "stretto.verbs.trainer:LocalTrainer",
     "TurnReply": _TASK,
     "UserError": _ERRORS,

@@ -33,6 +33,9 @@ from stretto.rollout.pressure import AdaptiveInFlight, Pressure, decided, measur
 from stretto.rollout.prompts import Draw, Position, PromptStream
 
 
+CONTROLLER = "standing"  #: the fact of a ledger that holds the `ControllerState`
+
+
 class TooManyFailures(StrettoError):
     """More groups failed in a row than `rollout.max_failures_in_a_row` allows."""
 
@@ -77,6 +80,10 @@ class Ticket(Record, frozen=True):
     admitted_version: int
     seeds: tuple[int, ...]
     max_staleness: Staleness = math.inf
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.draw.prompt
 
     @property
     def members(self) -> range:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
 from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest
-from stretto.core.records import Completion, GenerateRequest, Likeliest, Record, Sampling, derive_seed
+from stretto.core.records import Completion, GenerateRequest, Sampling, derive_seed
 from stretto.doors.mistakes import checked
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
@@ -19,31 +19,13 @@ from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.verbs.background import background
+from stretto.verbs.completion import TextCompletion
 from stretto.verbs.prompts import Asked, prompt_of, prompts_of
 from stretto.verbs.sampler import Sampler, SamplerHere
 from stretto.verbs.shared_model import Lora, SharedModel, lora_of
 from stretto.verbs.weights import Weights, mark_of
 
 _CHAT = 'a conversation is a list of messages such as {"role": "user", "content": "3+4="}'
-
-
-class TextCompletion(Record, frozen=True):
-    """What followed a prompt; `text` is without special tokens, `logprobs` are of the distribution sampled from.
-
-    Example::
-
-        completion = stretto.Engine.load("model").generate("3+4=", max_tokens=8)[0]
-        assert len(completion.token_ids) == len(completion.logprobs)
-        print(completion.text, completion.stop_reason, completion.versions)
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    stop_reason: str  # "stop": it came to its end; "length": it was cut off
-    versions: tuple[int, ...] = ()  # of the weights that sampled each token
-    interrupted: int = 0  # times that weights were changed meanwhile
-    top_logprobs: tuple[Likeliest, ...] = ()  # likeliest tokens at each place, where they were asked for
 
 
 class SamplingSettings(TypedDict, total=False):

@@ -1,0 +1,53 @@
+"""GRPO in one process: sample, judge, train, and sample again by the new weights. Run it: ``python examples/grpo_sync.py``.
+
+The policy is shown a digit and is to count on from it: after 3 comes 45678. Its only teacher is the share of steps that
+were right.
+"""
+
+import sys
+import tempfile
+from itertools import pairwise
+
+import stretto
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+
+LENGTH = 6
+
+
+def judge(prompt: str, completion: str) -> float:
+    """The share of digits that are one more than the digit before them."""
+    digits = [int(digit) for digit in prompt + completion]
+    return sum((before + 1) % 10 == digit for before, digit in pairwise(digits)) / LENGTH
+
+
+def main(steps: int = 80) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        shape = BuildConfig(hidden_size=32, layers=1, heads=2, kv_heads=2, head_dim=16, alphabet="0123456789")
+        build_policy(shape, folder, seed=1)
+        trainer, engine = stretto.Trainer(folder, learning_rate=5e-3), stretto.Engine.load(folder, cache_gib=0.1)
+    prompts = list("0123456789")
+    scheduler = stretto.Scheduler(
+        prompts, tokenizer=engine.tokenizer, batch_size=8, group_size=8, max_staleness=0, seed=1
+    )
+    rewards: list[float] = []
+    for step in range(steps):
+        asked = [
+            (ticket, engine.submit(ticket.prompt.token_ids, seeds=ticket.seeds, max_tokens=LENGTH))
+            for ticket in iter(scheduler.admit, None)
+        ]
+        for ticket, future in asked:
+            answers = future.result()
+            scheduler.finish(ticket, answers, [judge(ticket.prompt.text, answer.text) for answer in answers])
+        batch = scheduler.take()
+        learnt = trainer.forward_backward(batch, "ppo", advantages="group")
+        trainer.optim_step()
+        engine.update(trainer.weights())
+        scheduler.advance(trainer.version)
+        rewards.append(learnt.metrics["reward_mean"])
+        print(f"step {step}: {rewards[-1]:.1%} right")
+    return rewards
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
