@@ -36,7 +36,9 @@ async def generate(engine: stretto.Engine, scheduler: stretto.Scheduler) -> None
             groups.create_task(answer(ticket))
 
 
-async def train(trainer: stretto.Trainer, engine: stretto.Engine, scheduler: stretto.Scheduler, folder: Path, steps: int) -> None:
+async def train(
+    trainer: stretto.Trainer, engine: stretto.Engine, scheduler: stretto.Scheduler, folder: Path, steps: int
+) -> None:
     while trainer.version < steps:
         batch = await scheduler.batch()
         learnt = await asyncio.to_thread(trainer.forward_backward, batch, "decoupled_ppo")
@@ -47,7 +49,9 @@ async def train(trainer: stretto.Trainer, engine: stretto.Engine, scheduler: str
             trainer.save(folder)
             made = [one for group in batch.groups for one in group.trajectories]
             mixed = sum(len(set(one.versions)) > 1 for one in made)
-            print(f"step {trainer.version}: {learnt.metrics['reward_mean']:.1%} right; {mixed} of {len(made)} by several versions")
+            print(
+                f"step {trainer.version}: {learnt.metrics['reward_mean']:.1%} right; {mixed} of {len(made)} by several versions"
+            )
 
 
 async def main(folder: Path, steps: int = 100) -> None:

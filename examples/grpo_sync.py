@@ -1,4 +1,4 @@
-"""GRPO in one process: sample, judge, train, and sample again by the new weights. Run it: ``python examples/grpo_sync.py``.
+"""GRPO in one process: sample, judge, train, sample again. Run it: ``python examples/grpo_sync.py``.
 
 The policy is shown a digit and is to count on from it: after 3 comes 45678. Its only teacher is the share of steps that
 were right.

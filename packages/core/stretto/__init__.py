@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stretto.verbs.shared_model import SharedModel
     from stretto.verbs.trainer import Forward
     from stretto.verbs.trainer import LocalTrainer as Trainer
-    from stretto.verbs.weights import Weights
+    from stretto.verbs.weights import PolicyWeights as Weights
     from stretto.worlds.workflows.conversation import Conversation, Workflow
     from stretto.worlds.workflows.task import Reward, TurnReply, WorkflowTask
     from stretto_app.api import sections
@@ -118,7 +118,7 @@ _ORIGINS = {
     "Trainer": "stretto.verbs.trainer:LocalTrainer",
     "TurnReply": _TASK,
     "UserError": _ERRORS,
-    "Weights": "stretto.verbs.weights",
+    "Weights": "stretto.verbs.weights:PolicyWeights",
     "Workflow": _CONVERSATION,
     "WorkflowError": _ERRORS,
     "WorkflowTask": _TASK,

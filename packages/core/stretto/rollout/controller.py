@@ -32,7 +32,6 @@ from stretto.rollout.pacing import Continuous, Pacing
 from stretto.rollout.pressure import AdaptiveInFlight, Pressure, decided, measured
 from stretto.rollout.prompts import Draw, Position, PromptStream
 
-
 CONTROLLER = "standing"  #: the fact of a ledger that holds the `ControllerState`
 
 
@@ -72,7 +71,13 @@ class ControllerState(Record, frozen=True):
 
 class Ticket(Record, frozen=True):
     """A group in flight: its prompt, the version and the bound under which it was admitted, and one random seed for
-    each member."""
+    each member.
+
+    Example::
+
+        ticket = stretto.Scheduler([(2, 3)], batch_size=1, group_size=2).admit()
+        print(ticket.prompt.token_ids, len(ticket.seeds), ticket.admitted_version)
+    """
 
     order: int
     group_id: str

@@ -21,9 +21,9 @@ from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.verbs.background import background
 from stretto.verbs.completion import TextCompletion
 from stretto.verbs.prompts import Asked, prompt_of, prompts_of
-from stretto.verbs.sampler import Sampler, SamplerHere
 from stretto.verbs.shared_model import Lora, SharedModel, lora_of
-from stretto.verbs.weights import Weights, mark_of
+from stretto.verbs.source import CompletionSource, SourceHere
+from stretto.verbs.weights import PolicyWeights, mark_of
 
 _CHAT = 'a conversation is a list of messages such as {"role": "user", "content": "3+4="}'
 
@@ -54,11 +54,11 @@ class LocalEngine:
         print(len(later.result()), engine.version)
     """
 
-    def __init__(self, sampler: Sampler, tokenizer: Tokenizer) -> None:
-        self._sampler, self.tokenizer = sampler, tokenizer
+    def __init__(self, source: CompletionSource, tokenizer: Tokenizer) -> None:
+        self._source, self.tokenizer = source, tokenizer
         self._requests = 0
         self._mark = ""
-        self._end = weakref.finalize(self, sampler.close)
+        self._end = weakref.finalize(self, source.close)
 
     @classmethod
     def load(cls, model: str | Path | SharedModel, *, lora: Lora = None, **settings: Any) -> Self:
@@ -83,19 +83,19 @@ class LocalEngine:
             view = model.view(adapters, CACHED_ATTENTION)
             grammars = partial(Grammars, lambda: tokenizer)
             engine = NativeEngine(view, config, detokenizer=lambda: tokenizer, grammars=grammars)
-            return cls(SamplerHere(engine), tokenizer)
+            return cls(SourceHere(engine), tokenizer)
         if adapters is not None:
             told, remedy = "is for a shared model", "leave it out: the engine takes adapters of any rank"
             raise RecipeError([Problem("Engine.load: lora", told, remedy)])
         folder = Path(model).expanduser()
-        return cls(SamplerHere(NativeEngine.load(folder, config)), load_tokenizer(folder))
+        return cls(SourceHere(NativeEngine.load(folder, config)), load_tokenizer(folder))
 
     @property
     def version(self) -> int:
         """Of the weights that sample the next token; 0 are those of the folder."""
-        return background().call(self._sampler.version())
+        return background().call(self._source.version())
 
-    def update(self, weights: Weights) -> int:
+    def update(self, weights: PolicyWeights) -> int:
         """Sample by these weights from the next token on, in completions under way too; returns their version.
 
         Raises:
@@ -107,7 +107,7 @@ class LocalEngine:
         if weights.tokenizer and weights.tokenizer != self._mark:
             remedy = "engine and trainer begin with one model folder"
             raise DataError([Problem("update", "these weights are of a model with another tokenizer", remedy)])
-        background().call(self._sampler.update(weights))
+        background().call(self._source.update(weights))
         return weights.version
 
     def sample(
@@ -135,7 +135,7 @@ class LocalEngine:
             StrettoError: the model's logits are not finite.
         """
         request = self._request(prompt_of("prompt", prompt), _seeds(n, seed, seeds), sampling)
-        return self._texts([request], background().call(self._sampler.generate([request])))
+        return self._texts([request], background().call(self._source.generate([request])))
 
     def submit(
         self,
@@ -152,7 +152,7 @@ class LocalEngine:
         return background().start(self._sampled(request))
 
     async def _sampled(self, request: GenerateRequest) -> list[TextCompletion]:
-        return self._texts([request], await self._sampler.generate([request]))
+        return self._texts([request], await self._source.generate([request]))
 
     def generate(
         self,
@@ -193,7 +193,7 @@ class LocalEngine:
         first = secrets.randbits(63) if seed is None else seed
         asked = enumerate(prompts_of(prompts))
         requests = [self._request(prompt, (derive_seed(first, at),), sampling) for at, prompt in asked]
-        return self._texts(requests, background().call(self._sampler.generate(requests)) if requests else [])
+        return self._texts(requests, background().call(self._source.generate(requests)) if requests else [])
 
     def chat(
         self,
@@ -235,7 +235,7 @@ class LocalEngine:
             RefusedRequest, DataError: as for `generate`.
         """
         tokens = [self._tokens(text) for text in prompts_of(texts)]
-        return background().call(self._sampler.score(tokens))
+        return background().call(self._source.score(tokens))
 
     def close(self) -> None:
         """Give up what is sampled, and the memory of the engine."""

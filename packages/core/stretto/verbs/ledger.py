@@ -20,8 +20,9 @@ from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unf
 class FolderLedger(Ledger):
     """The ledger of a folder, which one process writes at a time; one that is there is gone on with.
 
-    Example: what became of the trajectories of a loop, and a fact of its own that is kept with them::
+    Example::
 
+        # What became of the trajectories of a loop, and a fact of its own that is kept with them.
         with stretto.Ledger("loop") as ledger:
             scheduler = stretto.Scheduler([(2, 3, 4)], batch_size=1, group_size=2, ledger=ledger)
             ticket = scheduler.admit()

@@ -40,8 +40,9 @@ _SEED = "seed"
 class GroupScheduler:
     """Groups of completions from their admission to a batch, under a bound on staleness.
 
-    Example: two prompts with two completions each make a batch::
+    Example::
 
+        # Two prompts with two completions each make a batch.
         scheduler = stretto.Scheduler([(2, 3), (4, 5)], batch_size=2, group_size=2, max_staleness=0)
         engine = stretto.Engine.load("model")
         while ticket := scheduler.admit():

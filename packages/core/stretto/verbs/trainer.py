@@ -53,7 +53,7 @@ from stretto.verbs.loss import (
     wanted,
 )
 from stretto.verbs.shared_model import Lora, SharedModel, lora_of
-from stretto.verbs.weights import Weights, mark_of
+from stretto.verbs.weights import PolicyWeights, mark_of
 
 _CHECKPOINTS = "checkpoints"  # the folder inside of that of a run
 #: What is learnt from: groups of completions with rewards, or sequences with numbers of their own.
@@ -79,8 +79,9 @@ class Forward:
 class LocalTrainer:
     """The policy of a model folder, and what changes it.
 
-    Example: two steps towards a completion, the policy for an engine, and all of it on disk::
+    Example::
 
+        # Two steps towards a completion, the policy for an engine, and all of it on disk.
         trainer = stretto.Trainer("model", lora=8, learning_rate=1e-3)
         told = [stretto.Datum.of((2, 3, 4), (5, 1))]
         for _ in range(2):
@@ -240,14 +241,14 @@ class LocalTrainer:
 
     # ── the policy ───────────────────────────────────────────────────────────────────────────────
 
-    def weights(self) -> Weights:
+    def weights(self) -> PolicyWeights:
         """A copy of the policy as it is now, for `Engine.update`; of adapters these alone."""
         self._settle()
         model = self._learner.model
         named = adapter_parameters(model) if self._adapted else model.named_parameters()
         tensors = {name: scaled(self._adapted, name, one.detach()).clone() for name, one in named}
         self._mark = self._mark or mark_of(self.tokenizer)
-        return Weights(self._published, tensors, self._mark)
+        return PolicyWeights(self._published, tensors, self._mark)
 
     def save(self, folder: str | Path) -> Path:
         """Write the policy, or its adapters, with the state of the optimizer: whole or not at all, checksums beside
