@@ -24,7 +24,7 @@ def judge(prompt: str, completion: str) -> float:
 
 
 async def generate(engine: stretto.Engine, scheduler: stretto.Scheduler) -> None:
-    """Until it is cancelled: start each group as soon as the bound allows it, and judge those that have ended."""
+    """Start each group as soon as the bound allows it, and judge those that have ended."""
 
     async def answer(ticket: stretto.Ticket) -> None:
         sampled = engine.submit(ticket.prompt.token_ids, seeds=ticket.seeds, max_tokens=LENGTH)
@@ -47,11 +47,8 @@ async def train(
         scheduler.advance(trainer.version, learnt.metrics)
         if trainer.version % 10 == 0:
             trainer.save(folder)
-            made = [one for group in batch.groups for one in group.trajectories]
-            mixed = sum(len(set(one.versions)) > 1 for one in made)
-            print(
-                f"step {trainer.version}: {learnt.metrics['reward_mean']:.1%} right; {mixed} of {len(made)} by several versions"
-            )
+            made = [len(set(one.versions)) > 1 for group in batch.groups for one in group.trajectories]
+            print(f"step {trainer.version}: {learnt.metrics['reward_mean']:.1%} right; {sum(made)} by several versions")
 
 
 async def main(folder: Path, steps: int = 100) -> None:
@@ -63,16 +60,9 @@ async def main(folder: Path, steps: int = 100) -> None:
         print(f"going on from version {trainer.load(folder)}")
     engine.update(trainer.weights())
     with stretto.Ledger(folder) as ledger:
-        scheduler = stretto.Scheduler(
-            list("0123456789"),
-            tokenizer=engine.tokenizer,
-            ledger=ledger,
-            version=trainer.version,
-            batch_size=8,
-            group_size=8,
-            max_in_flight=4,
-            max_staleness=2,
-        )
+        bounds = {"batch_size": 8, "group_size": 8, "max_in_flight": 4, "max_staleness": 2}
+        own = {"tokenizer": engine.tokenizer, "ledger": ledger, "version": trainer.version}
+        scheduler = stretto.Scheduler(list("0123456789"), **own, **bounds)
         generating = asyncio.create_task(generate(engine, scheduler))
         await train(trainer, engine, scheduler, folder, steps)
         generating.cancel()

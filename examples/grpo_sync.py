@@ -25,27 +25,21 @@ def main(steps: int = 80) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         shape = BuildConfig(hidden_size=32, layers=1, heads=2, kv_heads=2, head_dim=16, alphabet="0123456789")
         build_policy(shape, folder, seed=1)
-        trainer, engine = stretto.Trainer(folder, learning_rate=5e-3), stretto.Engine.load(folder, cache_gib=0.1)
-    prompts = list("0123456789")
-    scheduler = stretto.Scheduler(
-        prompts, tokenizer=engine.tokenizer, batch_size=8, group_size=8, max_staleness=0, seed=1
-    )
-    rewards: list[float] = []
-    for step in range(steps):
-        asked = [
-            (ticket, engine.submit(ticket.prompt.token_ids, seeds=ticket.seeds, max_tokens=LENGTH))
-            for ticket in iter(scheduler.admit, None)
-        ]
-        for ticket, future in asked:
+        trainer, engine = stretto.Trainer(folder, learning_rate=5e-3), stretto.Engine.load(folder)
+    digits, rewards = list("0123456789"), list[float]()
+    scheduler = stretto.Scheduler(digits, tokenizer=engine.tokenizer, batch_size=8, group_size=8, max_staleness=0)
+    while trainer.version < steps:
+        tickets = list(iter(scheduler.admit, None))
+        sampled = [engine.submit(one.prompt.token_ids, seeds=one.seeds, max_tokens=LENGTH) for one in tickets]
+        for ticket, future in zip(tickets, sampled, strict=True):
             answers = future.result()
-            scheduler.finish(ticket, answers, [judge(ticket.prompt.text, answer.text) for answer in answers])
-        batch = scheduler.take()
-        learnt = trainer.forward_backward(batch, "ppo", advantages="group")
+            scheduler.finish(ticket, answers, [judge(ticket.prompt.text, one.text) for one in answers])
+        learnt = trainer.forward_backward(scheduler.take(), "ppo", advantages="group")
         trainer.optim_step()
         engine.update(trainer.weights())
         scheduler.advance(trainer.version)
         rewards.append(learnt.metrics["reward_mean"])
-        print(f"step {step}: {rewards[-1]:.1%} right")
+        print(f"step {trainer.version}: {rewards[-1]:.1%} right")
     return rewards
 
 
