@@ -20,6 +20,7 @@ from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.verbs.background import background
 from stretto.verbs.completion import TextCompletion
+from stretto.verbs.processes import SourceApart
 from stretto.verbs.prompts import Asked, prompt_of, prompts_of
 from stretto.verbs.shared_model import Lora, SharedModel, lora_of
 from stretto.verbs.source import CompletionSource, SourceHere
@@ -61,11 +62,13 @@ class LocalEngine:
         self._end = weakref.finalize(self, source.close)
 
     @classmethod
-    def load(cls, model: str | Path | SharedModel, *, lora: Lora = None, **settings: Any) -> Self:
+    def load(cls, model: str | Path | SharedModel, *, lora: Lora = None, apart: bool = False, **settings: Any) -> Self:
         """An engine for a model folder, or for one model in memory that several engines share.
 
         Args:
             lora: the rank of the adapters that `update` will bring, for a shared model.
+            apart: in a process of its own; so are several (`count`), and servers of other makes (`kind="vllm"`,
+                `python=...`; docs/engines.md).
             **settings: keys of a recipe's section ``[engine]``, such as ``slots``.
 
         Raises:
@@ -73,10 +76,15 @@ class LocalEngine:
             RecipeError: a setting is not what it should be.
         """
         config = checked(settings, "Engine.load", EngineConfig)
-        if config.kind != "native":
-            raise RecipeError([Problem("Engine.load: kind", f"{config.kind!r}", "not yet")])
         adapters = lora_of(lora, "Engine.load: lora")
+        apart = apart or config.count > 1 or config.kind != "native"
         if isinstance(model, SharedModel):
+            if apart:
+                told, remedy = (
+                    "a model in the memory of this process",
+                    "give its folder, or leave `apart` out",
+                )
+                raise RecipeError([Problem("Engine.load: model", told, remedy)])
             if adapters is not None:  # B is published with its scale
                 adapters = adapters.model_copy(update={"alpha": adapters.rank})
             tokenizer = model.tokenizer
@@ -88,7 +96,8 @@ class LocalEngine:
             told, remedy = "is for a shared model", "leave it out: the engine takes adapters of any rank"
             raise RecipeError([Problem("Engine.load: lora", told, remedy)])
         folder = Path(model).expanduser()
-        return cls(SourceHere(NativeEngine.load(folder, config)), load_tokenizer(folder))
+        tokenizer = load_tokenizer(folder)
+        return cls(SourceApart(folder, config) if apart else SourceHere(NativeEngine.load(folder, config)), tokenizer)
 
     @property
     def version(self) -> int:
