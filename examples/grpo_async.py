@@ -11,8 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import stretto
-from stretto.model.hf.build import build_policy
-from stretto.model.hf.config import BuildConfig
 
 LENGTH = 12
 
@@ -53,8 +51,7 @@ async def train(
 
 async def main(folder: Path, steps: int = 100) -> None:
     if not (folder / "model").exists():
-        shape = BuildConfig(hidden_size=32, layers=1, heads=2, kv_heads=2, head_dim=16, alphabet="0123456789")
-        build_policy(shape, folder / "model", seed=1)
+        stretto.build_model(folder / "model", seed=1, alphabet="0123456789", hidden_size=32, layers=1, head_dim=16)
     trainer, engine = stretto.Trainer(folder / "model", learning_rate=5e-3), stretto.Engine.load(folder / "model")
     if (folder / "checkpoints").exists():
         print(f"going on from version {trainer.load(folder)}")

@@ -9,8 +9,6 @@ import tempfile
 from itertools import pairwise
 
 import stretto
-from stretto.model.hf.build import build_policy
-from stretto.model.hf.config import BuildConfig
 
 LENGTH = 6
 
@@ -23,8 +21,7 @@ def judge(prompt: str, completion: str) -> float:
 
 def main(steps: int = 80) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
-        shape = BuildConfig(hidden_size=32, layers=1, heads=2, kv_heads=2, head_dim=16, alphabet="0123456789")
-        build_policy(shape, folder, seed=1)
+        stretto.build_model(folder, seed=1, alphabet="0123456789", hidden_size=32, layers=1, head_dim=16)
         trainer, engine = stretto.Trainer(folder, learning_rate=5e-3), stretto.Engine.load(folder)
     digits, rewards = list("0123456789"), list[float]()
     scheduler = stretto.Scheduler(digits, tokenizer=engine.tokenizer, batch_size=8, group_size=8, max_staleness=0)

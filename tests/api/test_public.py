@@ -21,6 +21,7 @@ PUBLIC = {
     "train": "function",
     "evaluate": "function",
     "open_run": "function",
+    "build_model": "function",
     "Recipe": "class",
     "sections": "module",
     "Run": "class",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from stretto.verbs.ledger import FolderLedger as Ledger
     from stretto.verbs.scheduler import GroupScheduler as Scheduler
     from stretto.verbs.shared_model import SharedModel
+    from stretto.verbs.small_model import build_model
     from stretto.verbs.trainer import Forward
     from stretto.verbs.trainer import LocalTrainer as Trainer
     from stretto.verbs.weights import PolicyWeights as Weights
@@ -80,6 +81,7 @@ __all__ = [
     "Workflow",
     "WorkflowError",
     "WorkflowTask",
+    "build_model",
     "evaluate",
     "open_run",
     "sections",
@@ -122,6 +124,7 @@ _ORIGINS = {
     "Workflow": _CONVERSATION,
     "WorkflowError": _ERRORS,
     "WorkflowTask": _TASK,
+    "build_model": "stretto.verbs.small_model",
     "evaluate": "stretto_app.api.training",
     "open_run": "stretto_app.api.run",
     "sections": "stretto_app.api.sections:",

@@ -117,7 +117,8 @@ class LocalTrainer:
         self._settings = checked(settings, "Trainer", OptimizerConfig)
         self._lora = lora_of(lora, "Trainer: lora")
         self._sampling = _sampling(sampling)
-        torch.set_num_threads(max(torch.get_num_threads(), self._settings.threads))
+        if "threads" in settings:
+            torch.set_num_threads(self._settings.threads)
         if isinstance(model, SharedModel):
             if self._lora is None:
                 remedy = "give lora=16, or the folder of the model"
