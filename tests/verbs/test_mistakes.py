@@ -88,6 +88,12 @@ def test_data_and_losses(
         (lambda folder: stretto.Trainer("nowhere"), "nowhere: no such folder"),
         (lambda folder: stretto.Engine.load(folder, slot=3), "Engine.load: slot: unknown key; did you mean 'slots'?"),
         (lambda folder: stretto.Engine.load(folder, lora=3), "Engine.load: lora: is for a shared model; leave it out"),
+        (lambda folder: stretto.Engine.load(folder, python="python3"), "python: is given, and the engine is stretto's"),
+        (
+            lambda folder: stretto.Engine.load(stretto.SharedModel(folder), apart=True),
+            "model: a model in the",
+        ),
+        (lambda folder: stretto.Engine.load(folder, deadlines={"strat": 3}), "deadlines: strat: unknown key; did you"),
         (lambda folder: stretto.Scheduler([]), "Scheduler: prompts: there is none; give one at least"),
         (
             lambda folder: stretto.Scheduler(["3+4="]),

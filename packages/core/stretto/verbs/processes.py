@@ -27,7 +27,7 @@ _GRACE_SECONDS = 1.0
 class SourceApart:
     """One engine or several (satisfies `CompletionSource`); one that dies is replaced, and what it had begins anew."""
 
-    def __init__(self, model: Path, config: EngineConfig) -> None:
+    def __init__(self, model: Path, config: EngineConfig, deadlines: DeadlinesConfig) -> None:
         """Start them; returns when they are ready.
 
         Raises:
@@ -36,7 +36,6 @@ class SourceApart:
         self._folder = socket_folder()
         self._name = self._folder.name.removeprefix("stretto-")
         self._publisher = SharedMemoryPublisher(self._name, self._folder)
-        deadlines = DeadlinesConfig()
         specs = [self._spec(model.resolve(), config, number, deadlines) for number in range(config.count)]
         self._pool = EnginePool(specs, self._folder, deadlines, config.role, config.load_interval, kind=config.kind)
         self._in_flight = InFlight(self._pool, journal=None)
