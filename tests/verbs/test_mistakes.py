@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import stretto
-from tests.api.conftest import ROOT
 from tests.verbs.test_scheduler import said
 
+ROOT = Path(__file__).parents[2]
 TOLD = stretto.Datum.of((2, 3), (4, 5))
 SAMPLED = stretto.Datum.of((2, 3), (4, 5), logprobs=(-1.0, -1.0), advantages=1.0)
 

@@ -19,8 +19,8 @@ import pytest
 
 import stretto
 from stretto.core.records import Batch
-from tests.api.conftest import ROOT
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = [(number, 3) for number in range(2, 12)]
 BOUNDS = {"batch_size": 2, "group_size": 2, "max_in_flight": 6, "max_staleness": 2}
 
