@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import stretto
 from stretto.store.lock import is_held
+from stretto.verbs.weights import merged
 from tests.verbs.plain import plain_logprobs, plain_model
 
 
@@ -123,4 +124,9 @@ def test_what_is_exported_is_the_policy_and_peft_loads_the_adapters(
     for model in models:
         for datum, expected in zip(data, trainer.forward(data).logprobs, strict=True):
             assert plain_logprobs(model, datum).tolist() == pytest.approx(expected, abs=1e-4)
-    assert stretto.Engine.load(tmp_path / "whole").score([(2, 3, 4)])[0]
+    base_parameters = dict(plain_model(folder).named_parameters())
+    whole = merged(base_parameters, trainer.weights().tensors)  # what servers of other makes get
+    exported = dict(plain_model(tmp_path / "whole").named_parameters())
+    assert whole.keys() == exported.keys()
+    assert all(torch.allclose(whole[name], one, atol=1e-6) for name, one in exported.items())
+    assert any(not torch.equal(one, base_parameters[name]) for name, one in exported.items())
