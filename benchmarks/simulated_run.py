@@ -36,7 +36,7 @@ from stretto.loop.records.reporter import SilentReporter
 from stretto.loop.records.totals import RunClock
 from stretto.processes.spawn import FRESH
 from stretto.rewards.service.pool import RewardPool
-from stretto.rollout.controller import Controller
+from stretto.rollout.controller import CONTROLLER, Controller
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
@@ -45,7 +45,6 @@ from stretto.store.totals import ENGINES, Totals
 from stretto.worlds.single_turn import SingleTurn
 from stretto_app.launch.assemble.cluster import Cluster, identity_of
 from stretto_app.launch.assemble.roles import Roles
-from stretto_app.launch.assemble.run import CONTROLLER
 from stretto_app.launch.assemble.specs import Endpoints
 from stretto_app.launch.commands.train import collected_seldom
 from stretto_app.launch.preflight.plan import Plan

@@ -9,6 +9,7 @@ import asyncio
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import stretto
 
@@ -57,8 +58,8 @@ async def main(folder: Path, steps: int = 100) -> None:
         print(f"going on from version {trainer.load(folder)}")
     engine.update(trainer.weights())
     with stretto.Ledger(folder) as ledger:
-        bounds = {"batch_size": 8, "group_size": 8, "max_in_flight": 4, "max_staleness": 2}
-        own = {"tokenizer": engine.tokenizer, "ledger": ledger, "version": trainer.version}
+        bounds: dict[str, Any] = {"batch_size": 8, "group_size": 8, "max_in_flight": 4, "max_staleness": 2}
+        own: dict[str, Any] = {"tokenizer": engine.tokenizer, "ledger": ledger, "version": trainer.version}
         scheduler = stretto.Scheduler(list("0123456789"), **own, **bounds)
         generating = asyncio.create_task(generate(engine, scheduler))
         await train(trainer, engine, scheduler, folder, steps)

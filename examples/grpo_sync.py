@@ -31,7 +31,9 @@ def main(steps: int = 80) -> list[float]:
         for ticket, future in zip(tickets, sampled, strict=True):
             answers = future.result()
             scheduler.finish(ticket, answers, [judge(ticket.prompt.text, one.text) for one in answers])
-        learnt = trainer.forward_backward(scheduler.take(), "ppo", advantages="group")
+        batch = scheduler.take()
+        assert batch is not None, "every group that was admitted is finished"
+        learnt = trainer.forward_backward(batch, "ppo", advantages="group")
         trainer.optim_step()
         engine.update(trainer.weights())
         scheduler.advance(trainer.version)

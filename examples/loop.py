@@ -13,11 +13,12 @@ import asyncio
 import sys
 import tempfile
 from itertools import pairwise
+from typing import Any
 
 import stretto
 
 LENGTH = 12
-BOUNDS = {"batch_size": 8, "group_size": 8, "max_in_flight": 4, "max_staleness": 2}
+BOUNDS: dict[str, Any] = {"batch_size": 8, "group_size": 8, "max_in_flight": 4, "max_staleness": 2}
 
 
 def judge(prompt: str, completion: str) -> float:

@@ -5,7 +5,7 @@ two completions the policy is to prefer the first. Run it: ``python examples/own
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 import stretto
 
 BETA = 0.5
+Loss = Callable[[Sequence[Tensor], Sequence[stretto.Datum]], tuple[Tensor, dict[str, float]]]
 
 
 def pair(draw: random.Random) -> tuple[str, str, str]:
@@ -22,7 +23,7 @@ def pair(draw: random.Random) -> tuple[str, str, str]:
     return str(first), chosen, "".join(draw.choices("0123456789", k=4))
 
 
-def preference(before: stretto.Forward):
+def preference(before: stretto.Forward) -> Loss:
     """The loss over pairs: chosen, rejected, chosen, … `before` are the log-probabilities at the start."""
 
     def loss(logprobs: Sequence[Tensor], data: Sequence[stretto.Datum]) -> tuple[Tensor, dict[str, float]]:

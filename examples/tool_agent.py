@@ -8,6 +8,7 @@ examples/tool_agent.py``. What the tool says is in the context, and no part of t
 import random
 import sys
 import tempfile
+from typing import Any
 
 import stretto
 
@@ -43,13 +44,15 @@ def main(steps: int = 30) -> list[float]:
         trainer.optim_step()
     start = trainer.weights()
     engine.update(start)
-    bounds = {"batch_size": 4, "group_size": 16, "max_staleness": 0}
+    bounds: dict[str, Any] = {"batch_size": 4, "group_size": 16, "max_staleness": 0}
     scheduler = stretto.Scheduler(["r"], tokenizer=engine.tokenizer, version=start.version, **bounds)
     while len(rewards) < steps:
         for ticket in iter(scheduler.admit, None):
             made = [converse(engine, ticket.prompt.token_ids, seed) for seed in ticket.seeds]
             scheduler.finish(ticket, [turns for turns, _ in made], [reward for _, reward in made])
-        learnt = trainer.forward_backward(scheduler.take(), "ppo")
+        batch = scheduler.take()
+        assert batch is not None, "every group that was admitted is finished"
+        learnt = trainer.forward_backward(batch, "ppo")
         trainer.optim_step(learning_rate=2e-3)
         engine.update(trainer.weights())
         scheduler.advance(trainer.version)

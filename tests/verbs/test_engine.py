@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def engine(folder: Path) -> stretto.Engine:
     return stretto.Engine.load(folder, cache_gib=0.05)
 
 
-def trained(folder: Path, data: list[stretto.Datum], **settings: object) -> stretto.Trainer:
+def trained(folder: Path, data: list[stretto.Datum], **settings: Any) -> stretto.Trainer:
     trainer = stretto.Trainer(folder, learning_rate=3e-2, **settings)
     for _ in range(3):
         trainer.forward_backward(data)
@@ -107,7 +108,7 @@ def test_an_engine_in_a_process_of_its_own_says_the_same(
     engine: stretto.Engine, folder: Path, data: list[stretto.Datum]
 ) -> None:
     with stretto.Engine.load(folder, apart=True, cache_gib=0.05) as apart:
-        told = {"n": 3, "seed": 1, "max_tokens": 8}
+        told: dict[str, Any] = {"n": 3, "seed": 1, "max_tokens": 8}
         assert [one.token_ids for one in apart.sample(PROMPT, **told)] == [
             one.token_ids for one in engine.sample(PROMPT, **told)
         ]

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from stretto.core.records import Batch
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [(number, 3) for number in range(2, 12)]
-BOUNDS = {"batch_size": 2, "group_size": 2, "max_in_flight": 6, "max_staleness": 2}
+BOUNDS: dict[str, Any] = {"batch_size": 2, "group_size": 2, "max_in_flight": 6, "max_staleness": 2}
 
 
 def said(version: int, tokens: int = 2) -> stretto.TextCompletion:

@@ -111,7 +111,7 @@ def _valued(
     loss: Wanted, logprobs: Sequence[Tensor], data: Sequence[object], place: str
 ) -> tuple[Tensor, dict[str, float]]:
     assert loss.own is not None, "it is the user's"
-    found = loss.own(logprobs, data)
+    found: Any = loss.own(logprobs, data)  # whatever a user's function returns
     value, metrics = found if isinstance(found, tuple) else (found, {})
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
         told = f"{loss.name} returned {value!r:.80}"

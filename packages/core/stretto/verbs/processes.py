@@ -44,7 +44,7 @@ class SourceApart:
         self._in_flight = InFlight(self._pool, journal=None)
         # Servers of other makes load whole policies and nothing else: what adapters are added to is kept for them.
         self._base = dict[str, Tensor]() if config.kind == "native" else _parameters(model)
-        self._tasks: list[asyncio.Task[Any]] = []
+        self._tasks: list[asyncio.Future[Any]] = []
         self._changing = asyncio.Lock()
         self._closed = False
         try:

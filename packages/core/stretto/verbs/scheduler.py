@@ -273,7 +273,7 @@ def _prompt(given: Any, number: int, tokenizer: Tokenizer | None) -> Prompt:
     return Prompt(id=str(number), token_ids=tokenizer.encode(asked), text=asked, answer=answer)
 
 
-def _verdict(reward: float | None, place: str) -> Verdict:
+def _verdict(reward: object, place: str) -> Verdict:
     if reward is None:
         return Verdict(Outcome.UNDECIDED, None, "not judged")
     if not isinstance(reward, int | float) or not math.isfinite(reward):
