@@ -29,7 +29,7 @@ def main(steps: int = 150) -> float:
     engine.update(trainer.weights())
     prompts, wanted = zip(*map(demonstration, range(10)), strict=True)
     said = engine.generate(list(prompts), max_tokens=LENGTH, temperature=0)
-    right = sum(one.text == answer for one, answer in zip(said, wanted, strict=True)) / len(wanted)
+    right: float = sum(one.text == answer for one, answer in zip(said, wanted, strict=True)) / len(wanted)
     print(f"{right:.0%} of the prompts are continued as shown")
     return right
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import stretto
@@ -13,9 +13,11 @@ import stretto
 
 def plain_model(folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval()
+    model.eval()
+    return model
 
 
-def plain_logprobs(model: PreTrainedModel, datum: stretto.Datum) -> Tensor:
+def plain_logprobs(model: nn.Module, datum: stretto.Datum) -> Tensor:
     logits = model(torch.tensor([datum.token_ids])).logits[0]
-    return logits.log_softmax(-1).gather(1, torch.tensor(datum.targets)[:, None])[:, 0]
+    found: Tensor = logits.log_softmax(-1).gather(1, torch.tensor(datum.targets)[:, None])[:, 0]
+    return found

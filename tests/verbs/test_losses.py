@@ -32,7 +32,7 @@ def plain(folder: Path, data: Sequence[stretto.Datum], term: Term, aggregation: 
         total = total + (part.mean() / len(data) if aggregation == "sequence_mean" else part.sum())
     if aggregation == "token_mean":
         total = total / sum(len(datum.trained) for datum in data)
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     return float(total.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

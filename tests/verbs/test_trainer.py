@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import stretto
@@ -36,7 +37,7 @@ def test_steps_are_those_of_adamw_with_their_own_numbers(folder: Path, data: lis
         trainer.forward_backward(data, "cross_entropy", aggregation="sum")
         step = trainer.optim_step(rate, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay, max_grad_norm=clip)
         loss = -sum((plain_logprobs(model, one) * torch.tensor(one.weights)).sum() for one in data)
-        loss.backward()  # type: ignore[union-attr,no-untyped-call]
+        loss.backward()  # type: ignore[union-attr]
         norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), clip)
         for group, own in zip(adamw.param_groups, (decay, 0.0), strict=True):
             group.update(lr=rate, betas=betas, eps=eps, weight_decay=own)
@@ -120,7 +121,10 @@ def test_what_is_exported_is_the_policy_and_peft_loads_the_adapters(
     trainer.export(tmp_path / "whole")
     trainer.export(tmp_path / "adapters", adapters_only=True)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    models = [plain_model(tmp_path / "whole"), PeftModel.from_pretrained(base, tmp_path / "adapters").eval()]
+    models: list[nn.Module] = [
+        plain_model(tmp_path / "whole"),
+        PeftModel.from_pretrained(base, tmp_path / "adapters").eval(),
+    ]
     for model in models:
         for datum, expected in zip(data, trainer.forward(data).logprobs, strict=True):
             assert plain_logprobs(model, datum).tolist() == pytest.approx(expected, abs=1e-4)
