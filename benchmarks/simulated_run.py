@@ -26,7 +26,6 @@ from stretto.core.events import Span
 from stretto.core.records import Batch, Outcome, Prompt, Sampling, Update, Verdict
 from stretto.core.tasks import cancel_and_wait
 from stretto.launch.assemble.roles import Roles
-from stretto.launch.assemble.run import CONTROLLER
 from stretto.launch.assemble.specs import Endpoints
 from stretto.launch.commands.train import collected_seldom
 from stretto.launch.preflight.plan import Plan
@@ -43,7 +42,7 @@ from stretto.loop.records.tenure import next_tenure
 from stretto.loop.records.totals import RunClock
 from stretto.processes.spawn import FRESH
 from stretto.rewards.service.pool import RewardPool
-from stretto.rollout.controller import Controller
+from stretto.rollout.controller import CONTROLLER, Controller
 from stretto.rollout.prompts import PromptStream
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder

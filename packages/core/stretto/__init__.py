@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stretto.api import sections
-    from stretto.api.generation import LocalEngine as Engine
-    from stretto.api.generation import TextCompletion
     from stretto.api.run import Run, open_run
     from stretto.api.training import evaluate, train
     from stretto.core.errors import (
@@ -33,7 +31,18 @@ if TYPE_CHECKING:
     )
     from stretto.launch.recipe.recipe import Recipe
     from stretto.loop.records.evaluation import Evaluation
+    from stretto.rollout.controller import Ticket
     from stretto.store.series.metrics import EvaluationLine, StepMetrics
+    from stretto.verbs.completion import TextCompletion
+    from stretto.verbs.datum import Datum
+    from stretto.verbs.engine import LocalEngine as Engine
+    from stretto.verbs.ledger import FolderLedger as Ledger
+    from stretto.verbs.scheduler import GroupScheduler as Scheduler
+    from stretto.verbs.shared_model import SharedModel
+    from stretto.verbs.small_model import build_model
+    from stretto.verbs.trainer import Forward
+    from stretto.verbs.trainer import LocalTrainer as Trainer
+    from stretto.verbs.weights import PolicyWeights as Weights
     from stretto.worlds.workflows.conversation import Conversation, Workflow
     from stretto.worlds.workflows.task import Reward, TurnReply, WorkflowTask
 
@@ -42,9 +51,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Conversation",
     "DataError",
+    "Datum",
     "Engine",
     "Evaluation",
     "EvaluationLine",
+    "Forward",
+    "Ledger",
     "ModelFolderError",
     "Recipe",
     "RecipeError",
@@ -55,15 +67,21 @@ __all__ = [
     "RoleError",
     "Run",
     "RunFolderError",
+    "Scheduler",
+    "SharedModel",
     "StepMetrics",
     "StoreError",
     "StrettoError",
     "TextCompletion",
+    "Ticket",
+    "Trainer",
     "TurnReply",
     "UserError",
+    "Weights",
     "Workflow",
     "WorkflowError",
     "WorkflowTask",
+    "build_model",
     "evaluate",
     "open_run",
     "sections",
@@ -76,9 +94,12 @@ _CONVERSATION, _TASK = "stretto.worlds.workflows.conversation", "stretto.worlds.
 _ORIGINS = {
     "Conversation": _CONVERSATION,
     "DataError": _ERRORS,
-    "Engine": "stretto.api.generation:LocalEngine",
+    "Datum": "stretto.verbs.datum",
+    "Engine": "stretto.verbs.engine:LocalEngine",
     "Evaluation": "stretto.loop.records.evaluation",
     "EvaluationLine": "stretto.store.series.metrics",
+    "Forward": "stretto.verbs.trainer",
+    "Ledger": "stretto.verbs.ledger:FolderLedger",
     "ModelFolderError": _ERRORS,
     "Recipe": "stretto.launch.recipe.recipe",
     "RecipeError": _ERRORS,
@@ -89,15 +110,21 @@ _ORIGINS = {
     "RoleError": _ERRORS,
     "Run": "stretto.api.run",
     "RunFolderError": _ERRORS,
+    "Scheduler": "stretto.verbs.scheduler:GroupScheduler",
+    "SharedModel": "stretto.verbs.shared_model",
     "StepMetrics": "stretto.store.series.metrics",
     "StoreError": _ERRORS,
     "StrettoError": _ERRORS,
-    "TextCompletion": "stretto.api.generation",
+    "TextCompletion": "stretto.verbs.completion",
+    "Ticket": "stretto.rollout.controller",
+    "Trainer": "stretto.verbs.trainer:LocalTrainer",
     "TurnReply": _TASK,
     "UserError": _ERRORS,
+    "Weights": "stretto.verbs.weights:PolicyWeights",
     "Workflow": _CONVERSATION,
     "WorkflowError": _ERRORS,
     "WorkflowTask": _TASK,
+    "build_model": "stretto.verbs.small_model",
     "evaluate": "stretto.api.training",
     "open_run": "stretto.api.run",
     "sections": "stretto.api.sections:",

@@ -17,7 +17,8 @@ from stretto.engine.capabilities import capabilities_of
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.native.capacity import longest_row_of
-from stretto.launch.assemble.specs import engines_of_folder, socket_folder
+from stretto.engine.spec import socket_folder
+from stretto.launch.assemble.specs import engines_of_folder
 from stretto.launch.preflight.engines import check_engine_keys, check_head_dim, check_servers
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.sessions import PersistentTurns

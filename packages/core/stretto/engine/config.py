@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.doors.door import Door, Section
+from stretto.engine.spec import ENGINE_ROLE, EXTERNAL_ENGINE_ROLE
 
 #: Classes that satisfy `stretto_servers.make.Make`, each for one make of server.
 MAKES = Door(
@@ -91,6 +92,11 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     def on_cpu(self) -> bool:
         """Whether a server of another make is to compute on the processor."""
         return self.device == "cpu" or (self.device == "auto" and shutil.which("nvidia-smi") is None)
+
+    @property
+    def role(self) -> str:
+        """The module of an engine's process."""
+        return ENGINE_ROLE if self.kind == "native" else EXTERNAL_ENGINE_ROLE
 
     def in_rounds(self, synchronous: bool) -> bool:
         """Whether groups begin and end together in a run without a workflow."""

@@ -20,14 +20,13 @@ from stretto.core.canary import CANARY, CanaryRecord
 from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel, run_beside
+from stretto.engine.spec import socket_folder
 from stretto.launch.assemble.machines import MachineParts, Machines, machines_of
 from stretto.launch.assemble.specs import (
     CONTROL,
     WEIGHTS_KEY,
     Endpoints,
-    engine_role,
     engine_specs,
-    socket_folder,
     trainer_spec,
 )
 from stretto.launch.assemble.workflows import Conversing, workflow_pool
@@ -161,7 +160,7 @@ async def running_roles(
             engine_specs(recipe, model, endpoints),
             folder.logs,
             deadlines,
-            role=engine_role(recipe.engine),
+            role=recipe.engine.role,
             load_interval=recipe.engine.load_interval,
             router=ExclusiveRouter() if recipe.in_rounds else Router(),
             spawner=spawner,

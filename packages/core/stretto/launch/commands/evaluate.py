@@ -14,8 +14,9 @@ import msgspec
 
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.tasks import gather_or_cancel, run_beside
+from stretto.engine.spec import socket_folder
 from stretto.launch.assemble.evaluations import with_samples
-from stretto.launch.assemble.specs import engines_of_folder, socket_folder
+from stretto.launch.assemble.specs import engines_of_folder
 from stretto.launch.assemble.workflows import conversing, workflow_pool
 from stretto.launch.preflight.checks import check_data_files
 from stretto.launch.preflight.plan import Plan, make_plan

@@ -24,11 +24,11 @@ from pydantic import (
 
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.doors.loading import look_in
+from stretto.doors.mistakes import problems_of
 from stretto.engine.config import EngineConfig
 from stretto.launch.recipe.agents import AgentConfig, GatewayConfig
 from stretto.launch.recipe.functions import with_named_reward
 from stretto.launch.recipe.machines import ClusterConfig
-from stretto.launch.recipe.mistakes import problems_of
 from stretto.launch.recipe.overrides import Overrides, as_parsed, at_override, parsed_value, put
 from stretto.launch.recipe.parts import find_parts, is_beside
 from stretto.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig
