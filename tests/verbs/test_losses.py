@@ -81,6 +81,7 @@ LOSSES: list[tuple[Any, Term, str]] = [
     ("decoupled_ppo", decoupled, "token_mean"),
     (own, ppo, "sum"),
 ]
+NAMES = [f"{term.__name__}_{aggregation}" for _, term, aggregation in LOSSES]
 
 
 def gradients(trainer: stretto.Trainer) -> dict[str, Tensor]:
@@ -94,7 +95,9 @@ def largest_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
 
 
 @pytest.mark.parametrize("capacity", [4096, 12], ids=["together", "one_by_one"])
-@pytest.mark.parametrize(("loss", "term", "aggregation"), LOSSES, ids=str)
+@pytest.mark.parametrize(
+    ("loss", "term", "aggregation"), LOSSES, ids=[f"{term.__name__}_{means}" for _, term, means in LOSSES]
+)
 def test_a_loss_is_that_of_plain_torch(
     folder: Path, data: list[stretto.Datum], loss: Any, term: Term, aggregation: str, capacity: int
 ) -> None:

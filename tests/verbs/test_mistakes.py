@@ -50,6 +50,7 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([TOLD], lambda logprobs, data: 3.0, {}, r"loss: <lambda> returned 3.0; one number is needed, a tensor"),
         ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
     ],
+    ids=range(11),
 )
 def test_data_and_losses(
     trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str
@@ -103,6 +104,7 @@ def test_data_and_losses(
         (lambda folder: stretto.Scheduler([{"question": "3"}]), r"prompts\[0\]: has no key 'prompt'; a row is"),
         (lambda folder: stretto.build_model("x", layer=1), "build_model: layer: unknown key; did you mean 'layers'?"),
     ],
+    ids=range(19),
 )
 def test_settings(folder: Path, act: Callable[[Path], object], message: str) -> None:
     with pytest.raises(stretto.UserError, match=message):
