@@ -174,8 +174,8 @@ class LocalTrainer:
         Args:
             data: a batch of `Scheduler.take`, or a list of `Datum`.
             loss: "cross_entropy", a loss of a recipe by its name (docs/explanation/algorithm.md), or as a dict with
-                its numbers, or a function of yours: it gets the log-probabilities of each sequence, and the sequences, and returns the
-                loss. By default "decoupled_ppo" for a batch, "cross_entropy" for data.
+                its numbers, or a function of yours: it gets the log-probabilities of each sequence, and the sequences,
+                and returns the loss. By default "decoupled_ppo" for a batch, "cross_entropy" for data.
             proximal: what `forward` gave before the first of several steps over the same data, for losses that are
                 anchored there; by default the policy as it is now.
             **algorithm: further keys of a recipe's section ``[algorithm]``: `advantages`, `correction`, `aggregation`
