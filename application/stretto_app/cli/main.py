@@ -356,13 +356,14 @@ def diff(
 
 
 app.command()(export)
+_COMMAND = typer.main.get_command(app)
 
 
 def main() -> None:
     """Run a command. A user's mistake exits with code 2, a refusal of the system (a full disk) with code 1; both with
     one message and without a traceback."""
     try:
-        app()
+        _COMMAND()
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

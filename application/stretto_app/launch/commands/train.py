@@ -64,15 +64,17 @@ _CONTAINERS = 1_000_000
 def collected_seldom() -> Iterator[None]:
     """In the block the garbage collector goes through nothing that was there before it, and begins only when a million
     containers more have come than gone. Records hold no cycles, so there is hardly any garbage, and to go through the
-    tokens of each is a third of what a conductor of hundreds of engines does (docs/scaling.md)."""
-    first, *others = gc.get_threshold()
+    tokens of each is a third of what a conductor of hundreds of engines does (docs/scaling.md). Afterwards it goes through
+    them again, unless something was frozen before: that is shared with another process, or large, and stays so."""
+    (first, *others), frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.freeze()
     gc.set_threshold(_CONTAINERS, *others)
     try:
         yield
     finally:
         gc.set_threshold(first, *others)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run_dir: Path | None = None) -> None:
