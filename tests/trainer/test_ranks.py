@@ -1,6 +1,6 @@
 """Promises of several ranks: 1, 2 and 4 of them give the same losses over 8 steps, and the same weights, to rounding;
 so do two with a critic, a reference, adapters and the rest, over fewer steps; the gradients of one batch agree for
-every loss; each rank holds only its part; all of them measure and decide alike. A checkpoint is written while the
+some losses; each rank holds only its part; all of them measure and decide alike. A checkpoint is written while the
 training goes on, and any number of ranks goes on from it.
 """
 
