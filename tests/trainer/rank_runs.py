@@ -80,7 +80,7 @@ SCENARIOS = {
     "poisoned": Scenario(algorithm={"loss": "ppo"}, batch=poisoned),
 }
 
-#: A loss of each token alone, two of sequences, and one that chooses over the minibatch of all ranks: one optimizer step
+#: A loss of each token alone, two of sequences, and one that chooses over the minibatch of all ranks, an optimizer step
 #: each. To others ranks are micro-batches, which change no gradient (test_objectives.py).
 LOSSES = ("cispo", "gspo", "topr", "m2po")
 SCENARIOS |= {loss: Scenario(steps=1, algorithm={"loss": loss}, trainer={"minibatches": 1}) for loss in LOSSES}
@@ -106,7 +106,6 @@ RESUMED = (
     Resumed(4, "1", "1-4"),
     Resumed(4, "1", "1-4-apart", apart=True),
     Resumed(2, "1-4", "1-4-2"),
-    Resumed(2, "1-4-apart", "1-4-2-apart", apart=True),
     Resumed(1, "1-4-2", "1-4-2-1"),
     Resumed(1, "1", "1-1"),
     Resumed(1, "1-1", "1-1-1"),
