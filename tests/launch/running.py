@@ -310,6 +310,12 @@ class Laboratory:
         return ended
 
 
+@pytest.fixture(scope="session")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    """One cache of built models for the system tests of a folder whose conftest.py names it."""
+    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)
+
+
 @contextmanager
 def service(*arguments: str | Path, serving: str) -> Iterator[tuple[WarmCommand, list[str]]]:
     """A command that serves, forked as those of a warm laboratory, once a line of its output begins with `serving`; and

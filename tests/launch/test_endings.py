@@ -1,7 +1,8 @@
 """Promises, on one real run: that it runs, was killed, stopped by a signal, ended by an error, finished, is what every
 reader says, `stretto inspect`, the pages, Python and studies; it is resumed after each, and its log is not asked. Its
-roles end within 5 seconds of their conductor, which loses nothing, before the first checkpoint too. A stop ends within 10 seconds. What a killed run has left outside of its folder goes when it goes on. A trainer that dies
-too often ends the run with a message that names it and how it died.
+roles end within 5 seconds of their conductor, and nothing is lost, before the first checkpoint too. A stop ends within
+10 seconds. What a killed run has left outside of its folder goes when it goes on. A trainer that dies too often ends
+the run with a message that names it and how it died.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ _CONTAINERS = 1_000_000
 def collected_seldom() -> Iterator[None]:
     """In the block the garbage collector goes through nothing that was there before it, and begins only when a million
     containers more have come than gone. Records hold no cycles, so there is hardly any garbage, and to go through the
-    tokens of each is a third of what a conductor of hundreds of engines does (docs/scaling.md). Afterwards it goes through
-    them again, unless something was frozen before: that is shared with another process, or large, and stays so."""
+    tokens of each is a third of what a conductor of hundreds of engines does (docs/scaling.md). Afterwards it goes
+    through them again, unless something was frozen before: that is shared with another process, or large."""
     (first, *others), frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.freeze()
     gc.set_threshold(_CONTAINERS, *others)
