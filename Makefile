@@ -44,8 +44,8 @@ types: .venv/ready-test
 # and then. In the order of the folders, which leaves the lightest for the end.
 PYTEST := $(RUN) pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-tests: .venv/ready-test  ## the tests alone; up to three that fail run once more with nothing beside them
-	$(PYTEST) || $(RUN) tests.alone $$?
+tests: .venv/ready-test  ## the tests without format, lint and types
+	$(PYTEST)
 
 # The rooms of each package; tests/ mirrors them.
 core := core conversation doors engine loop measures model processes rewards rollout store trainer weights worlds
@@ -89,7 +89,7 @@ agent-environments: .venv/ready-test  ## the environments of agents and of verif
 	-$(RUN) benchmarks.peers.environment verifiers
 	-$(RUN) benchmarks.peers.environment worlds
 
-test-engines: engine-environments  ## the tests with real servers of vLLM and SGLang
+test-engines: engine-environments  ## the tests with real servers of vLLM and SGLang; up to three that fail run once more, alone
 	$(RUN) pytest tests/real_engines --ignore tests/real_engines/clients || $(RUN) tests.alone $$?
 
 test-engine-clients: engine-environments  ## the gateway and reward models in front of such servers, and what is rarer or longer
