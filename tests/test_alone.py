@@ -33,7 +33,7 @@ def suite(folder: Path, tests: list[str]) -> tuple[int, str]:
 
     def python(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", *words], cwd=folder, env=environment, timeout=60, capture_output=True, text=True
+            [sys.executable, "-m", *words], cwd=folder, env=environment, capture_output=True, text=True
         )
 
     again = python("tests.alone", str(python("pytest").returncode))

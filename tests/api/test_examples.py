@@ -3,8 +3,8 @@
 - ``examples/loop.py`` fits on a page and learns; updates interrupt completions, and no token is older than the bound.
 - Each example of the verbs learns, is short, and imports of stretto its public names alone; the asynchronous one is
   killed, goes on, and has trained no trajectory twice.
-- ``examples/first_run.ipynb`` runs from its first cell to its last within an event loop, as in a kernel, draws a curve,
-  and its policy is nearer to the right answers than any single answer is.
+- ``examples/first_run.ipynb`` runs from its first cell to its last within an event loop, as in a kernel, and draws a
+  curve; in as many steps as it says its policy comes nearer to the right answers than any single answer is.
 """
 
 from __future__ import annotations
@@ -101,15 +101,16 @@ def test_an_agent_learns_to_listen_to_its_tool() -> None:
     assert max(rewards[:2]) < 0.45 < 0.55 < min(rewards[-2:])
 
 
+@pytest.mark.parametrize("steps", [20, pytest.param(120, marks=pytest.mark.long)])
 def test_the_notebook_goes_from_nothing_to_a_learning_curve(
-    inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int
 ) -> None:
     monkeypatch.syspath_prepend(inside)
     drawn: list[int] = []
     monkeypatch.setattr(plt, "show", lambda: drawn.extend(np.size(line.get_xdata()) for line in plt.gca().lines))
     notebook: Any = nbformat.read(EXAMPLES / "first_run.ipynb", as_version=4)  # type: ignore[no-untyped-call]
     nbformat.validate(notebook)
-    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    cells = [cell.source.replace("steps=120", f"steps={steps}") for cell in notebook.cells if cell.cell_type == "code"]
 
     async def kernel() -> None:
         names: dict[str, object] = {}
@@ -122,9 +123,11 @@ def test_the_notebook_goes_from_nothing_to_a_learning_curve(
 
     asyncio.run(kernel())
     plt.close()
-    assert drawn == [120]
+    assert drawn == [steps]
     told = capsys.readouterr().out
     assert "held-out accuracy: [" in told
     before, after = re.findall(r"^v\d+: off by ([\d.]+), (\d+) different answers", told, re.MULTILINE)
-    assert float(before[0]) > ALWAYS_FOUR > 1.8 > float(after[0])
-    assert int(after[1]) >= 4
+    assert float(before[0]) > ALWAYS_FOUR
+    if steps == 120:
+        assert float(after[0]) < 1.8
+        assert int(after[1]) >= 4

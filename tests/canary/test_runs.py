@@ -30,6 +30,7 @@ from stretto_report.audit.check import check_run
 from tests.cluster.test_whole_runs import machine
 from tests.faults.test_company import end_well
 from tests.launch.running import Ended, Laboratory, exported, said, steps_done, wait_for_step, wait_until
+from tests.launch.running import laboratory as laboratory
 
 SECONDS = 300.0  # that a run may take, beside others
 FIRST = 3  # version from which on something is wrong
@@ -40,11 +41,6 @@ LORA = ("trainer.lora.rank=2", "trainer.lora.alpha=4")
 def sabotaged(what: str = "skips", first: int = FIRST, engine: str = "", during: str = "") -> tuple[str, ...]:
     """What a command has to do without: honest engines."""
     return "sabotaged", json.dumps([what, first, engine, during])
-
-
-@pytest.fixture(scope="module")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)
 
 
 def record_of(run_dir: Path) -> CanaryRecord:

@@ -7,11 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.launch.running import Ended, Laboratory
-
-
-@pytest.fixture(scope="session")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)
+from tests.launch.running import laboratory as laboratory
 
 
 @pytest.fixture

@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import Laboratory
-
-
-@pytest.fixture(scope="session")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)
+from tests.launch.running import laboratory as laboratory
 
 
 @pytest.fixture

@@ -10,13 +10,8 @@ import pytest
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from tests.launch.running import Laboratory
+from tests.launch.running import laboratory as laboratory
 from tests.loop.conducting import Stage
-
-
-@pytest.fixture(scope="session")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)
 
 
 @pytest.fixture

@@ -7,8 +7,6 @@ import csv
 import re
 from pathlib import Path
 
-import pytest
-
 from stretto.launch.preflight.trial import try_parts
 from stretto.launch.recipe.parts import DOORS
 from stretto.launch.recipe.recipe import load_recipe
@@ -17,6 +15,7 @@ from stretto.store.series.metrics import read_metrics
 from stretto_report.audit.check import check_run
 from stretto_servers.makes import launch_of
 from tests.launch.running import ROOT, TINY, Laboratory
+from tests.launch.running import laboratory as laboratory
 
 EXAMPLES = ROOT / "examples" / "doors"
 PAGES = ROOT / "docs" / "how_to" / "doors"
@@ -31,11 +30,6 @@ OWN = (
     "logging.to=my_tools:Table",
 )
 ENGINE = ("engine.kind=my_engine:OnSlurm", "engine.python=/opt/vllm/bin/python", "engine.threads=3")
-
-
-@pytest.fixture(scope="session")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)
 
 
 def test_every_door_has_its_page_with_its_example_of_forty_lines() -> None:

@@ -45,6 +45,7 @@ MODULES = {
     "outlet": "stretto_report.outlets.role",
 }
 _PATIENCE = 100.0
+_POLL = 0.05  # seconds; to look for the processes of a command takes a fifth of it
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ class Command:
         until = time.monotonic() + 5
         while left := self.processes():
             assert time.monotonic() < until, [_command_line(pid) for pid in left]
-            time.sleep(0.02)
+            time.sleep(_POLL)
         assert list(self.temporary.iterdir()) == []
         if self.run_dir is not None:
             assert list(shared_files(self.run_dir)) == []
@@ -309,6 +310,12 @@ class Laboratory:
         return ended
 
 
+@pytest.fixture(scope="session")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    """One cache of built models for the system tests of a folder whose conftest.py names it."""
+    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)
+
+
 @contextmanager
 def service(*arguments: str | Path, serving: str) -> Iterator[tuple[WarmCommand, list[str]]]:
     """A command that serves, forked as those of a warm laboratory, once a line of its output begins with `serving`; and
@@ -340,7 +347,7 @@ def wait_until(
         assert time.monotonic() < until, f"{awaited}: not in {seconds:g} s"
         if command is not None and command.process.poll() is not None and not condition():
             raise AssertionError(f"{awaited}: ended before\n{command.end()}")
-        time.sleep(0.02)
+        time.sleep(_POLL)
 
 
 def wait_for_words(command: Command, run_dir: Path, words: str) -> None:

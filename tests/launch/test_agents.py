@@ -84,8 +84,8 @@ def test_a_model_is_evaluated_by_its_agent(laboratory: Laboratory, tmp_path: Pat
     recipe = recipe_of(tmp_path)
     ended = laboratory.run("eval", tmp_path / "model", "--task", recipe, "--json")
     assert ended.code == 0, ended.err
-    assert json.loads(ended.out)["samples"] == 16
-    assert (tmp_path / "notes").read_text().count("\n") == 16
+    assert json.loads(ended.out)["samples"] == 4
+    assert (tmp_path / "notes").read_text().count("\n") == 4
 
 
 def test_the_file_descriptors_of_agents_are_counted_before_the_run(laboratory: Laboratory, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Promise: while a run goes on garbage is collected seldom, and still is; afterwards as before."""
+"""Promise: while a run goes on garbage is collected seldom, and still is; afterwards as before, but for what was frozen
+before, which stays so."""
 
 from __future__ import annotations
 
@@ -25,3 +26,18 @@ def test_a_cycle_is_collected_when_a_million_containers_have_come() -> None:
         assert gone() is None
     assert gc.get_threshold() == before
     assert len(few) + len(many) == 1_010_000
+
+
+def test_what_was_frozen_before_stays_so_and_nothing_else() -> None:
+    """What the tests had when they were collected is (tests/conftest.py)."""
+    assert gc.get_freeze_count() > 0
+    with collected_seldom():
+        pass
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        with collected_seldom():
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import MODULES, Command, Laboratory, wait_until
+from tests.launch.running import MODULES, Command, Laboratory, assert_the_law, wait_until
 
 STOPPED = "stretto: stopped by Ctrl-C\n"
 
@@ -60,14 +60,21 @@ def test_ctrl_c_while_the_reward_is_tried_ends_its_worker(laboratory: Laboratory
         command.assert_nothing_is_left()
 
 
-def test_ctrl_c_between_the_checks_and_the_roles_leaves_a_run_that_can_be_resumed(
+def test_ctrl_c_before_and_while_the_roles_start_leaves_a_run_that_can_be_resumed(
     laboratory: Laboratory, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, "trainer.steps=1") as command:
-        wait_until((run_dir / "machine.json").exists, "the run folder", command)
-        ended, _ = command.stop(signal.SIGINT)
-        assert ended.code == 130, ended.err
-        assert "Traceback" not in ended.out + ended.err
-        command.assert_nothing_is_left()
+    moments: dict[tuple[str, ...], Callable[[Command], bool]] = {
+        (): lambda command: (run_dir / "machine.json").exists(),
+        ("--resume",): lambda command: bool(command.processes(MODULES["engine"])),
+    }
+    for resume, moment in moments.items():
+        with laboratory.train(run_dir, "trainer.steps=1", *resume) as command:
+            wait_until(lambda: moment(command), "the moment", command)  # noqa: B023 - called here
+            ended, seconds = command.stop(signal.SIGINT)
+            assert ended.code == 130, ended.err
+            assert seconds < 10
+            assert "Traceback" not in ended.out + ended.err
+            command.assert_nothing_is_left()
     laboratory.trained(run_dir, "trainer.steps=1", "--resume")
+    assert assert_the_law(run_dir).steps == 1

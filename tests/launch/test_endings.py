@@ -1,23 +1,37 @@
 """Promises, on one real run: that it runs, was killed, stopped by a signal, ended by an error, finished, is what every
-reader says, `stretto inspect`, the pages, Python and studies; it is resumed after each, and its log is not asked. A
-stop ends within 10 seconds. What a killed run has left outside of its folder goes when it goes on. A trainer that dies
-too often ends the run with a message that names it and how it died.
+reader says, `stretto inspect`, the pages, Python and studies; it is resumed after each, and its log is not asked. Its
+roles end within 5 seconds of their conductor, and nothing is lost, before the first checkpoint too. A stop ends within
+10 seconds. What a killed run has left outside of its folder goes when it goes on. A trainer that dies too often ends
+the run with a message that names it and how it died.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import time
 from pathlib import Path
 
 import stretto
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.store.ledger.reading import last_step
 from stretto_app.study.outcome import read_outcome
 from stretto_report.watch.index.cache import Cache
 from stretto_report.watch.runs.run import WatchedRun
-from tests.launch.running import Laboratory, assert_the_law, said, shared_files, steps_done, wait_for_step
+from tests.launch.running import (
+    Laboratory,
+    assert_the_law,
+    exported,
+    said,
+    shared_files,
+    steps_done,
+    wait_for_step,
+    wait_until,
+)
 
-ENDLESS = "trainer.steps=100000"
+ENDLESS = ("trainer.steps=100000", "trainer.checkpoint_every=1000000")
 
 
 def states(laboratory: Laboratory, run_dir: Path) -> tuple[str, str]:
@@ -41,17 +55,25 @@ def states(laboratory: Laboratory, run_dir: Path) -> tuple[str, str]:
 
 def test_every_reader_says_how_a_run_ended_and_it_is_resumed_after_each(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, ENDLESS) as command:
-        wait_for_step(command, 2)
+    with laboratory.train(run_dir, *ENDLESS) as command:
+        wait_for_step(command, 3)
         assert stretto.open_run(run_dir).state == "running"
-        command.kill_all()
+        os.kill(command.process.pid, signal.SIGKILL)
+        killed = time.monotonic()
+        wait_until(lambda: not command.processes(), "the end of all roles")
+        assert time.monotonic() - killed < 5
         command.process.wait(10)
+        before = last_step(run_dir / "ledger.sqlite")
+        assert before >= 3
+        assert Checkpoints(run_dir / "checkpoints").latest() is None
         state, reason = states(laboratory, run_dir)
         assert (state, reason.partition(";")[0]) == ("dead", "its process is gone without a word")
         assert list(command.temporary.iterdir()) != []  # the folder of the sockets
         assert list(shared_files(run_dir)) != []
 
-        with laboratory.train(run_dir, ENDLESS, "--resume") as resumed:
+        shutil.rmtree(run_dir / "policy" / f"v{before:06d}", ignore_errors=True)  # as if killed between these two
+        (run_dir / "policy" / f".v{before:06d}.4711.partial").mkdir()
+        with laboratory.train(run_dir, *ENDLESS, "--resume") as resumed:
             wait_for_step(resumed, steps_done(run_dir) + 1)
             assert stretto.open_run(run_dir).state == "running"
             ended, seconds = resumed.stop(signal.SIGTERM)
@@ -62,7 +84,7 @@ def test_every_reader_says_how_a_run_ended_and_it_is_resumed_after_each(laborato
     assert not (run_dir / ".sockets").exists()
     assert states(laboratory, run_dir) == ("stopped", "stopped by SIGTERM")
 
-    with laboratory.train(run_dir, ENDLESS, "deadlines.trainer_restarts=0", "--resume") as command:
+    with laboratory.train(run_dir, *ENDLESS, "deadlines.trainer_restarts=0", "--resume") as command:
         wait_for_step(command, steps_done(run_dir) + 1)
         os.kill(command.role("trainer"), signal.SIGKILL)
         ended = command.end(30)
@@ -75,6 +97,12 @@ def test_every_reader_says_how_a_run_ended_and_it_is_resumed_after_each(laborato
     assert state == "dead"
     assert reason.startswith("trainer was killed by SIGKILL")
 
-    laboratory.trained(run_dir, f"trainer.steps={steps_done(run_dir) + 1}", "--resume")
+    last = steps_done(run_dir) + 1
+    laboratory.trained(run_dir, f"trainer.steps={last}", *ENDLESS[1:], "--resume")
     assert states(laboratory, run_dir) == ("finished", "")
-    assert_the_law(run_dir)
+    found = assert_the_law(run_dir)
+    assert (found.steps, found.trajectories.failed) == (last, 0)
+    assert sorted(path.name for path in (run_dir / "policy").iterdir()) == [f"v{at:06d}" for at in range(last + 1)]
+    assert not list((run_dir / "checkpoints").glob(".*"))
+    trained = [one["trained_step"] for one in exported(laboratory, run_dir) if one["state"] == "trained"]
+    assert sorted(trained) == [step for step in range(1, last + 1) for _ in range(2 * 4)]

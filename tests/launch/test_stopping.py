@@ -1,26 +1,21 @@
 """Ctrl-C, SIGTERM and worse, at every stage of a run.
 
 - A requested stop ends within 10 seconds, with a checkpoint if a step was done, and leaves nothing behind.
-- A stopped and a killed run go on by --resume, and the law of the ledger holds over all of it.
+- A stopped run goes on by --resume, and the law of the ledger holds over all of it.
 - A run folder has one owner; a dead owner's lock is nobody's.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import time
 from pathlib import Path
 
 from stretto.store.folder.checkpoints import Checkpoints
-from stretto.store.ledger.reading import last_step
 from tests.launch.running import (
-    MODULES,
     TINY,
     Laboratory,
     assert_the_law,
-    exported,
     logs,
     said,
     wait_for_step,
@@ -72,45 +67,6 @@ def test_a_stop_does_not_wait_for_an_engine_that_does_not_reply(laboratory: Labo
         assert seconds < 10
         command.assert_nothing_is_left()
     assert checkpoint_step(run_dir) >= 1
-
-
-def test_a_killed_conductor_takes_its_roles_along_and_its_run_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
-    """Before its first checkpoint: it loses nothing."""
-    run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, ENDLESS, NEVER) as command:
-        wait_for_step(command, 3)
-        os.kill(command.process.pid, signal.SIGKILL)
-        killed = time.monotonic()
-        wait_until(lambda: not command.processes(), "the end of all roles")
-        assert time.monotonic() - killed < 5
-    before = last_step(run_dir / "ledger.sqlite")
-    assert before >= 3
-    assert checkpoint_step(run_dir) == 0
-    shutil.rmtree(run_dir / "policy" / f"v{before:06d}", ignore_errors=True)  # as if killed between these two
-    (run_dir / "policy" / f".v{before:06d}.4711.partial").mkdir()
-    ended = laboratory.run("train", "--resume", run_dir, f"trainer.steps={before + 2}")
-    assert ended.code == 0, ended.out + ended.err
-    found = assert_the_law(run_dir)
-    policies = sorted(path.name for path in (run_dir / "policy").iterdir())
-    assert policies == [f"v{version:06d}" for version in range(before + 3)]
-    assert not list((run_dir / "checkpoints").glob(".*"))
-    assert found.steps == before + 2
-    assert found.trajectories.failed == 0
-    trained = [t["trained_step"] for t in exported(laboratory, run_dir) if t["state"] == "trained"]
-    assert sorted(trained) == [step for step in range(1, before + 3) for _ in range(2 * 4)]
-
-
-def test_a_stop_while_the_roles_start_leaves_a_run_that_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    with laboratory.train(run_dir, "trainer.steps=1") as command:
-        wait_until(lambda: bool(command.processes(MODULES["engine"])), "an engine's process", command)
-        ended, seconds = command.stop(signal.SIGINT)
-        assert ended.code == 130, ended.err
-        assert seconds < 10
-        assert "Traceback" not in ended.err, ended.err
-        command.assert_nothing_is_left()
-    laboratory.trained(run_dir, "trainer.steps=1", "--resume")
-    assert assert_the_law(run_dir).steps == 1
 
 
 def test_a_stop_during_the_warm_start_leaves_nothing_half_done(laboratory: Laboratory, tmp_path: Path) -> None:

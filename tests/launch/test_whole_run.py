@@ -26,6 +26,7 @@ from stretto.store.series.metrics import read_metrics
 from stretto.store.series.progress import LONGEST
 from stretto.store.series.tokens import TokenOutcome, read_tokens
 from tests.launch.running import TINY, Laboratory, assert_the_law, exported
+from tests.store.test_inspection import FIELDS
 from tests.tolerances import EXACT
 
 INSPECTION: dict[str, type | tuple[type, ...] | list[str]] = {
@@ -60,32 +61,6 @@ INSPECTION: dict[str, type | tuple[type, ...] | list[str]] = {
     "alarms_checked": int,
     "alarms_not_measured": list,
 }
-TRAJECTORY = [
-    "id",
-    "group",
-    "prompt_id",
-    "prompt_token_ids",
-    "token_ids",
-    "behavior_logprobs",
-    "versions",
-    "given",
-    "engines",
-    "reward",
-    "verdict",
-    "state",
-    "reason",
-    "admitted_version",
-    "trained_step",
-    "stop_reason",
-    "text",
-    "prompt",
-    "answer",
-    "row",
-    "source",
-    "segments",
-    "rewards",
-    "session",
-]
 STEPS = 6
 SHOWN = "logging.to=tensorboard"
 
@@ -263,7 +238,7 @@ def test_every_engine_and_the_way_of_the_weights_are_told(run_dir: Path) -> None
 
 
 def test_export_has_exactly_the_promised_fields(trajectories: list[dict[str, Any]]) -> None:
-    assert all(list(trajectory) == TRAJECTORY for trajectory in trajectories)
+    assert all(list(trajectory) == FIELDS for trajectory in trajectories)
     ids = [trajectory["id"] for trajectory in trajectories]
     assert len(set(ids)) == len(ids)
     for trajectory in trajectories:

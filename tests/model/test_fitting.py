@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,24 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stretto.core.errors import ModelFolderError
-from stretto.model.hf.build import build_policy
 from stretto.model.hf.fitting import check_fit
 from stretto.model.hf.folder import inspect_model_folder, load_policy
 from tests.model.test_folder import SMALL, edit
+from tests.model.test_folder import folder as folder
+from tests.model.test_folder import good as good
 
 Q = "model.layers.0.self_attn.q_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("folder") / "policy"
-    build_policy(SMALL, path, seed=1)
-    return path
-
-
-@pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "policy"))
 
 
 def change(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

@@ -162,6 +162,7 @@ def test_only_a_gpu_reads_so() -> None:
     assert not reads_ragged(torch.device("cuda"), torch.bfloat16, 20)  # rows that do not begin at multiples of 16 bytes
 
 
+@pytest.mark.long
 def test_the_kernels_compile_for_an_h100_and_move_16_bytes_at_once(tmp_path: Path) -> None:
     # In a process of its own: the interpreter has put itself in the place of the language in this one.
     words = [sys.executable, "-m", "tests.model.compiling", "bf16,0.0,128", "fp16,30.0,96"]

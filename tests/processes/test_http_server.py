@@ -37,11 +37,17 @@ async def _app(scope: Scope, receive: Receive, send: Send) -> None:
 
 @contextmanager
 def _serving(tls: Path | None = None) -> Iterator[tuple[str, int]]:
-    listening = socket.create_server(("127.0.0.1", 0))
     config = settings_of(_app, timeout_keep_alive=60)
     config.load()
     config.ssl = server_context(str(tls)) if tls is not None else None
-    server = HttpServer(config, strangers=_MOST, patience=_PATIENCE)
+    with serving(HttpServer(config, strangers=_MOST, patience=_PATIENCE)) as address:
+        yield address
+
+
+@contextmanager
+def serving(server: HttpServer) -> Iterator[tuple[str, int]]:
+    """The address at which a server serves in a thread of its own."""
+    listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     thread.start()
     try:

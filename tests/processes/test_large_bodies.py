@@ -5,9 +5,7 @@ that asks whether to send it at all is told so at once.
 
 from __future__ import annotations
 
-import asyncio
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
@@ -17,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from stretto.processes.http import asgi
 from stretto.processes.http.asgi import LARGEST_BODY, read_body, reply
 from stretto.processes.http.server import HttpServer, settings_of
+from tests.processes.test_http_server import serving
 
 _LONG = 17_000_000
 
@@ -28,17 +27,8 @@ async def _app(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[tuple[str, int]]:
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(settings_of(_app))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
-    thread.start()
-    try:
-        yield listening.getsockname()
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        listening.close()
-        assert not thread.is_alive()
+    with serving(HttpServer(settings_of(_app))) as address:
+        yield address
 
 
 def _heard(connection: socket.socket) -> bytes:

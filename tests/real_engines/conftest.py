@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.peers.environment import Environment, PeerUnavailable
 from tests.launch.running import Laboratory
+from tests.launch.running import laboratory as laboratory
 from tests.real_engines.serving import BUILT, Installed, RealServer
 
 collect_ignore = ["verifiers_client.py", "spoilt"]  # run in the environments of verifiers, vLLM and SGLang
@@ -72,8 +73,3 @@ def either_server(request: pytest.FixtureRequest, installed: Installed) -> RealS
     """In float32, and in bfloat16."""
     found: RealServer = request.getfixturevalue(request.param)
     return found
-
-
-@pytest.fixture(scope="session")
-def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("laboratory"), tmp_path_factory.mktemp("cache"), warm=True)

@@ -29,7 +29,7 @@ from tests.launch.running import TINY, Command, Laboratory, assert_the_law, expo
 from tests.launch.test_staleness import trained_ages
 from tests.real_engines.serving import BUILT, MODEL, Installed, RealServer
 
-STEPS = 10
+STEPS = 6
 SETTINGS = (*BUILT, "sampling.max_tokens=128", "deadlines.engine_restarts=100", "engine.device=cpu")
 
 #: The main process of a server, in words of its command line.
@@ -93,7 +93,8 @@ def accuracies(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory)
 
 
 def evaluated(laboratory: Laboratory, folder: Path, *engine: str) -> float:
-    told = laboratory.run("eval", folder, "--task", TINY, "--json", "sampling.temperature=0.001", *engine)
+    settings = ("sampling.temperature=0.001", "evaluation.prompts=16", *engine)
+    told = laboratory.run("eval", folder, "--task", TINY, "--json", *settings)
     assert told.code == 0, told.err
     accuracy: float = json.loads(told.out)["accuracy"]
     return accuracy

@@ -28,7 +28,6 @@ from stretto.core.records import Batch, Sampling
 from stretto.store.series.tokens import SampledTokens
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
-from stretto.trainer.objective import surrogates
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.outcomes import TokenSink, TrainedTokens
 from stretto.trainer.parallel.lora import adapt
@@ -69,7 +68,7 @@ def poisoned(version: int) -> Batch:
 
 
 SCENARIOS = {
-    "paper": Scenario(steps=8, algorithm={"correction": {"kind": "mask", "high": 4.0}}, model=partial(tiny, tied=True)),
+    "paper": Scenario(steps=4, algorithm={"correction": {"kind": "mask", "high": 4.0}}, model=partial(tiny, tied=True)),
     "few": Scenario(steps=1, trainer={"minibatches": 12}),  # one answer in each: the other ranks have nothing to do
     "small": Scenario(algorithm={"aggregation": "sequence_mean", "loss": "gspo"}, trainer={"micro_batch_tokens": 24}),
     "critic": Scenario(algorithm={"advantages": {"kind": "gae", "critic": {"learning_rate": RATE}}}),
@@ -81,8 +80,9 @@ SCENARIOS = {
     "poisoned": Scenario(algorithm={"loss": "ppo"}, batch=poisoned),
 }
 
-#: Every loss that a recipe can name: one optimizer step each.
-LOSSES = tuple(surrogates.LOSSES.built_in)
+#: A loss of each token alone, two of sequences, and one that chooses over the minibatch of all ranks, an optimizer step
+#: each. To others ranks are micro-batches, which change no gradient (test_objectives.py).
+LOSSES = ("cispo", "gspo", "topr", "m2po")
 SCENARIOS |= {loss: Scenario(steps=1, algorithm={"loss": loss}, trainer={"minibatches": 1}) for loss in LOSSES}
 
 #: What each number of ranks trains; 1 rank trains all.
@@ -106,7 +106,6 @@ RESUMED = (
     Resumed(4, "1", "1-4"),
     Resumed(4, "1", "1-4-apart", apart=True),
     Resumed(2, "1-4", "1-4-2"),
-    Resumed(2, "1-4-apart", "1-4-2-apart", apart=True),
     Resumed(1, "1-4-2", "1-4-2-1"),
     Resumed(1, "1", "1-1"),
     Resumed(1, "1-1", "1-1-1"),

@@ -27,7 +27,7 @@ from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import LOGITS, assert_close, near
 from tests.trainer.batches import LONGEST, assert_same, batch, sample_logprobs
-from tests.trainer.tiny import BACKWARD, FORWARD
+from tests.trainer.tiny import BACKWARD, FORWARD, elsewhere
 
 Build = Callable[[], PreTrainedModel]
 ESTIMATORS: TypeAdapter[EstimatorSection] = TypeAdapter(Annotated[EstimatorSection, DOOR])
@@ -112,27 +112,20 @@ def test_as_a_reward_k1_has_the_gradient_of_the_divergence(p: list[float], q: li
     assert_close(gradients[0], gradients[1], size=6.0)  # logarithms of probabilities
 
 
-def elsewhere(build: Build) -> PreTrainedModel:
-    model = build()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.9)
-    return model
-
-
 def trainer(build: Build, algorithm: AlgorithmConfig, tokens: int = 24) -> Trainer:
     config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
-    return Trainer(build(), config, algorithm, SAMPLING, reference=ReferencePolicy(elsewhere(build), config, SAMPLING))
+    reference = ReferencePolicy(elsewhere(build()), config, SAMPLING)
+    return Trainer(build(), config, algorithm, SAMPLING, reference=reference)
 
 
 @pytest.mark.parametrize("tokens", [1, 24, 10_000])
 def test_the_reference_says_of_each_answer_what_it_says_of_it_alone(build: Build, tokens: int) -> None:
     given, config = batch(1), CONFIG.model_copy(update={"micro_batch_tokens": tokens})
-    said = ReferencePolicy(elsewhere(build), config, SAMPLING).token_logprobs(given)
+    said = ReferencePolicy(elsewhere(build()), config, SAMPLING).token_logprobs(given)
     samples = samples_of(given, AlgorithmConfig(), LONGEST).samples
     assert set(said) == {sample.id for sample in samples}
     for sample in samples:
-        alone, _ = sample_logprobs(elsewhere(build), sample)
+        alone, _ = sample_logprobs(elsewhere(build()), sample)
         assert said[sample.id] == near(alone.tolist(), FORWARD, size=LOGITS)
 
 

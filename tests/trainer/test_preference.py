@@ -20,7 +20,7 @@ from stretto.trainer.messages import Preference
 from stretto.trainer.supervised.dpo import PreferenceProgress, dpo, prefer
 from tests.tolerances import EPS, LOGITS, RATE, near
 from tests.trainer.batches import adamw, assert_same
-from tests.trainer.tiny import FORWARD
+from tests.trainer.tiny import FORWARD, elsewhere
 
 Build = Callable[[], PreTrainedModel]
 PAIRS = [
@@ -62,17 +62,9 @@ def answer_logprob(model: PreTrainedModel, prompt: tuple[int, ...], answer: tupl
     return logprobs[len(prompt) - 1 :].sum()
 
 
-def elsewhere(build: Build) -> PreTrainedModel:
-    model = build()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.9)
-    return model
-
-
 @pytest.mark.parametrize("tokens", [1, 24, 10_000])
 def test_a_step_is_the_equation_written_out(build: Build, tokens: int) -> None:
-    ours, plain, reference, seen = build(), build(), elsewhere(build), list[PreferenceProgress]()
+    ours, plain, reference, seen = build(), build(), elsewhere(build()), list[PreferenceProgress]()
     config = CONFIG.model_copy(update={"micro_batch_tokens": tokens})
     prefer(ours, reference, PAIRS, config, seed=1, progress=seen.append)
     margins = []
@@ -91,7 +83,7 @@ def test_a_step_is_the_equation_written_out(build: Build, tokens: int) -> None:
     assert_same(ours, plain, steps=1)
     assert seen[0].loss == near(float(loss.detach()), FORWARD, size=LOGITS)
     assert seen[0].accuracy == sum(float(margin.detach()) > 0 for margin in margins) / 5
-    assert_same(reference, elsewhere(build))
+    assert_same(reference, elsewhere(build()))
 
 
 def test_at_the_reference_the_loss_is_log_2_and_then_it_falls(build: Build) -> None:

@@ -27,5 +27,13 @@ def tiny(*, tied: bool = False) -> PreTrainedModel:
     return model
 
 
+def elsewhere(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, changed: a reference policy that is not the one in training."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    return model
+
+
 #: From a token to its log-probability, and back.
 FORWARD, BACKWARD = (operations(24, 2, backward=backward) for backward in (False, True))

@@ -1,5 +1,6 @@
-"""Held-out questions of a task that is made on the spot.
+"""Questions of a task that is made on the spot.
 
+- They are equal for equal seeds; those held out are the same for every seed, and are never trained on.
 - As many as there are can be held out; one more is refused, with their number and the setting that makes more.
 """
 
@@ -29,6 +30,27 @@ def sums() -> set[str]:
 def programs() -> set[str]:
     """All descriptions of one step."""
     return {Description((Instruction(word, operand),)).text for word in WORDS for operand in OPERANDS}
+
+
+TASKS = (
+    ArithmeticTask(kind="arithmetic", prompts=300, held_out=50, demonstrations=300),
+    ProgramsTask(kind="programs", prompts=300, held_out=50, demonstrations=300),
+)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
+def test_held_out_questions_are_the_same_for_every_seed_and_never_trained_on(
+    task: ArithmeticTask | ProgramsTask,
+) -> None:
+    one, two = task.questions(1), task.questions(2)
+    assert one.held_out == two.held_out
+    assert one.training != two.training
+    held_out = {question.text for question in one.held_out}
+    assert len(held_out) == 50
+    for questions in (one, two):
+        assert not held_out & {question.text for question in (*questions.training, *questions.demonstrations)}
+    assert task.questions(1) == one
+    assert task.questions(1).demonstrations == one.demonstrations
 
 
 def test_the_chains_and_programs_are_as_many_as_they_should() -> None:

@@ -360,6 +360,7 @@ def diff(
 
 
 app.command()(export)
+_COMMAND = typer.main.get_command(app)
 
 
 def main() -> None:
@@ -367,7 +368,7 @@ def main() -> None:
     one message and without a traceback."""
     try:
         check_packages("stretto", "stretto_app", "stretto_report", "stretto_verify")
-        app()
+        _COMMAND()
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

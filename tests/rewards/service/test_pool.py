@@ -219,7 +219,8 @@ def test_a_worker_that_hangs_is_replaced_while_it_waits_and_while_it_starts(conf
         return await pool.score(items("ok", "no"))
 
     assert outcomes(scored(config(), work, hung=1.5, on_change=said.append)) == ["right", "wrong"]
-    assert [sentence.partition(" for ")[0] for sentence in said] == ["rewards-0 sent no heartbeat"] * 2
+    assert {sentence.partition(" for ")[0] for sentence in said} == {"rewards-0 sent no heartbeat"}
+    assert len(said) >= 2  # on a slow machine a heartbeat of the last one may be late, too
 
 
 def test_a_reward_that_takes_too_much_memory_is_undecided(config: Make) -> None:
@@ -366,9 +367,7 @@ def test_workers_die_with_the_process_that_started_them(config: Make) -> None:
     )
     root = str(Path(__file__).parents[3])
     path = os.pathsep.join([root, os.environ["PYTHONPATH"]])
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, capture_output=True)
     worker = int(done.stdout)
     until = time.monotonic() + 5
     while runs(worker):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -19,17 +19,8 @@ from stretto_verify.code.reward import CodeReward, Judgement
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import probe
 from stretto_verify.sandbox.sandbox import ProgramEnd, Sandbox, SandboxFailed
-
-CONFIG = SandboxConfig(seconds=0.5, completion_seconds=2.0)
-BY_INPUT = parse_tests([{"stdin": f"{n}\n", "stdout": f"{n * n}\n"} for n in (7, 8, 12)])
-BY_CALL = parse_tests([{"call": "f", "args": [n], "expected": [n * n, str(n)]} for n in (7, 8, 12)])
-
-
-@pytest.fixture(scope="module")
-def judge() -> Iterator[CodeReward]:
-    judge = CodeReward(CONFIG, *probe(CONFIG, []))
-    yield judge
-    judge.close()
+from tests.verify.code.test_reward import BY_CALL, BY_INPUT, CONFIG
+from tests.verify.code.test_reward import judge as judge
 
 
 def judged(config: SandboxConfig, answer: str, tests: list[dict[str, Any]]) -> Judgement:

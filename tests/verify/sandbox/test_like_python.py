@@ -178,7 +178,7 @@ def plain(name: str) -> tuple[bytes, int]:
     """What the interpreter makes of it, as a script in a file."""
     python = [str(Path(getattr(sys, "_base_executable", sys.executable))), "-I", "-B", "-c"]
     start = f"import sys; sys.argv = ['program.py']; exec(compile({IDIOMS[name]!r}, 'program.py', 'exec'))"
-    ended = subprocess.run([*python, start], input=GIVEN, capture_output=True, timeout=60, env={}, check=False)
+    ended = subprocess.run([*python, start], input=GIVEN, capture_output=True, env={}, check=False)
     return ended.stdout, ended.returncode
 
 

@@ -62,17 +62,19 @@ _CONTAINERS = 1_000_000
 
 @contextmanager
 def collected_seldom() -> Iterator[None]:
-    """In the block the garbage collector goes through nothing that was there before it, and begins only when a million
-    containers more have come than gone. Records hold no cycles, so there is hardly any garbage, and to go through the
-    tokens of each is a third of what a conductor of hundreds of engines does (docs/how_to/cluster.md)."""
-    first, *others = gc.get_threshold()
+    """Hold the garbage collector back: it leaves alone what was there before the block, and begins only when a million
+    containers more have come than gone. Records hold no cycles, so there is hardly any garbage, and a look at the
+    tokens of each is a third of the work of a conductor of hundreds of engines (docs/how_to/cluster.md). Afterwards the
+    collector is as before, unless something was frozen earlier: that is shared with another process, or large."""
+    (first, *others), frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.freeze()
     gc.set_threshold(_CONTAINERS, *others)
     try:
         yield
     finally:
         gc.set_threshold(first, *others)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run_dir: Path | None = None) -> None:
