@@ -27,7 +27,7 @@ Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if
 
 
 class EngineConfig(BaseModel, extra="forbid", frozen=True):
-    """How completions are generated."""
+    """Settings of the engines."""
 
     kind: Annotated[str, MAKES] = Field(
         "native",
@@ -89,9 +89,9 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether a server of another make is to compute on the processor."""
+        """Whether a server such as vLLM must run on the CPU."""
         return self.device == "cpu" or (self.device == "auto" and shutil.which("nvidia-smi") is None)
 
     def in_rounds(self, synchronous: bool) -> bool:
-        """Whether groups begin and end together in a run without a workflow."""
+        """Whether groups start and end together (`batching`), for a run without a workflow."""
         return self.batching == "rounds" or (self.batching == "auto" and synchronous and self.kind == "native")

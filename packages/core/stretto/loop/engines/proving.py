@@ -7,8 +7,8 @@
 The first proof of a make in a run sets its tolerance: `_MARGIN` times the rounding units that were measured, at least
 those granted to its type, at most those allowed to a first proof.
 
-Between canaries an engine is judged by its sampled tokens (`Proving.agreed`). The trainer recomputes those it trains on;
-where these are few, the engine is asked to recompute some of its own.
+Between canaries an engine is judged by its sampled tokens (`Proving.agreed`). The trainer recomputes those it trains
+on; where these are few, the engine is asked to recompute some of its own.
 """
 
 from __future__ import annotations
