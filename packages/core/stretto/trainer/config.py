@@ -13,7 +13,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """AdamW, its learning rate over the steps, and how much is computed at once."""
+    """AdamW, its learning-rate schedule, and the size of one forward pass."""
 
     learning_rate: float = Field(2e-5, gt=0, le=1, description="the highest learning rate")
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly from 0")
@@ -46,7 +46,7 @@ def as_tuple(value: object) -> object:
 
 
 class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """`[trainer.lora]`: adapters of low rank are trained, the policy stays as it is."""
+    """`[trainer.lora]`: train low-rank adapters and freeze the policy."""
 
     rank: PositiveInt = Field(16, description="rows of A, columns of B: W + alpha / rank * B A")
     alpha: PositiveInt = Field(32, description="scale of the adapters")
@@ -60,7 +60,7 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
 
 class TrainerConfig(OptimizerConfig):
-    """Reinforcement learning: how many steps, each how divided, and what is kept."""
+    """Steps of RL training, their division, ranks, and the policies and checkpoints that are kept."""
 
     steps: PositiveInt = Field(100, description="training steps; each publishes one version")
     minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")
@@ -83,12 +83,12 @@ class TrainerConfig(OptimizerConfig):
 
     @property
     def local_ranks(self) -> int:
-        """Ranks on the machine of the conductor: ranks 0, 1, ...; the remote ones are the last."""
+        """Number of ranks on the conductor's machine: the first ones; remote ranks are the last."""
         return self.ranks - self.remote_ranks
 
 
 class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """`[algorithm.advantages.critic]`: as the policy's optimizer, but for these."""
+    """`[algorithm.advantages.critic]`; other settings as for the policy's optimizer."""
 
     learning_rate: float = Field(1e-4, gt=0, le=1, description="the highest learning rate; schedule as the policy's")
     clip: float = Field(0.2, gt=0, description="bound on the change of a value from the one before the step")

@@ -1,7 +1,7 @@
 """Advantages from rewards, one function per equation; `estimators.py` chooses by the recipe.
 
-Functions of `rewards` take those of each group of a batch and give one number per completion, in the same shape. A
-group whose rewards are all equal gets zeros from every function that compares within groups alone.
+`rewards` holds those of each group of a batch; the result has one number per completion, in the same shape. A group of
+equal rewards gets zeros from every function that only compares within groups.
 """
 
 from __future__ import annotations
@@ -124,5 +124,5 @@ def _norm(centred: Sequence[float]) -> float:
 
 
 def _differs(rewards: Sequence[float]) -> bool:
-    """Exact, so that rounding in a mean never makes a signal out of equal rewards."""
+    """Exact comparison, so that rounding in a mean never turns equal rewards into a signal."""
     return any(r != rewards[0] for r in rewards)

@@ -28,7 +28,8 @@ def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def gather_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks) -> Callable[[Path], None]:
-    """What writes the adapters alone into a policy's folder, as peft does; every rank calls it, one of them writes."""
+    """Gather the adapters; returns a function that writes them to a folder in peft's format. Every rank must call this,
+    one of them the returned function."""
     layers = {name: matrices(layer, ranks) for name, layer in adapted_layers(model).items()}
 
     def write(policy: Path) -> None:
