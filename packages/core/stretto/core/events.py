@@ -1,7 +1,7 @@
-"""What a run tells about itself while it runs: spans for the timeline, measurements for the metrics.
+"""Spans: the activities of a run's roles, for the timeline.
 
-A span says that a role did one thing from one moment to another; the timeline plot has one lane per role. Times are
-seconds of the machine's monotonic clock (`time.monotonic`), which all processes of one machine share.
+A span is one activity of a role with start and end; the timeline plot has one lane per role. Times are seconds of the
+machine's monotonic clock (`time.monotonic`), which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ class Span(Record, frozen=True):
     bytes: int = 0
 
     def shifted(self, seconds: float) -> Span:
-        """The same span on a clock that is `seconds` ahead: that of another machine, say."""
+        """The span on a clock that is `seconds` ahead, such as another machine's."""
         return msgspec.structs.replace(self, start=self.start + seconds, end=self.end + seconds) if seconds else self
