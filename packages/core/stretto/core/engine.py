@@ -24,7 +24,7 @@ MOST_INTERRUPTIONS = 2**31 - 1  #: of one completion
 COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
 LONGEST_STOP = 256  #: characters of a stop text
 MOST_LIKELIEST = 20  #: top log-probabilities of each token of a completion
-MOST_GRAMMAR = 32_768  #: characters; what is compiled of more could hold an engine for seconds
+MOST_GRAMMAR = 32_768  #: characters of a grammar; compiling a longer one could stall an engine for seconds
 
 #: JSON in the usual style, one spelling per value, so that a model cannot emit spaces for ever.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
