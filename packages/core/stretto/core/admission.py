@@ -36,7 +36,7 @@ def admits(counted: int, version: int, batch_size: int, max_staleness: Staleness
 
 
 def due(admitted_version: int, max_staleness: Staleness) -> float:
-    """The last version at which a group admitted at `admitted_version` can be trained within the bound."""
+    """Last version at which a group admitted at `admitted_version` can be trained within the bound."""
     return admitted_version + max_staleness
 
 

@@ -18,7 +18,7 @@ _LOOKS = 6  # progress checks within the limit of a standstill
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """An open wait: its owner, what it awaits, its limit, and its start by the event loop's clock."""
+    """An open wait: owner, awaited event, limit in seconds, and start on the event loop's clock."""
 
     owner: str
     awaited: str

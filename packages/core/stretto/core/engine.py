@@ -93,7 +93,7 @@ class Engine(Protocol):
         ...
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """The new tokens of unfinished completions, after the `known` number of each member by request."""
+        """Tokens of unfinished completions beyond the `known` ones of each member, by request."""
         ...
 
     async def abort(self, request_id: str) -> None:

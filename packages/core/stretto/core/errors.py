@@ -95,7 +95,7 @@ class UserError(StrettoError):
 
 
 class RecipeError(UserError):
-    """A recipe, in a file or in code, or an override of its values.
+    """A mistake in a recipe (a file or a dict) or in an override of its values.
 
     Example::
 
@@ -107,7 +107,7 @@ class RecipeError(UserError):
 
 
 class DataError(UserError):
-    """A dataset file or one of its rows, or a prompt.
+    """A mistake in a dataset file, one of its rows, or a prompt.
 
     Example::
 
@@ -131,7 +131,7 @@ class ModelFolderError(UserError):
 
 
 class RewardFunctionError(UserError):
-    """A reward that cannot be called, or whose return value is no reward.
+    """A reward that cannot be called, or that returns an invalid value.
 
     Example::
 
@@ -179,7 +179,7 @@ class RoleError(StrettoError):
 
 
 class RoleDied(RoleError):
-    """A role's process ended without being asked to.
+    """A process of the run ended without being asked to.
 
     Example::
 
@@ -198,7 +198,7 @@ class RoleDied(RoleError):
 
 
 class RoleFailed(RoleError):
-    """A role reported an error from which it cannot continue; `exit_code` is that of the error."""
+    """A process of the run reported an error from which it cannot continue; `exit_code` is that of the error."""
 
     def __init__(self, role: str, problem: str, exit_code: int) -> None:
         self.role, self.problem, self.exit_code = role, problem, exit_code
@@ -254,7 +254,7 @@ class MachineLost(RoleError):
 
 
 class SourceLost(RoleError):
-    """A server of weights cannot be reached, or broke off a transfer and did not come back."""
+    """A weights server cannot be reached, or broke off a transfer and did not return."""
 
     def __init__(self, source: str, how: str) -> None:
         self.source, self.how = source, how
@@ -295,7 +295,7 @@ class TornPublication(WireError):
 
 
 class RefusedRequest(WireError):
-    """A request that an engine will not serve, with the field that is wrong.
+    """A request refused by an engine, with the field that is wrong.
 
     Example::
 
@@ -329,7 +329,7 @@ class HandshakeBroken(HandshakeRefused):
 
 
 class StoreError(StrettoError):
-    """The contents of a run folder contradict themselves.
+    """A run folder whose contents are damaged or contradictory.
 
     Example::
 
@@ -387,7 +387,7 @@ def described(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(place: Path) -> Iterator[None]:
-    """Add `place` to an OSError of the block that names no file."""
+    """Context manager: an OSError without a file name is raised again with `place` as the name."""
     try:
         yield
     except OSError as error:

@@ -12,11 +12,13 @@ from stretto.core.records import Record
 
 
 class Span(Record, frozen=True):
-    """Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
+    """One activity of a role, from `start` to `end`.
+
+    Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
 
     Names in use: ``generate``, ``map``, ``load``, ``recompute`` (engines); ``pull`` (the mirror of a machine);
     ``proximal``, ``update``, ``again``, ``publish``, ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate``
-    (conductor). `bytes` is what it moved, 0 where that has no meaning.
+    (conductor). `bytes` is the amount moved, 0 if not applicable.
     """
 
     role: str

@@ -386,7 +386,7 @@ def _after(writers: Writers, tokens: int) -> Writers:
 
 
 def trajectory_id(group: str, member: int) -> str:
-    """``"0.17.0/3"``: epoch 0, row 17, first attempt, fourth completion."""
+    """Id of a trajectory: ``"0.17.0/3"`` is epoch 0, row 17, first attempt, fourth completion."""
     return f"{group}/{member}"
 
 

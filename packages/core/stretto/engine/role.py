@@ -26,7 +26,7 @@ from stretto.weights.shared_memory import SharedMemorySubscriber
 
 
 def main(arguments: list[str]) -> int:
-    """Run the engine process until the conductor ends it (`processes.run_role`). A failure is the last line of its
+    """Run the engine process until the conductor ends it (`processes.run_role`). An error becomes the last line of its
     log."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()

@@ -24,14 +24,14 @@ MSGPACK = "application/msgpack"
 
 
 class UpdateRequest(Record, frozen=True):
-    """Load this version from the mailbox and answer the challenge, if any."""
+    """Order to load this version from the mailbox and answer the challenge, if any."""
 
     version: int
     challenge: Challenge | None = None
 
 
 class AbortRequest(Record, frozen=True):
-    """Abort this request."""
+    """Order to abort this request."""
 
     request: str
 

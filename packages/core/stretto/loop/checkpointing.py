@@ -20,7 +20,7 @@ from stretto.trainer.config import TrainerConfig
 
 
 class CheckpointedLedger(Protocol):
-    """Satisfied by `store.ledger.ledger.Ledger`."""
+    """The ledger, as checkpointing uses it (`store.ledger.ledger.Ledger`)."""
 
     def sync(self) -> None: ...
     def event(self, name: str, detail: str) -> None: ...

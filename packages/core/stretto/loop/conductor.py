@@ -48,9 +48,9 @@ class Conductor:
     """Runs the loops until the last step, the first failure, or a request to stop.
 
     Attributes:
-        poll: the spans of all roles since the last poll; waits for their replies as many seconds as it is given (None:
+        poll: returns the spans of all roles since the last poll; its argument is the seconds to wait for replies (None:
             until all have replied).
-        progress: changes with all work of a role.
+        progress: returns a value that changes with any work of a role.
         steps: the version at which the run ends.
     """
 
@@ -97,7 +97,7 @@ class Conductor:
             self._failure,
         ]
         self._conducting = True
-        self._admit(self.controller.tickets)  # those that an earlier conductor had in flight
+        self._admit(self.controller.tickets)  # groups that an earlier conductor had in flight
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for loop in done:

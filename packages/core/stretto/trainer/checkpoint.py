@@ -53,7 +53,10 @@ _ERRORS = (OSError, RuntimeError, ValueError, SafetensorError, CheckpointExcepti
 
 
 class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Example: ``TrainerPosition(version=50, bad_steps_in_a_row=0)``"""
+    """Contents of ``trainer.json``.
+
+    Example: ``TrainerPosition(version=50, bad_steps_in_a_row=0)``
+    """
 
     version: int
     bad_steps_in_a_row: int
@@ -119,7 +122,7 @@ def _files(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
 
 
 def _by_file(files: Mapping[str, int]) -> list[list[str]]:
-    """The names of each file's tensors."""
+    """Tensor names grouped by file."""
     return [list(names) for _, names in itertools.groupby(files, key=files.__getitem__)]
 
 
@@ -263,7 +266,7 @@ def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Ma
 
 
 def _whole_shape(meta: object) -> torch.Size:
-    """The shape of a tensor on disk; an impossible shape where a shard is missing."""
+    """Shape of a tensor on disk; an impossible shape if a shard is missing."""
     assert isinstance(meta, TensorStorageMetadata), type(meta)
     held = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
     return meta.size if held == math.prod(meta.size) else torch.Size([0, 0, 0, 0, 0])

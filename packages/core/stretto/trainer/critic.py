@@ -32,17 +32,19 @@ from stretto.trainer.parallel.ranks import ALONE, Ranks
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
     """max((V - R)^2, (V_before + clip(V - V_before, -clip, clip) - R)^2) / 2, [N], differentiable by `values`.
 
-    The value loss of PPO as OpenAI's baselines have it (arXiv 2005.12729, section 3).
+    PPO's clipped value loss as in OpenAI's baselines (arXiv 2005.12729, section 3).
     """
     near = before + (values - before).clamp(-clip, clip)
     return torch.maximum((values - returns).square(), (near - returns).square()) / 2
 
 
 class Critic(Optimizer):
-    """Example::
+    """A value model with its optimizer.
 
-    values = critic.token_values(batch)             # before the step
-    loss, step = critic.fit(part, 7, version=6)      # beside each optimizer step of the policy
+    Example::
+
+        values = critic.token_values(batch)             # before the step
+        loss, step = critic.fit(part, 7, version=6)      # beside each optimizer step of the policy
     """
 
     def __init__(

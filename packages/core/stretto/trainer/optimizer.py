@@ -112,7 +112,7 @@ class Learner(Optimizer):
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling = UNCHANGED, ranks: Ranks = ALONE
     ) -> None:
-        """Raises what `Policy` raises."""
+        """Raises as `Policy`."""
         self._policy = Policy(model, config, sampling)
         if config.activation_checkpointing:
             checkpoint_activations(model)

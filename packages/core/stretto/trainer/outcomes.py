@@ -64,7 +64,7 @@ class TokenMeter:
 
 
 def outcomes(loss: Loss) -> Tensor:
-    """[N], each token's `TokenOutcome` as a float."""
+    """[N], the `TokenOutcome` of each token as a float."""
     bounded, corrected = TokenOutcome.BOUNDED * loss.bounded, TokenOutcome.CORRECTED * loss.weights.corrected
     weightless = TokenOutcome.WEIGHTLESS * (loss.weights.weight == 0)
     return (bounded + corrected + weightless + TokenOutcome.IN_LOSS).float()

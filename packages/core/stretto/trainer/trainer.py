@@ -100,9 +100,13 @@ class Trainer:
         self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0
         self._longest = sampling.max_tokens
         self._spans: list[Span] = []
-        self._text: tuple[Sequence[int], PackedTokens] | None = None  # of the last canary; a run has one text
-        self._frozen: dict[str, TensorDigest] = {}  # of what adapters are added to, from the first publication on
-        self.agreement: tuple[Agreement, ...] = ()  #: of engines and trainer, in the last step
+        self._text: tuple[Sequence[int], PackedTokens] | None = (
+            None  # packed text of the last canary; a run has one text
+        )
+        self._frozen: dict[
+            str, TensorDigest
+        ] = {}  # digests of the base weights under adapters, from the first publication on
+        self.agreement: tuple[Agreement, ...] = ()  #: agreement of engines and trainer in the last step
 
     def train(self, batch: Batch) -> Update:
         """Train one step on the whole batch; afterwards `version` is one higher.
@@ -262,7 +266,7 @@ class Trainer:
     def _optimize(
         self, part: Minibatch, proximal: Sequence[Tensor] | None, meter: Meter, kept: TokenMeter | None, *, first: bool
     ) -> None:
-        """Accumulate the gradient of one minibatch; `first`: nothing has been updated yet in this step."""
+        """Accumulate the gradient of one minibatch; `first`: no update has been made yet in this step."""
         anchor, selected = self._algorithm.loss.anchor, self._selected(part)
         for index, micro in enumerate(part.micro_batches):
             policy, entropy = self.learner.logprobs(micro.packed, entropy=self._entropy)

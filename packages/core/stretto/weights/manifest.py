@@ -39,7 +39,10 @@ NO_CHECKSUM = "0" * _DIGITS
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Example: ``TensorEntry("F32", (64,), (40960, 41216))``: bytes 40960 to 41215, counted from the first tensor."""
+    """Dtype, shape and byte range of a tensor.
+
+    Example: ``TensorEntry("F32", (64,), (40960, 41216))``: bytes 40960 to 41215, counted from the first tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +55,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def width(self) -> int:
-        """Bytes of one element; 1 if there is none."""
+        """Bytes per element; 1 if the tensor is empty."""
         return self.size // math.prod(self.shape) if self.size else 1
 
 
@@ -78,7 +81,7 @@ class WeightsManifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors."""
+        """Total bytes of all tensors."""
         return max((entry.data_offsets[1] for entry in self.tensors.values()), default=0)
 
 

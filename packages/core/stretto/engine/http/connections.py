@@ -30,11 +30,13 @@ _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EN
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one exchange at a time::
+    """One connection with one exchange at a time.
 
-    connection.send("POST", "/generate", body)
-    while part := await connection.read():   # status is known from the first part on
-        ...
+    Example::
+
+        connection.send("POST", "/generate", body)
+        while part := await connection.read():   # status is known from the first part on
+            ...
     """
 
     def __init__(self, engine: str, key: str = "", host: str = "localhost") -> None:
@@ -112,7 +114,7 @@ class Connection(asyncio.Protocol):
         self._wake.set()
 
     def on_headers_complete(self) -> None:
-        """Called by the parser, like the two below."""
+        """Called by the parser, as are the two methods below."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:

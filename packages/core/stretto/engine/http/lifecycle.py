@@ -53,11 +53,7 @@ class GracefulServer(HttpServer):
     def __init__(
         self, app: ASGIApp, work: OpenWork, *, keep_alive_seconds: int, patience: float, signals: bool = True
     ) -> None:
-        """
-        Args:
-            patience: seconds that open requests have to end.
-            signals: see `HttpServer`.
-        """
+        """Args: patience: seconds for open requests to end. signals: see `HttpServer`."""
         config = _config(app, keep_alive_seconds, None)
         # Arbitrary clients: many may wait, and idle between two requests.
         super().__init__(config, strangers=_BACKLOG, patience=keep_alive_seconds, signals=signals)

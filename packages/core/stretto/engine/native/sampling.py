@@ -120,7 +120,7 @@ def sample(
     cumulative_RV = logits_RV.softmax(-1).cumsum(-1, dtype=torch.float64)
     targets_R1 = torch.from_numpy(uniforms(seeds, places)).to(logits_RV.device)[:, None] * cumulative_RV[:, -1:]
     # The first token whose cumulative probability exceeds the target, so never one of probability zero. With 52 random
-    # bits the target stays below the total after rounding, too; a target that is NaN lies anywhere, or behind the last.
+    # bits the target stays below the total after rounding, too; a NaN target gives any place, or one past the last.
     tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True).clamp(max=logits_RV.shape[1] - 1)
     if greedy.any():
         likeliest_R1 = logits_RV.argmax(-1, keepdim=True)

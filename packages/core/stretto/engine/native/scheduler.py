@@ -46,7 +46,7 @@ class Member:
 
 
 class Scheduler:
-    """Two rows for three completions of one request::
+    """Decides which completions run. Two rows for three completions of one request::
 
     scheduler.add(request)                         # waiting 0 1 2
     scheduler.admit()                              # [(row 0, member 0), (row 1, member 1)]: pending

@@ -36,7 +36,7 @@ class StopTexts:
         self._made: Detokenizer | None = None
 
     def check_served(self) -> None:
-        """Load the detokenizer.
+        """Load the detokenizer, if it is not loaded.
 
         Raises:
             RefusedRequest: there is no tokenizer.

@@ -71,9 +71,9 @@ class EngineHandle:
     _awaited: int = 0  # requests waiting for it to load a version
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
     _ended: int = 0  # times it was replaced
-    _doubt: UnprovenWeights | None = None  # for which it is not replaced
-    health: EngineHealth | None = None  # by the last poll
-    _earlier: list[EngineHealth] = field(default_factory=list)  # summed counters of its earlier processes
+    _doubt: UnprovenWeights | None = None  # an error for which it must not be replaced
+    health: EngineHealth | None = None  # as of the last poll
+    _earlier: list[EngineHealth] = field(default_factory=list)  # last counters of its earlier processes
     _spans: list[Span] = field(default_factory=list)
     _poll: asyncio.Task[None] | None = None
 
@@ -393,7 +393,7 @@ class EngineHandle:
             if asked == self._ended:  # else the counters are those of a process that is gone
                 self.health = health
             spans = [span.shifted(self.process.clock_offset) for span in await self.client.spans()]
-            self._spans += spans  # after the wait, in which they may have been drained
+            self._spans += spans  # read after the wait: spans may have been drained during it
 
     def drain_spans(self) -> list[Span]:
         """The spans since the last call."""

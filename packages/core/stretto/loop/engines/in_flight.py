@@ -20,7 +20,7 @@ from stretto.loop.engines.router import LOSSES
 
 
 class Engines(Protocol):
-    """Satisfied by `loop.engines.pool.EnginePool`."""
+    """The engines of a run (`loop.engines.pool.EnginePool`)."""
 
     def generate(self, request: GenerateRequest, /, *, least: int = 0) -> AsyncIterator[Completion]: ...
 
@@ -28,7 +28,7 @@ class Engines(Protocol):
 
 
 class SegmentJournal(Protocol):
-    """Satisfied by `store.ledger.ledger.Ledger`."""
+    """The ledger, as a journal of tokens in flight (`store.ledger.ledger.Ledger`)."""
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None: ...
 

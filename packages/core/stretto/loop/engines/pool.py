@@ -103,7 +103,7 @@ class EnginePool:
 
     @property
     def published(self) -> int:
-        """The newest version in the mailbox."""
+        """Newest version in the mailbox."""
         return self._published
 
     @property

@@ -140,7 +140,7 @@ class Rounds:
         self._missing.discard(id)
         self._portions[id].leave(id)
         if not self._missing:
-            # A moment later, when the last group waits, too: else it would be the first to leave.
+            # In the next turn of the event loop, when the last group waits too; else it would leave first.
             asyncio.get_running_loop().call_soon(self._open_gates)
 
     def _open_gates(self) -> None:

@@ -21,7 +21,7 @@ from stretto.store.ledger.reading import UnfinishedGroup
 
 
 class SessionLedger(Protocol):
-    """Satisfied by `store.ledger.ledger.Ledger`."""
+    """The ledger, as sessions use it (`store.ledger.ledger.Ledger`)."""
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None: ...
     def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None: ...

@@ -67,14 +67,14 @@ class RankStarter(Protocol):
 
 
 class RunPast(Protocol):
-    """Satisfied by `loop.learner.recovery.Recovery`."""
+    """The run's checkpoints and batches, to restore a trainer (`loop.learner.recovery.Recovery`)."""
 
     def newest(self, version: int) -> Checkpoint | None: ...
     def batch(self, step: int) -> Batch: ...
 
 
 class CanaryListener(Protocol):
-    """Satisfied by `loop.engines.proving.Proving`."""
+    """Receives the canary of each published version (`loop.engines.proving.Proving`)."""
 
     def published(self, canary: Canary | None) -> None: ...
     def agreed(self, agreement: Sequence[Agreement]) -> None: ...
@@ -122,7 +122,7 @@ class TrainerLink:
     def _new_process(self) -> None:
         self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung, self._spawner)
         self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
-        self._replies: TrainerReplies | None = None  # from when it is started
+        self._replies: TrainerReplies | None = None  # since its start
         self._abandoned = False  # an order was abandoned before its reply
 
     def report_to(self, say: Callable[[str], None]) -> None:

@@ -75,7 +75,7 @@ class WatchedSamples:
 
 
 def line(sample: SampledCompletion) -> str:
-    """A sample on one line of `LONGEST` characters at most.
+    """A sample on one line of at most `LONGEST` characters.
 
     >>> line(SampledCompletion(7, "17", "3+8=", "11", "3+8=11", Outcome.RIGHT, 1.0, "", (6, 7)))
     "sample v6-7: '3+8=' -> '3+8=11' | gold '11' | right, reward 1"
@@ -92,7 +92,7 @@ def line(sample: SampledCompletion) -> str:
 
 
 def _short(text: str, room: int) -> str:
-    """A text in quotes, both ends of it if it is longer than its room, since the final answer is at the end.
+    """A text in quotes; if longer than `room`, its start and its end, where the final answer is.
 
     >>> _short("3+8=11", 20), _short("three and eight are eleven", 20)
     ("'3+8=11'", "'three a ... eleven'")

@@ -33,7 +33,7 @@ _WEIGH_SECONDS = 5.0  # seconds between memory readings; the roles may have hund
 
 
 class RecordingLedger(Protocol):
-    """Satisfied by `store.ledger.ledger.Ledger`."""
+    """The ledger, as the recorder uses it (`store.ledger.ledger.Ledger`)."""
 
     @property
     def on_record(self) -> OnRecord: ...
@@ -109,8 +109,8 @@ class Recorder:
         self._stopped = self._work().stopped
 
     def rl_ends(self, unjudged: int = 0) -> None:
-        """Fix the run's counters, after the last poll; the RL clock stays at the last update. `unjudged`: tokens of
-        completions that ended without being judged."""
+        """Record the run's final counters, after the last poll; the RL clock stays at the last update. `unjudged`:
+        tokens of completions that ended without being judged."""
         self._not_trained_for = self._evaluation_tokens.copy()
         totals, work = self.totals(), self._work()
         cut_off = 0 if self._stopped is None else work.stopped - self._stopped

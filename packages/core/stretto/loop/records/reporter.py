@@ -9,7 +9,7 @@ from stretto.trainer.messages import SupervisedProgress
 
 
 class Reporter(Protocol):
-    """Satisfied by `dashboard.terminal.progress`."""
+    """Shows a run's events to the user (`dashboard.terminal.progress`)."""
 
     def say(self, text: str) -> None:
         """Show a line that stays: a warning, a new phase, a replaced engine."""

@@ -49,7 +49,7 @@ class TableRows:
     chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by layer window: items [N, 3] and bounds [R + 1]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
-        # The kernels take addresses for those of numbers of this type, whatever lies there.
+        # The kernels treat addresses as pointers to this dtype.
         query_RHD, k_TKD, v_TKD = (x.to(self.dtype) for x in (q_THD[self.start :], k_TKD, v_TKD))
         write_rows(k_TKD, v_TKD, self.slots, self.writes, layer)
         items, bounds = self.chunks[rule.window]

@@ -159,7 +159,7 @@ Reading = Ragged | Dense
 
 
 def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, dtype: torch.dtype) -> Reading:
-    """The way to read rows with newest tokens at these positions, in layers with these windows."""
+    """Choose `Ragged` or `Dense` for rows with newest tokens at these positions, in layers with these windows."""
     if computes_ragged(device, dtype):
         return Ragged(newest + 1)
     positions = torch.from_numpy(newest).to(device)

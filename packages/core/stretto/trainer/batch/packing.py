@@ -62,7 +62,7 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     """
     empty: list[tuple[int, list[int]]] = [(0, [])] * (count - 1)
     divisions = [(-length, index, [*empty, (length, [index])]) for index, length in enumerate(lengths)]
-    heapq.heapify(divisions)  # smallest first: minus the difference; then the index, so that the order is one
+    heapq.heapify(divisions)  # heap key: minus the difference, then the index as tie-break
     while len(divisions) > 1:
         (_, index, first), (_, _, second) = heapq.heappop(divisions), heapq.heappop(divisions)
         laid = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]

@@ -35,10 +35,12 @@ class PathTurn:
 
 @dataclass(frozen=True)
 class PathTokens:
-    """Example: prompt (5, 12), completion (4, 4, 2)::
+    """One path of a trajectory as a token sequence.
 
-    PathTokens(id="0.17.0/3", token_ids=(5, 12, 4, 4, 2), prompt_tokens=2, places=(2, 3, 4), ...,
-        turns=(PathTurn(tokens=3, reward=1.0),))
+    Example: prompt (5, 12), completion (4, 4, 2)::
+
+        PathTokens(id="0.17.0/3", token_ids=(5, 12, 4, 4, 2), prompt_tokens=2, places=(2, 3, 4), ...,
+                   turns=(PathTurn(tokens=3, reward=1.0),))
     """
 
     id: str  # trajectory id; ":1" appended for its second path, and so on

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: How far the logarithm of a ratio may lie from 0 before it is exponentiated, as in verl (`core_algos.py`: clamp to -20
-#: and 20). e^20 is 4.9e8, past every bound of a loss or a correction; past 88.7 float32 has infinity, and a gradient
-#: that is 0 times that is not a number. Another engine may log such numbers.
+#: Bound on log-ratios before exp, as in verl (`core_algos.py`). e^20 is 4.9e8, past every bound of a loss or a
+#: correction. Above 88.7 exp overflows in float32, and 0 times infinity makes a gradient NaN. Other engines may log such
+#: numbers.
 LARGEST_LOG_RATIO = 20.0
 
 
