@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 #: Bound on log-ratios before exp, as in verl (`core_algos.py`). e^20 is 4.9e8, past every bound of a loss or a
-#: correction. Above 88.7 exp overflows in float32, and 0 times infinity makes a gradient NaN. Other engines may log such
-#: numbers.
+#: correction. Above 88.7 exp overflows in float32, and 0 times infinity makes a gradient NaN. Other engines may log
+#: such numbers.
 LARGEST_LOG_RATIO = 20.0
 
 
