@@ -309,7 +309,7 @@ PARTITIONS: dict[str, Callable[[Laboratory], Story]] = {
 
 
 def summary(campaign: Mapping[str, Any]) -> str:
-    """The lines of docs/faults.md: a campaign of `kills` or `partitions`."""
+    """The lines of docs/explanation/faults.md: a campaign of `kills` or `partitions`."""
     lines = ["| run | joins | kills | drains | steps | s to the next step, median | longest | problems |"]
     lines.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for run in campaign["runs"]:

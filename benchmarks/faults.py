@@ -284,7 +284,7 @@ def conclusion(disturbed: Sequence[Record], undisturbed: Sequence[Record]) -> st
 
 
 def summary(results: dict[str, Any]) -> str:
-    """The committed result as docs/faults.md shows it."""
+    """The committed result as docs/explanation/faults.md shows it."""
     disturbed, undisturbed = (msgspec.convert(results[kind], list[Record]) for kind in ("disturbed", "undisturbed"))
     lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(disturbed)]
     table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,4 +1,4 @@
-"""Whether docs/from_trl.md gives the training that it promises: the same three steps in trl and here, weight by weight.
+"""Check of docs/tutorials/from_trl.md: the same three steps in trl and here, weight by weight.
 
     python -m benchmarks.from_trl          makes trl's environment the first time
 
@@ -224,7 +224,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 
 def summary(results: Mapping[str, Any]) -> str:
-    """The table of docs/from_trl.md."""
+    """The table of docs/tutorials/from_trl.md."""
     lines = ["| case | step 1 | step 2 | step 3 | |", "|---|---|---|---|---|"]
     for name, row in results["cases"].items():
         apart = " | ".join(f"{one:.0e}" for one in row["difference"])

@@ -93,7 +93,7 @@ def slopes(points: Mapping[str, Points], steps: int) -> dict[str, dict[str, floa
 
 
 def memory_table(results: Mapping[str, Any]) -> str:
-    """For docs/complaints.md."""
+    """For docs/explanation/complaints.md."""
     lines = [
         f"| role | MiB after {results['setting']['steps'] // 10} steps | MiB after {results['setting']['steps']:,} | "
         "MiB per 1,000 steps |",
@@ -105,7 +105,7 @@ def memory_table(results: Mapping[str, Any]) -> str:
 
 
 def disk_table(results: Mapping[str, Any]) -> str:
-    """For docs/complaints.md."""
+    """For docs/explanation/complaints.md."""
     lines = ["| folder | bytes of one | most at once | ceiling |", "|---|---|---|---|"]
     for name, one in results["folders"].items():
         lines.append(f"| {name} | {one['one']:,} | {one['most']:,} | {one['ceiling']:,} |")

@@ -51,7 +51,7 @@ def run(base: Job, machine: MachineProfile, slots: int, number: int | str, seed:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of docs/staleness.md."""
+    """The table of docs/explanation/staleness.md."""
     lines = [
         "| limit | `max_in_flight` | seconds of a step | preemptions of a completion | recomputed of a sampled token | "
         "mean staleness |",

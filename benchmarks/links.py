@@ -89,7 +89,7 @@ def crossed(laboratory: Laboratory, name: str, seed: int = 1) -> Crossed:
 
 
 def summary(campaign: Mapping[str, Any]) -> str:
-    """The lines of docs/faults.md."""
+    """The lines of docs/explanation/faults.md."""
     lines = [
         "| link | packets | lost | resets | joins | s per step | s to the first step | s to pull a version | problems |"
     ]

@@ -9,9 +9,9 @@ names, and for all of them as a list. The golds are pairwise different answers, 
 them is right for more than it says.
 
 One form states an answer by two names: a marked letter and behind it what it stands for, ``(A) 42``
-(docs/decisions/0040-one-choice-two-names.md). It may be right for both, and for nothing else; such completions are
-counted apart. Whether a completion has that form is said here, by the parts that it was made of (`is_choice`), not by
-the verifier.
+(docs/explanation/decisions/0040-one-choice-two-names.md). It may be right for both, and for nothing else; such
+completions are counted apart. Whether a completion has that form is said here, by the parts that it was made of
+(`is_choice`), not by the verifier.
 
 The parts are those of one_gold.toml: "first", with which the rules were made, and "wide", with more of each: letters,
 numbers of every kind, wrappers, separators, tails, frames, and golds that a completion does not name.

@@ -155,7 +155,7 @@ def measure(model: str, concurrency: Sequence[int], rounds: int) -> list[dict[st
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The rows as docs/serve.md shows them."""
+    """The rows as docs/how_to/gateway.md shows them."""
     return [
         f"| {each['streams']} | {each['requests_per_second']:.1f} | {each['tokens_per_second']:,.0f} "
         f"| {each['engine_alone']:,.0f} | {each['fraction']:.2f} "

@@ -329,7 +329,7 @@ def conclusion(tally: Tally) -> str:
 
 
 def summary(tally: Tally) -> str:
-    """The table as Markdown, and what follows from it: docs/faults.md shows it."""
+    """The table as Markdown, and what follows from it: docs/explanation/faults.md shows it."""
     lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(tally)]
     table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
     return f"{table}\n\n{conclusion(tally)}"

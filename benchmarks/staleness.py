@@ -165,12 +165,12 @@ def main() -> None:
         asdict(setting) | {"max_staleness": _json(setting.max_staleness)} | asdict(one)
         for setting, one in zip(lines, outcomes, strict=True)
     ]
-    print(f"\nfor docs/staleness.md:\n\n{summary(rows, 1, 1.2)}\n\n{summary(rows, 8, 1.2)}\n")
+    print(f"\nfor docs/explanation/staleness.md:\n\n{summary(rows, 1, 1.2)}\n\n{summary(rows, 8, 1.2)}\n")
     save("staleness", {"steps": words.steps, "seeds": words.seeds, "batch_size": BATCH, "rows": rows})
 
 
 def summary(rows: Sequence[dict[str, Any]], group_size: int, sigma: float) -> str:
-    """The table of docs/staleness.md for one group size and one tail, in Markdown; `rows` are those of the JSON."""
+    """The table of docs/explanation/staleness.md for one group size and tail, in Markdown; `rows` are the JSON's."""
     found = {(row["beyond_bound"], row["max_staleness"]): row for row in rows if _is_of(row, group_size, sigma)}
     lines = [
         "| η | train, mask: step time | train: worst staleness | mask: tokens masked "

@@ -31,7 +31,7 @@ def main() -> None:
         parser.add_argument(count, type=positive)
     words = parser.parse_args()
     result, code = perform(words.study, words.out, words.seeds, words.steps, words.jobs)
-    print(f"\nfor docs/studies.md:\n\n{table(result)}")
+    print(f"\nfor docs/how_to/foresight.md:\n\n{table(result)}")
     if any(cell.runs for cell in result.cells):
         save(f"study-{result.study}", result)
     sys.exit(code)

@@ -1,6 +1,6 @@
 """The tables of results, made from the committed JSON.
 
-    python -m benchmarks.summary > docs/results.md     the whole page
+    python -m benchmarks.summary > docs/reference/results.md     the whole page
     python -m benchmarks.summary readme                the rows that the README shows
 
 `tests/test_docs.py` holds both pages to what this prints.
@@ -23,6 +23,7 @@ from benchmarks.session_rows import SECTION as OF_SESSIONS
 from benchmarks.tally import read
 
 _SHOWN = ("1", "16", "64")  # sequences of the README's rows of generation
+_FAULTS = "../explanation/faults.md"
 SECTIONS = {
     **OF_STRETTO,
     "Workflows and agents": OF_SESSIONS,
@@ -33,11 +34,11 @@ SECTIONS = {
 
 _HEAD = """# Results
 
-Every number here comes from a committed file of `benchmarks/results`, which names the machine and the versions of the
-libraries; `python -m benchmarks.summary > docs/results.md` makes this page of them. Results of another processor stand
-under a heading of their own. Above 1.0, a ratio says that stretto is faster or cheaper. What was tried on the way, and
-what it brought, is in [the log](log.md); the cost of each `beyond_bound` policy is in [staleness.md](staleness.md), the
-server under load in [serve.md](serve.md).
+Every number comes from a committed file of `benchmarks/results`, which names the machine and the versions of the
+libraries; `python -m benchmarks.summary` makes this page of them. Results of another processor have a heading of their
+own. A ratio above 1.0 says that stretto is faster or cheaper. Attempts and their effects are in `docs/log.md`; the cost
+of each `beyond_bound` policy is in [staleness](../explanation/staleness.md), the server under load in
+[gateway](../how_to/gateway.md#metrics).
 
 Held-out accuracy is over 512 questions, sampled at temperature 1. Seconds of reinforcement leave out the warm start,
 which is cached, and the evaluations before and after.
@@ -84,15 +85,15 @@ def unfinished() -> dict[str, str]:
     random, played = kills["faults"] - kills.get("in turn", 0), schedules["schedules"]
     found = {}
     if random < 1000:
-        told = f"{random}, beside 308 kills and stops on one commit: [faults.md](faults.md#random-kills)"
-        found["a campaign of 1,000 random kills"] = told
+        told = f"{random}, beside 308 kills and stops on one commit"
+        found["a campaign of 1,000 random kills"] = f"{told}: [faults]({_FAULTS}#campaigns-on-real-runs)"
     if played < 100_000:
-        found["100,000 simulated schedules"] = f"{played:,}: [faults.md](faults.md#schedules)"
+        found["100,000 simulated schedules"] = f"{played:,}: [faults]({_FAULTS}#schedules)"
     return found
 
 
 def in_parts() -> list[str]:
-    """What docs/faults.md says of the campaigns that run in parts."""
+    """What docs/explanation/faults.md says of the campaigns that run in parts."""
     kills, schedules = (read(report.RESULTS / f"{name}.json", name) for name in ("kills", "schedules"))
     in_turn = kills.total.get("in turn", 0)
     return [
@@ -140,7 +141,7 @@ def missed() -> list[str]:
 
 
 def page() -> str:
-    """docs/results.md."""
+    """docs/reference/results.md."""
     machines = dict.fromkeys(where for makes in SECTIONS.values() for name in makes for where in measured(name))
     parts = [_HEAD, *(part for where in machines for part in _on(where))]
     parts += ["## Missed goals\n", "| goal | reached |\n|---|---|\n" + "\n".join(missed()) + "\n"]
@@ -154,7 +155,18 @@ def _on(where: str) -> Iterable[str]:
         rows = [row for name, make in makes.items() if where in found[name] for row in make(found[name][where])]
         if rows:
             head = "| what | stretto | beside | ratio |\n|---|---|---|---|\n"
-            yield f"### {section}\n\n{head}" + "\n".join(map(str, rows)) + "\n"
+            yield f"### {section}\n\n{head}" + "\n".join(_said_once(map(str, rows))) + "\n"
+
+
+def _said_once(rows: Iterable[str]) -> Iterator[str]:
+    """Rows of a table; the first cells that are those of the row above are signs of repetition."""
+    above: list[str] = []
+    for row in rows:
+        cells = row.split(" | ")
+        same = [cell == other for cell, other in zip(cells, above, strict=False)]
+        repeated = same.index(False) if False in same else 0
+        yield " | ".join(["| ″", *["″"] * (repeated - 1), *cells[repeated:]] if repeated else cells)
+        above = cells
 
 
 def learnt() -> str:
@@ -168,7 +180,7 @@ def learnt() -> str:
 
 
 def pretrained() -> str:
-    """What docs/own_model.md says of recipes/smollm2.toml."""
+    """What docs/tutorials/own_model.md says of recipes/smollm2.toml."""
     found = _latest("smollm2")
     before, after = ([one["avg"] for one in found[key]] for key in ("before", "after"))
     shown = f"{len(before)} evaluations of {found['before'][0]['samples']} completions"

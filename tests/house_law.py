@@ -1,4 +1,4 @@
-"""The law of the house as functions: the drawing of docs/house.md on one side, the imports of the code on the other.
+"""The law of the house as functions: the drawing of docs/explanation/house.md on one side, the imports on the other.
 
 Every checker takes the folder of a package, or of all packages, and returns violations, one readable sentence each; an
 empty list is a kept law. Nothing is imported to be checked, except by `loaded_modules`, which asks a fresh interpreter.

@@ -1,11 +1,13 @@
 """Promises about the documents: what they name is there, and what is there is named.
 
 - every place in the code (`file.py:name`, a path of the repository) exists, and so does every page that is linked;
-- every number that a run writes has its line in docs/metrics.md;
-- docs/recipe.md is what the configurations say, and every key has its sentence;
-- docs/faults.md lists the laws of the checker, and counts its own rows;
-- the tables of docs/staleness.md, docs/faults.md, docs/results.md and the README are those of the committed results;
-- the site has every page in its navigation, and loads nothing from elsewhere.
+- every number that a run writes has its line in docs/reference/metrics.md;
+- docs/reference/recipe.md is what the configurations say, and every key has its sentence;
+- docs/explanation/faults.md lists the laws of the checker, and counts its own rows;
+- the tables of the pages on staleness, faults and results, and of the README, are those of the committed results;
+- the site has every page in its navigation, in one of four parts, and loads nothing from elsewhere;
+- every package has a page, which its README and the first page link;
+- all its pages together have at most 50,000 words beside code and numbers.
 """
 
 from __future__ import annotations
@@ -38,15 +40,18 @@ from stretto_report.audit.laws import LAWS
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 SITE = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-METRICS = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+METRICS = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
+
+PARTS = {"tutorials", "how_to", "reference", "explanation"}
+MOST_WORDS = 50_000
 
 _PLACE = re.compile(r"`([\w./-]+\.(?:py|toml|json|md))(?::([\w.]+))?`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
 def test_the_page_of_the_keys_is_what_the_configurations_say() -> None:
-    page = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
-    assert page == recipe_table(), "python -m stretto.launch.recipe.table > docs/recipe.md"
+    page = (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")
+    assert page == recipe_table(), "python -m stretto.launch.recipe.table > docs/reference/recipe.md"
     assert [line for line in page.splitlines() if line.endswith("|  |") and not line.startswith("| `kind` ")] == []
 
 
@@ -129,15 +134,20 @@ def written_keys(file: str) -> set[str]:
     return keys
 
 
+def words(text: str) -> str:
+    """The text, wherever its lines end."""
+    return " ".join(text.split())
+
+
 def test_the_table_of_staleness_is_the_committed_result() -> None:
-    page = (ROOT / "docs" / "staleness.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "staleness.md").read_text(encoding="utf-8")
     rows = json.loads((ROOT / "benchmarks" / "results" / "staleness.json").read_text())["results"]["rows"]
     assert summary(rows, group_size=1, sigma=1.2) in page
     assert summary(rows, group_size=8, sigma=1.2) in page
 
 
 def test_the_table_of_groups_in_flight_is_the_committed_result() -> None:
-    page = (ROOT / "docs" / "staleness.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "staleness.md").read_text(encoding="utf-8")
     assert (
         in_flight(json.loads((ROOT / "benchmarks" / "results" / "in-flight.json").read_text())["results"]["rows"])
         in page
@@ -146,14 +156,17 @@ def test_the_table_of_groups_in_flight_is_the_committed_result() -> None:
 
 def test_the_laws_on_the_page_are_those_of_the_checker() -> None:
     section = (
-        (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").partition("## The laws\n")[2].partition("\n## ")[0]
+        (ROOT / "docs" / "explanation" / "faults.md")
+        .read_text(encoding="utf-8")
+        .partition("## The laws\n")[2]
+        .partition("\n## ")[0]
     )
     names = re.findall(r"^\| (.+?) \|", section, flags=re.MULTILINE)
     assert names == ["law", *(law.__name__.replace("_", " ") for law in LAWS)]
 
 
 def test_the_table_of_faults_is_counted_as_it_is() -> None:
-    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "faults.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| [^|]+ \| (.*) \|$", page, flags=re.MULTILINE)
     without = [number for number, shown in rows if "`tests/" not in shown]
     part = [number for number, shown in rows if shown.startswith("part")]
@@ -164,23 +177,23 @@ def test_the_table_of_faults_is_counted_as_it_is() -> None:
 
 
 def test_the_table_of_random_kills_is_the_committed_result() -> None:
-    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "faults.md").read_text(encoding="utf-8")
     results = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())["results"]
-    assert kills_summary(results) in page
+    assert words(kills_summary(results)) in words(page)
 
 
 def test_the_soak_and_the_campaigns_that_run_in_parts_are_their_committed_files() -> None:
-    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
-    assert soak_summary(read(ROOT / "benchmarks" / "results" / "soak.json", "soak")) in page
-    assert [told for told in in_parts() if told not in " ".join(page.split())] == []
+    page = (ROOT / "docs" / "explanation" / "faults.md").read_text(encoding="utf-8")
+    assert words(soak_summary(read(ROOT / "benchmarks" / "results" / "soak.json", "soak"))) in words(page)
+    assert [told for told in in_parts() if told not in words(page)] == []
 
 
 def test_the_tables_of_machines_that_come_and_go_are_the_committed_result() -> None:
-    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "faults.md").read_text(encoding="utf-8")
     results = json.loads((ROOT / "benchmarks" / "results" / "cluster.json").read_text())["results"]
-    assert not [campaign for campaign in results.values() if machines_killed_and_cut_off(campaign) not in page]
+    assert not [one for one in results.values() if words(machines_killed_and_cut_off(one)) not in words(page)]
     links = json.loads((ROOT / "benchmarks" / "results" / "links.json").read_text())["results"]
-    assert runs_over_links(links) in page
+    assert words(runs_over_links(links)) in words(page)
 
 
 def test_the_results_in_the_readme_are_the_committed_ones() -> None:
@@ -199,12 +212,12 @@ def test_the_readme_has_generation_beside_vllm_in_both_types_of_every_model_that
 
 
 def test_what_is_said_of_the_pretrained_model_is_its_committed_result() -> None:
-    assert pretrained() in " ".join((ROOT / "docs" / "own_model.md").read_text(encoding="utf-8").split())
+    assert pretrained() in " ".join((ROOT / "docs" / "tutorials" / "own_model.md").read_text(encoding="utf-8").split())
 
 
 def test_the_page_of_results_is_what_the_committed_files_say() -> None:
-    told = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert told == page(), "python -m benchmarks.summary > docs/results.md"
+    told = (ROOT / "docs" / "reference" / "results.md").read_text(encoding="utf-8")
+    assert told == page(), "python -m benchmarks.summary > docs/reference/results.md"
 
 
 def test_a_result_of_another_processor_has_a_heading_of_its_own(
@@ -223,8 +236,40 @@ def test_a_result_of_another_processor_has_a_heading_of_its_own(
 
 def test_the_navigation_of_the_site_has_every_page_once() -> None:
     _, _, navigation = SITE.partition("\nnav:\n")
-    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md"]
     assert sorted(re.findall(r"(\S+\.md)$", navigation, flags=re.MULTILINE)) == sorted(pages)
+    assert "\nexclude_docs: log.md " in SITE
+
+
+def test_every_page_is_in_one_of_the_four_parts() -> None:
+    pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
+    assert {page.parts[0] for page in pages} == PARTS | {"index.md", "log.md"}
+
+
+@pytest.mark.parametrize("package", sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir()))
+def test_every_package_has_its_page_which_its_readme_links(package: str) -> None:
+    page = "explanation/flow.md" if package == "core" else f"how_to/{package}.md"
+    assert f"](../../docs/{page})" in (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+    assert f"]({page})" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+def prose(text: str) -> list[str]:
+    """The words of a page: of code, addresses of links, comments and numbers none is one."""
+    for beside in (r"^ *```.*?^ *```", r"<!--.*?-->", r"`[^`\n]*`", r"(?<=\])\([^)]*\)"):
+        text = re.sub(beside, "", text, flags=re.MULTILINE | re.DOTALL)
+    return [word for word in text.split() if re.search(r"[^\W\d_]", word)]
+
+
+def test_what_is_no_word_is_not_counted() -> None:
+    page = (
+        "# Two words\n\n`a key` 17 [link](a/page.md)\n\n```bash\nstretto train\n```\n<!-- needs time -->\n| one | 2.5 |"
+    )
+    assert prose(page) == ["Two", "words", "[link]", "one"]
+
+
+def test_the_site_says_it_in_fifty_thousand_words() -> None:
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md"]
+    assert sum(len(prose(page.read_text(encoding="utf-8"))) for page in pages) <= MOST_WORDS
 
 
 def test_the_site_loads_no_fonts_from_elsewhere() -> None:
@@ -233,7 +278,9 @@ def test_the_site_loads_no_fonts_from_elsewhere() -> None:
 
 def test_the_python_page_names_modules_that_exist() -> None:
     modules = re.findall(
-        r"^::: ([\w.]+)$", (ROOT / "docs" / "docstrings.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+        r"^::: ([\w.]+)$",
+        (ROOT / "docs" / "reference" / "docstrings.md").read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
     )
     assert "stretto" in modules
     places = [ROOT / "packages" / "core" / module.replace(".", "/") for module in modules]

@@ -1,4 +1,4 @@
-"""Promises about docs/algorithms.md: its tables are the code.
+"""Promises about docs/explanation/algorithm.md: its tables are the code.
 
 - every line of a recipe in them loads, and composes the function that stands beside it;
 - every choice that a recipe has, and every function that makes an objective, has its row;
@@ -34,7 +34,7 @@ from stretto.trainer.trainer import Trainer
 from tests.test_docs import names_in
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "explanation" / "algorithm.md").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)

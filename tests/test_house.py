@@ -1,4 +1,4 @@
-"""Promises about the code itself, held against docs/house.md.
+"""Promises about the code itself, held against docs/explanation/house.md.
 
 - Imports go down: never to a neighbour, never upstairs, never hidden in a function (outside cli and api).
 - Rooms, and only these, stand where they are drawn; their names and their files' names say something.
@@ -35,13 +35,13 @@ CORE = ROOT / "packages" / "core" / law.PACKAGE
 ALL = [APPLICATION, *PACKAGES]
 EACH = pytest.mark.parametrize("package", ALL, ids=lambda package: package.name)
 LARGEST_LOOP = 75
-HOUSE = law.read_house((ROOT / "docs" / "house.md").read_text(encoding="utf-8"))
-REFUSED = law.refused_words((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+HOUSE = law.read_house((ROOT / "docs" / "explanation" / "house.md").read_text(encoding="utf-8"))
+REFUSED = law.refused_words((ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8"))
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 
 
 def assert_kept(violations: list[str]) -> None:
-    assert not violations, "\n".join(["the law of the house (docs/house.md) is broken:", *violations])
+    assert not violations, "\n".join(["the law of the house (docs/explanation/house.md) is broken:", *violations])
 
 
 def test_the_drawing_and_the_table_have_the_same_rooms() -> None:
@@ -92,14 +92,14 @@ def test_identifiers_use_the_words_of_the_glossary(package: Path) -> None:
 
 @EACH
 def test_concepts_are_counted_and_only_fall(package: Path) -> None:
-    """A count that rises needs a decision, and a new number in docs/house.md."""
-    text = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
+    """A count that rises needs a decision, and a new number in docs/explanation/house.md."""
+    text = (ROOT / "docs" / "explanation" / "house.md").read_text(encoding="utf-8")
     [counted] = re.findall(rf"^\| `{package.name}` \| (\d+) \| (\d+) \|$", text, flags=re.MULTILINE)
-    assert tuple(map(str, law.concepts(package))) == counted, "say the new numbers in docs/house.md"
+    assert tuple(map(str, law.concepts(package))) == counted, "say the new numbers in docs/explanation/house.md"
 
 
 def test_recipe_keys_and_commands_are_counted_and_only_fall() -> None:
-    text = (ROOT / "docs" / "house.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "explanation" / "house.md").read_text(encoding="utf-8")
     keys = sum(line.startswith("| `") for line in recipe_table().splitlines())
     commands = len(app.registered_commands) + len(app.registered_groups)
     assert f"A recipe has {keys} keys, the command line {commands} commands." in text

@@ -45,7 +45,7 @@ def test_a_recipe_that_is_not_there_is_told_where_the_installed_one_is(
 
 def test_every_extra_that_is_named_exists_and_setup_installs_that_of_the_data() -> None:
     pages = [
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         ROOT / "README.md",
         *(ROOT / "application").rglob("*.py"),
         *(ROOT / "packages").rglob("*.py"),
@@ -67,6 +67,6 @@ def test_every_extra_that_is_named_exists_and_setup_installs_that_of_the_data() 
 
 
 def test_the_page_of_names_is_what_the_code_is() -> None:
-    told = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    assert told == page(), "python -m tests.api.reference > docs/api.md"
+    told = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    assert told == page(), "python -m tests.api.reference > docs/reference/api.md"
     assert ":::" not in told

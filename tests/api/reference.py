@@ -1,6 +1,7 @@
-"""docs/api.md, made from the code: ``python -m tests.api.reference > docs/api.md``.
+"""docs/reference/api.md, made from the code: ``python -m tests.api.reference > docs/reference/api.md``.
 
-Each public name of the modules below with its signature and the first sentence of its docstring.
+Each public name of `import stretto` with its signature, its methods and the first sentence of its docstring; of the
+other modules below each further name with its sentence.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import stretto
 
 _HEAD = """# Python
 
-The stable interface for programs: the names of `import stretto`, and the parts from which extensions are made. The page
-is made from the code (`python -m tests.api.reference`); on the built site, [the docstrings](docstrings.md) have
-everything in full.
+The stable interface for programs: the names of `import stretto`, and the parts from which extensions are made. The code
+makes this page (`python -m tests.api.reference`); [the docstrings](docstrings.md) have signatures and members in full,
+those of rewards, errors, the parts of an objective and the summary of a run included.
 
 ```python
 import stretto
@@ -32,22 +33,9 @@ print(engine.chat([{"role": "user", "content": "3+4=?"}])[0].text)
 """
 #: Titles with the modules that they are about.
 MODULES = {
-    "For rewards": ["stretto.rewards.functions"],
     "Records": ["stretto.core.records"],
-    "Errors": ["stretto.core.errors"],
     "The Protocol of an engine": ["stretto.core.engine"],
-    "Workflows": [
-        "stretto.worlds.workflows.conversation",
-        "stretto.worlds.workflows.task",
-        "stretto.worlds.single_turn",
-    ],
-    "Parts of an objective": [
-        "stretto.trainer.objective.surrogates",
-        "stretto.trainer.objective.corrections",
-        "stretto.trainer.objective.advantages",
-        "stretto.trainer.objective.aggregation",
-    ],
-    "Reading a run": ["stretto.store.inspection"],
+    "Workflows": ["stretto.worlds.workflows.task", "stretto.worlds.single_turn"],
 }
 _SHORT = 110
 
@@ -60,7 +48,8 @@ def page() -> str:
         for name in modules:
             module = importlib.import_module(name)
             parts.append(f"\n`{name}`: {first_sentence(module)}\n\n")
-            parts += [entry(one, getattr(module, one)) for one in own_names(module)]
+            further = [one for one in own_names(module) if one not in stretto.__all__]
+            parts += [f"- `{one}`{_said(getattr(module, one))}\n" for one in further]
     return "".join(parts)
 
 
@@ -118,7 +107,7 @@ def signature(value: object) -> str:
 
 
 def _is_model(kind: type) -> bool:
-    """Configurations: their keys are those of docs/recipe.md."""
+    """Configurations: their keys are those of docs/reference/recipe.md."""
     return hasattr(kind, "model_fields") or getattr(kind, "_is_protocol", False)
 
 

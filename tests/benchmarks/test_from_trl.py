@@ -1,4 +1,5 @@
-"""Promises about docs/from_trl.md, held without TRL: what TRL did is on record (`benchmarks/results/from-trl.json`).
+"""Promises about docs/tutorials/from_trl.md, held without TRL, whose steps are on record
+(`benchmarks/results/from-trl.json`).
 
 - three steps of this trainer give the weights that TRL had after each of them, in each case that is called the same;
 - each case that the page calls another training is one;
@@ -23,7 +24,7 @@ from benchmarks.report import RESULTS
 from stretto.launch.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "from_trl.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tutorials" / "from_trl.md").read_text(encoding="utf-8")
 TRL: dict[str, Any] = json.loads((RESULTS / "from-trl.json").read_text(encoding="utf-8"))["results"]
 TOLERANCE = 5e-3  #: One weight whose gradient is noise may move by a tenth of a step: 1.6e-3 of all that move.
 
@@ -85,7 +86,7 @@ def test_every_key_of_trl_is_on_the_page() -> None:
 
 
 def test_every_key_of_a_recipe_on_the_page_exists() -> None:
-    known = (ROOT / "docs" / "recipe.md").read_text(encoding="utf-8")
+    known = (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")
     for name in {word for row in (*cells(KEYS), *cells(DEFAULTS)) for cell in row for word in names(cell)}:
         section, dot, key = name.strip("[]").rpartition(".")
         if dot and section.split(".")[0] in RECIPE and name.isascii():

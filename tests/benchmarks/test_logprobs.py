@@ -15,7 +15,7 @@ from benchmarks.logprobs import DTYPES, JUDGED, MAKES, beyond, distribution, mar
 from stretto.core.canary import AGREEING
 from stretto.loop.engines import proving
 
-PAGE = Path(__file__).parents[2] / "docs" / "canary.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "canary.md"
 RECORD = on_record()
 
 

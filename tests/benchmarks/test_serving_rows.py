@@ -1,5 +1,5 @@
-"""Promises of `benchmarks.serving`: rates are of the wall clock, times of what clients saw; the table of docs/serve.md
-is the committed result."""
+"""Promises of `benchmarks.serving`: rates are of the wall clock, times of what clients saw; the table of
+docs/how_to/gateway.md is the committed result."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.report import RESULTS
 from benchmarks.serving import Answered, markdown, row
 
-PAGE = Path(__file__).parents[2] / "docs" / "serve.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "gateway.md"
 
 
 def test_a_row_by_hand() -> None:

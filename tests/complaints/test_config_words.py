@@ -19,8 +19,12 @@ from stretto_app.cli.main import app
 from tests.launch.running import TINY, Laboratory
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_BLOCK = re.compile(r"^```\w*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "packages").glob("*/README.md")),
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md"),
+]
+_BLOCK = re.compile(r"^ *```\w*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\s*(?:\$ )?(?:\.venv/bin/)?stretto ([a-z]+(?: [^\n]*)?)$", re.MULTILINE)
 _INLINE = re.compile(r"`stretto ([a-z][^`]*)`")
 
@@ -58,7 +62,7 @@ def words_of(command: str) -> list[str]:
     return shlex.split(re.split(r"\s#|\s[|>&;]|\s\\$", command)[0].replace("...", " "))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_and_option_that_a_page_names_exists(page: Path) -> None:
     text, known = page.read_text(encoding="utf-8"), commands()
     wrong = []
@@ -70,7 +74,7 @@ def test_every_command_and_option_that_a_page_names_exists(page: Path) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_in_a_block_can_be_parsed(page: Path) -> None:
     for block in _BLOCK.findall(page.read_text(encoding="utf-8")):
         for found in _COMMAND.findall(block.replace("\\\n", " ")):

@@ -3,7 +3,8 @@
 
 Promise: what hangs Math-Verify, in a burst of ordinary completions that keeps every worker busy, changes no verdict of
 the others and costs no worker. In a gold answer it is undecided: the completion is not to blame. In a completion it is
-wrong, since the excess is its own (docs/decisions/0041): never right, and never undecided, which nobody would unlearn.
+wrong, since the excess is its own (docs/explanation/decisions/0041): never right, and never undecided, which nobody
+would unlearn.
 A grader that does hang, of which nobody knows whose fault it is, leaves its completion undecided, and no other.
 """
 

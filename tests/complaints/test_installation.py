@@ -19,7 +19,7 @@ _BESIDE_TORCH = {"gpu"}  # comes with torch's build for GPUs
 def test_extras_on_the_pages_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = set(project["optional-dependencies"])
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     on_pages = {
         name for page in pages for found in _NAMED.findall(page.read_text("utf-8")) for name in found.split(",")
     }

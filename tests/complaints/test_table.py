@@ -1,6 +1,6 @@
-"""Promises: docs/complaints.md has all twenty complaints with their threads, shows each by links to tests or campaigns
-that exist, and is linked from the README and the site's first page; its tables of memory and disk are the committed
-results, by which no role grows and no folder is above its ceiling.
+"""Promises: docs/explanation/complaints.md has all twenty complaints with their threads, shows each by links to tests
+or campaigns that exist, and is linked from the README and the site's first page; its tables of memory and disk are
+the committed results, by which no role grows and no folder is above its ceiling.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.growth import disk_table, memory_table
 from tests.test_docs import names_in
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "complaints.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "explanation" / "complaints.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "results"
 ROLES = {"conductor", "engine-0", "rewards", "trainer"}  # at least: the next run of the benchmark weighs three more
 MOST_PER_1000_STEPS = 2.0  # MiB, of a line of least squares
@@ -58,8 +58,8 @@ def test_all_twenty_are_there_with_their_threads() -> None:
 
 @pytest.mark.parametrize(("number", "shown"), [(number, shown) for number, *_, shown in ROWS])
 def test_each_is_shown_by_links_to_what_exists(number: str, shown: str) -> None:
-    links = re.findall(r"\[`([\w./-]+)`\]\(\.\./([\w./-]+)\)", shown)
-    assert re.sub(r"\[`[\w./-]+`\]\(\.\./[\w./-]+\)(, )?", "", shown).strip() == "", "every place is a link"
+    links = re.findall(r"\[`([\w./-]+)`\]\(\.\./\.\./([\w./-]+)\)", shown)
+    assert re.sub(r"\[`[\w./-]+`\]\(\.\./\.\./[\w./-]+\)(, )?", "", shown).strip() == "", "every place is a link"
     assert any(file.startswith("tests/") for _, file in links), f"{number} has no test"
     missing = [
         (name, file)
@@ -70,8 +70,8 @@ def test_each_is_shown_by_links_to_what_exists(number: str, shown: str) -> None:
 
 
 def test_the_page_is_linked_from_the_first_ones() -> None:
-    assert "](docs/complaints.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "](complaints.md)" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert "](docs/explanation/complaints.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](explanation/complaints.md)" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 
 
 def results(name: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from stretto_servers.makes import launch_of
 from tests.launch.running import ROOT, TINY, Laboratory
 
 EXAMPLES = ROOT / "examples" / "doors"
-PAGES = ROOT / "docs" / "doors"
+PAGES = ROOT / "docs" / "how_to" / "doors"
 LONGEST = 40
 OWN = (
     f"path={EXAMPLES}",

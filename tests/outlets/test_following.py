@@ -1,6 +1,6 @@
 """Promises: a tool gets each line of a run once, in order, whatever ends the process that follows; names are those of
-docs/metrics.md; steps that a resumed run does again stay as they were first; tables of completions are few and short;
-an alarm is told once in a run.
+docs/reference/metrics.md; steps that a resumed run does again stay as they were first; tables of completions are few
+and short; an alarm is told once in a run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stretto_report.outlets.follower import PORTION, ROW_STEPS, ROWS
 from stretto_report.outlets.points import flat_recipe, point_of
 from tests.outlets.recorded import Followed, collapsing, evaluation, sample, step
 
-NAMES = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+NAMES = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Promises, with the real packages, offline: what W&B, MLflow and trackio have of a run, as they read it back, is every
 number once, at its step, the recipe, the tags, the tables and an alarm; a run that is resumed goes on in the same
-curves. `wandb sync` of docs/logging.md uploads the files of all processes as one run, at the end or in between.
+curves. `wandb sync` of docs/reference/metrics.md uploads the files of all processes as one run, at the end or in
+between.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def newest_sent(run: RecordedRun, tool: str) -> int:
 
 
 def sync(tools: Path, run: RecordedRun, server: WandbServer) -> str:
-    """The command of docs/logging.md."""
+    """The command of docs/reference/metrics.md."""
     files = sorted((run.folder.path / "wandb").glob("offline-run-*"))
     its_own = {"WANDB_BASE_URL": server.address, "WANDB_API_KEY": "a" * 40, "WANDB_MODE": "online"}
     return command(run.folder.path.parent, tools.parent / "wandb", "sync", *files, further=its_own)

@@ -1,4 +1,5 @@
-"""Promises of ``beyond_bound = "wait"``, whatever happens in whatever order (the proof is in docs/staleness.md):
+"""Promises of ``beyond_bound = "wait"``, in whatever order things happen (the proof is in
+docs/explanation/staleness.md):
 
 - the invariant: with b batches taken, at most (d - b + 1) * B untrained groups are due by d, for every d >= b - 1;
 - it is always possible: as soon as the B untrained groups that are due first are finished, there is a batch.

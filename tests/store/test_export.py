@@ -1,9 +1,9 @@
 """The export of a run as JSON lines, parquet and CSV.
 
-Promises: the three hold the same rows, in the columns that docs/export.md lists; `datasets` and polars read the parquet
-file; what a model said is whole in all of them (10 MB, quotation marks, ends of lines), and never a formula of a
-spreadsheet; memory does not grow with the run; a file is whole or absent, and one that was there stays when an export
-fails; what is no file stays what it is, and a link stays a link.
+Promises: the three hold the same rows, in the columns that docs/reference/metrics.md lists; `datasets` and polars
+read the parquet file; what a model said is whole in all of them (10 MB, quotation marks, ends of lines), and never a
+formula of a spreadsheet; memory does not grow with the run; a file is whole or absent, and one that was there stays
+when an export fails; what is no file stays what it is, and a link stays a link.
 """
 
 from __future__ import annotations
@@ -156,7 +156,9 @@ def test_every_outcome_is_exported_under_the_name_that_the_docs_give_it(tmp_path
     assert verdicts == [*Outcome, None]
     assert [row["reward"] for row in found] == [None if v in ("undecided", None) else 0.5 for v in verdicts]
     (told,) = (
-        line for line in (ROOT / "docs" / "export.md").read_text().splitlines() if line.startswith("| `verdict`")
+        line
+        for line in (ROOT / "docs" / "reference" / "metrics.md").read_text().splitlines()
+        if line.startswith("| `verdict`")
     )
     assert re.findall("`([a-z]+)`", told)[1:] == list(Outcome)
 
@@ -261,7 +263,7 @@ def test_memory_does_not_grow_with_the_run(
 
 
 def test_every_column_is_documented() -> None:
-    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8").partition("\n### Columns\n")[2]
     assert re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)[: len(ExportedTrajectory.__struct_fields__)] == list(
         ExportedTrajectory.__struct_fields__
     )

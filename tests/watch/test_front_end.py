@@ -2,7 +2,7 @@
 
 - The committed build is the one of the committed sources, and its page names files that are there.
 - It is less than 200 kB, has nothing inline, names nothing of another host, has the licences of what is bundled.
-- The sentences below the curves are those of docs/metrics.md, of every family of series.
+- The sentences below the curves are those of docs/reference/metrics.md, of every family of series.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_every_curve_says_whether_it_is_good() -> None:
 
 
 def test_the_sentences_below_the_curves_are_those_of_the_page_of_metrics() -> None:
-    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     sentences = json.loads((WEB / "src" / "data" / "sentences.json").read_text(encoding="utf-8"))
     families = {"queues", "busy", "memory", "rewards", "canary"}
     assert sentences.keys() >= families | {"reward", "staleness_mean", "trainer.loss", "trainer.behavior_logprob_error"}

@@ -34,7 +34,7 @@ def check_cluster(recipe: Recipe) -> None:
     else:
         if ranks and (config.listen or config.placer == "ray") and not within and not config.trusted_network:
             found = f"false, and trainer.remote_ranks = {ranks}: collectives know neither key nor encryption"
-            remedy = "true says that nobody else is on their network (docs/ranks.md)"
+            remedy = "true says that nobody else is on their network (docs/how_to/cluster.md)"
             problems.append(Problem("cluster.trusted_network", found, remedy))
     if problems:
         raise RecipeError(problems)

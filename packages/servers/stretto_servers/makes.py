@@ -29,7 +29,7 @@ def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
     """A sentence for each way in which the class of `engine.kind` is no make, without a server."""
     make = MAKES.load(config.kind)
     if lacking := [name for name in (*_METHODS, "launch") if not callable(getattr(make, name, None))]:
-        yield f"has no method {', '.join(lacking)} (docs/doors/engine.md)"
+        yield f"has no method {', '.join(lacking)} (docs/how_to/doors/engine.md)"
     for name in _METHODS:
         method = getattr(make, name, None)
         if callable(method) and (differs := _differs(name, method)):

@@ -1,7 +1,8 @@
 """The verifier of mathematics, from text to verdict.
 
-Promises: on the public cases no false accept and under 2 % false rejects; each class of docs/rewards.md is decided by
-its rule, both ways; an answer is the same answer in every frame that models put around it; a denied answer is none.
+Promises: on the public cases no false accept and under 2 % false rejects; each class of docs/how_to/verify.md is
+decided by its rule, both ways; an answer is the same answer in every frame that models put around it; a denied answer
+is none.
 """
 
 from __future__ import annotations

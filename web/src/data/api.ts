@@ -1,4 +1,4 @@
-/** What the server says, and how to ask it. The types are those of docs/watch.md. */
+/** What the server says, and how to ask it. The types are those of docs/how_to/report.md. */
 
 export interface Alarm {
   name: string

@@ -43,7 +43,7 @@ const READ: Record<string, string> = {
   staleness_mean: 'Below the bound; at it, generation waits.',
 }
 
-/** What a series means and its unit, in the words of docs/metrics.md. */
+/** What a series means and its unit, in the words of docs/reference/metrics.md. */
 export function meaning(name: string): { title: string; read: string | undefined; sentence: string; unit: string } {
   const family = name.split('.')[0] ?? name
   const found = DERIVED[name] ?? KNOWN[name] ?? KNOWN[family]

@@ -1,4 +1,4 @@
-/** The filter of the table of trajectories: clauses joined by `and`, in the words of docs/watch.md. */
+/** The filter of the table of trajectories: clauses joined by `and`, in the words of docs/how_to/report.md. */
 export interface Clause {
   field: string
   sign: string

@@ -94,7 +94,7 @@ class Run:
 
     @property
     def metrics(self) -> list[StepMetrics]:
-        """All steps so far (docs/metrics.md)."""
+        """All steps so far (docs/reference/metrics.md)."""
         return read_metrics(self._folder.metrics)[0]
 
     @property

@@ -38,8 +38,8 @@ def train(
     Args:
         recipe: a TOML file, a `stretto.Recipe`, or the sections of one as a dict; with `resume` the folder of a run
             that is to go on.
-        reward: judges the completions (docs/rewards.md): a function that another process can import, asynchronous or
-            not, the name of a built-in one, or a list of them, whose rewards are added.
+        reward: judges the completions (docs/how_to/rewards.md): a function that another process can import,
+            asynchronous or not, the name of a built-in one, or a list of them, whose rewards are added.
         on_step: called with each step; this then returns when the run has ended. What it raises stops the run.
         run_dir: folder of the run, by default ``runs/RECIPE-DATE``.
         overrides: values that replace those of the recipe: ``trainer={"steps": 100}``, or

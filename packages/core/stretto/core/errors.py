@@ -194,7 +194,7 @@ class RoleDied(RoleError):
         super().__init__(role, how, log)
 
     def __str__(self) -> str:
-        return f"{self.role} {self.how}" + (f"; its last words are in {self.log}" if self.log else "")
+        return f"{self.role} {self.how}" + (f"; see the end of {self.log}" if self.log else "")
 
 
 class RoleFailed(RoleError):

@@ -351,7 +351,7 @@ class Batch(Record, frozen=True):
 
 
 class Update(Record, frozen=True):
-    """Result of a training step: the published version and its metrics (docs/metrics.md).
+    """Result of a training step: the published version and its metrics (docs/reference/metrics.md).
 
     `skipped`: trajectories of optimizer steps that were skipped because of a non-finite gradient.
     """

@@ -1,4 +1,4 @@
-"""Requirements and limits of inference servers, one row per make; docs/engines.md shows the same table."""
+"""Requirements and limits of inference servers, one row per make; docs/how_to/servers.md shows the same table."""
 
 from __future__ import annotations
 

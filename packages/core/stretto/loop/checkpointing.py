@@ -70,7 +70,7 @@ class Checkpointing:
         if self._folder.policy(version).exists():  # which appears whole
             return
         if not (self._folder.is_ours() and self._folder.policies.is_dir()):
-            raise StoreError(f"{self._folder.policies}: is not there any more")
+            raise StoreError(f"{self._folder.policies}: no longer exists")
         await self._trainer.save_policy(self._folder.policy(version))
         if self._config.keep_versions != "all":
             saved = sorted(path for path in self._folder.policies.glob("v*") if path != self._folder.policy(0))
@@ -103,7 +103,7 @@ class Checkpointing:
         if step == self._started_step:
             return
         if self.saved_step and not self._folder.checkpoints.is_dir():
-            raise StoreError(f"{self._folder.checkpoints}: is not there any more")
+            raise StoreError(f"{self._folder.checkpoints}: no longer exists")
         self._ledger.sync()
         self._started_step, copied = step, asyncio.Event()
         self._saving = asyncio.create_task(self._save(step, copied))

@@ -1,4 +1,4 @@
-"""The goodput budget: each token and each second of a run in exactly one category (docs/metrics.md).
+"""The goodput budget: each token and each second of a run in exactly one category (docs/reference/metrics.md).
 
 Tokens are counted, and add up exactly: the sum over the categories is what engines have sampled and recomputed. Seconds
 are measured for each role, and add up to its wall time: work goes to the category of the tokens it was for, in

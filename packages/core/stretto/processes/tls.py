@@ -1,7 +1,7 @@
 """TLS between the machines of a run: both sides show a certificate that the run's own authority has signed.
 
-A folder holds `ca.pem`, `cert.pem` and `key.pem`; docs/clusters.md says how to make them. Host names are not checked,
-because machines come and go: a certificate of the authority is what admits one.
+A folder holds `ca.pem`, `cert.pem` and `key.pem`; docs/how_to/cluster.md says how to make them. Host names are not
+checked, because machines come and go: a certificate of the authority is what admits one.
 """
 
 from __future__ import annotations

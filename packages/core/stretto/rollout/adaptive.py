@@ -13,7 +13,7 @@ Jain 1989, Computer Networks 17):
 
 Between 1/2 and 1 the bound stays. It is held after a change because groups in flight keep the bound of their admission,
 so a change shows late. A larger bound only helps a trainer that waits for generation, so it is raised only then.
-(docs/staleness.md)
+(docs/explanation/staleness.md)
 
 The state is a record, and the next one depends on the metrics of a step alone, so the loop, a resumed run and a
 simulation get the same bounds.
@@ -32,8 +32,8 @@ _ALLOWS = 1 / 2  # smoothed mismatch below which the bound may be raised
 
 
 class MismatchLimit(NamedTuple):
-    """A metric of the update (docs/metrics.md): its value without mismatch, and the limit from which the bound
-    falls."""
+    """A metric of the update (docs/reference/metrics.md): its value without mismatch, and the limit above which the
+    bound is lowered."""
 
     none: float
     limit: float

@@ -14,7 +14,7 @@ untrained groups are due by d (so none is overdue). Admission keeps it, because 
 equation 3 leaves at most (i + eta + 1 - b) * B untrained ones in all, whatever bounds the others have. A batch keeps it
 if among those left, finished or not, at most (d - b) * B are due by d, for every d >= b; then the same invariant holds
 at b + 1. Taking the B groups with the earliest due versions always satisfies this, so at worst the trainer waits for
-those to finish, and in-flight groups always end: nothing gets stuck. (docs/staleness.md)
+those to finish, and in-flight groups always end: nothing gets stuck. (docs/explanation/staleness.md)
 """
 
 from __future__ import annotations

@@ -61,12 +61,12 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
     filter: Annotated[str | Section | tuple[str | Section, ...], FILTERS] = Field(
         "none",
         description="groups that are not trained on; zero_variance: all rewards of the group are equal; a list of "
-        "several (docs/doors/filter.md)",
+        "several (docs/how_to/doors/filter.md)",
     )
     pacing: Annotated[str | Section, PACINGS] = Field(
         "auto",
         description="when groups start; continuous: each as soon as equation 3 allows it; rounds: together; auto: as "
-        "engine.batching (docs/doors/pacing.md)",
+        "engine.batching (docs/how_to/doors/pacing.md)",
     )
     success_rate_min: float = Field(0.0, ge=0, le=1, description="least share of right completions to train on a group")
     success_rate_max: float = Field(

@@ -33,5 +33,5 @@ class RecentFailures:
         failed = sum(self._failed)
         if len(self._failed) == _COUNTED and failed > self._max_failed * _COUNTED:
             found = f"{failed} of the last {_COUNTED} trajectories failed, the last one: {trajectory.verdict.reason}"
-            remedy = f"mend the {self._who}, or allow more with workflow.max_failed"
+            remedy = f"fix the {self._who}, or allow more with workflow.max_failed"
             raise WorkflowError([Problem("workflow", found, remedy)])

@@ -15,7 +15,8 @@ window (Chiu and Jain 1989, Computer Networks 17). It is decided at the end of a
 
 The window after a decrease or doubling does not count, since earlier groups are still in flight.
 
-Under a constant load n settles: it is never raised to a number from which it would be lowered. (docs/staleness.md)
+Under a constant load n settles: it is never raised to a number from which it would be lowered.
+(docs/explanation/staleness.md)
 
 The state is a record, and the next one depends on the engines' readings alone, so resumed runs and simulations use the
 same function.

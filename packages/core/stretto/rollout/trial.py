@@ -38,7 +38,7 @@ def _made_up(rewards: Sequence[float]) -> Group:
 def pacing_faults(config: RolloutConfig) -> Iterator[str]:
     """Faults of a pacing policy; errors raised by it pass through."""
     if not callable(getattr(PACINGS.bound(config.pacing)(), "opens", None)):
-        yield "has no method opens(may_start, in_flight) (docs/doors/pacing.md)"
+        yield "has no method opens(may_start, in_flight) (docs/how_to/doors/pacing.md)"
         return
     policy = pacing_of(config, in_rounds=False)
     for may_start, in_flight in ((True, 0), (True, 1), (False, 1), (False, 0)):

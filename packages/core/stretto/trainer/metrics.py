@@ -1,6 +1,6 @@
 """Metrics of one training step: summed over micro-batches on each rank, all-reduced at the end.
 
-Formulas: docs/metrics.md.
+Formulas: docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SUMS = ("tokens", "loss", *DIAGNOSTICS, "entropy", "kl_reference", "error", "ag
 
 
 class Meter:
-    """Accumulates metrics; means are over loss tokens unless `docs/metrics.md` says otherwise.
+    """Accumulates metrics; means are over loss tokens unless `docs/reference/metrics.md` says otherwise.
 
     Unmeasured metrics are absent, never zero: `behavior_logprob_error` and its maximum without on-policy tokens,
     `entropy` and `kl_reference` if the recipe has none, all loss metrics if no token was trained on.

@@ -1,5 +1,5 @@
-"""The lines of a run as points of curves: the same names as in docs/metrics.md, a section for each kind of line and for
-each map of a line."""
+"""The lines of a run as points of curves: the same names as in docs/reference/metrics.md, a section for each kind of
+line and for each map of a line."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def outlet_faults(tool: str, config: OutletsConfig) -> Iterator[str]:
         about = About(Path(folder), config.project, TRIAL, config.tags, {"trainer.steps": 1}, 0.0)
         outlet: Outlet = OUTLETS.load(tool)(about, Cursor())
         if lacking := [name for name in _METHODS if not callable(getattr(outlet, name, None))]:
-            yield f"has no method {', '.join(lacking)} (docs/doors/outlet.md)"
+            yield f"has no method {', '.join(lacking)} (docs/how_to/doors/outlet.md)"
             return
         if not isinstance(getattr(outlet, "run", None), str):
             yield "has no text 'run', the id by which another process goes on with the run"

@@ -4,7 +4,7 @@
                    extract          parse        compare                             │ unknown
                                                                        math-verify ◄─┘
 
-docs/rewards.md defines what is right, with reasons.
+docs/how_to/verify.md defines what is right, with reasons.
 """
 
 from __future__ import annotations

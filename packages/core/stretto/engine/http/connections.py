@@ -1,7 +1,7 @@
 """HTTP/1.1 to one engine over connections that are kept: a request costs a write and a few reads.
 
 The conductor requests a hundred groups a second on a shared core; a general HTTP client would cost more than all its
-other work (docs/decisions/0007-own-connections.md). httptools parses, as in the server.
+other work (docs/explanation/decisions/0007-own-connections.md). httptools parses, as in the server.
 """
 
 from __future__ import annotations

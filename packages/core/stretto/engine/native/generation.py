@@ -206,7 +206,7 @@ class Generation:
         if self.stopping:
             raise EngineLost(self.engine.name, "is stopping")
         if request.id in self._listeners:  # finished by the engine, not yet sent
-            raise RefusedRequest("id", repr(request.id), "an id that no open request has")
+            raise RefusedRequest("id", repr(request.id), "an id that no open request uses")
         if self.engine.waiting and self.engine.waiting + len(request.seeds) > MOST_WAITING:
             how = f"has {self.engine.waiting:,} completions waiting already, of {MOST_WAITING:,} that may"
             raise EngineLost(self.engine.name, how)

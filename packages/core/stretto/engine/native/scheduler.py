@@ -99,7 +99,7 @@ class Scheduler:
             RefusedRequest: its id is in use, or a completion of it could never fit the cache.
         """
         if request.id in self._open:
-            raise RefusedRequest("id", repr(request.id), "an id that no open request has")
+            raise RefusedRequest("id", repr(request.id), "an id that no open request uses")
         members = [Member(request, index) for index in range(len(request.seeds))]
         if self._slot(members[0].tokens) > self._cache_tokens:
             allowed = f"less: the cache holds {self._cache_tokens:,} tokens (engine.cache_gib)"

@@ -134,4 +134,4 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
         if not 1 <= len(text) <= LONGEST_STOP:
             raise RefusedRequest("sampling.stop", f"a text of {len(text)} characters", f"1 to {LONGEST_STOP}")
         if NO_CHARACTER in text:
-            raise RefusedRequest("sampling.stop", repr(text)[:80], "characters; U+FFFD stands for bytes that are none")
+            raise RefusedRequest("sampling.stop", repr(text)[:80], "characters; U+FFFD replaces invalid bytes")

@@ -64,7 +64,7 @@ _CONTAINERS = 1_000_000
 def collected_seldom() -> Iterator[None]:
     """In the block the garbage collector goes through nothing that was there before it, and begins only when a million
     containers more have come than gone. Records hold no cycles, so there is hardly any garbage, and to go through the
-    tokens of each is a third of what a conductor of hundreds of engines does (docs/scaling.md)."""
+    tokens of each is a third of what a conductor of hundreds of engines does (docs/how_to/cluster.md)."""
     first, *others = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(_CONTAINERS, *others)

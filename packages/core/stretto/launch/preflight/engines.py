@@ -84,7 +84,7 @@ def _keys(recipe: Recipe, make: Capabilities) -> Iterator[Problem]:
     if recipe.weights.medium == "broadcast" and not recipe.cluster.trusted_network:
         for address in (one for one in config.addresses if not _is_here(one)):
             found = f"false, and weights go to {address} by a collective, which knows neither key nor encryption"
-            remedy = "true says that nobody else is on their network (docs/weights.md)"
+            remedy = "true says that nobody else is on their network (docs/how_to/cluster.md)"
             yield Problem("cluster.trusted_network", found, remedy)
     if config.batching == "rounds":
         found = f'"rounds", and {make.name} does not compute the same completion twice bit for bit'

@@ -212,7 +212,7 @@ def _wrong(config: RewardsConfig, wrong: Sequence[_Call], count: int) -> Problem
         f"{config.function!r} finds {len(wrong)} of the first {count} gold answers wrong, judged as completions: "
         f"{shown.answer[-60:]!r} of {place_of(shown)}"
     )
-    return Problem(PLACE, found, "the gold answers must have the form that the reward reads (docs/rewards.md)")
+    return Problem(PLACE, found, "the gold answers must have the form that the reward reads (docs/how_to/rewards.md)")
 
 
 def _differing(config: RewardsConfig, first: Sequence[_Call], second: Sequence[_Call]) -> list[str]:

@@ -50,7 +50,7 @@ Tag = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class OutletsConfig(BaseModel, extra="forbid", frozen=True):
-    """The tools that a run is shown in, beside its own pages (docs/logging.md).
+    """The tools that a run is shown in, beside its own pages (docs/reference/metrics.md).
 
     Example: ``OutletsConfig(to=("wandb", "tensorboard"), project="arithmetic")``
     """

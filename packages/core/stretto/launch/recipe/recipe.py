@@ -92,9 +92,9 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     seed: int = Field(1, ge=0, lt=2**63, description="seed of all random draws")
     path: str | None = Field(
         None,
-        description="folder in which modules that the recipe names (package.module:name, docs/doors/index.md) are "
-        "looked for first, before the folder that stretto is started from; left out: the recipe's folder, if one is "
-        "there",
+        description="folder in which modules that the recipe names (package.module:name, "
+        "docs/how_to/doors/index.md) are looked for first, before the folder that stretto is started from; left out: "
+        "the recipe's folder, if one is there",
     )
     model: ModelConfig
     task: Annotated[ArithmeticTask | DatasetTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
@@ -143,7 +143,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     @property
     def in_rounds(self) -> bool:
         """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`);
-        those of a workflow do not (docs/decisions/0027-workflows-and-rounds.md)."""
+        those of a workflow do not (docs/explanation/decisions/0027-workflows-and-rounds.md)."""
         return self.workflow is None and self.engine.in_rounds(self.rollout.staleness_bounds[1] == 0)
 
     @model_validator(mode="after")

@@ -130,7 +130,7 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fal
 
 
 class LoggingConfig(OutletsConfig, TokensConfig, extra="forbid", frozen=True):
-    """What is kept of each token, and the tools that a run is shown in (docs/logging.md).
+    """What is kept of each token, and the tools that a run is shown in (docs/reference/metrics.md).
 
     Example: ``LoggingConfig(to=("wandb",), project="arithmetic", tokens="none")``
     """

@@ -1,11 +1,13 @@
-"""Every key that a recipe may have, as Markdown: ``python -m stretto.launch.recipe.table > docs/recipe.md``.
+"""Every key that a recipe may have, as Markdown.
+
+``python -m stretto.launch.recipe.table > docs/reference/recipe.md`` writes the page.
 
 The table is read off the configurations themselves (their JSON schemas), so that it cannot say anything else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from stretto.launch.recipe.preferences import PreferenceRecipe
@@ -16,9 +18,9 @@ Schema = Mapping[str, Any]
 _HEAD = """# Every key of a recipe
 
 A recipe is one TOML file; `stretto train --dry-run RECIPE.toml` checks it, and every key can be set on the command line
-as `section.key=value`. Keys without a default must be given. Built models and warm starts are kept for
-later runs in the folder `STRETTO_CACHE`, by default `~/.cache/stretto`. This page is generated from the code
-(`python -m stretto.launch.recipe.table`); `tests/test_docs.py` holds it against it.
+as `section.key=value`. A key without a default must be given; `–`: left out by default; `″`: as above. Built models and
+warm starts are kept for later runs in the folder `STRETTO_CACHE`, by default `~/.cache/stretto`. The code makes this
+page (`python -m stretto.launch.recipe.table`).
 """
 _PREFERENCES = """
 # Recipes of `stretto dpo`
@@ -41,7 +43,21 @@ def _preferences() -> Iterator[str]:
 
 
 def _pages(schema: Schema) -> Iterator[str]:
-    yield from _section("", schema, schema["$defs"])
+    yield from _said_once(_section("", schema, schema["$defs"]))
+
+
+def _said_once(chapters: Iterable[str]) -> Iterator[str]:
+    """A meaning that an earlier kind of the same section gave to its key is not repeated."""
+    said: set[tuple[str, str, str]] = set()
+    for chapter in chapters:
+        place, lines = chapter.partition("`, `kind = ")[0], []
+        for line in chapter.splitlines(keepends=True):
+            key, _, meaning = line.rpartition(" | ")
+            known = (place, key.partition("` | ")[0], meaning)
+            lines.append(f"{key} | ″ |\n" if known in said else line)
+            if line.startswith("| `") and meaning != " |\n":
+                said.add(known)
+        yield "".join(lines)
 
 
 def _section(place: str, schema: Schema, definitions: Schema) -> Iterator[str]:
@@ -98,7 +114,7 @@ def _row(key: str, value: Schema, definitions: Schema, *, required: bool) -> str
 
 def _toml(value: object) -> str:
     if value is None:
-        return "left out"
+        return "–"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -120,7 +136,7 @@ def _allowed(value: Schema, definitions: Schema) -> str:
 
 def _table(section: Schema) -> str:
     kind = section["properties"].get("kind", {}).get("const")
-    return f"`{_toml(kind)}`" if kind else "a section"
+    return f"`{_toml(kind)}`" if kind else "`table`"
 
 
 def _one(choice: Schema, definitions: Schema) -> str:
@@ -131,13 +147,13 @@ def _one(choice: Schema, definitions: Schema) -> str:
         return ", ".join(f"`{_toml(word)}`" for word in choice.get("enum", [choice.get("const")]))
     if own := choice.get("format"):
         return f"`{_toml(own)}`"
-    kind = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text"}
-    bounds = " and ".join(f"{sign} {_number(choice[name])}" for name, sign in _BOUNDS.items() if name in choice)
+    kind = {"integer": "`integer`", "number": "`float`", "boolean": "`boolean`", "string": "`string`"}
+    bounds = ", ".join(f"{sign} {_number(choice[name])}" for name, sign in _BOUNDS.items() if name in choice)
     match choice.get("type"):
         case "null":
             return ""
         case "array":
-            return "a list of " + _allowed(choice.get("items", {}), definitions)
+            return "list of " + _allowed(choice.get("items", {}), definitions)
         case str(name):
             return f"{kind.get(name, name)} {bounds}".strip()
     return bounds

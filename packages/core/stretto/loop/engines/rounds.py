@@ -8,7 +8,7 @@ is every group that may start when none is in flight (`rollout.controller.Contro
 place; a portion runs alone on one engine, no matter which or when. All groups leave together and in order, so the
 ledger knows a round either as in flight or as over. After a crash, or the loss of an engine, the whole round or portion
 is generated again from the first token (`loop.engines.in_flight.InFlight` without a journal).
-(docs/decisions/0010-rounds.md)
+(docs/explanation/decisions/0010-rounds.md)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sources of a trainer's state: the start, the last whole checkpoint, the later batches (docs/decisions/0002)."""
+"""Sources of a trainer's state: start, last whole checkpoint, later batches (docs/explanation/decisions/0002)."""
 
 from __future__ import annotations
 

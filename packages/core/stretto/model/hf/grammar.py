@@ -171,5 +171,5 @@ def _on_a_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
     return made[0]
 
 
-def _refused(why: str, allowed: str = "a grammar that can be followed (docs/serve.md)") -> RefusedRequest:
+def _refused(why: str, allowed: str = "a grammar that can be followed (docs/how_to/gateway.md)") -> RefusedRequest:
     return RefusedRequest(_FIELD, why.strip().partition("\n<")[0][:_SHOWN], allowed)

@@ -14,7 +14,7 @@ from stretto.store.series.lines import LineWriter, iterate_lines, keep_lines, re
 
 
 class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
-    """The measurements of one training step (docs/metrics.md).
+    """The measurements of one training step (docs/reference/metrics.md).
 
     Lengths are of the batch's whole completions, staleness is over trained tokens, the accuracy is over all completions
     judged since the step before; tokens and times of the whole run are cumulative. A value that is not finite is null.

@@ -88,7 +88,7 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str) -> Path
         begin, end = end, end + len(trajectory.segments[place].token_ids)
         spans += [range(begin, end)] if place in path.trained else ()
     if spans[0].start == 0:
-        raise BoundViolated(f"trajectory {trajectory.id}: a token was sampled behind nothing")
+        raise BoundViolated(f"trajectory {trajectory.id}: a token was sampled without any context")
     own = [trajectory.segments[place] for place in path.trained]
     parts = [prompt.token_ids[:start], *(trajectory.segments[place].token_ids for place in path.segments)]
     return PathTokens(

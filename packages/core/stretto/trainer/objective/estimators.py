@@ -199,7 +199,7 @@ def estimate_faults(estimator: EstimatorSection, groups: Groups, found: Any) -> 
     if got != needed:
         yield f"returned {repr(found)[:80]}, and not {what}"
     elif strange:
-        yield f"returned {strange[0]}, which is no finite number"
+        yield f"returned {strange[0]}, which is not a finite number"
 
 
 def targets(estimator: EstimatorSection, completion: RewardedCompletion) -> list[float]:

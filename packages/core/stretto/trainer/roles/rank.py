@@ -96,7 +96,7 @@ class RankOrders:
         try:
             how = await wire.listen(self._take, self._spec.hung)
         except Exception as error:  # any error: the main thread waits for orders
-            how = f"sent what is no order: {error!r}"
+            how = f"sent an invalid order: {error!r}"
         if not self._stopping:
             print(f"{_RANK_0} {how}", file=sys.stderr, flush=True)
             os._exit(EXIT_CODE)  # the main thread may hang in a collective

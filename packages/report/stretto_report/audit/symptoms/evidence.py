@@ -38,8 +38,8 @@ class Disk:
 class Evidence:
     """What the alarms are decided by.
 
-    `series` are numbers by their names in docs/metrics.md (``reward``, ``trainer.entropy``, ``busy.trainer``), one for
-    each of `steps`, NaN where nothing was measured.
+    `series` are numbers by their names in docs/reference/metrics.md (``reward``, ``trainer.entropy``,
+    ``busy.trainer``), one for each of `steps`, NaN where nothing was measured.
     """
 
     steps: Steps

@@ -107,7 +107,7 @@ def _metrics(series: Sequence[tuple[Series, float]], run: str) -> Iterator[Metri
     for name, group in groupby(series, key=lambda one: one[0][0]):
         samples = [("", (("run", run), *labels), value) for (_, labels), value in group]
         kind = "counter" if name.endswith("_total") else "gauge"
-        yield Metric(name, kind, "docs/metrics.md of stretto", samples)
+        yield Metric(name, kind, "docs/reference/metrics.md of stretto", samples)
 
 
 class _Server(ThreadingHTTPServer):

@@ -239,7 +239,7 @@ def _refused(status: int, where: str, found: str, allowed: str) -> Response:
 
 
 async def _nothing(request: Request) -> Any:
-    raise NotThere("path", f"{request.url.path[:80]!r} is not served", "see docs/watch.md")
+    raise NotThere("path", f"{request.url.path[:80]!r} is not served", "see docs/how_to/report.md")
 
 
 async def _index(request: Request) -> Response:
