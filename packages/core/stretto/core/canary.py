@@ -173,7 +173,8 @@ class Agreement(Record, frozen=True):
 
 
 def agreement(engine: str, pairs: Collection[tuple[float, float]]) -> Agreement:
-    """The agreement of at least one (reported, recomputed) pair."""
+    """The mean absolute difference of (reported, recomputed) log-probabilities, as a record; `pairs` must not be
+    empty."""
     return Agreement(engine, len(pairs), fmean(_gap(*pair) for pair in pairs))
 
 

@@ -63,7 +63,7 @@ def use_interface_of(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine with this address; None if unknown, as for a second address.
+    """The network interface that has this address on this machine; None if unknown (secondary addresses are not found).
 
     Example: ``interface_of("127.0.0.2")  # "lo"``
     """

@@ -78,7 +78,7 @@ def _of_the_hub(folder: Path) -> str:
     if folder.exists() or folder.parent.exists() or not named:
         return ""
     name = "/".join(parts)
-    return f"; if {name} is meant as a name on the hub: `hf download {name} --local-dir {parts[1]}`, and give that folder"
+    return f"; if {name} is meant as a hub name: `hf download {name} --local-dir {parts[1]}`, and give that folder"
 
 
 def weights_dtype(folder: Path) -> str:

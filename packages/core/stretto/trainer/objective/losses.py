@@ -25,7 +25,8 @@ from stretto.trainer.objective.tokens import LossTokens, bounded
 
 @dataclass(frozen=True)
 class Objective:
-    """The parts of a loss (`algorithm.objective`). `selection` chooses the tokens of a minibatch before its losses."""
+    """The parts of a loss (`algorithm.objective`). `selection`, if any, runs first over the whole minibatch and chooses
+    the tokens that stay in its loss."""
 
     surrogate: Surrogate
     correction: Correction
