@@ -13,7 +13,8 @@ _RUN_ENDED = "the run ended, and was resumed"
 
 
 class EngineState(Enum):
-    """DOWN ─► STARTING ─► UP ◄─► SUSPECTED; each may fall back to DOWN, or end by LEAVING ─► DOWN."""
+    """State of an engine: DOWN ─► STARTING ─► UP ◄─► SUSPECTED; each may fall back to DOWN, or end by LEAVING ─►
+    DOWN."""
 
     DOWN = auto()  # no process
     STARTING = auto()  # loads its model and the newest version

@@ -95,8 +95,8 @@ class _Attempt(contextlib.AbstractContextManager["_Attempt"]):
 
 
 def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
-    """Attempts to generate: each ends with the loss of an engine; the last attempt raises it. An engine that leaves the
-    run in order does not count.
+    """Context managers, one per attempt: each suppresses the loss of an engine, so that the loop tries again, except
+    the last. An engine that leaves the run (EngineLeft) uses up no attempt.
 
     Example::
 

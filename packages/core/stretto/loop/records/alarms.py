@@ -36,7 +36,7 @@ class WatchedSamples:
         self._kinds: set[str] = set()
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """Take the verdicts of a group."""
+        """Take a judged group: show a sample of it if one is due, and raise alarms."""
         self._note_right(trajectories)
         self._note_undecided(trajectories)
         if trajectories and self._seconds and time.monotonic() >= self._due:
@@ -44,7 +44,7 @@ class WatchedSamples:
             self._show([SampledCompletion.of(prompt, t.versions, t.text, t.verdict) for t in trajectories])
 
     def held_out(self, samples: Sequence[SampledCompletion]) -> None:
-        """Take the samples of a finished evaluation."""
+        """Store the samples of a finished evaluation."""
         self._held_out.append(samples)
 
     def _note_right(self, trajectories: Sequence[Trajectory]) -> None:
