@@ -1,8 +1,6 @@
 """The engine interface used by the loop, and the limits of a request.
 
 The HTTP client of the native engine (`engine.http.client`) satisfies it; clients of other engines can.
-
-The HTTP client of the native engine (`engine.http.client`) satisfies it; clients of other engines can.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 The numbers are those used by the loss. They stay on the device until the step's end and are copied once; the writer
 does the rest.
 
-The numbers are those that the loss was computed with. They stay where they are until the step's end, and are copied
-once; all else is done by the one that writes them.
-
 Axes: N loss token of all ranks, S sampled token of a trajectory.
 """
 

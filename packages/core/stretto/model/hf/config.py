@@ -1,8 +1,6 @@
 """The section `[model.build]` of a recipe: the shape of a new model.
 
 Nothing heavy is imported here, so that mistakes in a recipe are reported at once.
-
-Nothing heavy is imported here, so that mistakes in a recipe are reported at once.
 """
 
 from __future__ import annotations

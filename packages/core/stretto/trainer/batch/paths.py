@@ -3,9 +3,6 @@
 A sampled token shared by several paths belongs to the first of them and is context in the others. A single turn is one
 path.
 
-A sampled token that several paths share is an own token of the first of them, and context in the others. A single turn
-is one path.
-
 Axes: T token, S own sampled token.
 """
 

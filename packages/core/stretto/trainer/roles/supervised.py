@@ -1,8 +1,6 @@
 """The process of supervised learning: ``python -m stretto.trainer.roles.supervised SPEC``.
 
 It trains on demonstrations (the warm start, `stretto sft`) or preferences (`stretto dpo`).
-
-Its examples are demonstrations (the warm start, `stretto sft`) or preferences (`stretto dpo`).
 """
 
 from __future__ import annotations

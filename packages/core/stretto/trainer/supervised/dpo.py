@@ -81,8 +81,6 @@ def _accumulate(
     correctly.
 
     A pair is never split between micro-batches.
-
-    A pair is never divided between micro-batches.
     """
     loss, right = 0.0, 0
     for pack in micro_batches([pair.tokens for pair in batch], config.micro_batch_tokens, config.min_micro_batches):
