@@ -1,6 +1,6 @@
 """Shaped rewards, used for the advantages alone; metrics and filters see the raw reward.
 
-    shaped = clip((reward + overlong(length) + bias) * scale, -clip, clip)
+shaped = clip((reward + overlong(length) + bias) * scale, -clip, clip)
 """
 
 from __future__ import annotations
