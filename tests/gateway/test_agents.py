@@ -187,7 +187,7 @@ async def test_a_run_in_which_most_agents_fail_stops_with_a_message(tmp_path: Pa
     async with run.groups(command=["false"], parallel=4) as groups:
         for verdict in [Verdict(Outcome.UNDECIDED, None)] * 32 + [Verdict(Outcome.WRONG, 0.0)] * 31:
             groups._failures.count(Trajectory("0.0.0/0", (), verdict, ""))
-        with pytest.raises(UserError, match=r"33 of the last 64 .* exit code 1; mend the agent"):
+        with pytest.raises(UserError, match=r"33 of the last 64 .* exit code 1; fix the agent"):
             await groups.member("0.1.0/0", PROMPT, 0, 5)
 
 

@@ -95,7 +95,7 @@ def test_a_name_of_the_hub_is_told_from_a_path_that_is_wrong(tmp_path: Path) -> 
     with pytest.raises(ModelFolderError) as refused:
         inspect_model_folder(path)
     way_out = "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, and give that folder"
-    assert str(refused.value) == f"{path}: {needed}; if Qwen/Qwen3-0.6B is meant of the hub: {way_out}"
+    assert str(refused.value) == f"{path}: {needed}; if Qwen/Qwen3-0.6B is meant as a hub name: {way_out}"
     path.parent.mkdir()
     with pytest.raises(ModelFolderError) as refused:
         inspect_model_folder(path)

@@ -191,7 +191,7 @@ TRIED = [
     ("algorithm.correction", "bare", ["returned Tensor, and not Weights(weight, corrected)"]),
     ("algorithm.advantages", "short", ["returned [[0.0], [0.0]], and not a number for each completion of each group"]),
     ("algorithm.advantages", "undefined", ["raised ZeroDivisionError", "broken.py:"]),
-    ("algorithm.advantages", "nan", ["returned nan, which is no finite number"]),
+    ("algorithm.advantages", "nan", ["returned nan, which is not a finite number"]),
     ("algorithm.advantages", "per_completion", ["a number for each loss token", "declared to go along them"]),
     ("rollout.filter", "keeps", ["returned list, and not a reason for each trajectory"]),
     ("rollout.filter", "strangers", ["refuses '0.1.2/3', which is no trajectory of the group"]),

@@ -271,7 +271,7 @@ def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_
 
         async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
             if request.id in self.open:
-                raise RefusedRequest("id", request.id, "an id that no open request has")
+                raise RefusedRequest("id", request.id, "an id that no open request uses")
             self.open.add(request.id)
             self.begun.set()
             if len(self.open) == 1:

@@ -325,9 +325,7 @@ def test_an_engine_that_dies_too_often_ends_the_run_with_its_name(folder: Path) 
             with pytest.raises(EngineLost):
                 await answers(fleet, request("0", DIE))
 
-    with pytest.raises(
-        RoleDied, match=r"engine-0 ended with exit code 9, 3 times; its last words are in .*engine-0\.txt"
-    ):
+    with pytest.raises(RoleDied, match=r"engine-0 ended with exit code 9, 3 times; see the end of .*engine-0\.txt"):
         in_fleet(folder, work, count=1, engine_restarts=2)
 
 
@@ -348,7 +346,7 @@ def test_an_engine_that_does_not_start_is_named(folder: Path) -> None:
     async def work(fleet: EnginePool) -> None:
         raise AssertionError("it has not started")
 
-    with pytest.raises(RoleDied, match=r"engine-\d ended with exit code 1; its last words are in"):
+    with pytest.raises(RoleDied, match=r"engine-\d ended with exit code 1; see the end of"):
         in_fleet(folder, work)
 
 

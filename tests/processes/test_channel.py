@@ -97,7 +97,7 @@ def test_a_torn_connection_is_a_dead_role() -> None:
             ends.wire.close()
             await ends.conductor.receive("to be ready", 10)
 
-    with pytest.raises(RoleDied, match=r"trainer closed its connection; its last words are in logs/trainer\.txt"):
+    with pytest.raises(RoleDied, match=r"trainer closed its connection; see the end of logs/trainer\.txt"):
         run(conduct())
 
 

@@ -269,9 +269,9 @@ def test_the_context_and_max_tokens_bound_what_is_asked_for() -> None:
         assert [asked.max_tokens for asked in server.asked] == [CONTEXT - 2, 7]
         with pytest.raises(RefusedRequest, match="prompt_token_ids"):
             engine.submit_all([request("x" * CONTEXT)])
-        with pytest.raises(RefusedRequest, match="an id that no open request has"):
+        with pytest.raises(RefusedRequest, match="an id that no open request uses"):
             engine.submit_all([request("ef"), request("ef")])
-        with pytest.raises(RefusedRequest, match="an id that no open request has"):
+        with pytest.raises(RefusedRequest, match="an id that no open request uses"):
             engine.submit_all([request("ab")])
 
     asyncio.run(scenario())

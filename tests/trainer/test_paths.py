@@ -104,7 +104,7 @@ def test_a_trajectory_of_many_paths_counts_once_in_its_group() -> None:
 
 
 def test_a_token_that_was_sampled_behind_nothing_stops_the_run() -> None:
-    with pytest.raises(BoundViolated, match="sampled behind nothing"):
+    with pytest.raises(BoundViolated, match="sampled without any context"):
         samples_of(batch((turn(4, parent=NOTHING),)), AlgorithmConfig(), LONGEST)
 
 

@@ -21,8 +21,8 @@ from stretto.worlds.data.dataset import JsonlTask, read_rows
 GOOD = '{"prompt": "3+8=", "answer": "11"}'
 BROKEN: list[tuple[str, str, Sequence[str]]] = [
     ("broken JSON", '{"prompt": "3+8=", ', ["broken JSON", "one object a line"]),
-    ("a key twice", '{"prompt": "3", "answer": "4", "answer": "5"}', ["key 'answer' stands there twice"]),
-    ("a key twice within", '{"prompt": "3", "answer": "4", "x": [{"a": 1, "a": 1}]}', ["key 'a' stands there twice"]),
+    ("a key twice", '{"prompt": "3", "answer": "4", "answer": "5"}', ["key 'answer' appears twice"]),
+    ("a key twice within", '{"prompt": "3", "answer": "4", "x": [{"a": 1, "a": 1}]}', ["key 'a' appears twice"]),
     ("half a line", '{"prompt": "3', ["broken JSON"]),
     ("an array", '["3+8=", "11"]', ['["3+8=", "11"] in place of an object']),
     ("a number", "17", ["17 in place of an object"]),

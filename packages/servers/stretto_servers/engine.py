@@ -132,7 +132,7 @@ class ExternalEngine:
             if request.sampling.stop:
                 self._stop_texts.check_served()
             if request.id in taken:
-                raise RefusedRequest("id", repr(request.id), "an id that no open request has")
+                raise RefusedRequest("id", repr(request.id), "an id that no open request uses")
             taken.add(request.id)
         stream = Stream(sum(len(request.seeds) for request in requests))
         for request in requests:

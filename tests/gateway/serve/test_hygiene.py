@@ -180,7 +180,7 @@ def test_an_id_is_in_use_until_whoever_asked_has_the_answers(byte_folder: Path) 
     while not engine.idle:
         for completion in engine.step():
             first.ended(completion)
-    with pytest.raises(RefusedRequest, match="id: 'a'; an id that no open request has"):
+    with pytest.raises(RefusedRequest, match="id: 'a'; an id that no open request uses"):
         generation.submit_all([wanted])
     with pytest.raises(RefusedRequest, match="id: 'b'"):
         generation.submit_all([replace(wanted, id="b"), replace(wanted, id="b")])

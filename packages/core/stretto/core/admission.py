@@ -1,16 +1,16 @@
-"""The staleness rule: which version may start what, and until when it may be trained on.
+"""The staleness rule: when a new group may start, and until which version it may be trained on.
 
 A *version* counts published policies: version 0 is the policy at the start, and the step that trains at version b
 publishes version b + 1. Everything here counts *groups* (one prompt with its completions), because a batch is B groups.
 
 Two facts carry the bound (AReaL, arXiv 2505.24298, equation 3, and its consequence):
 
-1. A new group may start while ``floor((N - 1) / B) <= i + eta``: N counts the groups ever started that did not drop
-   out (trained, buffered, in flight), the new one included; i is the version that will sample it.
+1. A new group may start while ``floor((N - 1) / B) <= i + eta``. N counts all groups started so far that did not drop
+   out (trained, buffered, in flight), and the new one; i is the version that will sample it.
 2. Version b has trained exactly b * B groups, so at most ``(eta + 1) * B`` are untrained at any time; a group
    admitted at version i is *due* by the batch trained at version ``i + eta``.
 
-The paper enforces the first alone. `rollout.batching` shows how the second one becomes a promise.
+The paper enforces only the first. `rollout.batching` shows how the second is guaranteed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Staleness = float
 
 
 def admits(counted: int, version: int, batch_size: int, max_staleness: Staleness) -> bool:
-    """Equation 3: may one more group start, when `counted` groups have been started and have not dropped out?
+    """Equation 3: whether another group may start. `counted`: groups started so far that have not dropped out.
 
     >>> admits(counted=7, version=0, batch_size=4, max_staleness=1)   # the 8th: floor(7 / 4) = 1 <= 0 + 1
     True
@@ -36,27 +36,27 @@ def admits(counted: int, version: int, batch_size: int, max_staleness: Staleness
 
 
 def due(admitted_version: int, max_staleness: Staleness) -> float:
-    """The last version at which a group admitted at `admitted_version` can be trained within the bound."""
+    """Last version at which a group admitted at `admitted_version` can be trained within the bound."""
     return admitted_version + max_staleness
 
 
 class BoundChange(Record, frozen=True, array_like=True):
-    """A bound that a run has changed itself: groups that are admitted from now on are under the new one.
+    """A change of a bound by the run itself; it applies to groups admitted afterwards.
 
     Example: ``BoundChange(step=9, name="max_staleness", before=4, after=2, reason="mismatch 1.2 of its limit (...)")``
     """
 
-    step: int  # whose measurements have led to it
-    name: str  # the key in `[rollout]`
+    step: int  # step whose measurements led to it
+    name: str  # key in `[rollout]`
     before: int
     after: int
     reason: str
-    key: int = 0  # of the first group that is admitted under it; the ledger gives it
+    key: int = 0  # number of the first group admitted under it; set by the ledger
 
 
 def runs(versions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Each version of a segment, whose versions never fall, and how many of its tokens have it. To count is quicker
-    than to go through all tokens in Python.
+    """Each version of a segment with its number of tokens; `versions` never decreases. Faster than a loop over all
+    tokens.
 
     >>> [*runs((6, 6, 7))]
     [(6, 2), (7, 1)]
@@ -69,7 +69,7 @@ def runs(versions: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def loss_tokens(batch: Batch) -> Counter[int]:
-    """How many tokens are in the loss, by their staleness: the batch's version less their own."""
+    """Number of loss tokens by staleness: the batch's version minus the token's."""
     found = Counter[int]()
     for group in batch.groups:
         oldest = batch.oldest_of(group.id)

@@ -3,11 +3,11 @@
     trainer   log p of the text under version v ─────────────► conductor: expected
     engine    load v, then log p of the text by its own forward ► conductor: the distance of both, against a tolerance
 
-Beside the log-probabilities travels the digest of each published tensor, as the trainer wrote it. An engine that can
-look into its memory hashes what it computes from: what a coarse type hides of a score shows there, to the last bit.
+The canary also holds the trainer's digest of each published tensor. An engine that can read its own memory compares
+these with its weights, which finds even differences that rounding hides in a log-probability.
 
 A version is live at an engine once the distance is within the tolerance. Both sides round, so the tolerance is counted
-in units of rounding: what the text's log-probabilities err by in the coarser of the two types.
+in units of rounding: the expected error of the text's log-probabilities in the coarser of the two dtypes.
 
     unit       u √(2 depth) · mean |log p|        u: the unit roundoff of the type; two sums per layer, each rounded
     tolerance  units allowed to this make, dtype and version of the engine (`loop.engines.proving`) · unit
@@ -26,17 +26,17 @@ from stretto.core.records import Record
 LENGTH = 64
 #: The last tokens of the text, which an engine computes one at a time over its KV cache.
 DECODED = 2
-#: Nats between two log-probabilities of which one is no finite number; no distance is larger.
+#: Distance (nats) if a log-probability is not finite; the largest possible.
 FARTHEST = 1e4
 
-#: Nats between log-probabilities of sampled tokens on average, by the coarser type of engine and trainer.
+#: Allowed mean difference (nats) of sampled tokens' log-probabilities, by the coarser dtype of engine and trainer.
 AGREEING = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
 
 _ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def coarser(*dtypes: str) -> str:
-    """The type that rounds the most.
+    """The dtype with the coarsest rounding.
 
     >>> coarser("float32", "bfloat16", "float16")
     'bfloat16'
@@ -45,17 +45,17 @@ def coarser(*dtypes: str) -> str:
 
 
 class TensorDigest(Record, frozen=True):
-    """The xxh3 (64 bits, 16 hexadecimal digits) of a tensor's numbers, row by row without gaps, little endian, in this
-    type. Types have the names of safetensors: F32, BF16."""
+    """xxh3 (64 bits, 16 hex digits) of a tensor's values, row-major, contiguous, little endian, in this dtype
+    (safetensors names: F32, BF16)."""
 
     dtype: str
     checksum: str
 
 
 class Canary(Record, frozen=True):
-    """The text under one version, by the trainer: the log-probabilities (nats, at temperature 1) of all tokens but the
-    first. `depth`: layers of the model; `dtype`: what the trainer computed in; `digests`: of each tensor of the
-    publication by its name there, and with adapters of what they are added to."""
+    """The trainer's scores of the text under one version: log-probabilities (nats, temperature 1) of all tokens but the
+    first. `depth`: layers of the model; `dtype`: the trainer's; `digests`: of each published tensor by name, and of the
+    base weights if adapters are published."""
 
     version: int
     token_ids: tuple[int, ...]
@@ -65,37 +65,35 @@ class Canary(Record, frozen=True):
     digests: Mapping[str, TensorDigest] = {}
 
     def unit(self, dtype: str) -> float:
-        """What rounding comes to, in nats per token, where the engine computes in `dtype`."""
+        """Expected rounding error (nats per token) of an engine that computes in `dtype`."""
         return _ROUNDOFF[coarser(dtype, self.dtype)] * math.sqrt(2 * self.depth) * fmean(map(abs, self.logprobs))
 
 
 class Challenge(Record, frozen=True):
-    """A canary that comes with the order to load its version; within `tolerance` (nats per token) the engine goes on to
-    sample, else it samples nothing until it has loaded the version again. `sampled`: tokens of its own, sampled with
-    the version before, that it is to compute again before it loads."""
+    """A canary sent with the order to load its version. The engine samples on only if it is within `tolerance` (nats
+    per token), else it must load again. `sampled`: number of its own tokens, of the version before, to recompute before
+    loading."""
 
     canary: Canary
     tolerance: float
     sampled: int = 0
 
     def is_answered(self, scores: Scores) -> bool:
-        """Whether an engine with these scores computes with the version of the canary."""
+        """Whether these scores prove that the engine computes with the canary's version."""
         return not scores.differing and distance(self.canary, scores) <= self.tolerance
 
 
-#: The challenge that comes with a version.
+#: Version -> the challenge to send with it.
 Ask = Callable[[int], Awaitable[Challenge]]
 
 
 class Scores(Record, frozen=True):
-    """The text by an engine, right after it has loaded a version.
+    """An engine's scores of the text, right after loading a version.
 
-    `logprobs` are those of all tokens but the first; the last `decoded` of them were computed one at a time over the KV
-    cache, the others together. `pairs` are of further tokens, which a server of another make has sampled: their
-    log-probabilities over the cache, and computed together. `differing` names tensors in the engine's memory that are
-    not the published ones; `compared` is how many tensors of the canary's digests it has compared. `sampled`: of tokens
-    that it had sampled with the version before, the log-probability that it has told or will tell, and that of the same
-    forward which computes the text.
+    `logprobs`: of all tokens but the first; the last `decoded` were computed one at a time over the KV cache, the
+    others together. `pairs`: of further tokens, sampled by a server such as vLLM: (over the cache, computed together).
+    `differing`: tensors in the engine's memory that are not as published; `compared`: number of tensors compared with
+    digests. `sampled`: of tokens it sampled with the version before: (as reported, recomputed).
     """
 
     logprobs: tuple[float, ...]
@@ -107,7 +105,7 @@ class Scores(Record, frozen=True):
 
 
 def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, str]) -> tuple[str, ...]:
-    """The tensors of `held` (checksums of an engine's memory, by name) that are not the published ones.
+    """Names of tensors in `held` (checksums of an engine's memory) that differ from the published ones.
 
     >>> differing({"a": TensorDigest("F32", "12"), "b": TensorDigest("F32", "34")}, {"a": "12", "b": "35"})
     ('b',)
@@ -116,16 +114,15 @@ def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, str]) -> t
 
 
 class Loaded(Record, frozen=True):
-    """An engine's reply to the order to load a version: the version that the next step uses, and the text under it,
-    where a canary came with the order."""
+    """An engine's reply to a load order: the version of its next step, and its scores if a challenge was sent."""
 
     version: int
     scores: Scores | None = None
 
 
 def distance(canary: Canary, scores: Scores) -> float:
-    """The mean difference of log-probabilities, nats: of the tokens computed together, of those over the cache, or of
-    the pairs, whichever is largest; `FARTHEST` where a number is missing or is none.
+    """Mean absolute difference of log-probabilities, nats: the largest of the tokens computed together, the decoded
+    ones, and the pairs. `FARTHEST` if a number is missing or not finite.
 
     >>> canary = Canary(version=1, token_ids=(5, 2, 7), logprobs=(-1.0, -2.0), depth=2)
     >>> distance(canary, Scores(logprobs=(-1.0, -2.5), decoded=1))
@@ -145,11 +142,11 @@ def _gap(one: float, other: float) -> float:
 
 
 class Proof(Record, frozen=True):
-    """What an engine has shown of a version. `distance` and `tolerance` in nats per token; `unit` is that of the
-    canary. `evidence`: the tensors that differ, of the `compared` ones; the version has `tensors`."""
+    """Result of an engine's proof of a version. `distance`, `tolerance` and `unit` in nats per token; `evidence`:
+    tensors that differ, among `compared` of the version's `tensors`."""
 
     engine: str
-    make: str  # native, vllm or sglang, and the type that it computes in: "native float32"
+    make: str  # make and dtype of the engine: "native float32"
     version: int
     distance: float
     tolerance: float
@@ -166,9 +163,9 @@ class Proof(Record, frozen=True):
 
 
 class Agreement(Record, frozen=True):
-    """How far the log-probabilities of an engine's sampled tokens were from those computed again under their version:
-    `error` is the mean difference (nats) over `tokens`. The trainer compares those of the version in training, of each
-    step; an engine those of the version before, where it is asked to (`Challenge.sampled`)."""
+    """Mean difference (`error`, nats) between an engine's log-probabilities of `tokens` sampled tokens and those
+    recomputed under the same version: by the trainer, for the tokens of a step, or by the engine itself, when asked
+    (`Challenge.sampled`)."""
 
     engine: str
     tokens: int
@@ -176,12 +173,13 @@ class Agreement(Record, frozen=True):
 
 
 def agreement(engine: str, pairs: Collection[tuple[float, float]]) -> Agreement:
-    """That of an engine's sampled tokens, of which there are some."""
+    """The mean absolute difference of (reported, recomputed) log-probabilities, as a record; `pairs` must not be
+    empty."""
     return Agreement(engine, len(pairs), fmean(_gap(*pair) for pair in pairs))
 
 
 class MakeTolerance(Record, frozen=True):
-    """The units that a make is allowed from its first proof on, and what was measured then."""
+    """Tolerance of a make in rounding units, from its first proof on, and the measurement that set it."""
 
     make: str
     measured: float
@@ -189,16 +187,16 @@ class MakeTolerance(Record, frozen=True):
 
 
 class Proven(Record, frozen=True):
-    """The versions that an engine has proven, as ranges of versions that it loaded one after the other."""
+    """Versions proven by an engine, as ranges of consecutive loads."""
 
     engine: str
     ranges: tuple[tuple[int, int], ...]
 
 
 class CanaryRecord(Record, frozen=True):
-    """The canaries of a run, as the ledger keeps them: the version at which they began (0, except in a run that an
-    earlier stretto began), the text, what makes are allowed, the versions proven, and of each engine its newest proof
-    and the worst (the largest share of its tolerance)."""
+    """State of the canaries in the ledger: first version with a canary (0, except in runs begun by an older stretto),
+    the text, tolerances by make, proven versions, and each engine's newest and worst proof (largest share of its
+    tolerance)."""
 
     since: int = 0
     token_ids: tuple[int, ...] = ()
@@ -206,18 +204,18 @@ class CanaryRecord(Record, frozen=True):
     proven: tuple[Proven, ...] = ()
     newest: tuple[Proof, ...] = ()
     worst: tuple[Proof, ...] = ()
-    refused: int = 0  # proofs that failed
+    refused: int = 0  # number of failed proofs
 
 
-#: The fact of the ledger that holds a `CanaryRecord`.
+#: Ledger key of the `CanaryRecord`.
 CANARY = "canary"
 
 
 def text(vocabulary: int, context: int, reserved: Collection[int], seed: int) -> tuple[int, ...]:
-    """The text of a run: token ids of the vocabulary, drawn by the run's seed among those that are not reserved.
+    """The canary text of a run: random token ids, drawn by the run's seed, without `reserved` ones.
 
-    Random tokens make every part of the model matter: their log-probabilities are far from 0, where a trained model is
-    sure of nothing.
+    Random tokens make every part of the model matter: their log-probabilities are far from 0, since a trained model is
+    never sure of them.
     """
     drawn = random.Random(f"canary {seed}")
     allowed = [token for token in range(vocabulary) if token not in reserved] or [0]

@@ -1,4 +1,4 @@
-"""Every wait has an owner and a deadline, and can be named while it lasts."""
+"""Waits with an owner and a deadline, listed while they last."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from weakref import WeakKeyDictionary
 from stretto.core.errors import DeadlineExceeded, NothingMoves
 from stretto.core.tasks import cancel_and_wait
 
-#: Seconds that count between two checks of a watchdog at most; there is one every second.
+#: Most seconds counted between two checks of a watchdog, which come every second.
 _LONGEST_POLL = 5.0
-_LOOKS = 6  # in the seconds of a standstill
+_LOOKS = 6  # progress checks within the limit of a standstill
 
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """An open wait: its owner, what it awaits, its limit, and its start by the event loop's clock."""
+    """An open wait: owner, awaited event, limit in seconds, and start on the event loop's clock."""
 
     owner: str
     awaited: str
@@ -26,17 +26,16 @@ class Wait:
     since: float
 
 
-#: By event loop, as a loop itself has its open tasks.
+#: Open waits by event loop.
 _OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Wait, None]] = WeakKeyDictionary()
 
 
 @asynccontextmanager
 async def deadline(owner: str, awaited: str, seconds: float, detail: Callable[[], str] = str) -> AsyncIterator[None]:
-    """Bound everything awaited inside the block; when the seconds are over, `detail()` is added to what was awaited.
+    """Limit everything awaited inside the block to `seconds`. `detail()` is appended to the error's text.
 
     Raises:
-        DeadlineExceeded: with the owner, what it waited for, and the seconds; a cancellation from outside passes
-            through unchanged.
+        DeadlineExceeded: with owner, awaited event and seconds; a cancellation from outside passes through unchanged.
 
     Example::
 
@@ -58,11 +57,11 @@ async def deadline(owner: str, awaited: str, seconds: float, detail: Callable[[]
 async def standstill(
     owner: str, awaited: str, seconds: float, progress: Callable[[], Awaitable[object]]
 ) -> AsyncIterator[None]:
-    """As `deadline`, but of `seconds` in which nothing moves: what `progress` returns stays the same, or is None, which
-    stands for no news. What has so long to move is asked a few times in it.
+    """Like `deadline`, but the time restarts whenever the value returned by `progress` changes. `progress` is called a
+    few times per `seconds`; None means no news.
 
     Raises:
-        DeadlineExceeded: nothing has moved for `seconds`.
+        DeadlineExceeded: no change for `seconds`.
     """
     scope = asyncio.timeout(seconds)
     try:
@@ -91,7 +90,7 @@ async def _put_off(scope: asyncio.Timeout, seconds: float, progress: Callable[[]
 
 @contextmanager
 def waiting(owner: str, awaited: str, seconds: float) -> Iterator[None]:
-    """Name a wait that has its bound elsewhere."""
+    """List a wait whose deadline is enforced elsewhere."""
     loop = asyncio.get_running_loop()
     wait, waits = Wait(owner, awaited, seconds, loop.time()), _OPEN.setdefault(loop, {})
     waits[wait] = None
@@ -102,15 +101,14 @@ def waiting(owner: str, awaited: str, seconds: float) -> Iterator[None]:
 
 
 def open_waits() -> list[Wait]:
-    """The open waits of the running event loop, the oldest first."""
+    """Open waits of the running event loop, oldest first."""
     return list(_OPEN.get(asyncio.get_running_loop(), ()))
 
 
 class StallTimer:
-    """Seconds without progress, not counting those in which this process itself was stopped.
+    """Seconds without progress, except for time in which this process itself was stopped.
 
-    After SIGSTOP, or on a machine that was suspended, polls are far apart: between two of them at most `longest`
-    seconds count.
+    After SIGSTOP or a suspend, polls are far apart: at most `longest` seconds count between two polls.
     """
 
     def __init__(self, longest: float) -> None:
@@ -119,7 +117,7 @@ class StallTimer:
         self._stalled = 0.0
 
     def poll(self, moved: bool) -> float:
-        """To be called at shorter intervals than `longest`; `moved`: there was progress since the last call."""
+        """Seconds since the last progress; 0 if `moved`. Call it more often than every `longest` seconds."""
         now = asyncio.get_running_loop().time()
         elapsed, self._polled = min(now - self._polled, self._longest), now
         self._stalled = 0.0 if moved else self._stalled + elapsed
@@ -130,8 +128,8 @@ class Watchdog:
     """Ends a run without progress.
 
     Args:
-        progress: a value that changes with all work of a role.
-        seconds: how long it may stay the same.
+        progress: returns a value that changes with any work of a role.
+        seconds: longest time without a change.
     """
 
     def __init__(self, progress: Callable[[], object], seconds: float) -> None:
@@ -140,10 +138,10 @@ class Watchdog:
         self._stall = StallTimer(_LONGEST_POLL)
 
     def check(self) -> None:
-        """To be called every second.
+        """Call every second.
 
         Raises:
-            NothingMoves: there was no progress for too long.
+            NothingMoves: no progress for too long.
         """
         before, self._before = self._before, self._progress()
         if self._stall.poll(moved=self._before != before) >= self._seconds:

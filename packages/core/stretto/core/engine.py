@@ -1,4 +1,4 @@
-"""The Protocol of an engine, as the loop uses it, and what one request may ask for at most.
+"""The engine interface used by the loop, and the limits of a request.
 
 The HTTP client of the native engine (`engine.http.client`) satisfies it; clients of other engines can.
 """
@@ -15,21 +15,21 @@ from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Likeliest, Partials, Record, Segment
 
 MOST_STOPS = 64  #: stop texts of one request
-#: Stop tokens of one request; every row of an engine has room for the most that any request has had.
+#: Stop tokens of one request; engines reserve room in every row for the largest number seen.
 MOST_STOP_TOKENS = 256
 MOST_COMPLETIONS = 65_536  #: completions of one request
 MOST_INTERRUPTIONS = 2**31 - 1  #: of one completion
 COLDEST = 1e-3  #: temperature; below it logits / temperature leaves the range of float32
 LONGEST_STOP = 256  #: characters of a stop text
 MOST_LIKELIEST = 20  #: top log-probabilities of each token of a completion
-MOST_GRAMMAR = 32_768  #: characters; what is compiled of more could hold an engine for seconds
+MOST_GRAMMAR = 32_768  #: characters of a grammar; compiling a longer one could stall an engine for seconds
 
-#: JSON as most models write it, with one way to write each value: a model cannot go on with spaces for ever.
+#: JSON in the usual style, one spelling per value, so that a model cannot emit spaces for ever.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class EngineHealth(Record, frozen=True):
-    """The state of an engine. Counters count from its start.
+    """State of an engine. Counters start at 0 with its process.
 
     Example: ``EngineHealth(version=7, running=128, waiting=40, generated=81_023, prefilled=20_511, recomputed=9_310,
     interrupted=412, preempted=0, wasted=0, updates=7, busy_seconds=3.2)``
@@ -47,13 +47,13 @@ class EngineHealth(Record, frozen=True):
     updates: int  # versions loaded
     busy_seconds: float  # time spent in steps and in loading
     unfinished: int = 0  # tokens sampled for open requests, those of ended completions included
-    needed: float = 0.0  # rows or KV cache for all open completions, over what there is, the larger; above 1 some wait
-    checked: int = 0  # bytes of versions that it has read: they grow while it loads one
-    resident: int = 0  # bytes of memory of its processes, as their machine sees them
+    needed: float = 0.0  # demand of open completions over supply, rows or KV cache, the larger; above 1 some wait
+    checked: int = 0  # bytes of versions read so far; grows during a load
+    resident: int = 0  # resident memory of its processes in bytes
 
 
 class Progress(NamedTuple):
-    """New tokens of a completion. The last ones have a stop reason."""
+    """New tokens of a completion. The last piece has a stop reason."""
 
     request: str
     member: int
@@ -62,40 +62,40 @@ class Progress(NamedTuple):
 
 
 class Generate(Protocol):
-    """Completions as they end, in no order; requests that are given together begin in the same step."""
+    """Yields completions as they end, in any order; requests passed together start in the same step."""
 
     def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]: ...
 
 
 class Engine(Protocol):
-    """One engine. Calls may overlap, and each has a deadline of its own."""
+    """Client of one engine. Calls may overlap, and each has its own deadline."""
 
     def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Completions as they end, one per seed of every request. Leaving the iteration early aborts the rest.
 
         Raises:
-            RefusedRequest: the engine will not serve one of them, and so none.
+            RefusedRequest: the engine refused one of them, and so all.
             EngineLost: it cannot be reached, is stopping, or ended before the last completion.
             DeadlineExceeded: no completion ended in time.
         """
         ...
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Load a published version, and answer the question that `ask` has for it; returns the version that samples
-        the next token. An engine that has the version and has proven it does not load it again.
+        """Load a published version and answer the challenge made by `ask`; returns the version that samples the next
+        token. A version that is loaded and proven is not loaded again.
 
         Raises:
-            TornPublication: the publication is not whole, or not of this model; the engine keeps its version.
+            TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.
             EngineLost, DeadlineExceeded: as for `generate`.
         """
         ...
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """The new tokens of unfinished completions, after the `known` number of each member by request."""
+        """Tokens of unfinished completions beyond the `known` ones of each member, by request."""
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Give up a request; its `generate` ends with EngineLost."""
+        """Abort a request; its `generate` ends with EngineLost."""
         ...
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
@@ -103,11 +103,11 @@ class Engine(Protocol):
         ...
 
     async def health(self) -> EngineHealth:
-        """Version, queue and counters."""
+        """Version, queue length and counters."""
         ...
 
     async def moved(self) -> object:
-        """What changes while a version comes to it or is loaded, however long that takes; None: it does not say."""
+        """A value that keeps changing while a version is transferred or loaded; None if unknown."""
         ...
 
     async def spans(self) -> list[Span]:
@@ -115,7 +115,7 @@ class Engine(Protocol):
         ...
 
     def break_off(self) -> None:
-        """Close every connection at once: what is open ends with EngineLost."""
+        """Close every connection at once; open calls end with EngineLost."""
         ...
 
     async def close(self) -> None:
@@ -124,13 +124,13 @@ class Engine(Protocol):
 
 
 def json_rule(schema: Mapping[str, Any] | None) -> str:
-    """The right side of a rule of a grammar: JSON that follows a schema; any object without one.
+    """Right-hand side of a grammar rule for JSON that follows a schema; any object if None.
 
     >>> json_rule({"type": "null"})[:29]
     '%json {"type": "null", "x-gui'
 
     Raises:
-        RefusedRequest: the schema is nested too deeply to be written.
+        RefusedRequest: the schema is nested too deeply.
     """
     told = {"type": "object"} if schema is None else schema
     try:
@@ -140,5 +140,5 @@ def json_rule(schema: Mapping[str, Any] | None) -> str:
 
 
 def json_grammar(schema: Mapping[str, Any] | None) -> str:
-    """The grammar of a completion that is JSON; see `json_rule`."""
+    """A grammar for completions that are JSON; see `json_rule`."""
     return f"start: {json_rule(schema)}"

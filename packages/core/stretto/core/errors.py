@@ -14,23 +14,23 @@
     │   │   └── UnprovenWeights  an engine that does not compute with the version it has loaded
     │   ├── CheckpointLost       the trainer ended before a checkpoint was written
     │   ├── EngineLost           an engine that cannot be reached, or that broke off a completion
-    │   │   ├── EngineLied       one whose server told what cannot be: nothing that it told is kept
-    │   │   └── EngineLeft       one that has left the run: what was asked of it is not the cause
-    │   ├── MachineLost          a machine that ran roles, and does not answer any more or has left
+    │   │   ├── EngineLied       its server returned impossible results, which are dropped
+    │   │   └── EngineLeft       it has left the run; its requests are not to blame
+    │   ├── MachineLost          a machine that ran roles no longer answers, or has left
     │   ├── SourceLost           a server of weights that cannot be reached, or that broke off a transfer
     │   ├── DeadlineExceeded     a wait ran past its deadline; names the owner and what was awaited
     │   └── NothingMoves         no process makes progress; names who waits for what
-    ├── WireError                a message or a publication that is not whole
+    ├── WireError                an incomplete message or publication
     │   ├── TornPublication      weights whose size or checksum does not fit
     │   ├── RefusedRequest       a request the engine will not serve; names the field
     │   └── HandshakeRefused     a peer that does not prove the shared key, or that does not admit us
     │       └── HandshakeBroken  a peer that closed the connection, or speaks something else
     ├── StoreError               the run folder's contents contradict themselves
-    ├── CallInterrupted          a call that was cut short, and may not be made a second time
+    ├── CallInterrupted          a call that was interrupted and must not be repeated
     ├── TrainingDiverged         gradients that are not finite, step after step
     └── BoundViolated            a promise of the system was about to be broken (a bug, never bad luck)
 
-Errors cross process boundaries, so each one is rebuilt from its arguments alone (it pickles).
+Errors cross process boundaries, so each can be rebuilt from its arguments (it pickles).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class StrettoError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: where it is, what is there, what may be there.
+    """One mistake: its place, the value found, the remedy.
 
     Example: ``Problem("recipes/a.toml: trainer.step", "unknown key", "did you mean trainer.steps?")``
     """
@@ -95,7 +95,7 @@ class UserError(StrettoError):
 
 
 class RecipeError(UserError):
-    """A recipe, in a file or in code, or an override of its values.
+    """A mistake in a recipe (a file or a dict) or in an override of its values.
 
     Example::
 
@@ -107,7 +107,7 @@ class RecipeError(UserError):
 
 
 class DataError(UserError):
-    """A dataset file or one of its rows, or a prompt.
+    """A mistake in a dataset file, one of its rows, or a prompt.
 
     Example::
 
@@ -131,7 +131,7 @@ class ModelFolderError(UserError):
 
 
 class RewardFunctionError(UserError):
-    """A reward that cannot be called, or whose return value is no reward.
+    """A reward that cannot be called, or that returns an invalid value.
 
     Example::
 
@@ -179,7 +179,7 @@ class RoleError(StrettoError):
 
 
 class RoleDied(RoleError):
-    """A role's process ended without being asked to.
+    """A process of the run ended without being asked to.
 
     Example::
 
@@ -194,11 +194,11 @@ class RoleDied(RoleError):
         super().__init__(role, how, log)
 
     def __str__(self) -> str:
-        return f"{self.role} {self.how}" + (f"; its last words are in {self.log}" if self.log else "")
+        return f"{self.role} {self.how}" + (f"; see the end of {self.log}" if self.log else "")
 
 
 class RoleFailed(RoleError):
-    """A role reported an error from which it cannot continue; `exit_code` is that of the error."""
+    """A process of the run reported an error from which it cannot continue; `exit_code` is that of the error."""
 
     def __init__(self, role: str, problem: str, exit_code: int) -> None:
         self.role, self.problem, self.exit_code = role, problem, exit_code
@@ -209,11 +209,11 @@ class RoleFailed(RoleError):
 
 
 class UnprovenWeights(RoleFailed):
-    """An engine has loaded a version twice and does not compute with its weights (`core.canary`)."""
+    """An engine failed to prove a version after loading it twice (`core.canary`)."""
 
 
 class CheckpointLost(RoleError):
-    """The trainer ended before it had written a checkpoint; `death` says how."""
+    """The trainer ended before a checkpoint was written; `death` says how."""
 
     def __init__(self, checkpoint: str, death: str) -> None:
         self.checkpoint, self.death = checkpoint, death
@@ -224,7 +224,7 @@ class CheckpointLost(RoleError):
 
 
 class EngineLost(RoleError):
-    """An engine cannot be reached, or broke off a completion: its requests go to another engine."""
+    """An engine cannot be reached, or broke off a completion; its requests go to another engine."""
 
     def __init__(self, engine: str, how: str) -> None:
         self.engine, self.how = engine, how
@@ -235,15 +235,15 @@ class EngineLost(RoleError):
 
 
 class EngineLied(EngineLost):
-    """Its server has told of a request what cannot be true: what it told of the request before is not to be kept."""
+    """An engine's server returned impossible results; all its results for the request must be dropped."""
 
 
 class EngineLeft(EngineLost):
-    """The engine has left the run, or its machine has: the requests that it had are not the cause."""
+    """The engine, or its machine, has left the run; its requests are not the cause."""
 
 
 class MachineLost(RoleError):
-    """A machine that ran roles has left the run, or does not answer any more: its roles cannot be replaced there."""
+    """A machine that ran roles has left the run or no longer answers, so its roles cannot be restarted there."""
 
     def __init__(self, machine: str, how: str) -> None:
         self.machine, self.how = machine, how
@@ -254,7 +254,7 @@ class MachineLost(RoleError):
 
 
 class SourceLost(RoleError):
-    """A server of weights cannot be reached, or broke off a transfer and did not come back."""
+    """A weights server cannot be reached, or broke off a transfer and did not return."""
 
     def __init__(self, source: str, how: str) -> None:
         self.source, self.how = source, how
@@ -287,15 +287,15 @@ class NothingMoves(RoleError):
 
 
 class WireError(StrettoError):
-    """A message or a publication that is not whole."""
+    """An incomplete message or publication."""
 
 
 class TornPublication(WireError):
-    """Weights whose size, names or checksum do not fit their manifest; they are never loaded."""
+    """Weights that do not match their manifest in size, names or checksum; they are never loaded."""
 
 
 class RefusedRequest(WireError):
-    """A request that an engine will not serve, with the field that is wrong.
+    """A request refused by an engine, with the field that is wrong.
 
     Example::
 
@@ -314,7 +314,7 @@ class RefusedRequest(WireError):
 
 
 class HandshakeRefused(WireError):
-    """Another process did not prove that it has the key, or did not let this one in."""
+    """The peer did not prove the shared key, or did not admit this process."""
 
     def __init__(self, peer: str, how: str) -> None:
         self.peer, self.how = peer, how
@@ -325,11 +325,11 @@ class HandshakeRefused(WireError):
 
 
 class HandshakeBroken(HandshakeRefused):
-    """The other process went away before it had admitted or refused this one: it may be asked again."""
+    """The peer closed the connection before it admitted or refused this process; worth a retry."""
 
 
 class StoreError(StrettoError):
-    """The contents of a run folder contradict themselves.
+    """A run folder whose contents are damaged or contradictory.
 
     Example::
 
@@ -341,7 +341,7 @@ class StoreError(StrettoError):
 
 
 class CallInterrupted(StrettoError):
-    """A call of a session had begun when its process ended: it may have had its effect, and may not be made again."""
+    """A session's call had started when its process ended: it may have taken effect, so it must not be repeated."""
 
     def __init__(self, session: str, asked: str) -> None:
         self.session, self.asked = session, asked
@@ -352,9 +352,9 @@ class CallInterrupted(StrettoError):
 
 
 class TrainingDiverged(StrettoError):
-    """Gradients were not finite for too many optimizer steps in a row; the parameters are those before the first.
+    """Gradients were not finite for too many optimizer steps in a row; the parameters are as before the first of them.
 
-    `answers` names the trajectories of the last of these steps, as far as they are known.
+    `answers`: ids of the trajectories of the last such step, where known.
     """
 
     def __init__(self, step: int, in_a_row: int, answers: tuple[str, ...] = ()) -> None:
@@ -369,11 +369,12 @@ class TrainingDiverged(StrettoError):
 
 
 class BoundViolated(StrettoError):
-    """A promise was about to be broken; the run stops instead."""
+    """A guarantee was about to be broken, so the run stops."""
 
 
 def described(error: OSError) -> str:
-    """One line: the file, if there is one, and what the system says of it; else the function of stretto that asked."""
+    """An OSError in one line: its file, if any, and the system's message; without a file, the stretto function that
+    failed."""
     place = f"{error.filename}: " if error.filename else ""
     ours = [
         f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
@@ -386,7 +387,7 @@ def described(error: OSError) -> str:
 
 @contextlib.contextmanager
 def naming(place: Path) -> Iterator[None]:
-    """Let an OSError of the block name `place` where the system has named no file: it names none that is open."""
+    """Context manager: an OSError without a file name is raised again with `place` as the name."""
     try:
         yield
     except OSError as error:
@@ -395,6 +396,6 @@ def naming(place: Path) -> Iterator[None]:
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
-    """The remedy for an unknown name: the nearest allowed one, or all of them when none is near."""
+    """Remedy for an unknown name: the most similar allowed one, or all of them if none is similar."""
     close = difflib.get_close_matches(name, names := sorted(allowed), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else "allowed: " + ", ".join(names)

@@ -1,7 +1,7 @@
-"""What a run tells about itself while it runs: spans for the timeline, measurements for the metrics.
+"""Spans: the activities of a run's roles, for the timeline.
 
-A span says that a role did one thing from one moment to another; the timeline plot has one lane per role. Times are
-seconds of the machine's monotonic clock (`time.monotonic`), which all processes of one machine share.
+A span is one activity of a role with start and end; the timeline plot has one lane per role. Times are seconds of the
+machine's monotonic clock (`time.monotonic`), which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from stretto.core.records import Record
 
 
 class Span(Record, frozen=True):
-    """Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
+    """One activity of a role, from `start` to `end`.
+
+    Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
 
     Names in use: ``generate``, ``map``, ``load``, ``recompute`` (engines); ``pull`` (the mirror of a machine);
     ``proximal``, ``update``, ``again``, ``publish``, ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate``
-    (conductor). `bytes` is what it moved, 0 where that has no meaning.
+    (conductor). `bytes` is the amount moved, 0 if not applicable.
     """
 
     role: str
@@ -27,5 +29,5 @@ class Span(Record, frozen=True):
     bytes: int = 0
 
     def shifted(self, seconds: float) -> Span:
-        """The same span on a clock that is `seconds` ahead: that of another machine, say."""
+        """The span on a clock that is `seconds` ahead, such as another machine's."""
         return msgspec.structs.replace(self, start=self.start + seconds, end=self.end + seconds) if seconds else self

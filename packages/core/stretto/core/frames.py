@@ -1,4 +1,4 @@
-"""Messages on a stream of bytes: a length, then that many bytes of MessagePack."""
+"""Framing of messages on a byte stream: a length, then that many bytes of MessagePack."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from stretto.core.errors import WireError
 
 LENGTH = struct.Struct("<I")
 
-#: A larger frame is a mistake of the sender, not a message.
+#: Largest allowed frame.
 LARGEST_FRAME = 1 << 30
 
 
 def frame(message: object) -> bytes:
-    """One message as it goes over the wire."""
+    """Encode one message as a frame."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 class Unframer:
-    """Cuts a stream of bytes into the bodies of its frames, however the stream was chopped.
+    """Splits a byte stream into frame bodies, however it was chopped.
 
     >>> unframer = Unframer()
     >>> unframer.feed(b"\\x02\\x00\\x00"), unframer.feed(b"\\x00ok")
@@ -32,10 +32,10 @@ class Unframer:
         self._rest, self._largest = bytearray(), largest
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The bodies that are whole now.
+        """Add bytes; returns the bodies completed by them.
 
         Raises:
-            WireError: a length that no message has.
+            WireError: a frame longer than allowed.
         """
         self._rest += data
         at, bodies = 0, []

@@ -1,5 +1,5 @@
-"""JSONL files of the user's: one JSON object a line. Every bad line is reported with its number; of
-many lines with one mistake the first, and of mistakes the first twenty."""
+"""JSONL files of the user: one JSON object per line. Bad lines are reported by number: at most twenty mistakes, and for
+many lines with the same mistake the first ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from stretto.core.errors import DataError, Problem, nearest
 
-#: Characters of a line at most: the tests of a program have inputs of many megabytes.
+#: Most characters of a line; tests of programs may have inputs of many megabytes.
 LARGEST_ROW = 256 << 20
 LARGEST_UNPACKED = 4 << 30  #: bytes of a compressed file after unpacking
 _SHOWN = 20
@@ -30,7 +30,7 @@ Read = TypeVar("Read")
 
 
 class Mistakes:
-    """Mistakes in data, of several parts that are all looked at before one of them ends the start.
+    """Collects DataErrors from several blocks, to report them together.
 
     >>> mistakes = Mistakes()
     >>> for place in ("rows.jsonl:1", "rows.jsonl:2"):
@@ -44,7 +44,7 @@ class Mistakes:
         self.problems: list[Problem] = []
 
     def __enter__(self) -> None:
-        """The block is one part."""
+        """Start a block; its DataError is collected."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, DataError):
@@ -52,24 +52,24 @@ class Mistakes:
         return isinstance(error, DataError)
 
     def done(self) -> None:
-        """Raises DataError: with all of them, each once, if there are any."""
+        """Raise one DataError with all collected problems, without duplicates, if there are any."""
         if self.problems:
             raise DataError(dict.fromkeys(self.problems))
 
 
 def read_rows(path: Path, read: Callable[[str, int, str], Read]) -> list[Read]:
-    """``read(line, line number, place)`` of each line that is not blank; `read` raises a `mistake` for a bad one. A
-    file whose name ends with ``.gz`` is unpacked.
+    """The results of ``read(line, line number, place)`` for each non-blank line; `read` raises a `mistake` for a bad
+    one. Files named ``.gz`` are unpacked.
 
     Raises:
-        DataError: the file is missing, empty or not text, or some of its lines are not what they should be.
+        DataError: the file is missing, empty or not text, or lines are invalid.
     """
     numbered = ((place, (number, line)) for number, place, line in lines_of(path))
     return read_each(str(path), numbered, lambda row, place: read(_short(row[1], place), row[0], place))
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
-    """``(number, place, line)`` of each line that is not blank.
+    """``(number, place, line)`` of each non-blank line.
 
     Raises:
         DataError: the file is missing or not text, or holds one JSON array.
@@ -78,11 +78,11 @@ def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Given, str], Read]) -> list[Read]:
-    """``read(row, place)`` of each ``(place, row)``; the mistakes of all rows come together, each with its place, up to
-    a place behind which `rows` cannot be read any more.
+    """The results of ``read(row, place)`` for each ``(place, row)``. Mistakes of all rows are raised together, up to
+    the first place from which `rows` cannot be read.
 
     Raises:
-        DataError: `name` has no rows, or some of them are not what they should be.
+        DataError: `name` has no rows, or rows are invalid.
     """
     found: list[Read] = []
     mistakes, alike, hidden = Mistakes(), dict[tuple[str, str, str], list[Problem]](), 0
@@ -107,7 +107,7 @@ def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Give
 
 
 def _told(alike: Sequence[Sequence[Problem]]) -> Iterator[Problem]:
-    """Each mistake, a few rows with the same one by one, and of many the first with their number."""
+    """Problems to show: equal ones are listed a few times, then counted."""
     for same in alike:
         first, count = same[0], len(same)
         if count <= _SAME:
@@ -119,25 +119,25 @@ def _told(alike: Sequence[Sequence[Problem]]) -> Iterator[Problem]:
 
 
 def mistake(place: str, found: str, remedy: str = "") -> DataError:
-    """The error of one bad row."""
+    """The error for one bad row."""
     return DataError([Problem(place, found, remedy)])
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, as ``json.loads(text, object_pairs_hook=once)`` makes them.
+    """Object hook that refuses duplicate keys: ``json.loads(text, object_pairs_hook=once)``.
 
     Raises:
-        ValueError: a key stands in it twice, so that one of its values would be lost.
+        ValueError: a key appears twice, so one of its values would be lost.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
     return found
 
 
 def nearest_file(path: Path) -> str:
-    """The remedy for a file that is not there: the nearest name in its folder, or the first ones of the folder."""
+    """Remedy for a missing file: the most similar name in its folder, or the folder's first names."""
     try:
         names = sorted(entry.name for entry in path.parent.iterdir())
     except OSError:
@@ -149,7 +149,7 @@ def nearest_file(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The whole text of a file; one whose name ends with ``.gz`` is unpacked.
+    """The text of a file; one named ``.gz`` is unpacked.
 
     Raises:
         DataError: the file is missing, cannot be unpacked, or is not text.

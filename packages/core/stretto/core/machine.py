@@ -1,4 +1,4 @@
-"""The processor, memory and network of this machine, and the folder in which runs of its user share files."""
+"""Processor, memory, network and cache folder of this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IFREQ = "16s2xH4s232x"  # as much of struct ifreq as is used: name, then a sock
 
 
 def processor() -> str:
-    """The model of the processor, such as ``AMD EPYC 9B14``."""
+    """Model name of the processor, such as ``AMD EPYC 9B14``."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -28,7 +28,7 @@ def processor() -> str:
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """Number of cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -44,7 +44,7 @@ def available_memory() -> int:
 
 
 def cache_folder() -> Path:
-    """Where built models, warm starts and measured kernels are kept between runs: ``$STRETTO_CACHE``, else the user's
+    """Folder for built models, warm starts and measured kernels, shared by runs: ``$STRETTO_CACHE``, else the user's
     cache."""
     root = os.environ.get("STRETTO_CACHE")
     if root:
@@ -53,8 +53,8 @@ def cache_folder() -> Path:
 
 
 def use_interface_of(address: str) -> None:
-    """Let the collectives of this process use the interface that has the address, unless its environment names one:
-    gloo would take the address that the host's name has, which may be the loopback's."""
+    """Make torch collectives of this process use the interface with this address, unless the environment names one.
+    gloo would otherwise use the address of the host name, which may be the loopback's."""
     if (interface := interface_of(address)) is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -63,7 +63,7 @@ def use_interface_of(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has the address; None if it is not known, as for a second address.
+    """The network interface that has this address on this machine; None if unknown (secondary addresses are not found).
 
     Example: ``interface_of("127.0.0.2")  # "lo"``
     """

@@ -18,19 +18,19 @@ from typing import Any
 
 import msgspec
 
-PROMPT, NOTHING = -1, -2  #: parents of segments that are behind no other: behind the prompt, or with an own beginning
+PROMPT, NOTHING = -1, -2  #: parents of first segments: after the prompt, or with no context at all
 
 #: Tokens with their log-probabilities, the likeliest first.
 Likeliest = tuple[tuple[int, float], ...]
 
-#: Engines in the order in which they wrote tokens, each with how many: ``(("engine-0", 37), ("engine-2", 5))``. The
-#: name "" is an engine that is not on record.
+#: Engines in the order in which they sampled tokens, with counts: ``(("engine-0", 37), ("engine-2", 5))``. "" is an
+#: unrecorded engine.
 Writers = tuple[tuple[str, int], ...]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Base of all records: immutable, refuses fields it does not know. Records hold no cycles, so the garbage collector
-    need not look for any in the tens of thousands of a large run."""
+    """Base of all records: immutable, unknown fields refused. Records have no cycles, so they are exempt from garbage
+    collection, which would slow large runs."""
 
 
 class StopReason(enum.StrEnum):
@@ -49,18 +49,18 @@ class Outcome(enum.StrEnum):
 
 
 class State(enum.StrEnum):
-    """The state of a trajectory; the last four are final, and every trajectory ends in exactly one of them."""
+    """State of a trajectory. The last four are final; every trajectory ends in exactly one of them."""
 
     IN_FLIGHT = "in_flight"
     BUFFERED = "buffered"
     TRAINED = "trained"
-    FILTERED = "filtered"  #: its group carries no signal, or another filter of the recipe refused it
+    FILTERED = "filtered"  #: refused by a filter of the recipe, such as a group without signal
     EXPIRED = "expired"  #: older than the bound, under ``beyond_bound = "expire"``
-    FAILED = "failed"  #: no verdict, a lost engine, a refused request: the reason says which
+    FAILED = "failed"  #: no verdict, a lost engine or a refused request; see the reason
 
 
 class Prompt(Record, frozen=True):
-    """A question, with the gold answer that the reward compares with.
+    """A prompt with its gold answer, for the reward.
 
     Example: ``Prompt(id="17", token_ids=(5, 12, 8, 13), text="3+8=", answer="11")``
     """
@@ -69,44 +69,44 @@ class Prompt(Record, frozen=True):
     token_ids: tuple[int, ...]
     text: str
     answer: str
-    opens: str = ""  # the mark of a thought that is open at the end of its tokens
+    opens: str = ""  # thinking tag left open at the end of its tokens
 
 
 class Sampling(Record, frozen=True):
-    """How completions are sampled. Engine and trainer have the same setting and evaluate the same distribution.
+    """Sampling settings. Engine and trainer have the same ones and evaluate the same distribution.
 
-    `temperature` 0 takes the likeliest token (evaluation only), with any filters. `stop_token_ids` end a completion
-    and belong to it.
+    `temperature` 0 takes the likeliest token (evaluation only), after any filters. `stop_token_ids` end a completion
+    and are part of it.
 
-    The filters work after the temperature and in the order `top_k`, `top_p`, `min_p`, each on what the one before has
-    left; what is left in the end is renormalised. A token exactly as likely as the last one that a filter keeps is
-    kept with it. A `grammar` is the first filter, at temperature 0 too: rules of Lark as llguidance takes them.
+    Filters apply after the temperature, in the order `top_k`, `top_p`, `min_p`, each to the tokens left by the one
+    before; the rest is renormalised. Tokens exactly as likely as the last one kept are kept too. A `grammar` (Lark
+    rules, as in llguidance) is the first filter, also at temperature 0.
     """
 
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    top_p: float = 1.0  # smallest set of likeliest tokens whose probability reaches this
+    top_p: float = 1.0  # smallest set of likeliest tokens with at least this total probability
     top_k: int = 0  # this many likeliest tokens; 0: all
     min_p: float = 0.0  # tokens at least this fraction as likely as the likeliest
     stop: tuple[str, ...] = ()  # texts that end the completion, whose tokens include those of the stop text
-    grammar: str = ""  # the completion follows it; the end of sequence comes where the grammar ends
+    grammar: str = ""  # grammar of the completion; end of sequence where the grammar ends
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens may not be drawn at all."""
+        """Whether some tokens are excluded from sampling."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 class Segment(Record, frozen=True, array_like=True):
-    """Consecutive tokens of one origin: sampled by the policy, with what it logged of each token, or given (the output
-    of a tool, the next turn of a user) and so without log-probabilities and versions.
+    """Consecutive tokens of one origin: sampled by the policy, with logged log-probabilities and versions, or given
+    (tool output, a user's turn), without them.
 
-    A sampled segment without a `stop_reason` is unfinished: another engine, or a resumed run, continues it. What an
-    engine returns has no `engines` yet: the pool of engines knows their names.
+    A sampled segment without a `stop_reason` is unfinished: another engine, or a resumed run, continues it. Engines
+    return no `engines`; the pool fills them in.
 
-    Each segment is behind the one before it, the first behind the prompt, unless it names another `parent`: the
-    segments of a trajectory are a forest (`conversation.forest`).
+    Each segment follows the one before it, the first the prompt, unless it names another `parent`: the segments of a
+    trajectory are a forest (`conversation.forest`).
 
     Example: ``Segment(token_ids=(4, 4, 2), behavior_logprobs=(-0.1, -0.7, -0.02), versions=(6, 6, 7))``
     """
@@ -114,12 +114,12 @@ class Segment(Record, frozen=True, array_like=True):
     token_ids: tuple[int, ...] = ()  # [L]
     behavior_logprobs: tuple[float, ...] = ()  # [L], nats; empty if given
     versions: tuple[int, ...] = ()  # [L], never decreasing; empty if given
-    interrupted: int = 0  # weight updates that stopped it
+    interrupted: int = 0  # number of weight updates that interrupted it
     stop_reason: StopReason | None = None
     engines: Writers = ()  # of all L tokens; empty if given, or not on record
-    parent: int | None = None  # the place of the segment it is behind, or PROMPT, or NOTHING; None: the one before it
-    cause: str = ""  # why a branch begins here; empty if none does
-    reward: float | None = None  # that of this turn, where the workflow gives one to each; else the trajectory's counts
+    parent: int | None = None  # index of the segment it follows, or PROMPT, or NOTHING; None: the previous one
+    cause: str = ""  # reason for a branch starting here; else empty
+    reward: float | None = None  # reward of this turn, if the workflow gives one per turn
 
     @property
     def sampled(self) -> bool:
@@ -127,16 +127,16 @@ class Segment(Record, frozen=True, array_like=True):
 
     @property
     def writers(self) -> Writers:
-        """`engines`, or one that is not on record."""
+        """`engines`; one unrecorded engine if that is empty."""
         return self.engines or ((("", len(self.token_ids)),) if self.token_ids else ())
 
     def __add__(self, other: Segment) -> Segment:
-        """The two pieces of one completion as one."""
+        """Join two consecutive pieces of one completion."""
         return self.whole((self, other))
 
     @classmethod
     def whole(cls, pieces: Sequence[Segment]) -> Segment:
-        """The pieces of one completion, one at least, as one: every token is copied once."""
+        """Join the pieces of one completion (at least one), copying every token once."""
         columns = ("token_ids", "behavior_logprobs", "versions")
         chained = {name: tuple(chain.from_iterable(getattr(piece, name) for piece in pieces)) for name in columns}
         engines = reduce(joined, (piece.writers for piece in pieces)) if any(piece.engines for piece in pieces) else ()
@@ -145,7 +145,7 @@ class Segment(Record, frozen=True, array_like=True):
         return msgspec.structs.replace(pieces[0], **chained, **ends)
 
     def after(self, tokens: int) -> Segment:
-        """What comes after the first `tokens` tokens."""
+        """The rest after the first `tokens` tokens."""
         return msgspec.structs.replace(
             self,
             token_ids=self.token_ids[tokens:],
@@ -155,18 +155,18 @@ class Segment(Record, frozen=True, array_like=True):
         )
 
     def written_by(self, engine: str) -> Segment:
-        """With the name of the engine that sampled all of it."""
+        """A copy that records `engine` as the sampler of all tokens."""
         return msgspec.structs.replace(self, engines=((engine, len(self.token_ids)),) if self.token_ids else ())
 
 
-#: Unfinished completions, or what is new of them: by request, then by member.
+#: Unfinished completions, or their new tokens: by request, then by member.
 Partials = dict[str, dict[int, Segment]]
 
 
 class GenerateRequest(Record, frozen=True):
     """One prompt and a seed per completion; member k draws its randomness from ``seeds[k]`` alone.
 
-    `prefixes` is empty, or holds for each member the segment that it continues.
+    `prefixes`: empty, or for each member the segment to continue.
 
     Example: ``GenerateRequest(id="0.17.0", prompt_token_ids=(5, 12, 8, 13), seeds=(91, 92), sampling=...)``
     """
@@ -176,14 +176,14 @@ class GenerateRequest(Record, frozen=True):
     seeds: tuple[int, ...]
     sampling: Sampling
     prefixes: tuple[Segment, ...] = ()
-    top_logprobs: int = 0  # likeliest tokens to return for each token of the completions
+    top_logprobs: int = 0  # number of top log-probabilities to return per token
 
 
 class Completion(Record, frozen=True):
-    """One whole completion, as an engine returns it.
+    """A finished completion, as returned by an engine.
 
-    `versions[t]` is the policy version whose weights sampled token t, `behavior_logprobs[t]` its log-probability
-    under exactly that version (AReaL, section 4.1: the behaviour policy is what was logged, token by token).
+    `versions[t]` is the policy version whose weights sampled token t, `behavior_logprobs[t]` its log-probability under
+    exactly that version (AReaL, section 4.1: the behaviour policy is logged token by token).
 
     Example: three tokens, weights switched before the third::
 
@@ -197,24 +197,24 @@ class Completion(Record, frozen=True):
     behavior_logprobs: tuple[float, ...]  # [L], nats
     versions: tuple[int, ...]  # [L], never decreasing
     stop_reason: StopReason
-    interrupted: int = 0  # weight updates that interrupted this completion
-    top_logprobs: tuple[Likeliest, ...] = ()  # [L], of the distributions that were sampled from; empty if not requested
+    interrupted: int = 0  # number of weight updates that interrupted it
+    top_logprobs: tuple[Likeliest, ...] = ()  # [L], of the sampled distributions; empty if not requested
     engines: Writers = ()  # of all L tokens; empty if not on record
 
     @property
     def segment(self) -> Segment:
-        """Its tokens, and why they ended."""
+        """Its tokens and stop reason as a segment."""
         columns = (self.token_ids, self.behavior_logprobs, self.versions, self.interrupted, self.stop_reason)
         return Segment(*columns, self.engines)
 
     def written_by(self, engine: str, prefix: Segment) -> Completion:
-        """With the names of the engines: `engine` sampled what is behind `prefix`, which others have sampled."""
+        """A copy that records `engine` as the sampler of the tokens after `prefix`, which others sampled."""
         new = len(self.token_ids) - len(prefix.token_ids)
         return msgspec.structs.replace(self, engines=joined(prefix.writers, ((engine, new),) if new > 0 else ()))
 
     @classmethod
     def of(cls, request: str, member: int, segment: Segment) -> Completion:
-        """The completion whose `segment` this is.
+        """The completion for a finished segment.
 
         Raises:
             ValueError: the segment is unfinished.
@@ -234,8 +234,8 @@ class Completion(Record, frozen=True):
 
 
 class Verdict(Record, frozen=True):
-    """The judgement of one completion. `reward` is None exactly when the outcome is undecided. `rewards` are the named
-    parts that it was made of, before their weights; empty where it has no parts."""
+    """Judgement of one completion. `reward` is None exactly if undecided. `rewards`: the named, unweighted parts of the
+    reward; empty if it has none."""
 
     outcome: Outcome
     reward: float | None
@@ -245,15 +245,15 @@ class Verdict(Record, frozen=True):
     def __post_init__(self) -> None:
         if (self.reward is None) != (self.outcome is Outcome.UNDECIDED):
             raise ValueError(f"a verdict has a reward unless it is undecided: {self.outcome}, {self.reward}")
-        if self.reward == 0:  # SQLite keeps no negative zero, and what is sealed must be what can be read
+        if self.reward == 0:  # SQLite keeps no negative zero; sealed values must read back equal
             msgspec.structs.force_setattr(self, "reward", 0.0)
 
 
 class Trajectory(Record, frozen=True):
-    """What followed one prompt, with its verdict: what the buffer keeps and the trainer learns from.
+    """A prompt's completion with its verdict: the unit of the buffer and of training.
 
-    A single turn is one sampled segment; further turns alternate given and sampled ones, and an agent's session may
-    branch. The loss sees sampled tokens only, each of them once.
+    A single turn is one sampled segment; further turns alternate given and sampled segments, and an agent's session may
+    branch. Only sampled tokens are in the loss, each once.
 
     Example: ``Trajectory(id="0.17.0/3", segments=(Segment(...),), verdict=..., text="9")``
     """
@@ -262,43 +262,43 @@ class Trajectory(Record, frozen=True):
     segments: tuple[Segment, ...]
     verdict: Verdict
     text: str
-    session: str = ""  # the name of the agent's session that it was, if it was one
+    session: str = ""  # name of the agent's session, if it was one
 
     @property
     def member(self) -> int:
-        """Its place in the group."""
+        """Index in its group."""
         return int(self.id.rpartition("/")[2])
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """[T] all tokens behind the prompt, sampled and given."""
+        """[T] all tokens after the prompt, sampled and given."""
         return self._joined("token_ids")
 
     @property
     def behavior_logprobs(self) -> tuple[float, ...]:
-        """[S] of the sampled tokens."""
+        """[S] log-probabilities of the sampled tokens."""
         return self._joined("behavior_logprobs")
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """[S] of the sampled tokens."""
+        """[S] versions of the sampled tokens."""
         return self._joined("versions")
 
     def _joined(self, field: str) -> tuple[Any, ...]:
-        if len(self.segments) == 1:  # a single turn, which is asked for in every decision: without a copy
+        if len(self.segments) == 1:  # a single turn, without a copy: this is called for every decision
             return getattr(self.segments[0], field)  # type: ignore[no-any-return]
         return tuple(chain.from_iterable(getattr(segment, field) for segment in self.segments))
 
     @property
     def stop_reason(self) -> StopReason | None:
-        """Why its last sampled segment ended."""
+        """Stop reason of its last sampled segment."""
         if len(self.segments) == 1:
             return self.segments[0].stop_reason
         return next((segment.stop_reason for segment in reversed(self.segments) if segment.stop_reason), None)
 
     @property
     def interrupted(self) -> int:
-        """Weight updates that stopped it."""
+        """Number of weight updates that interrupted it."""
         return sum(segment.interrupted for segment in self.segments)
 
     @property
@@ -306,7 +306,7 @@ class Trajectory(Record, frozen=True):
         """The reward of a decided trajectory.
 
         Raises:
-            ValueError: the verdict is undecided; such a trajectory must have been failed before.
+            ValueError: the verdict is undecided; such a trajectory should have been failed.
         """
         if self.verdict.reward is None:
             raise ValueError(f"trajectory {self.id} is undecided ({self.verdict.reason}) and has no reward")
@@ -323,7 +323,7 @@ class Group(Record, frozen=True):
     prompt: Prompt
     admitted_version: int
     trajectories: tuple[Trajectory, ...]
-    max_staleness: float = math.inf  # the bound in force when it was admitted; inf also where it is not known
+    max_staleness: float = math.inf  # staleness bound at its admission; inf if unknown
 
     @property
     def oldest_version(self) -> int:
@@ -333,11 +333,10 @@ class Group(Record, frozen=True):
 
 
 class Batch(Record, frozen=True):
-    """What one training step consumes: B groups, trained at `version`, publishing ``version + 1``.
+    """Input of one training step: B groups, trained at `version`, which publishes ``version + 1``.
 
-    Tokens sampled by versions older than `oldest_trainable` are context: they stay in the sequence and out of the
-    loss (``beyond_bound = "mask"``). `oldest_by_group` has that version for groups that were admitted under a stricter
-    bound than others, by their ids.
+    Tokens sampled by versions older than `oldest_trainable` are context only (``beyond_bound = "mask"``).
+    `oldest_by_group` overrides it for groups admitted under a stricter bound, by group id.
     """
 
     step: int
@@ -347,14 +346,14 @@ class Batch(Record, frozen=True):
     oldest_by_group: Mapping[str, int] = {}
 
     def oldest_of(self, group: str) -> int:
-        """The oldest version whose tokens in this group are in the loss."""
+        """Oldest version whose tokens are in the loss for this group."""
         return self.oldest_by_group.get(group, self.oldest_trainable)
 
 
 class Update(Record, frozen=True):
-    """What a training step reports: the version it published and its measurements (docs/reference/metrics.md).
+    """Result of a training step: the published version and its metrics (docs/reference/metrics.md).
 
-    `skipped` names the trajectories of the optimizer steps that were not taken, their gradient not being finite.
+    `skipped`: trajectories of optimizer steps that were skipped because of a non-finite gradient.
     """
 
     step: int
@@ -366,7 +365,8 @@ class Update(Record, frozen=True):
 
 
 def joined(first: Writers, second: Writers) -> Writers:
-    """The writers of one text and of the text behind it; one that goes on with its own tokens is named once.
+    """Writers of two consecutive texts as one list; an engine that ends the first and starts the second is counted
+    once.
 
     >>> joined((("a", 5),), (("a", 2), ("b", 1)))
     (('a', 7), ('b', 1))
@@ -378,7 +378,7 @@ def joined(first: Writers, second: Writers) -> Writers:
 
 
 def _after(writers: Writers, tokens: int) -> Writers:
-    """The writers of what comes after the first `tokens` tokens."""
+    """Writers of the rest after the first `tokens` tokens."""
     ends = tuple(accumulate(count for _, count in writers))
     return tuple(
         (name, min(count, end - tokens)) for (name, count), end in zip(writers, ends, strict=True) if end > tokens
@@ -386,12 +386,12 @@ def _after(writers: Writers, tokens: int) -> Writers:
 
 
 def trajectory_id(group: str, member: int) -> str:
-    """``"0.17.0/3"``: epoch 0, row 17, first attempt, fourth completion."""
+    """Id of a trajectory: ``"0.17.0/3"`` is epoch 0, row 17, first attempt, fourth completion."""
     return f"{group}/{member}"
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed that depends on all parts and on nothing else; equal on every machine.
+    """A 63-bit seed that depends on all parts alone; equal on every machine.
 
     >>> derive_seed(1, "0.17.0/3") == derive_seed(1, "0.17.0/3") != derive_seed(2, "0.17.0/3")
     True

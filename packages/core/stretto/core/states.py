@@ -1,11 +1,11 @@
-"""What may become of a trajectory: its states, which may follow which, and its rewards, each of which is looked at here
-when it comes from outside. What writes states, simulates them and audits them asks here too.
+"""States of a trajectory with their allowed transitions, and the check of rewards from outside. The ledger, the
+simulator and the audit share these rules.
 
     in_flight ─► buffered ─► trained
         │           └──────► expired
         └─► filtered, expired, failed
 
-A group is filtered, or fails, when it is judged: before it is buffered. A buffered one is trained, or becomes too old.
+A group is filtered or fails when it is judged, before it is buffered. A buffered group is trained or expires.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ALLOWED: Mapping[State, frozenset[State]] = {
 
 OPEN = tuple(ALLOWED)
 FINAL = tuple(state for state in State if state not in ALLOWED)
-UNTRAINED = frozenset(FINAL) - {State.TRAINED}  #: ended, and the prompt may be drawn again
+UNTRAINED = frozenset(FINAL) - {State.TRAINED}  #: ended without training; the prompt may be drawn again
 
 
 def why_no_reward(value: object) -> str:
-    """Why a value is no reward, as in ``returned ...``; empty if it is one: a number between ±`LARGEST_REWARD`.
+    """Why `value` is not a valid reward (a number within ±`LARGEST_REWARD`), as in ``returned ...``; "" if it is.
 
     >>> why_no_reward(1.5), why_no_reward(float("nan")), why_no_reward("1"), why_no_reward(1e300)
     ('', 'nan', 'str, not a number', '1e+300; it must lie between ±1e+06')
@@ -45,5 +45,5 @@ def why_no_reward(value: object) -> str:
 
 
 def bounded_reward(value: float) -> float:
-    """The nearest number that may be a reward, for what is on record from before there was a bound."""
+    """The nearest valid reward, for records from before the bound existed."""
     return min(max(value, -LARGEST_REWARD), LARGEST_REWARD)

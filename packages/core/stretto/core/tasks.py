@@ -1,4 +1,4 @@
-"""Tasks that run side by side, and how they end together."""
+"""Helpers for concurrent tasks that end together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def run_beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -> T:
-    """The result of `work`, or the error of `watch`, which runs beside it."""
+    """The result of `work`, or the error of `watch`, which runs meanwhile."""
     task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(watch)
     try:
         await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
@@ -20,19 +20,19 @@ async def run_beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -
 
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:
-    """Return when one of them is done; none of them is cancelled. The deadline is the caller's."""
+    """Return when one awaitable is done; none is cancelled. No timeout here: the caller has one."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def cancel_and_wait(tasks: list[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait until they have ended; their results and errors are dropped."""
+    """Cancel tasks and wait until they have ended; results and errors are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
-    """The results of all of them; the first failure cancels the others and is raised as it is."""
+    """The results of all awaitables; the first failure cancels the others and is raised unchanged."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     if not tasks:
         return []
@@ -46,7 +46,7 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which a cancellation does not cut short: it is raised when the work is done."""
+    """The result of `work`; a cancellation is delayed until it is done."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -56,14 +56,14 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather_to_the_end(*coroutines: Coroutine[Any, Any, Any]) -> None:
-    """Run all of them to their end, then raise the first failure as it is."""
+    """Run all to their end, then raise the first failure unchanged."""
     for end in await asyncio.gather(*coroutines, return_exceptions=True):
         if isinstance(end, BaseException):
             raise end
 
 
 class NamedTasks:
-    """Tasks that are watched together, by name; tasks may come and go while they are watched.
+    """Named tasks watched together; tasks may come and go meanwhile.
 
     Example::
 
@@ -78,23 +78,23 @@ class NamedTasks:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the tasks."""
+        """Names of the tasks."""
         return frozenset(self._tasks)
 
     def add(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Begin a task; an earlier one of this name has ended, or was dropped."""
+        """Start a task; an earlier one of this name must have ended or been dropped."""
         self._tasks[name] = asyncio.create_task(work, name=name)
         self._changed.set()
 
     def drop(self, name: str) -> None:
-        """Cancel a task, unless it is the one that calls, and watch it no longer."""
+        """Stop watching a task and cancel it, unless it is the caller."""
         task = self._tasks.pop(name, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
         self._changed.set()
 
     async def watch(self) -> NoReturn:
-        """Wait for ever; the first failure of a task is raised, as it is. The owner of the wait is the caller."""
+        """Wait for ever; the first failure of a task is raised unchanged. No timeout here: the caller has one."""
         while True:
             self._changed.clear()
             change = asyncio.ensure_future(self._changed.wait())
@@ -109,6 +109,6 @@ class NamedTasks:
                         task.result()
 
     async def close(self) -> None:
-        """Cancel all of them; returns when they have ended."""
+        """Cancel all tasks; returns when they have ended."""
         await cancel_and_wait([*self._tasks.values()])
         self._tasks.clear()

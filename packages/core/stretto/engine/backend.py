@@ -1,5 +1,5 @@
-"""What generates behind an engine's HTTP server: the model of this process (`engine.native`), or a server of another
-make (`stretto_servers`)."""
+"""The generator behind an engine's HTTP server: the model of this process (`engine.native`), or a server such as vLLM
+(`stretto_servers`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.engine.wire import Refusal
 
-#: Why completions break off, if nothing else is known; follows the engine's name.
+#: Default reason for completions that break off; follows the engine's name in a message.
 ENDED = "ended before the completion did"
 
 
 class Stream:
-    """The completions of requests that were submitted together, as frames."""
+    """The completions of requests submitted together, as frames."""
 
     def __init__(self, completions: int) -> None:
         self.missing = completions
@@ -33,28 +33,29 @@ class Stream:
         return bool(self._ready)
 
     def ended(self, completion: Completion) -> None:
-        """A completion is finished."""
-        if not self.missing:  # they were refused
+        """Send a finished completion."""
+        if not self.missing:  # their requests were refused
             return
         self._ready += frame(completion)
         self.missing -= 1
         self._wake.set()
 
     def refuse(self, error: RefusedRequest | EngineLied) -> None:
-        """One of the requests turns out not to be served, or not truly; finished completions are delivered all the
-        same."""
+        """End the stream because a request turned out to be refused, or its results invalid; finished completions are
+        still delivered."""
         if self.missing:
             self._ready += frame([Refusal.of(error)])
             self.missing = 0
             self._wake.set()
 
     def break_off(self, why: str = ENDED) -> None:
-        """No more completions will come; finished ones are delivered all the same."""
+        """End the stream early; finished completions are still delivered."""
         self.broken = self.missing > 0
         self._wake.set()
 
     async def next(self) -> bytes:
-        """All frames since the last call, at least one unless the stream is broken. The client has the deadline."""
+        """All frames since the last call; waits for at least one, unless the stream is broken. No timeout here: the
+        client has one."""
         await self._wake.wait()
         self._wake.clear()
         chunk, self._ready = bytes(self._ready), bytearray()
@@ -62,10 +63,10 @@ class Stream:
 
 
 class Backend(Protocol):
-    """See the module. Errors reach the client as they are raised here."""
+    """Generates completions and loads weights; errors raised here reach the client unchanged."""
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """What takes long before `submit_all`, beside the generation.
+        """Do slow preparations for `submit_all`, such as compiling grammars, while generation continues.
 
         Raises:
             RefusedRequest: as `submit_all`.
@@ -73,28 +74,28 @@ class Backend(Protocol):
         ...
 
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
-        """Submit requests whose completions are streamed whole.
+        """Submit requests; each completion is streamed when it is whole.
 
         Raises:
-            RefusedRequest: one of them will not be served, and so none.
+            RefusedRequest: one of them is invalid; none is accepted then.
             EngineLost: the server is stopping, or too many completions wait.
         """
         ...
 
     def close(self, request: str) -> None:
-        """End a request; unfinished completions are aborted. Closing twice is no error."""
+        """End a request and abort its unfinished completions. May be called twice."""
         ...
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """What unfinished completions have beyond their known tokens."""
+        """Tokens of unfinished completions beyond the `known` ones, by request and member."""
         ...
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
-        """Load a published version, unless it is there and proven; returns the version that samples the next token.
-        With a challenge nothing is sampled before it is answered, nor after it, outside of its tolerance.
+        """Load a published version, unless it is loaded and proven; returns the version that samples the next token.
+        With a challenge, sampling waits for the answer, and stops if that is outside the tolerance.
 
         Raises:
-            WireError: it is not published, or not of this model; the engine goes on as it was.
+            WireError: it is not published, or not of this model; the engine goes on with its version.
             EngineLost: the engine does not answer.
         """
         ...
@@ -109,9 +110,9 @@ class Backend(Protocol):
         ...
 
     async def health(self) -> EngineHealth:
-        """Version, queue and counters."""
+        """Version, queue length and counters."""
         ...
 
     def drain_spans(self) -> list[Span]:
-        """What it did since the last call."""
+        """Busy spans since the last call."""
         ...

@@ -1,4 +1,4 @@
-"""When an engine was busy, and with what: one span for many steps."""
+"""Busy times of an engine: one span for many steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from stretto.core.events import Span
 #: Steps within this many seconds of each other are one span.
 _GAP = 0.02
 
-#: Spans that wait to be handed out. A run asks for them all the time; the caller only serves may never do.
+#: Most spans kept for `drain`. A run drains them all the time; a server used without a run may never do.
 MOST_SPANS = 16_384
 
 
 class BusySpans:
-    """Collects spans; a span that continues the last one (same name and version, no gap) makes it longer. When nobody
-    asks for them, the newest `MOST_SPANS` are kept.
+    """Collects spans; one that continues the last one (same name and version, no gap) extends it. Only the newest
+    `MOST_SPANS` are kept.
 
     >>> stretches = BusySpans("engine-0")
     >>> for start in (0.0, 0.002, 0.004): stretches.add("generate", start, start + 0.002, version=3)
@@ -29,7 +29,7 @@ class BusySpans:
         self._last: Span | None = None
 
     def add(self, name: str, start: float, end: float, version: int, bytes: int = 0) -> None:
-        """Times are seconds of `time.monotonic`."""
+        """Add a span; times are seconds of `time.monotonic`."""
         last = self._last
         if last is not None:
             if (last.name, last.version) == (name, version) and start - last.end < _GAP:

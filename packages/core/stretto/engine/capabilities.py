@@ -1,4 +1,4 @@
-"""Needs and limits of inference servers of other makes, one row per make (the table of docs/how_to/servers.md)."""
+"""Requirements and limits of inference servers, one row per make; docs/how_to/servers.md shows the same table."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from stretto.engine.config import MAKES
 
 @dataclass(frozen=True)
 class Capabilities:
-    """One make of server."""
+    """Requirements and limits of one make of server."""
 
     name: str
-    packages: tuple[str, ...]  # under one of these names it is installed; empty: in no environment of Python
-    oldest: tuple[int, ...]  # release that has the endpoints
+    packages: tuple[str, ...]  # alternative package names; empty: not a Python package
+    oldest: tuple[int, ...]  # oldest release with the endpoints we need
     filtered_logprobs: bool  # its log-probabilities follow top_p, top_k and min_p
-    cpu_head_dims: tuple[int, ...]  # of its attention on a processor; empty: any
-    process_bytes: int  # of all its processes, before a model
-    broadcast: tuple[int, ...] = ()  # release that takes weights by a collective of torch's; empty: none
+    cpu_head_dims: tuple[int, ...]  # head sizes of its attention on a CPU; empty: any
+    process_bytes: int  # memory of all its processes without a model
+    broadcast: tuple[int, ...] = ()  # oldest release that takes weights by a torch collective; empty: none
 
     @property
     def needed(self) -> str:
-        """The oldest release as it is written."""
+        """The required server and release as text, such as "vllm 0.10 or newer"."""
         return f"{self.name} {'.'.join(map(str, self.oldest))} or newer"
 
 
@@ -49,7 +49,7 @@ CAPABILITIES: Mapping[str, Capabilities] = {
 
 
 def capabilities_of(kind: str) -> Capabilities:
-    """What a make of server (`engine.kind`) needs, and cannot do.
+    """The requirements and limits of a make of server (`engine.kind`).
 
     Raises:
         RecipeError: its package is missing, or it cannot be imported.
@@ -59,7 +59,7 @@ def capabilities_of(kind: str) -> Capabilities:
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with; empty if it begins with none.
+    """The leading numbers of a version string; empty if there are none.
 
     >>> release_of("0.5.20.post1")
     (0, 5, 20)

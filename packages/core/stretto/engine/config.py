@@ -28,14 +28,14 @@ Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if
 
 
 class EngineConfig(BaseModel, extra="forbid", frozen=True):
-    """How completions are generated."""
+    """Settings of the engines."""
 
     kind: Annotated[str, MAKES] = Field(
         "native",
         description="native: the engine of this package; vllm, sglang: a server that stretto starts and watches",
     )
-    python: str | None = Field(None, description="interpreter of the environment that has vLLM or SGLang")
-    arguments: Words = Field((), description="further arguments of the server of vLLM or SGLang")
+    python: str | None = Field(None, description="Python interpreter of the environment with vLLM or SGLang")
+    arguments: Words = Field((), description="additional command-line arguments of the vLLM or SGLang server")
     addresses: Words = Field(
         (),
         strict=False,
@@ -53,13 +53,13 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
         "recomputed later",
     )
     on_update: Literal["recompute", "keep"] = Field(
-        "recompute", description="the KV cache of running completions when weights are loaded"
+        "recompute", description="treatment of running completions' KV cache when weights are loaded"
     )
     load_interval: float = Field(
         0.0,
         ge=0,
         le=600,
-        description="least seconds between two interruptions of an engine, which then loads the newest version; "
+        description="least seconds between two loads of an engine; each interrupts it and takes the newest version; "
         "an idle engine loads at once",
     )
     batching: Literal["auto", "shared", "rounds"] = Field(
@@ -72,7 +72,7 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
         4096, ge=1, description="tokens of prompts, or of interrupted completions, computed per step; whole sequences"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs; auto: CUDA if present")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="numbers of weights and cache")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="dtype of weights and KV cache")
     transport: Literal["unix", "tcp"] = Field("unix", description="wire to the conductor on one machine")
     base_port: int = Field(8300, ge=1, le=65_535, description="first port when transport is tcp")
 
@@ -90,7 +90,7 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether a server of another make is to compute on the processor."""
+        """Whether a server such as vLLM must run on the CPU."""
         return self.device == "cpu" or (self.device == "auto" and shutil.which("nvidia-smi") is None)
 
     @property
@@ -99,5 +99,5 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
         return ENGINE_ROLE if self.kind == "native" else EXTERNAL_ENGINE_ROLE
 
     def in_rounds(self, synchronous: bool) -> bool:
-        """Whether groups begin and end together in a run without a workflow."""
+        """Whether groups start and end together (`batching`), for a run without a workflow."""
         return self.batching == "rounds" or (self.batching == "auto" and synchronous and self.kind == "native")

@@ -26,7 +26,8 @@ from stretto.weights.shared_memory import SharedMemorySubscriber
 
 
 def main(arguments: list[str]) -> int:
-    """Play the role until the conductor ends it; see `processes.run_role`. What it fails of is the log's last line."""
+    """Run the engine process until the conductor ends it (`processes.run_role`). An error becomes the last line of its
+    log."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()
     torch.set_num_threads(spec.threads)

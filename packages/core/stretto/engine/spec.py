@@ -1,4 +1,4 @@
-"""What the process of an engine is started with; light, so that the loop can name it without torch."""
+"""Spec of an engine process; light, so that the loop can import it without torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ENGINE_KEY = "STRETTO_ENGINE_KEY"
 
 
 class EngineSpec(Record, frozen=True):
-    """What an engine is started with; `config` is the JSON text of an `EngineConfig`.
+    """Arguments of an engine process; `config` is the JSON text of an `EngineConfig`.
 
-    `publication_seconds` is how long it may wait for the first publication, once it has loaded its model; 0 means that
-    the folder is served as it is, as version 0, until something is published. `kernels` is the file that says which
-    kernels the run uses. `server` is the address of a server of vLLM or SGLang that runs already. `scratch` is a folder
-    of the engine's own. `token_seconds`, `load_seconds` and `start_seconds` are how long such a server may take for the
-    next tokens, to load a version, and to be ready where none is published; `broadcast`: it gets them by a collective
-    (`weights.broadcast`), and not as a folder. `tls` is a folder of certificates (`processes.tls`), for an engine on
-    another machine than the conductor. `path` is a folder in which the module of `engine.kind` is looked for first.
+    `publication_seconds`: how long to wait for the first publication after loading the model; 0: serve the folder as
+    version 0 until something is published. `kernels`: file with the run's choice of kernels. `server`: address of a
+    running vLLM or SGLang server. `scratch`: a folder for this engine alone. `token_seconds`, `load_seconds`,
+    `start_seconds`: timeouts of such a server for the next tokens, for loading a version, and for being ready.
+    `broadcast`: it gets versions by a collective (`weights.broadcast`) instead of a folder. `tls`: folder of
+    certificates (`processes.tls`), for an engine on another machine. `path`: folder searched first for the module of
+    `engine.kind`.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """The messages between an engine and its clients, in MessagePack; without torch.
 
     POST /generate         [GenerateRequest] →  frames (`core.frames`) of one Completion each, as they end; all requests
-                                                begin in the same step. A list of one Refusal ends them: the server
-                                                behind the engine will not serve one of them, or has lied of it
+                                                begin in the same step. A list of one Refusal ends them if the server
+                                                behind the engine refuses one later, or returns invalid results
     POST /update_weights   UpdateRequest     →  Loaded (`core.canary`), when the weights are loaded and proven or not
     POST /abort            AbortRequest      →  EngineHealth
     POST /partials         PartialsRequest   →  Partials: the tokens of unfinished completions beyond the known ones
@@ -25,20 +25,20 @@ MSGPACK = "application/msgpack"
 
 
 class UpdateRequest(Record, frozen=True):
-    """Load this version from the mailbox, and answer the challenge, if there is one."""
+    """Order to load this version from the mailbox and answer the challenge, if any."""
 
     version: int
     challenge: Challenge | None = None
 
 
 class AbortRequest(Record, frozen=True):
-    """Abort this request."""
+    """Order to abort this request."""
 
     request: str
 
 
 class PartialsRequest(Record, frozen=True):
-    """The known tokens of each member, by request; other requests are left out."""
+    """Tokens already known of each member, by request; other requests are left out of the reply."""
 
     known: dict[str, list[int]]
 
@@ -50,7 +50,7 @@ class ScoreRequest(Record, frozen=True):
 
 
 class Refusal(Record, frozen=True):
-    """Why a request was not served: the name of the error and its arguments, so that the client raises the same."""
+    """An error as name and arguments, from which the client raises it again."""
 
     error: str
     found: str
@@ -59,14 +59,14 @@ class Refusal(Record, frozen=True):
 
     @classmethod
     def of(cls, error: RefusedRequest | EngineLied) -> Refusal:
-        """As it is sent."""
+        """The refusal for an error."""
         if isinstance(error, EngineLied):
             return cls(error="EngineLied", field=error.engine, found=error.how)
         return cls(error="RefusedRequest", field=error.field, found=error.found, allowed=error.allowed)
 
 
 def split_address(address: str) -> tuple[str | None, str, int]:
-    """The path of a Unix socket, or host and port.
+    """(path of a Unix socket, "", 0), or (None, host, port).
 
     >>> split_address("unix:/run/engine-0.sock"), split_address("127.0.0.1:8300")
     (('/run/engine-0.sock', '', 0), (None, '127.0.0.1', 8300))

@@ -1,4 +1,4 @@
-"""The best policy of a run by one of its evaluations, and the end of a run whose accuracy no longer grows."""
+"""Keep the policy with the best evaluation, and stop a run whose accuracy no longer grows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _RECORD = "best.json"
 
 
 class Best(Record, frozen=True):
-    """``best.json``: the evaluation that was best so far. Its completions were sampled by versions from `step` to
-    `version`, since training went on beside it; `policy` is that of the step, None if it was not kept."""
+    """``best.json``: the best evaluation so far. It began at `step`; training went on meanwhile, so versions `step` to
+    `version` sampled its completions. `policy`: folder of the policy of that step; None if it was not kept."""
 
     step: int
     version: int
@@ -29,10 +29,10 @@ class Best(Record, frozen=True):
 
 
 class BestPolicy:
-    """Follows the accuracy of one set of questions.
+    """Tracks the accuracy on one set of questions; ``policy/best`` holds the policy of the best evaluation if `keeps`.
 
-    ``policy/best`` is the policy of the step whose evaluation was best, if the run `keeps` it. After `patience`
-    evaluations in a row that were not better by more than `least_gain` it is `enough`; 0: never.
+    `enough` becomes true after `patience` evaluations in a row that were not better by more than `least_gain` (patience
+    0: never).
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BestPolicy:
         least_gain: float = 0.0,
         earlier: Sequence[EvaluationLine] = (),
     ) -> None:
-        """`earlier`: the evaluations on record, of which a resumed run remembers the best."""
+        """`earlier`: the recorded evaluations of a resumed run."""
         self.keeps = keeps
         self._folder, self._say, self._patience, self._least_gain = folder, say, patience, least_gain
         self._best: Best | None = None
@@ -61,14 +61,14 @@ class BestPolicy:
         return bool(self._patience) and self._since >= self._patience
 
     def hold(self, step: int) -> None:
-        """An evaluation begins: keep the policy of `step` until it ends, whatever happens to its folder."""
+        """Keep the policy of `step` while its evaluation runs, even if the policy's own folder is removed."""
         if self.keeps and (source := self._folder.policy(step)).is_dir():
             self._drop(_CANDIDATE)
             shutil.copytree(source, self._folder.policies / _CANDIDATE, copy_function=_linked)
             self._held = step
 
     def measured(self, step: int, evaluation: Evaluation) -> None:
-        """The evaluation that began at `step` has ended."""
+        """Take the result of the evaluation that began at `step`."""
         if not self._follow(step, evaluation.version, evaluation.accuracy):
             self._drop(_CANDIDATE)
             if self.enough and self._since == self._patience:  # said once
@@ -88,7 +88,7 @@ class BestPolicy:
         self._folder.write(_RECORD, msgspec.json.format(msgspec.json.encode(found)).decode() + "\n")
 
     def _follow(self, step: int, version: int, accuracy: float) -> bool:
-        """Whether this evaluation is the best so far."""
+        """Count this evaluation; True if it is the best so far."""
         better = self._best is None or accuracy > self._best.accuracy + self._least_gain
         self._since = 0 if better else self._since + 1
         if better:
@@ -96,7 +96,7 @@ class BestPolicy:
         return better
 
     def _forget_what_came_later(self, steps: Set[int]) -> None:
-        """A resumed run does steps again, and so the evaluations behind them."""
+        """Remove a best policy of a later step than the resumed run has; that step is done again."""
         record = self._folder.path / _RECORD
         if record.exists() and msgspec.json.decode(record.read_bytes(), type=Best).step not in steps:
             record.unlink()
@@ -107,7 +107,7 @@ class BestPolicy:
 
 
 def _linked(source: str, target: str) -> None:
-    """Weights are written once and never changed: a second name for them costs nothing."""
+    """Hard-link instead of copying: weight files never change once written."""
     try:
         os.link(source, target)
     except OSError:  # a file system without links

@@ -1,4 +1,4 @@
-"""What is kept of a run beside its ledger: checkpoints to go on from, policies to look at, evaluations on the way."""
+"""Checkpoints, policies and evaluations of a run, each when it is due."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stretto.trainer.config import TrainerConfig
 
 
 class CheckpointedLedger(Protocol):
-    """Satisfied by `store.ledger.ledger.Ledger`."""
+    """The ledger, as checkpointing uses it (`store.ledger.ledger.Ledger`)."""
 
     def sync(self) -> None: ...
     def event(self, name: str, detail: str) -> None: ...
@@ -28,7 +28,7 @@ class CheckpointedLedger(Protocol):
 
 
 class Checkpointing:
-    """After each step: a policy, a checkpoint, an evaluation, where they are due."""
+    """Saves a policy or a checkpoint, or starts an evaluation, after each step where one is due."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class Checkpointing:
         self._folder, self._checkpoints, self._config = folder, checkpoints, config
         self._trainer, self._controller, self._ledger = trainer, controller, ledger
         self._deadlines = deadlines
-        self.saved_step = saved_step  # whose checkpoint is on disk
+        self.saved_step = saved_step  # the newest step with a checkpoint on disk
         self._started_step = saved_step
         self._saving: asyncio.Task[None] | None = None
-        self._lost = 0  # checkpoints, in a row, with the trainers that should have written them
+        self._lost = 0  # consecutive checkpoints whose trainer died while writing
 
     async def after(self, update: Update) -> None:
-        """The step of `update` is published and recorded. A checkpoint is on its way to disk when this returns: the
-        trainer has copied its state, and goes on."""
+        """Do what is due after the published and recorded step of `update`. A checkpoint may still be on its way to
+        disk when this returns; the trainer has copied its state by then and continues."""
         if self._saving is not None and self._saving.done():
             self._saving.result()
         due = update.step % self._config.checkpoint_every == 0
@@ -61,7 +61,8 @@ class Checkpointing:
             await self.save_policy(update.version)
 
     async def save_policy(self, version: int) -> None:
-        """``policy/v...``; the oldest are removed beyond the number to keep (the start always stays).
+        """Save the policy as ``policy/v...`` and remove the oldest ones beyond the number to keep; version 0 always
+        stays.
 
         Raises:
             StoreError: the folder of the policies has vanished.
@@ -69,7 +70,7 @@ class Checkpointing:
         if self._folder.policy(version).exists():  # which appears whole
             return
         if not (self._folder.is_ours() and self._folder.policies.is_dir()):
-            raise StoreError(f"{self._folder.policies}: is not there any more")
+            raise StoreError(f"{self._folder.policies}: no longer exists")
         await self._trainer.save_policy(self._folder.policy(version))
         if self._config.keep_versions != "all":
             saved = sorted(path for path in self._folder.policies.glob("v*") if path != self._folder.policy(0))
@@ -77,8 +78,8 @@ class Checkpointing:
                 shutil.rmtree(path)
 
     async def save_checkpoint(self) -> None:
-        """The trainer's state, behind which the ledger's batches need not be trained again; nothing to do if this step
-        has one."""
+        """Save the trainer's state, so that earlier batches need not be trained again. Does nothing if this step has
+        one."""
         while True:
             await self._begin_checkpoint()
             await self.end()
@@ -86,23 +87,23 @@ class Checkpointing:
                 return
 
     async def end(self) -> None:
-        """Wait until the checkpoint that is on its way is on disk; the wait has a deadline."""
+        """Wait, with a deadline, until the checkpoint in progress is on disk."""
         if self._saving is not None:
             await self._saving
 
     async def close(self) -> None:
-        """Put the checkpoint that is on its way to disk away, if there is one: it will not have been there."""
+        """Cancel the checkpoint in progress, if any; it leaves no trace."""
         if self._saving is not None:
             await cancel_and_wait([self._saving])
 
     async def _begin_checkpoint(self) -> None:
-        """One at a time; returns when the trainer has a copy to write."""
+        """Start a checkpoint, one at a time; returns when the trainer has copied its state."""
         await self.end()
         step = self._controller.published
         if step == self._started_step:
             return
         if self.saved_step and not self._folder.checkpoints.is_dir():
-            raise StoreError(f"{self._folder.checkpoints}: is not there any more")
+            raise StoreError(f"{self._folder.checkpoints}: no longer exists")
         self._ledger.sync()
         self._started_step, copied = step, asyncio.Event()
         self._saving = asyncio.create_task(self._save(step, copied))
@@ -115,8 +116,8 @@ class Checkpointing:
             self._saving.result()
 
     async def _save(self, step: int, copied: asyncio.Event) -> None:
-        """Have it written, sealed and forced to disk. Should the trainer die meanwhile, the next step tries again; one
-        that dies of every checkpoint ends the run."""
+        """Write, seal and fsync a checkpoint. If the trainer dies meanwhile, the next step tries again; if every
+        attempt kills it, the run ends."""
         loop = asyncio.get_running_loop()
 
         def write(folder: Path) -> None:

@@ -37,8 +37,8 @@ from stretto.rollout.controller import Controller, Ticket
 from stretto.worlds.single_turn import GroupWorkflow
 
 _POLL_SECONDS = 1.0
-_KEEP_SECONDS = 5.0  # an engine that does not tell its tokens by then tells them the next time
-_SILENT_BATCHES = 4  # filtered groups for this many batches, and none for one, are reported
+_KEEP_SECONDS = 5.0  # timeout for collecting partial tokens; a late engine is asked again in the next round
+_SILENT_BATCHES = 4  # report when this many batches' worth of groups were filtered in a row
 
 Result = TypeVar("Result")
 
@@ -48,9 +48,9 @@ class Conductor:
     """Runs the loops until the last step, the first failure, or a request to stop.
 
     Attributes:
-        poll: the spans of all roles since the last poll; waits for their replies as many seconds as it is given (None:
+        poll: returns the spans of all roles since the last poll; its argument is the seconds to wait for replies (None:
             until all have replied).
-        progress: changes with all work of a role.
+        progress: returns a value that changes with any work of a role.
         steps: the version at which the run ends.
     """
 
@@ -72,7 +72,7 @@ class Conductor:
         self._finished = asyncio.Event()
         self._stopping = asyncio.Event()
         self._conducting = False
-        self._evaluated = False  # a completion of an evaluation was open when the engines' pressure was read
+        self._evaluated = False  # an evaluation was running at the last reading of the engines' pressure
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.engines.listen(self._live_changed)
 
@@ -81,12 +81,13 @@ class Conductor:
         return self._stopping.is_set()
 
     def request_stop(self) -> None:
-        """End after the step in progress, or after ``deadlines.stop`` seconds."""
+        """Stop after the step in progress, or after ``deadlines.stop`` seconds, whichever is sooner."""
         self._stopping.set()
         self._finished.set()
 
     async def run(self) -> None:
-        """Returns after the last step, or at a step's end after `request_stop`. The first failure is raised."""
+        """Train until the last step, or until the end of a step after `request_stop`. Raises the first failure of any
+        loop."""
         journaling = asyncio.ensure_future(self._journaling())
         loops: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(self._training()),
@@ -96,7 +97,7 @@ class Conductor:
             self._failure,
         ]
         self._conducting = True
-        self._admit(self.controller.tickets)  # those that an earlier conductor had in flight
+        self._admit(self.controller.tickets)  # groups that an earlier conductor had in flight
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for loop in done:
@@ -108,8 +109,8 @@ class Conductor:
             await cancel_and_wait([*loops, *self._groups.values()])
 
     async def _give_up(self) -> None:
-        """Journal the completions in flight, which a resumed run continues; then abort them, so that the counters of
-        the engines account for every token. An evaluation under way comes to its end."""
+        """Journal the completions in flight, which a resumed run continues, then abort them so that the engines'
+        counters account for every token. A running evaluation finishes first."""
         self._conducting = False
         await self.in_flight.keep(_POLL_SECONDS)
         await self._poll(_POLL_SECONDS)
@@ -153,7 +154,7 @@ class Conductor:
         self._forget(ticket, trajectories)
 
     def _report_filtered(self, groups: int) -> None:
-        """Once for as many groups as fill some batches, then at twice as many each time."""
+        """Report filtered groups once they would fill several batches, then at twice as many each time."""
         times, rest = divmod(groups, _SILENT_BATCHES * self.controller.config.batch_size)
         if not rest and times.bit_count() == 1:
             self.recorder.filtered(groups)
@@ -230,7 +231,7 @@ class Conductor:
         self._admit()
 
     async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Result]) -> Result | None:
-        """The result of the order; None if a requested stop cannot wait for it any longer."""
+        """The result of the order; None if a requested stop times out first."""
         task = asyncio.ensure_future(order)
         stop = asyncio.ensure_future(self._stopping.wait())
         try:
@@ -258,8 +259,8 @@ class Conductor:
             watchdog.check()
 
     def _observe_pressure(self) -> None:
-        """Tell the controller how full the engines are; the completions of an evaluation, and what they have preempted,
-        say nothing of the groups."""
+        """Tell the controller how full the engines are. Readings taken during an evaluation are dropped: its
+        completions are not the controller's."""
         if self.controller.config.max_in_flight != "auto":
             return
         now, before = self.engines.pressure(), self._evaluated

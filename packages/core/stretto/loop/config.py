@@ -6,7 +6,8 @@ from pydantic import BaseModel, Field
 
 
 class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Seconds. A wait that runs past its deadline ends the run with the owner and what it waited for."""
+    """Seconds. When a wait exceeds its deadline the run ends with an error that names the waiting party and the
+    event."""
 
     start: float = Field(180.0, gt=0, description="a role to load its model and to be ready")
     warm_start: float = Field(3600.0, gt=0, description="the whole supervised warm start")
@@ -25,5 +26,6 @@ class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
 
     @property
     def longest_pull(self) -> float:
-        """For the conductor: a machine that gives up in time says so before."""
+        """The conductor's deadline for another machine's download, longer than the machine's own, so that the machine's
+        error comes first."""
         return 1.5 * self.pull

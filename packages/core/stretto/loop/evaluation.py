@@ -31,27 +31,27 @@ from stretto.store.series.samples import SampledCompletion
 from stretto.worlds.single_turn import Detokenize, Score, judge
 from stretto_verify.thoughts import with_opening
 
-_PORTION = 64  # completions of one request, or those of one prompt
+_PORTION = 64  # completions of one request; at least one prompt's
 _PORTIONS_IN_FLIGHT = 4
 _PREFIX = "evaluation."
 
-#: (prompt, completion) -> the final answer, None where there is none: what a majority is counted over.
+#: (prompt, completion) -> the final answer or None; majorities are counted over these.
 FinalAnswerOf = Callable[[str, str], str | None]
 
 
 def is_evaluation(request: str) -> bool:
-    """Whether a request, by its id, is of an evaluation."""
+    """Whether the request with this id belongs to an evaluation."""
     return request.startswith(_PREFIX)
 
 
 class Converse(Protocol):
-    """One judged trajectory of a prompt, by the workflow of a run."""
+    """Runs the workflow once for a prompt; returns the judged trajectory."""
 
     async def __call__(self, id: str, prompt: Prompt, member: int, seed: int, /) -> Trajectory: ...
 
 
 class FollowsBest(Protocol):
-    """What keeps the best policy, and knows when it no longer gets better (`loop.best`)."""
+    """Keeps the best policy and decides when to stop early (`loop.best`)."""
 
     keeps: bool
 
@@ -63,10 +63,10 @@ class FollowsBest(Protocol):
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Generates and scores as the training loop does, beside it or alone.
+    """Generates and scores held-out prompts, during training or alone.
 
-    `count` gets each completion as it ends, also in an evaluation that is cut short. `keep` gets the judged completions
-    of a whole evaluation, `rows` the results of its questions. `name` is that of a further set.
+    `count` gets each completion as it ends, even if the evaluation is cut short. `keep` gets the judged completions of
+    a finished evaluation, `rows` its results by question. `name`: name of a further set; "" for the main one.
     """
 
     prompts: Sequence[Prompt]
@@ -81,12 +81,12 @@ class Evaluator:
     final_answer: FinalAnswerOf | None = None
     rows: Callable[[Sequence[QuestionResult]], None] = lambda results: None
     name: str = ""
-    converse: Converse | None = None  # None: single turns; it counts its tokens itself
+    converse: Converse | None = None  # None: single turns. It counts its tokens itself
 
     async def __call__(self) -> Evaluation:
         """Generate and judge the completions of every prompt; each wait inside has its own deadline.
 
-        The portions are always the same, so that engines without other work compute the same numbers each time.
+        Prompts are always split in the same way, so that idle engines compute the same numbers each time.
         """
         free = asyncio.Semaphore(_PORTIONS_IN_FLIGHT)
         size = max(1, _PORTION // self.samples)
@@ -130,13 +130,13 @@ class Evaluator:
         return derive_seed(self.seed, prompt.id), *further
 
     async def _conversed(self, converse: Converse, prompt: Prompt) -> list[Trajectory]:
-        """The trajectories of one prompt, as the workflow makes and judges them."""
+        """The judged trajectories of one prompt, made by the workflow."""
         ids = [trajectory_id(self._id(prompt), number) for number in range(self.samples)]
         members = enumerate(zip(ids, self._seeds(prompt), strict=True))
         return await gather_or_cancel(*(converse(id, prompt, number, seed) for number, (id, seed) in members))
 
     def _id(self, prompt: Prompt) -> str:
-        """Of the prompt's request, and of its group."""
+        """Id of the prompt's request and group."""
         return f"{_PREFIX}{self.name}.{prompt.id}"
 
     def _request(self, prompt: Prompt) -> GenerateRequest:
@@ -148,8 +148,8 @@ class Evaluator:
         )
 
     async def _completions(self, prompts: Sequence[Prompt]) -> dict[str, list[Completion]]:
-        """By prompt, in the order of their seeds. When an engine is lost all are asked again, together, so that the
-        numbers stay the same."""
+        """Completions by prompt id, in the order of their seeds. If an engine is lost all prompts are sampled again
+        together, so that the numbers stay the same."""
         found: dict[tuple[str, int], Completion] = {}
         requests = [self._request(prompt) for prompt in prompts]
         for attempt in attempts():
@@ -162,8 +162,8 @@ class Evaluator:
 
 
 class PeriodicEvaluation:
-    """Evaluates one set of questions beside the training, one evaluation at a time: every `every` steps, or at
-    the first step after an interval of minutes."""
+    """Evaluates one set of questions during training, one evaluation at a time: every `every` steps, or at the first
+    step after an interval in minutes."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class PeriodicEvaluation:
         self._running: asyncio.Task[None] | None = None
 
     def due(self, update: Update) -> bool:
-        """Whether an evaluation is to start behind this step, and none is under way."""
+        """Whether an evaluation should start after this step; False while one is running."""
         waited = bool(self._seconds) and time.monotonic() - self._started >= self._seconds
         by_steps = bool(self._every) and update.step % self._every == 0
         return (by_steps or waited) and (self._running is None or self._running.done())
@@ -193,7 +193,7 @@ class PeriodicEvaluation:
             self._running = asyncio.create_task(self.evaluate(update.step))
 
     async def evaluate(self, step: int) -> None:
-        """Evaluate and record."""
+        """Evaluate now and record the result under `step`."""
         start = time.monotonic()
         if self._best is not None:
             self._best.hold(step)
@@ -210,38 +210,38 @@ class PeriodicEvaluation:
             self._running.result()
 
     async def end(self) -> None:
-        """Wait for the evaluation under way; each of its waits has a deadline."""
+        """Wait for the running evaluation; each of its waits has a deadline."""
         if self._running is not None:
             await self._running
 
     async def close(self) -> None:
-        """Cancel the evaluation under way, if there is one."""
+        """Cancel the running evaluation, if any."""
         if self._running is not None:
             await cancel_and_wait([self._running])
 
 
 class Evaluations:
-    """The evaluations of a run, of its held-out questions and of further sets; `best` follows one of them."""
+    """All evaluations of a run: the held-out questions and further sets. `best` tracks one of them."""
 
     def __init__(self, evaluations: Sequence[PeriodicEvaluation], best: FollowsBest | None = None) -> None:
         self._all, self._best = tuple(evaluations), best
 
     @property
     def enough(self) -> bool:
-        """Whether the training is to end, since the accuracy has not grown for long."""
+        """Whether training should stop early because accuracy no longer grows."""
         return self._best is not None and self._best.enough
 
     def keeps(self, update: Update) -> bool:
-        """Whether the policy of this step has to be saved: an evaluation is due that may find it the best."""
+        """Whether the policy of this step must be saved because an evaluation of it may become the best."""
         return self._best is not None and self._best.keeps and any(one.due(update) for one in self._all)
 
     def after(self, update: Update) -> None:
-        """Start those that are due."""
+        """Start the evaluations that are due."""
         for one in self._all:
             one.after(update)
 
     async def evaluate(self, step: int) -> None:
-        """Evaluate and record all, one after the other."""
+        """Run and record all evaluations, one after the other."""
         for one in self._all:
             await one.evaluate(step)
 
@@ -251,11 +251,11 @@ class Evaluations:
             one.check()
 
     async def end(self) -> None:
-        """Wait for those under way."""
+        """Wait for the running evaluations."""
         for one in self._all:
             await one.end()
 
     async def close(self) -> None:
-        """Cancel those under way."""
+        """Cancel the running evaluations."""
         for one in self._all:
             await one.close()

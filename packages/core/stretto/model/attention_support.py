@@ -1,12 +1,12 @@
-"""The attention that a model requests, and whether the packed and the cached path compute it.
+"""Check that the packed and the cached path support the attention of a model.
 
     computed   causal, over everything before a token or over a sliding window of it; scores capped by a tanh
     refused    sinks, biases, latent keys and values, keys shared between layers, bidirectional or linear layers;
-               rotary frequencies that follow the longest position of a call, as log-probabilities would follow what
-               else is computed in it
+               rotary frequencies that depend on the longest position of a call: log-probabilities would then depend
+               on the rest of the batch
 
-A config does not say what the module passes to its attention function. So the module runs over a single token, with an
-attention function that only records its arguments. A window in the config that is not passed on is refused.
+A config does not say what the module passes to its attention function. So the module runs on a single token with an
+attention function that records its arguments. A window in the config that is not passed on is refused.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _REMEDY = "the packed and the cached path do not compute this; use a remote engi
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")  # None where there is none
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")  # None or 1 where there is none
 
-#: Arguments by which transformers asks for attention that neither path computes.
+#: Attention arguments of transformers that neither path supports.
 UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
 
 
 @dataclass(frozen=True)
 class Requested:
-    """What one layer passes to its attention function; a window of w tokens includes the query's own."""
+    """Arguments of one layer's attention function; a window of w tokens includes the query's own."""
 
     layer: int
     window: int | None
@@ -46,10 +46,9 @@ class Requested:
 
 @dataclass(frozen=True)
 class Attention:
-    """What is computed for a model, equal in all layers but for the window.
+    """The attention of a model; layers differ only by their window.
 
-    Example: ``Attention(layers=26, kv_heads=4, head_dim=256, windows={1024, None})``; None is the window of layers that
-    see everything.
+    Example: ``Attention(layers=26, kv_heads=4, head_dim=256, windows={1024, None})``; None: no window.
     """
 
     layers: int
@@ -59,10 +58,10 @@ class Attention:
 
 
 def check_attention(model: PreTrainedModel) -> Attention:
-    """The attention of a model.
+    """The attention of a model, found by running it on one token.
 
     Raises:
-        ModelFolderError: with every kind of attention that is not computed.
+        ModelFolderError: lists every unsupported kind of attention.
     """
     config = model.config.get_text_config()
     refuse_unsupported(config)
@@ -75,11 +74,11 @@ def check_attention(model: PreTrainedModel) -> Attention:
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
-    """Refuse what can be refused by the config alone.
+    """Refuse unsupported attention that the config alone shows.
 
     Raises:
-        ModelFolderError: layers that are neither full nor sliding, latent or shared keys, rotary frequencies that
-            change from call to call; all of them.
+        ModelFolderError: lists layers neither full nor sliding, latent or shared keys, and rotary frequencies that
+            change from call to call.
     """
     text = config.get_text_config()
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_COMPUTED))
@@ -95,11 +94,11 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
 
 
 def refuse_untrainable(config: PreTrainedConfig) -> None:
-    """Refuse, by the config, logits that are not those of the output matrix: an engine serves such a model, a trainer
+    """Refuse models whose config changes the logits after the output matrix. Engines can serve them, but a trainer
     computes log-probabilities from the output matrix. `packed.logprobs.check_policy` finds what the config hides.
 
     Raises:
-        ModelFolderError: a soft cap on the logits, or a scale; all of them.
+        ModelFolderError: lists soft caps and scales of the logits.
     """
     text = config.get_text_config()
     caps = [(name, value) for name in _CAPS if (value := getattr(text, name, None)) is not None]
@@ -117,7 +116,7 @@ def refuse_untrainable(config: PreTrainedConfig) -> None:
 
 
 def _rope_kinds(config: PreTrainedConfig) -> set[str]:
-    """The kinds of rotary frequencies: one for all layers, or one for each kind of layer."""
+    """Kinds of rotary frequencies: one for all layers, or one for each kind of layer."""
     told = getattr(config, "rope_parameters", None) or {}
     each = [told, *(inner for inner in told.values() if isinstance(inner, dict))]
     return {str(kind) for rope in each if (kind := rope.get("rope_type"))}
@@ -137,7 +136,7 @@ def _mistakes(config: PreTrainedConfig, requested: list[Requested]) -> list[str]
 
 
 def _window(config: PreTrainedConfig, layer: int) -> int | None:
-    """The window that the config gives a layer, if it is shorter than the context."""
+    """The window of a layer in the config, if shorter than the context."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not window or window >= config.max_position_embeddings or (kinds and kinds[layer] != "sliding_attention"):
@@ -147,7 +146,7 @@ def _window(config: PreTrainedConfig, layer: int) -> int | None:
 
 @torch.inference_mode()
 def _requested(model: PreTrainedModel) -> list[Requested]:
-    """What each layer requests in a forward over one token."""
+    """The attention arguments of each layer in a forward over one token."""
     own, requested = model.config._attn_implementation, list[Requested]()
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     model.set_attn_implementation(_RECORDING)
@@ -188,15 +187,15 @@ AttentionInterface.register(_RECORDING, _recording_attention)
 
 @dataclass(frozen=True)
 class Rule:
-    """How a layer attends, besides causally."""
+    """Attention settings of a layer, besides causality."""
 
-    scaling: float | None = None  # None: one over the square root of the head's width
-    window: int | None = None  # tokens attended to, the own one included
+    scaling: float | None = None  # None: 1 / sqrt(head width)
+    window: int | None = None  # number of tokens attended to, including the own
     softcap: float | None = None  # softcap * tanh(score / softcap)
     dropout: float = 0.0
 
     @classmethod
     def of(cls, requested: Mapping[str, Any]) -> Rule:
-        """From the keywords with which a transformers module calls its attention function."""
+        """The rule from the keyword arguments of a transformers attention call."""
         scaling, window, softcap = (requested.get(name) for name in ("scaling", "sliding_window", "softcap"))
         return cls(scaling, window, softcap, requested.get("dropout") or 0.0)

@@ -1,12 +1,12 @@
-"""The layout of packed sequences: one row of tokens, and the cells that attention works on.
+"""Layout of packed sequences: one row of tokens, and padded cells for attention.
 
     tokens     a0 a1 a2 b0 b1 c2            [T]   linear layers, norms and the MLP: one row per token, no padding
     cells      a0 a1 a2                     [C]   attention: sequences of similar length side by side in a bucket,
                a0 a1 c2                           padded on the right up to the longest of their bucket
                b0 b1 (a bucket of its own)
 
-Sequence c *shares* its first two tokens with a: they are computed once. A causal model computes a token from the tokens
-before it alone, so completions of one prompt share the prompt exactly.
+Sequence c *shares* its first two tokens with a, which are computed once. In a causal model a token depends only on
+earlier ones, so completions can share their prompt without any change of the result.
 
 Axes: T packed token, C cell, B row of a bucket, L length of a bucket, S sequence.
 """
@@ -24,14 +24,14 @@ from torch.nn import functional
 
 Ints = npt.NDArray[np.int64]
 
-#: A bucket ends where a sequence is shorter than this part of the bucket's longest.
+#: A sequence shorter than this fraction of the bucket's longest starts a new bucket.
 SHORTEST_IN_BUCKET = 0.75
 _FEWEST_ROUNDED = 128
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the sequences of a packed row are, as index tensors that serve all layers of a forward.
+    """Positions of the sequences in a packed row, as index tensors for all layers of a forward.
 
     Example: ``pack([3, 2, 3], prefixes=[(0, 0), (1, 0), (0, 2)])`` is the drawing above: positions
     ``[[0, 1, 2, 0, 1, 2]]``, buckets (2 rows, 3) and (1 row, 2), 8 cells for 6 tokens.
@@ -42,8 +42,8 @@ class Packing:
     position_ids: Tensor  # [1, T], of each token in its sequence
     buckets: tuple[tuple[int, int], ...]  # (rows, length) of each bucket, longest first
     token_of_cell: Tensor  # [C], padding cells repeat the last token of their row
-    cell_of_token: Tensor  # [T], the cell in the token's own sequence
-    shared_cells: Tensor  # [b], cells of a shared token in other sequences than its own
+    cell_of_token: Tensor  # [T], each token's cell in its own sequence
+    shared_cells: Tensor  # [b], cells of shared tokens in other sequences
     shared_tokens: Tensor  # [b], those tokens
 
     @property
@@ -59,7 +59,7 @@ class Packing:
         return len(self.shared_tokens) > 0
 
     def boundaries(self) -> Tensor:
-        """[S + 1] int32: cumulative lengths, for flash attention; only without shared prefixes."""
+        """[S + 1] int32 cumulative lengths, for flash attention; only without shared prefixes."""
         return functional.pad(self.starts, (0, 1), value=self.tokens).to(torch.int32)
 
 
@@ -68,17 +68,17 @@ def pack(
     device: torch.device | str = "cpu",
     prefixes: Sequence[tuple[int, int]] | None = None,
 ) -> Packing:
-    """Lay sequences of these lengths one after the other.
+    """Lay out sequences of these lengths one after the other.
 
-    ``prefixes[s] = (source, n)``: the first n tokens of sequence s are those of sequence `source`, which shares
-    nothing itself; sequence s has ``lengths[s] - n`` tokens of its own in the row.
+    ``prefixes[s] = (source, n)``: the first n tokens of sequence s are those of sequence `source`, which must not share
+    any itself; sequence s adds ``lengths[s] - n`` own tokens to the row.
 
     Raises:
-        ValueError: there is no sequence, one has no token of its own, or a prefix is longer than its source.
+        ValueError: there is no sequence, one has no own token, or a prefix is longer than its source.
     """
     prefixes = prefixes or [(s, 0) for s in range(len(lengths))]
     _refuse_impossible(lengths, prefixes)
-    # In numpy: for a handful of sequences, as engines have them, its small operations take a third of torch's time.
+    # In numpy: for a handful of sequences its small operations take a third of torch's time.
     sizes = np.asarray(lengths, np.int64)
     sources, shared = np.asarray(prefixes, np.int64).T
     own = sizes - shared
@@ -110,10 +110,9 @@ def pack(
 
 
 def round_length(tokens: int) -> int:
-    """The next length worth a filler: from 128 tokens on, 16 lengths between two powers of two, at most 1/16 longer.
+    """Round a length up to one that repeats: from 128 on, 16 lengths between two powers of two, at most 1/16 longer.
 
-    oneDNN makes code for every shape of a product that it has not seen, in 0.3 ms or so; lengths that never repeat
-    would make all of it anew in every step.
+    oneDNN compiles code for every new shape, in about 0.3 ms; without rounding it would do so in every step.
 
     >>> [round_length(tokens) for tokens in (5, 127, 129, 1000, 2100)]
     [5, 127, 136, 1024, 2176]
@@ -130,7 +129,7 @@ def _counting(sizes: Ints) -> Ints:
 
 
 def _buckets(descending: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Cut descending lengths into runs whose shortest is not much shorter than their longest."""
+    """Split descending lengths into runs of similar lengths, as (rows, length)."""
     buckets: list[tuple[int, int]] = []
     for length in descending:
         rows, longest = buckets[-1] if buckets else (0, 0)

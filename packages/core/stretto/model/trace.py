@@ -1,16 +1,16 @@
-"""The forward of a decode step without its modules: what a CUDA graph is on a GPU, for the CPU.
+"""A traced forward of a decode step on the CPU, the counterpart of a CUDA graph.
 
-A step of a small model spends more time on Python calls between two matmuls than on numbers. So the torch calls that a
-transformers module makes are traced once, over a few tokens, and then run as one straight function::
+For small models Python calls between matmuls take longer than the computation. So the torch calls of a transformers
+module are traced once, on a few tokens, and then run as one straight function::
 
     module    modeling_qwen3.py -> nn.Module.__call__ -> ... -> torch        traced with 5 and with 11 tokens
     trace     token_ids -> embedding -> norm -> linear -> attention -> ...   equal but for numbers of tokens
 
-Where the two traces differ in anything but the sizes of a step, there is no trace. Parameters are the module's own
-tensors, so weights that are copied into them are seen; linear layers use the kernels that were chosen for them.
+The two traces may differ only in the sizes of a step. Parameters are the module's own tensors, so weights copied into
+them take effect; linear layers use their chosen kernels.
 
-A trace is compared with its module before it is used. Modules that decide by the values of tensors (a mixture of
-experts), write in place, or differ by more than rounding, run as they are.
+A trace is compared with its module before use. Modules with control flow on tensor values (a mixture of experts) or
+in-place writes, or whose trace differs by more than rounding, run untraced.
 
 Axes: T packed token, R row, V vocabulary.
 """
@@ -42,21 +42,21 @@ _INPUTS = ("token_ids", "positions", "plan", "tokens", "last")
 _TRACED = ((5, 3), (11, 7))  # (tokens, rows) of the two tracings: no size is a sum or a multiple of others
 _COMPARED = ((1, 1), (6, 6), (37, 4))
 
-#: What a module may ask a tensor and get something else than a tensor: it is the same for all values.
+#: Tensor methods with a non-tensor result that does not depend on the values.
 _SHAPE_QUESTIONS = frozenset(
     {"__get__", "size", "dim", "ndimension", "numel", "is_floating_point", "_set_grad_enabled"}
 )
 
 
 class NotTracedError(Exception):
-    """Why a module's forward is not a list of calls that is the same for every step."""
+    """A module's forward cannot be traced; the text says why."""
 
 
 class AttentionPlan(Protocol):
-    """The attention of one step (`model.decode.steps.StepPlan`)."""
+    """Attention of one step (`model.decode.steps.StepPlan`)."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, /) -> Tensor:
-        """Query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+        """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
         ...
 
 
@@ -65,7 +65,7 @@ Forward = Callable[[Tensor, Tensor, AttentionPlan, int, int], Tensor]
 
 
 def trace(model: PreTrainedModel) -> Forward:
-    """The fastest forward that computes what the module's does: its trace, or `module_forward`."""
+    """The fastest forward equivalent to the module's: its trace, or `module_forward`."""
     if model.device.type != "cpu":
         return module_forward(model)
     own = model.config._attn_implementation
@@ -74,7 +74,7 @@ def trace(model: PreTrainedModel) -> Forward:
         with plain(model) as kernels:
             traced = _trace(model, kernels)
         _compare(model, traced)
-    except Exception as error:  # whatever a module or torch's tracing does not like, the module itself is still there
+    except Exception as error:  # any failure of tracing: fall back to the module itself
         log.info("%s runs as a module, without a trace: %s", type(model).__name__, error)
         return module_forward(model)
     finally:
@@ -83,7 +83,7 @@ def trace(model: PreTrainedModel) -> Forward:
 
 
 def module_forward(model: PreTrainedModel) -> Forward:
-    """The module itself, whose attention function is given the plan."""
+    """The module's own forward, with the plan passed to its attention function."""
 
     def forward(token_ids: Tensor, positions: Tensor, plan: AttentionPlan, tokens: int, last: int) -> Tensor:
         inputs = {"input_ids": token_ids, "position_ids": positions, "stretto_step": plan}
@@ -94,14 +94,14 @@ def module_forward(model: PreTrainedModel) -> Forward:
 
 
 class _Recorder(TorchFunctionMode):
-    """Records every call that makes a tensor, with its numbers as they are."""
+    """Records every call that makes a tensor, with its arguments."""
 
     def __init__(self, token_ids: Tensor, positions: Tensor) -> None:
         super().__init__()
         self.graph = Graph()
         self.constants: dict[Node, Any] = {}
         self._nodes: dict[int, Node] = {}
-        self._alive: list[Any] = []  # an id names an object as long as it lives
+        self._alive: list[Any] = []  # an id is valid as long as its object lives
         self.inputs = {name: self.graph.placeholder(name) for name in _INPUTS}
         self.name(token_ids, self.inputs["token_ids"])
         self.name(positions, self.inputs["positions"])
@@ -114,10 +114,10 @@ class _Recorder(TorchFunctionMode):
         return node
 
     def node(self, value: Any) -> Any:
-        """The node of a tensor or a rule; anything else stands for itself."""
+        """The graph node of a tensor or rule; other values are returned unchanged."""
         if not isinstance(value, Tensor | Rule):
             return value
-        if id(value) not in self._nodes:  # neither an input nor computed: a parameter, a buffer, a rule
+        if id(value) not in self._nodes:  # neither input nor computed: a parameter, a buffer, a rule
             self.constants[self.name(value, self.graph.placeholder(f"constant_{len(self.constants)}"))] = value
         return self._nodes[id(value)]
 
@@ -152,7 +152,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _StandIn:
-    """A plan for tracing and comparing: some function of all three tensors in the place of attention."""
+    """A fake plan for tracing and comparing: some function of query, key and value."""
 
     def __init__(self, recorder: _Recorder | None = None) -> None:
         self._recorder = recorder
@@ -199,13 +199,13 @@ def _record(model: PreTrainedModel, tokens: int, rows: int) -> _Recorder:
 
 
 def _made_up(model: PreTrainedModel, tokens: int) -> tuple[Tensor, Tensor]:
-    """Token ids and positions [1, T], spread over all there are."""
+    """Token ids and positions [1, T], spread over their ranges."""
     config, places = model.config.get_text_config(), torch.arange(tokens)
     return places[None] * 7 % config.vocab_size, places[None] * 5 % config.max_position_embeddings
 
 
 def _unite(first: _Recorder, second: _Recorder) -> Graph:
-    """The first graph, with the sizes of a step where the two differ.
+    """The first graph, with the step's sizes as variables where the two differ.
 
     Raises:
         NotTracedError: they differ in anything else.
@@ -246,10 +246,10 @@ def _united(one: Any, two: Any, sizes: Mapping[tuple[int, int], Node], twins: Ma
 
 @torch.inference_mode()
 def _compare(model: PreTrainedModel, traced: Forward) -> None:
-    """Run both over made-up tokens.
+    """Run both on made-up tokens.
 
     Raises:
-        NotTracedError: they differ by more than the rounding of sums in another order.
+        NotTracedError: they differ by more than rounding.
     """
     for tokens, rows in _COMPARED:
         token_ids, positions = _made_up(model, tokens)

@@ -4,8 +4,8 @@ Engine and trainer both call `truncate`: there is one definition of the sampling
 
 Each filter keeps the tokens whose logit reaches a *cutoff*; the highest of the three cutoffs decides. Hence
 
-- a token that is exactly as likely as the last one that a filter keeps is kept with it: what is kept depends on
-  probabilities alone, never on token ids or on the order in which a sort leaves equals;
+- tokens exactly as likely as the last one kept are kept too: the result depends on probabilities alone, never on token
+  ids or the sort order of equals;
 - at least the likeliest token is kept, whatever the settings.
 
 Axes: R row, S tokens ranked from the likeliest on, V vocabulary, W words of 32 tokens.
@@ -23,15 +23,15 @@ from torch import Tensor
 
 from stretto.core.records import Sampling
 
-#: A nucleus is looked for among the `_FIRST_RANKED` likeliest tokens, and where it is larger, among `_MORE` times more:
-#: ranking a row of 8,192 as a whole takes ten times as long as its first 128.
+#: A nucleus is searched among the `_FIRST_RANKED` likeliest tokens, and if it is larger, among `_MORE` times more:
+#: ranking a whole row of 8,192 takes ten times as long as its first 128.
 _FIRST_RANKED = 128
 _MORE = 16
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """The settings of each row, or one setting [1] for all rows."""
+    """Filter settings of each row, or one setting [1] for all rows."""
 
     top_k: npt.NDArray[np.int64]  # [R], 0: all
     top_p: npt.NDArray[np.float64]  # [R]
@@ -43,7 +43,7 @@ class Truncation:
         return cls(np.array([sampling.top_k]), np.array([sampling.top_p]), np.array([sampling.min_p]))
 
     def rows(self, rows: npt.NDArray[np.int64]) -> Self:
-        """The settings of some of the rows."""
+        """The settings of these rows."""
         if len(self.top_k) == 1:
             return self
         return type(self)(self.top_k[rows], self.top_p[rows], self.min_p[rows])
@@ -55,15 +55,15 @@ def truncate(
     always_R: Tensor | None = None,
     allowed_RW: npt.NDArray[np.int32] | None = None,
 ) -> Tensor:
-    """The logits [R, V] with the lowest finite number for tokens that may not be drawn: their probability is zero.
+    """Set the logits [R, V] of excluded tokens to the lowest finite number, so that their probability is zero.
 
-    Differentiable; the set of tokens that are left counts as given. (Infinity would make NaN of entropies.)
+    Differentiable; the set of kept tokens is treated as constant. (Infinity would make entropies NaN.)
 
     Args:
         logits_RV: float32, after the temperature. NaN stays NaN.
         truncation: settings of the rows.
-        always_R: one token per row that stays whatever the filters say.
-        allowed_RW: a bit for each token, set where the row's grammar allows it; None where no row has a grammar.
+        always_R: one token per row that is kept in any case.
+        allowed_RW: one bit per token, set if the row's grammar allows it; None if no row has a grammar.
     """
     if allowed_RW is not None:
         logits_RV = logits_RV.masked_fill(~_as_bools(allowed_RW, logits_RV), torch.finfo(logits_RV.dtype).min)
@@ -74,7 +74,7 @@ def truncate(
 
 
 def cutoffs(logits_RV: Tensor, truncation: Truncation) -> Tensor:
-    """The lowest logit that each row keeps, [R, 1]."""
+    """The lowest kept logit of each row, [R, 1]."""
     highest_R1 = logits_RV.amax(-1, keepdim=True)
     cutoff_R1 = highest_R1 + _column(truncation.min_p, logits_RV).log().to(logits_RV.dtype)
     if truncation.top_k.any():
@@ -87,13 +87,13 @@ def cutoffs(logits_RV: Tensor, truncation: Truncation) -> Tensor:
 
 
 def _ranked_cutoffs(logits_RV: Tensor, shares_RV: Tensor, truncation: Truncation, ranked: int) -> Tensor:
-    """The cutoffs of top-k and top-p, [R, 1], from the `ranked` likeliest tokens; from more where those are too few."""
+    """Cutoffs of top-k and top-p, [R, 1], from the `ranked` likeliest tokens, or more if these are too few."""
     size = min(ranked, logits_RV.shape[1])
     logits_RS, tokens_RS = logits_RV.topk(size)
     top_k_R1, top_p_R1 = _column(truncation.top_k, logits_RV), _column(truncation.top_p, logits_RV)
     last_R1 = (top_k_R1 - 1).clamp(0, size - 1).expand(len(logits_RV), 1)
     cutoff_R1 = logits_RS.gather(1, last_R1).masked_fill(top_k_R1 == 0, -torch.inf)
-    # What top-p has to reach is a share of what top-k has left, equals of its last token included.
+    # top-p is a share of the mass left by top-k, including ties with its last token.
     left_RV = shares_RV.masked_fill(logits_RV < cutoff_R1, 0.0)
     wanted_R1 = top_p_R1 * left_RV.sum(-1, keepdim=True, dtype=torch.float64)
     reached_RS = shares_RV.gather(1, tokens_RS).cumsum(-1, dtype=torch.float64)

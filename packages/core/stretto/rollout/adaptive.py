@@ -1,8 +1,8 @@
 """The bound on staleness that follows the measured mismatch (``rollout.max_staleness = "auto"``): a pure function.
 
-Stale tokens cost what the policy that is trained differs from those that sampled them. Each training step measures that
-difference, and the bound follows as the window of a congested network does (additive increase, multiplicative decrease:
-Chiu and Jain 1989, Computer Networks 17):
+Stale tokens hurt as far as the trained policy differs from the policies that sampled them. Each training step measures
+that mismatch, and the bound follows by additive increase, multiplicative decrease, like a congestion window (Chiu and
+Jain 1989, Computer Networks 17):
 
     measured    m = the largest of the measured values, each over its limit; at most 2
     smoothed    s <- s + (m - s) / 4
@@ -11,12 +11,12 @@ Chiu and Jain 1989, Computer Networks 17):
                 eta <- min(2 eta, ..)                  until it has been lowered for the first time
     held        max(old, new) + 1 steps after a change
 
-Between 1/2 and 1 the bound stays. It is held because a change takes that long to show: groups in flight keep the bound
-under which they were admitted. A larger bound gives the trainer more to choose from and nothing else, so it is raised
-only where the trainer is about to wait for generation. (docs/explanation/staleness.md)
+Between 1/2 and 1 the bound stays. It is held after a change because groups in flight keep the bound of their admission,
+so a change shows late. A larger bound only helps a trainer that waits for generation, so it is raised only then.
+(docs/explanation/staleness.md)
 
-The state is a record, and the next one follows from the metrics of a step alone: the loop, a resumed run and a
-simulation come to the same bounds.
+The state is a record, and the next one depends on the metrics of a step alone, so the loop, a resumed run and a
+simulation get the same bounds.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from typing import NamedTuple
 
 from stretto.core.records import Record
 
-_MOST = 2.0  # a single step, however bad, does not lower a bound whose smoothed mismatch allows it to be raised
-_SHARE = 1 / 4  # of the newest step in the smoothed mismatch
-_ALLOWS = 1 / 2  # below it, the mismatch allows a larger bound
+_MOST = 2.0  # cap: one bad step cannot lower a bound whose smoothed mismatch allows a raise
+_SHARE = 1 / 4  # weight of the newest step in the smoothed mismatch
+_ALLOWS = 1 / 2  # smoothed mismatch below which the bound may be raised
 
 
 class MismatchLimit(NamedTuple):
-    """A metric of the update (docs/reference/metrics.md): its value without mismatch, and its limit."""
+    """A metric of the update (docs/reference/metrics.md): its value without mismatch, and the limit above which the
+    bound is lowered."""
 
     none: float
     limit: float
@@ -47,13 +48,13 @@ LIMITS: Mapping[str, MismatchLimit] = {
 
 
 class AdaptiveBound(Record, frozen=True):
-    """A bound that is adapted, after the measurements of `step`.
+    """The adaptive staleness bound after the measurements of `step`.
 
     Attributes:
         mismatch: smoothed; 1 is the limit.
-        held: steps until it may change again.
-        probing: it has never been lowered.
-        worst: the metric that was nearest to its limit, with its value.
+        held: steps until the bound may change again.
+        probing: whether it has never been lowered.
+        worst: metric nearest to its limit, with its value.
     """
 
     bound: int
@@ -65,7 +66,7 @@ class AdaptiveBound(Record, frozen=True):
 
 
 def mismatch(metrics: Mapping[str, float | None]) -> tuple[float, str] | None:
-    """The largest of the measured values over its limit, and which it is; None where none was measured.
+    """The largest of the metrics relative to their limits, with the metric's name and value; None if none was measured.
 
     >>> mismatch({"kl_behavior": 0.025, "effective_samples": 0.95})
     (0.5, 'kl_behavior 0.025')
@@ -83,9 +84,9 @@ def mismatch(metrics: Mapping[str, float | None]) -> tuple[float, str] | None:
 def adapted(
     state: AdaptiveBound, step: int, metrics: Mapping[str, float | None], starved: bool, lowest: int, highest: int
 ) -> AdaptiveBound:
-    """The state after the measurements of `step`; those of an earlier one change nothing.
+    """The state after the measurements of `step`; unchanged if `step` is not newer than the state's.
 
-    `starved`: when the batch of the step was taken, there was no second one to be taken after it.
+    `starved`: there was no second batch when the step's batch was taken.
     """
     if step <= state.step or (measured := mismatch(metrics)) is None:
         return state

@@ -1,4 +1,4 @@
-"""Batch formation: which finished groups make the next batch, and what happens to tokens beyond the staleness bound.
+"""Batch formation: choose the finished groups of the next batch, and treat tokens beyond the staleness bound.
 
 The paper admits by equation 3 and then trains on the finished groups, oldest first; a straggler is overtaken, and
 trained on far beyond eta. The four policies of ``rollout.beyond_bound`` are pure functions of the same facts:
@@ -31,11 +31,10 @@ from stretto.rollout.config import BeyondBound
 
 @dataclass(frozen=True)
 class QueueState:
-    """The facts from which a batch is formed.
+    """Inputs of batch formation.
 
-    `finished` is in the order in which the groups are due, with equal ones in that of their admission (under one bound:
-    oldest first); `in_flight` holds the due versions of the groups that are not finished; `version` is the version that
-    will train the batch.
+    `finished`: groups in the order of their due versions, then of admission (oldest first under one bound);
+    `in_flight`: due versions of unfinished groups; `version`: the version that will train the batch.
     """
 
     finished: Sequence[Group]
@@ -46,7 +45,7 @@ class QueueState:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """The groups to train on now (none if the batch must wait), and the groups that expire."""
+    """Groups to train on now (none if the batch must wait), and groups that expire."""
 
     groups: tuple[Group, ...] = ()
     expired: tuple[Group, ...] = ()
@@ -60,14 +59,15 @@ def choose(policy: BeyondBound, facts: QueueState) -> BatchChoice:
 
 
 def train_whatever_is_finished(facts: QueueState) -> BatchChoice:
-    """The paper's rule: the oldest finished groups, whatever the age of their tokens (section 5.1)."""
+    """The paper's rule: the oldest finished groups, however stale (section 5.1)."""
     if len(facts.finished) < facts.batch_size:
         return BatchChoice()
     return BatchChoice(groups=tuple(facts.finished[: facts.batch_size]))
 
 
 def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
-    """The oldest finished groups, unless more groups would then be due by some version than its batches can take."""
+    """The oldest finished groups; none while that would leave more groups due by some version than the batches until
+    then can take."""
     choice = train_whatever_is_finished(facts)
     left = [due(group.admitted_version, group.max_staleness) for group in facts.finished[facts.batch_size :]]
     if choice.groups and can_all_be_trained_in_time([*left, *facts.in_flight], facts):
@@ -76,7 +76,7 @@ def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
 
 
 def mask_what_is_stale(facts: QueueState) -> BatchChoice:
-    """The oldest finished groups; tokens that are too old for this version stay out of the loss."""
+    """The oldest finished groups; stale tokens stay out of the loss."""
     groups = train_whatever_is_finished(facts).groups
     oldest = {group.id: int(max(0, facts.version - group.max_staleness)) for group in groups}
     least = min(oldest.values(), default=0)
@@ -85,7 +85,7 @@ def mask_what_is_stale(facts: QueueState) -> BatchChoice:
 
 
 def expire_what_is_stale(facts: QueueState) -> BatchChoice:
-    """The oldest finished groups without a token that is too old; groups with one expire."""
+    """The oldest finished groups without stale tokens; groups with stale tokens expire."""
     fresh: list[Group] = []
     expired: list[Group] = []
     for group in facts.finished:
@@ -103,15 +103,15 @@ POLICIES = {
 
 
 def is_fresh(group: Group, facts: QueueState) -> bool:
-    """May every token of the group be trained on at this version?"""
+    """Whether every token of the group may be trained on at this version."""
     return facts.version - group.oldest_version <= group.max_staleness
 
 
 def can_all_be_trained_in_time(left: Iterable[float], facts: QueueState) -> bool:
-    """Whether every group left can be trained in time, after a batch at `facts.version`.
+    """Whether all remaining groups can be trained in time, after a batch at `facts.version`.
 
-    `left` holds due versions. For each version d, the groups due by d must fit into the ``d - version`` batches
-    that follow: there may be at most ``(d - version) * B`` of them.
+    `left`: due versions. For each version d, at most ``(d - version) * B`` groups may be due by d: as many as the
+    batches until then can hold.
     """
     due_by = 0
     for last, groups in sorted(Counter(left).items()):
@@ -122,7 +122,8 @@ def can_all_be_trained_in_time(left: Iterable[float], facts: QueueState) -> bool
 
 
 def assert_within_bound(batch: Batch, policy: BeyondBound) -> None:
-    """
+    """Check the promise of `policy` for a batch.
+
     Raises:
         BoundViolated: a token would be trained beyond the bound of its group.
     """

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from stretto.doors.door import Door, Section
 
-#: The filters that a recipe names; the others of `rollout.filters` have keys of their own.
+#: Filters that a recipe names in `filter`; the others of `rollout.filters` have their own keys.
 FILTERS = Door(
     key="rollout.filter",
     what="filter",
@@ -38,7 +38,8 @@ def _whole_or_infinite(value: float) -> float:
 
 
 class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="strings"):
-    """How prompts become batches. Counts are of groups (one prompt with its completions), if not said otherwise."""
+    """Admission and batching of prompts. Counts are of groups (one prompt with its completions) unless stated
+    otherwise."""
 
     batch_size: int = Field(32, ge=1, description="groups that one training step consumes (B)")
     group_size: int = Field(8, ge=1, description="completions sampled for one prompt (G)")
@@ -90,20 +91,20 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
 
     @property
     def filters(self) -> tuple[str | Section, ...]:
-        """The filters that `filter` names."""
+        """The filters named by `filter`."""
         named = self.filter if isinstance(self.filter, tuple) else (self.filter,)
         return tuple(one for one in named if one != "none")
 
     @property
     def staleness_bounds(self) -> tuple[float, float]:
-        """The smallest and the largest bound on staleness that can be in force; equal where it is fixed."""
+        """Smallest and largest possible staleness bound; equal if it is fixed."""
         if self.max_staleness == "auto":
             return self.staleness_min, self.staleness_max
         return self.max_staleness, self.max_staleness
 
     @property
     def in_flight_bounds(self) -> tuple[int, int]:
-        """The smallest and the largest number of groups in flight that can be in force; equal where it is fixed."""
+        """Smallest and largest possible number of groups in flight; equal if it is fixed."""
         if self.max_in_flight == "auto":
             return self.max_in_flight_min, self.max_in_flight_max
         return self.max_in_flight, self.max_in_flight

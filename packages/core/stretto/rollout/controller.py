@@ -1,4 +1,4 @@
-"""The rollout controller (AReaL, section 4.1): it decides which group starts, which is kept, which is trained on next.
+"""The rollout controller (AReaL, section 4.1): decides which groups start, are kept, and are trained on next.
 
 The controller owns no task, no socket and no clock, so a simulation drives the same class. An example, with batches of
 two groups and ``max_staleness = 1``::
@@ -11,7 +11,7 @@ two groups and ``max_staleness = 1``::
     admit, admit                   room for two more
 
 The journal gets every state change before it takes effect. A controller is restored from the journal's unfinished
-groups (`restore`) and from its own state, which the journal does not hold (`state`).
+groups (`restore`) and its own saved state (`state`).
 """
 
 from __future__ import annotations
@@ -40,32 +40,33 @@ class TooManyFailures(StrettoError):
 
 
 class Journal(Protocol):
-    """Gets each state change before it takes effect: the ledger, or the accounts of a simulation."""
+    """Gets each state change before it takes effect: the ledger, or a simulation's accounts."""
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
-        """`members` trajectories of the group are in flight."""
+        """Record that `members` trajectories of the group are in flight."""
 
     def buffer(self, group: Group) -> None:
-        """The group's trajectories are finished and wait for a batch."""
+        """Record that the group's trajectories are finished and wait for a batch."""
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """A trajectory ends untrained: filtered, expired or failed. `trajectory` is its record, if it has one."""
+        """Record that a trajectory ends untrained: filtered, expired or failed. `trajectory`: its record, if it has
+        one."""
 
     def commit_batch(self, batch: Batch) -> None:
-        """The batch is about to be trained on. Durable when this returns."""
+        """Record that the batch is about to be trained on; durable when this returns."""
 
     def change_bound(self, change: BoundChange) -> None:
-        """Groups that are issued from now on are under another bound."""
+        """Record a new bound for groups issued from now on."""
 
 
 class ControllerState(Record, frozen=True):
-    """The state of a controller beside its trajectories' states: the position in the prompts, the failed attempts
-    before each unfinished group (groups without any are left out), and what the next bound follows from."""
+    """Controller state that the trajectories' records do not hold: position in the prompts, failed attempts by
+    unfinished group (if any), and the state of adaptive bounds."""
 
     position: Position = Position()
     failures: Mapping[str, int] = {}
     staleness: AdaptiveBound | None = None  # None: the bound is fixed
-    starved: bool = True  # the newest batch left no other one that could be taken after it
+    starved: bool = True  # no second batch was ready when the newest one was taken
     in_flight: AdaptiveInFlight | None = None  # None: the number is fixed
 
 
@@ -96,15 +97,15 @@ class Ticket(Record, frozen=True):
 
     @property
     def due(self) -> float:
-        """The last version at which it can be trained within its bound."""
+        """Last version at which it can be trained within its bound."""
         return due(self.admitted_version, self.max_staleness)
 
 
 class Controller:
-    """Admission, filters, buffer and batches; the module shows an example.
+    """Admission, filters, buffer and batches; see the module for an example.
 
-    `published` is the newest version of the trainer, `live` the newest version that every engine has loaded: new
-    groups are admitted at `live`, batches are trained at `published`.
+    `published`: newest version of the trainer; batches are trained at it. `live`: newest version that every engine has
+    loaded; groups are admitted at it.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Controller:
         pacing: Pacing | None = None,
         state: ControllerState | None = None,
     ) -> None:
-        """`state`: of the same run, before it was resumed; what the journal holds comes by `restore`."""
+        """`state`: of an earlier process of the run; add the journal's groups by `restore`."""
         self.config = config
         state = state or ControllerState()
         lowest, _ = config.staleness_bounds
@@ -125,7 +126,7 @@ class Controller:
         self._staleness, self._starved = state.staleness or start, state.starved
         fewest, _ = config.in_flight_bounds
         self._number = state.in_flight or (AdaptiveInFlight(fewest) if config.max_in_flight == "auto" else None)
-        self._ended = 0  # groups that were in flight, since the engines' pressure was seen
+        self._ended = 0  # groups ended since the last reading of the engines' pressure
         self._pacing = pacing or Continuous()
         self.published = version
         self.live = version
@@ -138,8 +139,8 @@ class Controller:
         self._in_flight: dict[str, Ticket] = {}
         self._buffer: list[tuple[Ticket, Group]] = []
         self._failures_in_a_row = 0
-        self.filtered = 0  # groups, since the last batch was taken
-        self.refused = 0  # results of groups that were no longer in flight
+        self.filtered = 0  # groups filtered since the last batch
+        self.refused = 0  # late or duplicate results
 
     @property
     def in_flight(self) -> int:
@@ -147,7 +148,7 @@ class Controller:
 
     @property
     def tickets(self) -> list[Ticket]:
-        """The tickets of the groups in flight."""
+        """Tickets of the groups in flight."""
         return list(self._in_flight.values())
 
     @property
@@ -156,28 +157,28 @@ class Controller:
 
     @property
     def queues(self) -> dict[str, float]:
-        """Groups in flight and buffered; where the run adapts it, the number in flight that is in force."""
+        """Numbers of groups in flight and buffered, and the current limit in flight if that is adaptive."""
         sizes = {"in_flight": float(self.in_flight), "buffered": float(self.buffered)}
         return sizes | ({} if self._number is None else {"max_in_flight": float(self._number.number)})
 
     @property
     def counted(self) -> int:
-        """N of equation 3: groups ever started, without those that dropped out."""
+        """N of equation 3: groups started so far, without those that dropped out."""
         return self._taken + len(self._buffer) + len(self._in_flight)
 
     @property
     def max_staleness(self) -> Staleness:
-        """The bound in force: that of the groups which are admitted now."""
+        """The staleness bound for groups admitted now."""
         return self._staleness.bound if self._staleness is not None else self.config.staleness_bounds[0]
 
     @property
     def max_in_flight(self) -> int:
-        """The number in force: groups are admitted below it."""
+        """The current limit of groups in flight."""
         return self._number.number if self._number is not None else self.config.in_flight_bounds[0]
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """The measurements of a step's update, from which the next bounds follow; those of an earlier step change
-        nothing. Call it before the update is on record, so that no resume misses one."""
+        """Adapt the staleness bound to the metrics of a step; repeated steps are ignored. Call it before the update is
+        recorded, so that a resume misses none."""
         if (before := self._staleness) is None:
             return
         lowest, highest = map(int, self.config.staleness_bounds)
@@ -187,7 +188,7 @@ class Controller:
             self._journal.change_bound(BoundChange(step, "max_staleness", before.bound, now.bound, reason))
 
     def observe_pressure(self, now: Pressure) -> None:
-        """What the engines tell at this moment, from which the next numbers of groups in flight follow."""
+        """Adapt the limit of groups in flight to a reading of the engines' load."""
         if self._number is None:
             return
         window, self._ended = measured(self._number, now, self._ended), 0
@@ -200,8 +201,8 @@ class Controller:
             self._journal.change_bound(change)
 
     def admit(self) -> Ticket | None:
-        """Start one more group, if the policy opens: a built-in one does where equation 3 and `max_in_flight` allow it,
-        and the second is kept whatever a policy says."""
+        """Start one more group if the pacing policy allows it; None otherwise. Built-in policies follow equation 3 and
+        `max_in_flight`; the latter holds under any policy."""
         opens = self._pacing.opens(self._may_start(), self.in_flight)
         if not opens or self.in_flight >= self.max_in_flight:
             return None
@@ -216,7 +217,7 @@ class Controller:
         return self.in_flight < self.max_in_flight and self._is_its_turn()
 
     def _is_its_turn(self) -> bool:
-        """Equation 3."""
+        """Whether equation 3 admits a group."""
         return admits(self.counted, self.live, self.config.batch_size, self.max_staleness)
 
     def restore(
@@ -227,8 +228,8 @@ class Controller:
         failures: int = 0,
         max_staleness: Staleness | None = None,
     ) -> Ticket:
-        """Restore a group that an earlier run has admitted and not trained; the journal holds it already. Call it in
-        the order of admission, before anything is admitted. `max_staleness`: its bound; None: the one at the start.
+        """Restore an untrained group of an earlier process, which the journal holds. Call it in the order of admission,
+        before any new admission. `max_staleness`: its bound; None: the initial one.
 
         Returns its ticket. A group without `trajectories` is in flight, and the caller requests its completions again;
         a group with them is back in the buffer.
@@ -243,7 +244,7 @@ class Controller:
         return ticket
 
     def state(self) -> ControllerState:
-        """The state that a later `restore` needs beside the journal."""
+        """The state to save for a later process, in addition to the journal."""
         draws = [ticket.draw for ticket in self._in_flight.values()] + [ticket.draw for ticket, _ in self._buffer]
         failures = {draw.group_id: draw.failures for draw in draws if draw.failures}
         return ControllerState(self._prompts.position(), failures, self._staleness, self._starved, self._number)
@@ -256,12 +257,12 @@ class Controller:
         return ticket
 
     def finish(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group | None:
-        """Buffer a group whose completions are judged, or filter it, or fail it when too few of them are decided.
+        """Buffer a judged group, filter it, or fail it if too few completions are decided.
 
-        Trajectories are kept in the order of their members. Those of a group that is not in flight (they came twice, or
-        too late) are refused and counted: its state is settled.
+        Trajectories are ordered by member. Results of a group that is not in flight (duplicate or late) are refused and
+        counted.
 
-        Returns the group when it was decided (buffered or filtered), None when it failed or was refused.
+        Returns the group if it was buffered or filtered, None if it failed or was refused.
         """
         if self._in_flight.get(ticket.group_id) is not ticket:
             self.refused += 1
@@ -303,13 +304,13 @@ class Controller:
         return Group(ticket.group_id, prompt, version, tuple(trajectories), ticket.max_staleness)
 
     def lose(self, ticket: Ticket, reason: str) -> None:
-        """Fail a group whose engine was lost. Its prompt is not to blame: it is tried again, any number of times."""
+        """Fail a group whose engine was lost. Its prompt is retried without limit, since it is not to blame."""
         self._settle_unanswered(ticket, State.FAILED, reason)
         self._end(ticket)
         self._prompts.give_back(ticket.draw)
 
     def fail(self, ticket: Ticket, reason: str) -> None:
-        """Fail a group whose request was refused. Its prompt is tried again, `max_attempts` times in all."""
+        """Fail a group whose request was refused. Its prompt is tried `max_attempts` times in all."""
         self._settle_unanswered(ticket, State.FAILED, reason)
         self._leave_for_another_attempt(ticket)
 
@@ -325,7 +326,7 @@ class Controller:
             )
 
     def take(self) -> Batch | None:
-        """The next batch, trained at `published` and committed to the journal; None while it must wait."""
+        """The next batch, trained at `published` and committed to the journal; None if it must wait."""
         choice = choose(self.config.beyond_bound, self._facts(self.published))
         self._expire_finished(choice.expired)
         if not choice.groups:
@@ -362,7 +363,7 @@ class Controller:
             self._prompts.give_back(ticket.draw)
 
     def _leave_buffer(self, groups: Sequence[Group]) -> list[Ticket]:
-        """Remove the groups from the buffer, and return their tickets."""
+        """Remove the groups from the buffer; returns their tickets."""
         if not groups:
             return []
         ids = {group.id for group in groups}
@@ -377,7 +378,7 @@ class Controller:
         return [ticket for ticket in self._in_flight.values() if ticket.due < self.published]
 
     def expire(self, ticket: Ticket) -> None:
-        """Settle an overdue group that was aborted in flight; its prompt is tried again."""
+        """Record an overdue group, aborted in flight, as expired; its prompt is tried again."""
         reason = f"admitted at version {ticket.admitted_version}, still in flight at {self.published}"
         self._settle_unanswered(ticket, State.EXPIRED, reason)
         self._end(ticket)
@@ -392,14 +393,14 @@ class Controller:
             self._journal.settle(trajectory_id(ticket.group_id, member), state, reason)
 
     def publish(self, version: int) -> None:
-        """The trainer has published `version`, which trains the next batch."""
+        """Note that the trainer has published `version`, which trains the next batch."""
         self.published = version
 
     def load(self, version: int) -> None:
-        """Every engine has loaded `version` or a newer one; new groups are admitted at it."""
+        """Note that every engine has `version` or newer; new groups are admitted at it."""
         self.live = max(self.live, version)
 
 
 def _order_of_training(entry: tuple[Ticket, Group]) -> tuple[float, int]:
-    """Earliest due first; of one bound that is the order of admission."""
+    """Earliest due first, then order of admission."""
     return entry[0].due, entry[0].order

@@ -1,4 +1,4 @@
-"""When a run whose trajectories fail is given up: by the share of failures among the last ones."""
+"""End a run when the share of failures among its recent trajectories is too large."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from collections import deque
 from stretto.core.errors import Problem, WorkflowError
 from stretto.core.records import Outcome, Trajectory
 
-_COUNTED = 64  # trajectories of which `max_failed` is a share
+_COUNTED = 64  # window of trajectories for `max_failed`
 
 
 class RecentFailures:
-    """Counts trajectories that came to no verdict among the last 64 of a workflow.
+    """Counts trajectories without a verdict among a workflow's last 64.
 
     Example: with ``max_failed=0.5`` the 33rd failure among 64 ends the run.
     """
 
     def __init__(self, max_failed: float, who: str) -> None:
-        """`who` is to be mended: "workflow" or "agent"."""
+        """`who`: the part to blame in the message, "workflow" or "agent"."""
         self._max_failed, self._who = max_failed, who
         self._failed: deque[bool] = deque(maxlen=_COUNTED)
-        self.ended = 0  # trajectories: a sign of progress
+        self.ended = 0  # trajectories so far: a sign of progress
 
     def count(self, trajectory: Trajectory) -> None:
-        """
+        """Count a trajectory.
+
         Raises:
-            WorkflowError: too many of the last ones failed; with the reason of this one.
+            WorkflowError: too many recent ones failed; with this one's reason.
         """
         self.ended += 1
         self._failed.append(trajectory.verdict.outcome is Outcome.UNDECIDED)
         failed = sum(self._failed)
         if len(self._failed) == _COUNTED and failed > self._max_failed * _COUNTED:
             found = f"{failed} of the last {_COUNTED} trajectories failed, the last one: {trajectory.verdict.reason}"
-            remedy = f"mend the {self._who}, or allow more with workflow.max_failed"
+            remedy = f"fix the {self._who}, or allow more with workflow.max_failed"
             raise WorkflowError([Problem("workflow", found, remedy)])

@@ -1,7 +1,7 @@
-"""Filters: a filter names the trajectories of a group that are not trained on, each with its reason.
+"""Filters choose trajectories of a group that are not trained on, each with a reason.
 
-A filter sees the group as the filters before it have left it. A group with too few trajectories left is replaced: its
-place is free, and the next admission draws another prompt. `rollout.config.FILTERS` has those that a recipe names.
+Each filter sees the group as the previous ones left it. A group with too few trajectories left is replaced: the next
+admission draws another prompt. `rollout.config.FILTERS` has the names of a recipe.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import msgspec
 from stretto.core.records import Group, Outcome, StopReason, Trajectory
 from stretto.rollout.config import FILTERS, RolloutConfig
 
-#: A group -> the reason for each trajectory that is refused, by its id.
+#: Group -> reason for each refused trajectory, by its id.
 Filter = Callable[[Group], Mapping[str, str]]
 
 
 def truncated(group: Group) -> Mapping[str, str]:
-    """Completions that were cut off at `sampling.max_tokens`: their reward would be noise (DAPO, arXiv 2503.14476,
-    section 3.4, overlong filtering)."""
+    """Refuse completions cut off at `sampling.max_tokens`: their reward would be noise (DAPO, arXiv 2503.14476, section
+    3.4, overlong filtering)."""
     cut = (t.id for t in group.trajectories if t.stop_reason is StopReason.LENGTH)
     return dict.fromkeys(cut, "cut off at its length")
 
 
 def success_rate(group: Group, low: float, high: float) -> Mapping[str, str]:
-    """Groups whose share of right completions is below `low` or above `high`: too hard, or too easy."""
+    """Refuse groups with a share of right completions below `low` (too hard) or above `high` (too easy)."""
     right = sum(t.verdict.outcome is Outcome.RIGHT for t in group.trajectories)
     rate = right / len(group.trajectories)
     return {} if low <= rate <= high else _all(group, f"{right} of {len(group.trajectories)} completions are right")
 
 
 def zero_variance(group: Group) -> Mapping[str, str]:
-    """Equal rewards, those of turns included, mean equal advantages, hence no gradient (DAPO, arXiv 2503.14476, dynamic
-    sampling)."""
+    """Refuse groups with equal rewards, including those of turns: their advantages and gradient are zero (DAPO, arXiv
+    2503.14476, dynamic sampling)."""
     rewards = {
         (t.reward, *(segment.reward for segment in t.segments if segment.reward is not None))
         for t in group.trajectories
@@ -43,7 +43,7 @@ def zero_variance(group: Group) -> Mapping[str, str]:
 
 
 def filters(config: RolloutConfig) -> tuple[Filter, ...]:
-    """The filters of the recipe, in their order: those of single completions first, then those of whole groups."""
+    """The filters of a recipe in their order: first those of single completions, then those of whole groups."""
     chosen: list[Filter] = []
     if config.truncated == "filter":
         chosen.append(truncated)
@@ -53,8 +53,7 @@ def filters(config: RolloutConfig) -> tuple[Filter, ...]:
 
 
 def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, str]:
-    """The trajectories of the group that are not trained on, each with its reason: all of them, if fewer than `fewest`
-    would be left."""
+    """Refused trajectories of the group, with reasons; all of them if fewer than `fewest` would be left."""
     reasons: dict[str, str] = {}
     for refuses in chosen:
         left = tuple(t for t in group.trajectories if t.id not in reasons)

@@ -1,4 +1,4 @@
-"""When groups start, within equation 3 and `max_in_flight`: each as soon as it may, or in rounds.
+"""Pacing: when groups start, within equation 3 and `max_in_flight`: as soon as possible, or in rounds.
 
 `rollout.pacing` names the policy (`PACINGS` in `rollout.config`).
 """
@@ -14,11 +14,11 @@ from stretto.rollout.config import PACINGS, RolloutConfig
 
 
 class Pacing(Protocol):
-    """The policy that decides when groups start. Each run makes one, which keeps nothing over a resume.
+    """Decides when groups start. Each run makes one; its state is not kept over a resume.
 
-    `max_in_flight` is kept whatever the policy says. Equation 3 is not: a policy that opens where `may_start` is False
-    admits groups that are older than the bound when they are trained. `stretto check` says so by its law `no group
-    starts before its turn` (`audit/laws.py:no_group_starts_before_its_turn`).
+    `max_in_flight` holds under any policy. Equation 3 does not: a policy that opens while `may_start` is False admits
+    groups that will be trained beyond the bound. `stretto check` reports that by its law `no group starts before its
+    turn` (`audit/laws.py:no_group_starts_before_its_turn`).
     """
 
     def opens(self, may_start: bool, in_flight: int) -> bool:
@@ -26,17 +26,17 @@ class Pacing(Protocol):
 
 
 class Continuous:
-    """Each group starts as soon as it may."""
+    """Starts each group as soon as possible."""
 
     def opens(self, may_start: bool, in_flight: int) -> bool:
         return may_start
 
 
 class InRounds:
-    """Groups start together: all that may, once none is in flight; the next ones after all of these have left."""
+    """Starts groups together: as many as possible once none is in flight; then waits until all have left."""
 
     def __init__(self) -> None:
-        self._opening = True  # the round still takes groups
+        self._opening = True  # the round still admits groups
 
     def opens(self, may_start: bool, in_flight: int) -> bool:
         self._opening = may_start and (self._opening or not in_flight)
@@ -44,7 +44,7 @@ class InRounds:
 
 
 def pacing_of(config: RolloutConfig, in_rounds: bool) -> Pacing:
-    """The policy of a run; "auto" is that of its engines."""
+    """The pacing policy of a run; "auto" follows its engines (`in_rounds`)."""
     chosen = config.pacing if config.pacing != "auto" else "rounds" if in_rounds else "continuous"
     policy: Pacing = PACINGS.bound(chosen)()
     name = chosen.kind if isinstance(chosen, Section) else chosen

@@ -1,44 +1,43 @@
-"""The groups in flight that the engines have room for (``rollout.max_in_flight = "auto"``): a pure function.
+"""Adapt the number of groups in flight to the engines' capacity (``rollout.max_in_flight = "auto"``): a pure function.
 
-With too few groups rows and KV cache of the engines are empty; too many wait in front of them, or drive each other out
-of the cache and are computed again. The number in force follows what the engines tell, as the window of a congested
-network does (additive increase, multiplicative decrease: Chiu and Jain 1989, Computer Networks 17). It is decided at
-the end of a *window*, in which as many groups have ended as it allows:
+With too few groups, rows and KV cache of the engines are idle; with too many, completions wait or are preempted and
+recomputed. The number n follows the engines' load by additive increase, multiplicative decrease, like a congestion
+window (Chiu and Jain 1989, Computer Networks 17). It is decided at the end of a *window*, after n groups have ended:
 
-    needed     by the open completions of the fullest engine, over what it has: rows or KV cache, the larger share;
+    needed     demand of the fullest engine's open completions over its supply, rows or KV cache, the larger share;
                above 1 some of them wait
-    lowered    n <- max(n - n / 4, max_in_flight_min)    where some waited throughout, or more than one completion was
+    lowered    n <- max(n - n / 4, max_in_flight_min)    if some waited throughout, or more than one completion was
                                                          preempted for every four groups
-    raised     n <- min(n + max(1, n / 16), most)        where admission waits for n alone, and the mean of what was
-                                                         needed, times (new n / old n), is at most 9/10
+    raised     n <- min(n + max(1, n / 16), most)        if only n holds admission back, and the mean of `needed`,
+                                                         times (new n / old n), is at most 9/10
                n <- min(2 n, most)                       likewise, until it has been lowered for the first time
     most       the smaller of max_in_flight_max and (eta + 1) B, above which equation 3 admits nothing
 
-The window after it was lowered or doubled does not count: groups of before are still in flight.
+The window after a decrease or doubling does not count, since earlier groups are still in flight.
 
-Under a load that stays the same it is never raised to where it would be lowered: it comes to rest.
+Under a constant load n settles: it is never raised to a number from which it would be lowered.
 (docs/explanation/staleness.md)
 
-The state is a record, and the next one follows from what the engines tell: a resumed run goes on from the one on
-record, and a simulation comes to its numbers by the same function.
+The state is a record, and the next one depends on the engines' readings alone, so resumed runs and simulations use the
+same function.
 """
 
 from __future__ import annotations
 
 from stretto.core.records import Record
 
-ROOM = 9 / 10  # of an engine, which a larger number may come to need
-_ADDED, _REMOVED = 16, 4  # parts of the number: one is added, one is taken away
-_BORNE = 4  # groups for each completion that is preempted: where the cache is nearly full, one is now and then
+ROOM = 9 / 10  # share of an engine that a larger number may need
+_ADDED, _REMOVED = 16, 4  # fractions of the number: added, taken away
+_BORNE = 4  # groups per tolerated preemption: with a nearly full cache some are normal
 
 
 class Pressure(Record, frozen=True):
-    """What the engines tell at one moment.
+    """A reading of the engines' load.
 
     Attributes:
-        needed: by the open completions of the fullest engine, over what it has; rows or KV cache, the larger share.
-        preempted: completions that lost their KV entries since the moment before.
-        engines: that get groups.
+        needed: demand of the fullest engine's open completions over its supply; rows or KV cache, the larger share.
+        preempted: completions that lost their KV entries since the previous reading.
+        engines: number that take groups.
     """
 
     needed: float
@@ -47,16 +46,16 @@ class Pressure(Record, frozen=True):
 
 
 class AdaptiveInFlight(Record, frozen=True):
-    """A number that is adapted, and the window that is being measured.
+    """The adaptive number of groups in flight, and the current measuring window.
 
     Attributes:
-        probing: it has never been lowered.
-        settling: it was lowered or doubled after the last window, so that this one does not count.
-        ended: groups, in this window.
-        moments: at which the engines have told, in this window.
-        needed: the mean of those moments.
-        least: that was needed at any of them.
-        preempted: completions, in this window.
+        probing: the number has never been lowered.
+        settling: it was lowered or doubled after the last window, so this window does not count.
+        ended: groups ended in this window.
+        moments: readings in this window.
+        needed: mean over these readings.
+        least: smallest `needed` of these readings.
+        preempted: completions preempted in this window.
     """
 
     number: int
@@ -70,13 +69,13 @@ class AdaptiveInFlight(Record, frozen=True):
 
     @property
     def reason(self) -> str:
-        """What this window says."""
+        """The window's measurements as text."""
         lost = f", {self.preempted} completions preempted" if self.preempted else ""
         return f"{self.needed:.2f} of the fullest engine needed{lost}"
 
 
 def measured(state: AdaptiveInFlight, now: Pressure, ended: int) -> AdaptiveInFlight:
-    """The window with one more moment; `ended` groups have ended since the one before."""
+    """The state with one more reading; `ended`: groups ended since the previous one."""
     moments = state.moments + 1
     return AdaptiveInFlight(
         state.number,
@@ -91,9 +90,9 @@ def measured(state: AdaptiveInFlight, now: Pressure, ended: int) -> AdaptiveInFl
 
 
 def decided(state: AdaptiveInFlight, engines: int, short: bool, lowest: int, most: int) -> AdaptiveInFlight:
-    """The number after a window, and a new window; the same state while the window is open.
+    """The new number at the end of a window, with a new window; the same state while the window is open.
 
-    `short`: admission waits for the number alone. `most`: what is allowed, or useful if that is less.
+    `short`: only this number holds admission back. `most`: largest number allowed or useful.
     """
     if state.ended < state.number or not state.moments:
         return state
@@ -111,7 +110,7 @@ def _step(number: int) -> int:
 
 
 def _raised(state: AdaptiveInFlight, engines: int, most: int) -> int:
-    """The largest number to be tried for which the fullest engine has room, when groups are spread evenly."""
+    """The largest number to try such that the fullest engine has room if groups are spread evenly."""
     steps = [state.number + _step(state.number), *([2 * state.number] if state.probing else [])]
     tried = [max(state.number, min(step, most)) for step in steps]
     before = -(-state.number // engines)

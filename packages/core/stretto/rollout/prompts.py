@@ -1,9 +1,8 @@
-"""The order of the prompts: seeded, endless, resumable; a prompt that was given back comes again.
+"""The order of prompts: seeded, endless, resumable; prompts given back are drawn again.
 
-Without weights an epoch is every prompt of every source once. With weights a source has its share of the epoch, and an
-epoch is as long as it can be without a prompt that comes twice: the source that is scarcest for its weight is used up.
-The others take turns: a source of 10 prompts of which an epoch takes 4 is shuffled every 2 epochs, and 2 prompts, not
-always the same, wait for the next shuffle.
+Without weights an epoch has every prompt of every source once. With weights each source has its share, and the epoch is
+as long as possible without repeating a prompt: the scarcest source for its weight is used up. Others rotate: a source
+of 10 prompts that gives 4 to an epoch is shuffled every 2 epochs, leaving out 2 (different ones) each time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from stretto.core.records import Prompt, Record, derive_seed
 
 
 class PromptSource(Record, frozen=True):
-    """Consecutive prompts of one origin; `weight` is its share of an epoch, None where all have all of theirs."""
+    """Consecutive prompts of one origin; `weight`: its share of an epoch, None to use all prompts of every source."""
 
     name: str
     prompts: int
@@ -24,7 +23,7 @@ class PromptSource(Record, frozen=True):
 
 
 def shares(sources: Sequence[PromptSource]) -> list[int]:
-    """How many prompts of each source an epoch takes.
+    """Number of prompts that each source gives to an epoch.
 
     >>> shares([PromptSource("a", 4, 1.0), PromptSource("b", 10, 1.0)])
     [4, 4]
@@ -40,7 +39,7 @@ def shares(sources: Sequence[PromptSource]) -> list[int]:
 
 
 def epoch_order(sources: Sequence[PromptSource], seed: int, epoch: int) -> list[int]:
-    """The places of the epoch's prompts among all prompts, in the order in which they are asked."""
+    """Indices of the epoch's prompts, in drawing order."""
     order: list[int] = []
     start = 0
     for source, taken in zip(sources, shares(sources), strict=True):
@@ -51,7 +50,7 @@ def epoch_order(sources: Sequence[PromptSource], seed: int, epoch: int) -> list[
 
 
 def _places(source: PromptSource, taken: int, seed: int, epoch: int) -> list[int]:
-    """The places of the prompts that the epoch takes of a source: others each time, until it has had all of them."""
+    """Indices of the prompts that a source gives to this epoch; a different part each time, until all were used."""
     places = list(range(source.prompts))
     portions = source.prompts // taken
     if taken < source.prompts:
@@ -63,8 +62,7 @@ def _places(source: PromptSource, taken: int, seed: int, epoch: int) -> list[int
 class Draw(Record, frozen=True):
     """One attempt at a prompt. Its group is named ``epoch.prompt.attempt``, e.g. ``0.17.0``.
 
-    `failures` counts the earlier attempts that could not be generated or judged; the others were lost, expired or
-    filtered.
+    `failures`: earlier attempts that could not be generated or judged; the others were lost, expired or filtered.
     """
 
     prompt: Prompt
@@ -78,7 +76,7 @@ class Draw(Record, frozen=True):
 
 
 class Again(Record, frozen=True):
-    """A `Draw` that comes before any new one, with its prompt by id."""
+    """A `Draw` given back, to be repeated before any new one; it names its prompt by id."""
 
     epoch: int
     prompt_id: str
@@ -87,19 +85,19 @@ class Again(Record, frozen=True):
 
 
 class Position(Record, frozen=True):
-    """The position in the stream of prompts; with the dataset and the seed it determines all later draws."""
+    """Position in the stream; with the dataset and the seed it determines all later draws."""
 
     epoch: int = 0
     index: int = 0
     given_back: tuple[Again, ...] = ()
-    resting: tuple[str, ...] = ()  # prompts that this epoch leaves out
-    rest_next: tuple[str, ...] = ()  # prompts that the next one leaves out, so far
+    resting: tuple[str, ...] = ()  # prompts left out of this epoch
+    rest_next: tuple[str, ...] = ()  # prompts to be left out of the next epoch, so far
 
 
 class PromptStream:
-    """Every prompt of an epoch once, in an order of the epoch's own (`epoch_order`); those given back come first.
+    """Draws every prompt of an epoch once, in that epoch's order (`epoch_order`); prompts given back come first.
 
-    `rests` says by a prompt's share of right completions whether it is left out of the epoch after.
+    `rests`: decides by a prompt's share of right completions whether it is left out of the next epoch.
 
     >>> stream = PromptStream([Prompt(id=str(i), token_ids=(i,), text="", answer="") for i in range(3)], seed=1)
     >>> first, second = stream.take(), stream.take()
@@ -146,7 +144,7 @@ class PromptStream:
         return draw
 
     def _begin_next_epoch(self) -> None:
-        """If every prompt of it would rest, none does."""
+        """Start the next epoch; if every prompt would be left out, none is."""
         self._epoch, self._index = self._epoch + 1, 0
         self._resting, self._rest_next = tuple(self._rest_next), {}
         self._order = self._shuffled(self._epoch)
@@ -155,12 +153,12 @@ class PromptStream:
             self._order = self._shuffled(self._epoch)
 
     def judged(self, draw: Draw, rate: float) -> None:
-        """A share of `rate` of the draw's completions was right. Of an epoch that is over it is too late."""
+        """Note the share of right completions of a draw; ignored once its epoch is over."""
         if draw.epoch == self._epoch and self._rests(rate):
             self._rest_next[draw.prompt.id] = None
 
     def named(self, group_id: str, failures: int = 0) -> Draw:
-        """The draw of the group with this name; `failures` of the attempts before it failed.
+        """The draw with this group id; `failures`: earlier attempts that failed.
 
         >>> stream = PromptStream([Prompt(id="a.b", token_ids=(1,), text="", answer="")], seed=1)
         >>> stream.named("3.a.b.2").attempt
@@ -171,11 +169,12 @@ class PromptStream:
         return Draw(prompt=self._by_id[prompt], epoch=int(epoch), attempt=int(attempt), failures=failures)
 
     def give_back(self, draw: Draw, failures: int = 0) -> None:
-        """Try this prompt again before any new one, as the next attempt, with `failures` more that failed."""
+        """Draw this prompt again, as the next attempt, before any new one. `failures`: to add to its failed
+        attempts."""
         self._given_back.append(_next_attempt(draw, failures))
 
     def position(self) -> Position:
-        """The position of the stream; draws that were taken and not given back are not in it."""
+        """Position of the stream; draws in progress are not part of it."""
         again = tuple(Again(draw.epoch, draw.prompt.id, draw.attempt, draw.failures) for draw in self._given_back)
         return Position(
             epoch=self._epoch,

@@ -1,4 +1,4 @@
-"""Tries a filter or a policy of admission on made-up groups, before a run does: a sentence for each fault."""
+"""Test a filter or pacing policy on made-up groups before a run; each fault is one sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stretto.rollout.pacing import Pacing, pacing_of
 
 
 def filter_faults(refuses: Filter) -> Iterator[str]:
-    """The faults of a filter. It may raise whatever it raises."""
+    """Faults of a filter; errors raised by it pass through."""
     for rewards in ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0), (1.0,)):
         group = _made_up(rewards)
         ids = {trajectory.id for trajectory in group.trajectories}
@@ -25,7 +25,7 @@ def filter_faults(refuses: Filter) -> Iterator[str]:
 
 
 def _made_up(rewards: Sequence[float]) -> Group:
-    """A group whose last completion was cut off."""
+    """A group whose last completion was truncated."""
     ends = [StopReason.STOP] * (len(rewards) - 1) + [StopReason.LENGTH]
     trajectories = []
     for member, (reward, end) in enumerate(zip(rewards, ends, strict=True)):
@@ -36,7 +36,7 @@ def _made_up(rewards: Sequence[float]) -> Group:
 
 
 def pacing_faults(config: RolloutConfig) -> Iterator[str]:
-    """The faults of a policy of admission. It may raise whatever it raises."""
+    """Faults of a pacing policy; errors raised by it pass through."""
     if not callable(getattr(PACINGS.bound(config.pacing)(), "opens", None)):
         yield "has no method opens(may_start, in_flight) (docs/how_to/doors/pacing.md)"
         return
@@ -49,5 +49,5 @@ def pacing_faults(config: RolloutConfig) -> Iterator[str]:
 
 
 def admits_early(policy: Pacing) -> bool:
-    """Whether a policy opens where equation 3 or `max_in_flight` does not allow a group."""
+    """Whether a policy starts a group although equation 3 or `max_in_flight` forbids it."""
     return any(policy.opens(False, in_flight) for in_flight in (0, 1, 2))

@@ -4,14 +4,14 @@
                                  files of about 64 MiB
     shard-00002-...safetensors   the part of rank 1, and so on
     trainer.json                 version, bad steps in a row
-    critic/                      the same of a critic, where there is one
+    critic/                      the same of a critic, if there is one
 
-torch's distributed checkpoints write and read it in their safetensors form: any number of ranks can go on from what
-any other number has written, and nothing is a pickle. A `TrainerState` is written while training goes on.
-`store.folder.checkpoints` forces a checkpoint to disk, seals it and switches it in.
+Written and read by torch's distributed checkpoints in safetensors form: any number of ranks can load what any other
+number wrote, without pickle. A `TrainerState` is written while training continues. `store.folder.checkpoints` forces a
+checkpoint to disk, seals it and switches it in.
 
-Ranks on other machines may not see the folder. Whether all of them do is tried each time; if not, rank 0 reads and
-writes alone, and the parts go over the network, file by file.
+Ranks on other machines may not see the folder; this is tested each time. If they do not, rank 0 reads and writes alone,
+and the parts go over the network, file by file.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ _POLL_SECONDS = 0.1
 _PARAMETER, _STEPS = "parameter", "steps"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own words
 
-#: What torch and safetensors raise when a file is not what it should be, or cannot be written.
+#: Errors of torch and safetensors for an invalid file, or one that cannot be written.
 _ERRORS = (OSError, RuntimeError, ValueError, SafetensorError, CheckpointException)
 
 
 class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Example: ``TrainerPosition(version=50, bad_steps_in_a_row=0)``"""
+    """Contents of ``trainer.json``.
+
+    Example: ``TrainerPosition(version=50, bad_steps_in_a_row=0)``
+    """
 
     version: int
     bad_steps_in_a_row: int
@@ -61,7 +64,7 @@ class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """A copy of this rank's part on the CPU, which no training changes."""
+    """A copy of this rank's state on the CPU, unaffected by further training."""
 
     position: TrainerPosition
     state: dict[str, Tensor]
@@ -69,13 +72,13 @@ class TrainerState:
 
     @classmethod
     def of(cls, optimizer: Optimizer, version: int) -> Self:
-        """The copy."""
+        """Copy the optimizer's state."""
         position = TrainerPosition(version=version, bad_steps_in_a_row=optimizer.bad_steps_in_a_row)
         ranks = optimizer.ranks
         return cls(position, {name: ranks.copy_to_cpu(tensor) for name, tensor in _state(optimizer).items()}, ranks)
 
     def write(self, folder: Path) -> None:
-        """Write it into `folder`, which is that of rank 0's machine, in any thread; all ranks do.
+        """Write the copy into `folder` on rank 0's machine; may run in any thread. All ranks call it.
 
         Raises:
             StoreError: the folder cannot be written (disk full, read-only).
@@ -107,7 +110,7 @@ class TrainerState:
 
 
 def _files(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
-    """The number of the file of each tensor, by name: the same on all ranks, files of about equal size."""
+    """The file number of each tensor, by name: the same on all ranks, files of about equal size."""
     numbers, number, size = dict[str, int](), 1, 0
     for name, tensor in state.items():
         part = tensor.nbytes // ranks
@@ -119,12 +122,13 @@ def _files(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
 
 
 def _by_file(files: Mapping[str, int]) -> list[list[str]]:
-    """The names of each file's tensors."""
+    """Tensor names grouped by file."""
     return [list(names) for _, names in itertools.groupby(files, key=files.__getitem__)]
 
 
 def _all_see(folder: Path, ranks: Ranks) -> bool:
-    """Whether every rank sees rank 0's new folder at this path, by a file that nobody can have looked for before."""
+    """Whether every rank sees rank 0's new folder at this path; tested with a fresh file, so no cached listing can have
+    it."""
     (number,) = ranks.broadcast([secrets.randbits(62)])
     seen = folder / f".seen-{number:x}"
     if ranks.rank == 0:
@@ -137,7 +141,7 @@ def _all_see(folder: Path, ranks: Ranks) -> bool:
 
 
 def _wait_for_files(folder: Path, ranks: Ranks) -> None:
-    """Wait until rank 0's machine lists what the others have written: a file system of a network may do so later.
+    """Wait until rank 0's machine lists the files written by other ranks; a network file system may lag.
 
     Raises:
         OSError: it does not in time.
@@ -160,7 +164,7 @@ def _all_read(folder: Path, ranks: Ranks) -> bool:
 
 
 def _described(error: BaseException) -> str:
-    """One line; torch wraps the errors of ranks in one of its own, with tracebacks."""
+    """The error in one line; torch wraps the errors of ranks in one with tracebacks."""
     if isinstance(error, CheckpointException):
         return "; ".join(sorted({_described(found) for found, _ in error.failures.values()}))
     return described(error) if isinstance(error, OSError) else str(error)
@@ -170,7 +174,7 @@ def load(folder: Path, optimizer: Optimizer) -> int:
     """Load parameters and optimizer state in place; returns the version. All ranks call it, with rank 0's folder.
 
     Raises:
-        StoreError: the folder is not whole, or is of another model; nothing has changed.
+        StoreError: the folder is incomplete, or of another model; nothing has changed.
     """
     ours, ranks = _state(optimizer), optimizer.ranks
     try:
@@ -189,14 +193,14 @@ def load(folder: Path, optimizer: Optimizer) -> int:
 
 
 def _read(folder: Path, found: dict[str, Tensor]) -> TrainerPosition:
-    """Fill `found`: each rank reads what is its own."""
+    """Fill `found` from the folder; each rank reads its own part."""
     reader, position = _checked(folder, found)
     state_dict_loader.load(found, storage_reader=reader)
     return position
 
 
 def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks) -> TrainerPosition:
-    """Fill `found`: rank 0 reads all of it, and sends every rank its own."""
+    """Fill `found`; rank 0 reads everything and sends each rank its part."""
     reader, position = _checked(folder, found) if ranks.rank == 0 else (None, TrainerPosition(0, 0))
     version, bad_steps = ranks.broadcast([position.version, position.bad_steps_in_a_row])
     for names in _by_file(_files(found, ranks.count)):
@@ -222,7 +226,7 @@ def _trained(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
 
 
 def _state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """All state by name. Before its first step AdamW has no moments, so they are made here."""
+    """All state by name. AdamW has no moments before its first step, so they are created here."""
     state, counts = dict[str, Tensor](), list[Tensor]()
     for name, parameter in _trained(optimizer):
         own = optimizer.adamw.state[parameter]
@@ -236,10 +240,10 @@ def _state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def check(folder: Path, policy: nn.Module) -> None:
-    """Whether a trainer of `policy` can go on from a checkpoint; nothing but names and shapes is read.
+    """Check that a trainer of `policy` can load a checkpoint, by names and shapes only.
 
     Raises:
-        StoreError: it is not whole, or of another model or format.
+        StoreError: it is incomplete, or of another model or format.
     """
     trained = {f"model.{name}": p for name, p in policy.named_parameters() if p.requires_grad}
     wanted = {f"{kind}.{name}": p.shape for kind in (_PARAMETER, *_MOMENTS) for name, p in trained.items()}
@@ -251,7 +255,7 @@ def check(folder: Path, policy: nn.Module) -> None:
 
 
 def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Mapping[str, torch.Size]) -> None:
-    """Refuse unless it has exactly our tensors, whole and in our shapes."""
+    """Raise StoreError unless the checkpoint has exactly our tensors in our shapes."""
     if not any(folder.glob("shard-*.safetensors")):
         raise StoreError(f"checkpoint {folder} is of another format: it has no shards")
     found = {name: _whole_shape(meta) for name, meta in theirs.items()}
@@ -262,7 +266,7 @@ def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Ma
 
 
 def _whole_shape(meta: object) -> torch.Size:
-    """The shape of a tensor on disk; an impossible shape where a shard is missing."""
+    """Shape of a tensor on disk; an impossible shape if a shard is missing."""
     assert isinstance(meta, TensorStorageMetadata), type(meta)
     held = sum(math.prod(chunk.sizes) for chunk in meta.chunks)
     return meta.size if held == math.prod(meta.size) else torch.Size([0, 0, 0, 0, 0])
@@ -270,7 +274,7 @@ def _whole_shape(meta: object) -> torch.Size:
 
 @contextmanager
 def _no_group_warning() -> Iterator[None]:
-    """Without torch's warning that one process has no process group."""
+    """Suppress torch's warning that a single process has no process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

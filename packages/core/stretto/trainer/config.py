@@ -13,30 +13,34 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """AdamW, its learning rate over the steps, and how much is computed at once."""
+    """AdamW, its learning-rate schedule, and the size of one forward pass."""
 
-    learning_rate: float = Field(2e-5, gt=0, le=1, description="the highest learning rate")
+    learning_rate: float = Field(2e-5, gt=0, le=1, description="peak learning rate")
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly from 0")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of Adam's first moment")
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of Adam's second moment")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="learning-rate schedule after the warm-up"
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's beta1, decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Adam's beta2, decay of the second moment")
     eps: float = Field(1e-5, gt=0, description="Adam's epsilon")
-    weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay of matrices; vectors have none")
-    max_grad_norm: float = Field(1.0, gt=0, description="the gradient's global norm is scaled down to this")
-    micro_batch_tokens: PositiveInt = Field(4096, description="tokens in one forward (Algorithm 1's capacity)")
-    min_micro_batches: PositiveInt = Field(1, description="micro-batches at least (Algorithm 1's k_min)")
-    max_bad_steps: PositiveInt = Field(5, description="optimizer steps in a row with a NaN or infinite gradient")
+    weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay of matrices (none for vectors)")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping: largest global norm")
+    micro_batch_tokens: PositiveInt = Field(
+        4096, description="most tokens in one forward pass (Algorithm 1's capacity)"
+    )
+    min_micro_batches: PositiveInt = Field(1, description="least number of micro-batches (Algorithm 1's k_min)")
+    max_bad_steps: PositiveInt = Field(5, description="consecutive NaN or infinite gradients that end the run")
     activation_checkpointing: bool = Field(
-        False, description="keep a layer's input for the backward pass and compute the rest again: less memory, slower"
+        False, description="activation checkpointing: recompute layers in the backward pass; less memory, slower"
     )
     threads: PositiveInt = Field(1, description="torch threads of each process")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model is trained")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="arithmetic of the forward pass; parameters and optimizer stay in float32"
+        "float32", description="dtype of the forward pass; parameters and optimizer stay in float32"
     )
     save_dtype: Literal["model", "float32", "bfloat16", "float16"] = Field(
         "model",
-        description="numbers of the policies that are written; model: as in the folder that training starts from",
+        description="dtype of saved policies; model: as in the folder that training starts from",
     )
 
 
@@ -46,7 +50,7 @@ def as_tuple(value: object) -> object:
 
 
 class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """`[trainer.lora]`: adapters of low rank are trained, the policy stays as it is."""
+    """`[trainer.lora]`: train low-rank adapters and freeze the policy."""
 
     rank: PositiveInt = Field(16, description="rows of A, columns of B: W + alpha / rank * B A")
     alpha: PositiveInt = Field(32, description="scale of the adapters")
@@ -60,15 +64,15 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
 
 class TrainerConfig(OptimizerConfig):
-    """Reinforcement learning: how many steps, each how divided, and what is kept."""
+    """Steps of RL training, their division, ranks, and the policies and checkpoints that are kept."""
 
     steps: PositiveInt = Field(100, description="training steps; each publishes one version")
     minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")
-    ranks: PositiveInt = Field(1, description="processes that train together, each with a part of every parameter")
-    remote_ranks: int = Field(0, ge=0, description="of `ranks`, those that run on other machines of `[cluster]`")
-    lora: LoraConfig | None = Field(None, description="train adapters in place of the parameters")
+    ranks: PositiveInt = Field(1, description="processes that train together, each with a shard of every parameter")
+    remote_ranks: int = Field(0, ge=0, description="how many of `ranks` run on other machines of `[cluster]`")
+    lora: LoraConfig | None = Field(None, description="train LoRA adapters instead of the parameters")
     keep_versions: Literal["all"] | Annotated[int, Field(ge=1)] = Field(
-        1, description="policies kept in the run folder: the number of newest ones, or all"
+        1, description="policies kept in the run folder: number of newest ones, or all"
     )
     checkpoint_every: PositiveInt = Field(50, description="steps between two checkpoints")
 
@@ -83,15 +87,15 @@ class TrainerConfig(OptimizerConfig):
 
     @property
     def local_ranks(self) -> int:
-        """Ranks on the machine of the conductor: ranks 0, 1, ...; the remote ones are the last."""
+        """Number of ranks on the conductor's machine: the first ones; remote ranks are the last."""
         return self.ranks - self.remote_ranks
 
 
 class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """`[algorithm.advantages.critic]`: as the policy's optimizer, but for these."""
+    """`[algorithm.advantages.critic]`; other settings as for the policy's optimizer."""
 
-    learning_rate: float = Field(1e-4, gt=0, le=1, description="the highest learning rate; schedule as the policy's")
-    clip: float = Field(0.2, gt=0, description="bound on the change of a value from the one before the step")
+    learning_rate: float = Field(1e-4, gt=0, le=1, description="peak learning rate; schedule as the policy's")
+    clip: float = Field(0.2, gt=0, description="clip range of a value around its value before the step")
     truncated: Literal["end", "bootstrap"] = Field(
         "end", description="value after a truncated completion: 0, or the critic's value of its last state"
     )
@@ -100,15 +104,15 @@ class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 class PreferenceConfig(OptimizerConfig):
     """Learning from pairs of completions (DPO)."""
 
-    learning_rate: float = Field(1e-6, gt=0, le=1, description="the highest learning rate")
+    learning_rate: float = Field(1e-6, gt=0, le=1, description="peak learning rate")
     steps: PositiveInt = Field(1000, description="optimizer steps")
     batch_size: PositiveInt = Field(64, description="pairs per step")
-    beta: float = Field(0.1, gt=0, description="strength of the tie to the reference policy")
+    beta: float = Field(0.1, gt=0, description="DPO's beta, the strength of the tie to the reference policy")
 
 
 class SupervisedConfig(OptimizerConfig):
     """Supervised fine-tuning on demonstrations (the warm start)."""
 
-    learning_rate: float = Field(1e-3, gt=0, le=1, description="the highest learning rate")
+    learning_rate: float = Field(1e-3, gt=0, le=1, description="peak learning rate")
     steps: PositiveInt = Field(1000, description="optimizer steps")
     batch_size: PositiveInt = Field(128, description="demonstrations per step")

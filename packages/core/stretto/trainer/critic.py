@@ -32,48 +32,50 @@ from stretto.trainer.parallel.ranks import ALONE, Ranks
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
     """max((V - R)^2, (V_before + clip(V - V_before, -clip, clip) - R)^2) / 2, [N], differentiable by `values`.
 
-    The value loss of PPO as OpenAI's baselines have it (arXiv 2005.12729, section 3).
+    PPO's clipped value loss as in OpenAI's baselines (arXiv 2005.12729, section 3).
     """
     near = before + (values - before).clamp(-clip, clip)
     return torch.maximum((values - returns).square(), (near - returns).square()) / 2
 
 
 class Critic(Optimizer):
-    """Example::
+    """A value model with its optimizer.
 
-    values = critic.token_values(batch)             # before the step
-    loss, step = critic.fit(part, 7, version=6)      # beside each optimizer step of the policy
+    Example::
+
+        values = critic.token_values(batch)             # before the step
+        loss, step = critic.fit(part, 7, version=6)      # beside each optimizer step of the policy
     """
 
     def __init__(
         self, model: PreTrainedModel, config: TrainerConfig, settings: CriticConfig, ranks: Ranks = ALONE
     ) -> None:
-        """`model` is the policy at the start, loaded with the packed attention, for the critic alone."""
+        """`model`: the initial policy, loaded with packed attention, for the critic alone."""
         self._values, self._steps = StateValues(model, config), config.steps
         self._clip, self._truncated = settings.clip, settings.truncated
         optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})
         super().__init__(self._values, optimizer, ranks)
 
     def values(self, packed: PackedTokens) -> Tensor:
-        """V of the state in which each wanted token was sampled, [N], float32."""
+        """V of the state before each wanted token, [N], float32."""
         return self._values(packed)  # type: ignore[no-any-return]
 
     def token_values(self, batch: Batch) -> dict[str, list[float]]:
-        """V before each sampled token of the batch, masked ones too, by the id of its path; with
-        ``truncated = "bootstrap"`` also V after the last token of a path that was cut off."""
+        """V before each sampled token of the batch, including masked ones, by path id. With ``truncated =
+        "bootstrap"``, truncated paths also have V after the last token."""
         capacity = self.config.micro_batch_tokens
         return score_tokens(batch, capacity, self.device, self.values, self._continues, self.ranks)
 
     def _continues(self, path: PathTokens) -> bool:
-        """Whether the state behind the last token has a value."""
+        """Whether the state after the path's last token has a value."""
         return path.stop_reason is StopReason.LENGTH and self._truncated == "bootstrap"
 
     def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[Tensor, OptimizerStep]:
-        """One optimizer step towards the returns of a minibatch; gives the loss of this rank's share, averaged like the
-        policy's.
+        """One optimizer step towards the returns of a minibatch; returns the loss of this rank's share (averaged like
+        the policy's) and the step.
 
         Raises:
-            TrainingDiverged: too many gradients in a row were not finite.
+            TrainingDiverged: too many non-finite gradients in a row.
         """
         losses: list[Tensor] = []
         for micro in part.micro_batches:
@@ -86,7 +88,7 @@ class Critic(Optimizer):
 
 
 class StateValues(nn.Module):
-    """Packed tokens in, values out: the body of `model` without its output matrix."""
+    """A value model: the body of `model` with a value head in place of the output matrix."""
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
         super().__init__()
@@ -102,7 +104,7 @@ class StateValues(nn.Module):
         self._half = config.dtype != "float32"
 
     def forward(self, packed: PackedTokens) -> Tensor:
-        """V of the state in which each wanted token was sampled, [N], float32."""
+        """V of the state before each wanted token, [N], float32."""
         with torch.autocast(self.body.device.type, dtype=torch.bfloat16, enabled=self._half):
             hidden_NW = hidden_states(self.body, packed).index_select(0, packed.before)
         return hidden_NW.float() @ self.head.weight[0] + self.head.bias

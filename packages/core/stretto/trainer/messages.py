@@ -1,4 +1,4 @@
-"""The messages between the conductor and the processes that train."""
+"""Messages between the conductor and the training processes."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from stretto.trainer.spec import RANK_KEY, RankSpec, TrainerSpec
 
 
 class Train(Record, frozen=True, tag=True):
-    """Train on this batch and publish the next version; reply `Trained`. A step that is repeated to restore a trainer
-    is not published."""
+    """Order: train on this batch and publish the next version; reply `Trained`. Steps repeated to restore a trainer are
+    not published."""
 
     batch: Batch
     publish: bool = True
 
 
 class Publish(Record, frozen=True, tag=True):
-    """Publish the version that the trainer holds; reply `Published`."""
+    """Order: publish the trainer's current version; reply `Published`."""
 
 
 class SaveCheckpoint(Record, frozen=True, tag=True):
-    """Copy the trainer's state; reply `Copied`. The copy is written into this folder while other orders are carried
-    out; `CheckpointSaved` or `CheckpointFailed` comes between the replies to those."""
+    """Order: copy the trainer's state; reply `Copied`. The copy is written to this folder while other orders run; then
+    `CheckpointSaved` or `CheckpointFailed` comes as an extra message."""
 
     folder: str
 
 
 class SavePolicy(Record, frozen=True, tag=True):
-    """Write the policy as a Hugging Face folder; reply `PolicySaved`."""
+    """Order: write the policy as a Hugging Face folder; reply `PolicySaved`."""
 
     folder: str
 
 
 class Stop(Record, frozen=True, tag=True):
-    """End the process."""
+    """Order: end the process."""
 
 
 class RanksAwaited(Record, frozen=True, tag=True):
-    """Ranks that are to be started on other machines, where they join rank 0 at this address with this key
-    (`trainer.roles.rank`). They are good for one trainer: its replacement awaits others."""
+    """Request to start ranks on other machines, to join rank 0 at this address with this key (`trainer.roles.rank`).
+    Valid for one trainer; a replacement sends a new one."""
 
     host: str
     port: int
@@ -54,9 +54,8 @@ class RanksAwaited(Record, frozen=True, tag=True):
     def spec(
         self, rank: int, trainer: TrainerSpec, model: str, reference: str | None = None, gpu: int = 0, tls: str = ""
     ) -> RankSpec:
-        """The spec of one of them, whose machine has the model (and a reference's own, and certificates) in these
-        folders; `gpu` is its own, of those that its process sees. It is started as the role `RANK_ROLE`, with
-        `secrets`."""
+        """The spec of one of these ranks, to be started as the role `RANK_ROLE` with `secrets`. `model`, `reference`
+        and `tls` are folders on its machine; `gpu` is its index among the GPUs visible to it."""
         assert rank in self.ranks, f"rank {rank} is not awaited"
         return RankSpec(
             rank=rank,
@@ -72,46 +71,46 @@ class RanksAwaited(Record, frozen=True, tag=True):
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Environment variables of the ranks."""
+        """Environment variables that the ranks need."""
         return {RANK_KEY: self.key}
 
 
 class Ready(Record, frozen=True, tag=True):
-    """The role is up and holds this version."""
+    """The process is up and holds this version."""
 
     version: int
 
 
 class Published(Record, frozen=True, tag=True):
-    """Engines can load this version, and prove it by the canary, if the run has one."""
+    """Reply: the version can be loaded by engines. `canary`: their proof text, if the run has one."""
 
     version: int
     canary: Canary | None = None
 
 
 class Trained(Record, frozen=True, tag=True):
-    """The step is done, and the next version published if it was to be."""
+    """Reply: the step is done and, if ordered, the next version is published."""
 
     update: Update
     spans: tuple[Span, ...]
     canary: Canary | None = None  # of the version that was published
-    agreement: tuple[Agreement, ...] = ()  # of each engine with tokens of the version before the step
+    agreement: tuple[Agreement, ...] = ()  # for each engine with tokens of the version before the step
 
 
 class Copied(Record, frozen=True, tag=True):
-    """Training may go on."""
+    """Reply to `SaveCheckpoint`: the state is copied in memory, so training may continue."""
 
     span: Span
 
 
 class CheckpointSaved(Record, frozen=True, tag=True):
-    """The checkpoint is in its folder."""
+    """Notice: the checkpoint is written to its folder."""
 
     folder: str
 
 
 class CheckpointFailed(Record, frozen=True, tag=True):
-    """The checkpoint cannot be written. `problem` is meant for the user; the traceback is in the role's log."""
+    """Notice: the checkpoint could not be written. `problem` is for the user; the traceback is in the process's log."""
 
     folder: str
     problem: str
@@ -124,14 +123,14 @@ class PolicySaved(Record, frozen=True, tag=True):
 
 
 class RankLost(Record, frozen=True, tag=True):
-    """A rank has died or hangs, so the trainer ends; `how` names the rank and the cause."""
+    """A rank died or hangs, so the trainer ends; `how` names the rank and the cause."""
 
     how: str
 
 
 class RankStart(Record, frozen=True, tag=True):
-    """Rank 0 to a rank that has joined: join the process group at its store, and carry out orders. `trainer` is the
-    JSON text of rank 0's `TrainerSpec`."""
+    """Sent by rank 0 to a joined rank: join the process group at rank 0's store and carry out orders. `trainer`: JSON
+    text of rank 0's `TrainerSpec`."""
 
     store: int  # its port
     trainer: str
@@ -163,7 +162,7 @@ class Demonstrations(Record, frozen=True, tag=True):
 
 
 class Preferences(Record, frozen=True, tag=True):
-    """Pairs, and the folder of the reference policy."""
+    """Preference pairs, and the folder of the reference policy."""
 
     pairs: tuple[Preference, ...]
     reference: str
@@ -173,18 +172,18 @@ Examples = Demonstrations | Preferences
 
 
 class SupervisedProgress(Record, frozen=True, tag=True):
-    """Progress; `loss` in nats per completion token, or per pair."""
+    """Progress of supervised training; `loss` in nats per completion token, or per pair."""
 
     step: int
     steps: int
     loss: float
     seconds: float
-    accuracy: float | None = None  # share of pairs in the right order, of preferences
+    accuracy: float | None = None  # preferences: share of pairs ranked correctly
     phase: str = "warm start"
 
 
 class SupervisedDone(Record, frozen=True, tag=True):
-    """The policy is in its folder."""
+    """The trained policy is in its folder."""
 
 
 FromSupervised = SupervisedProgress | SupervisedDone | Failed

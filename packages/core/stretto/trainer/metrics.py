@@ -1,4 +1,4 @@
-"""The measurements of one training step, summed micro-batch by micro-batch on each rank, all-reduced at its end.
+"""Metrics of one training step: summed over micro-batches on each rank, all-reduced at the end.
 
 Formulas: docs/reference/metrics.md.
 """
@@ -31,10 +31,10 @@ _SUMS = ("tokens", "loss", *DIAGNOSTICS, "entropy", "kl_reference", "error", "ag
 
 
 class Meter:
-    """Adds up; means are over loss tokens unless `docs/reference/metrics.md` says otherwise.
+    """Accumulates metrics; means are over loss tokens unless `docs/reference/metrics.md` says otherwise.
 
-    What was not measured is absent, never zero: `behavior_logprob_error` and its maximum without on-policy tokens,
-    `entropy` and `kl_reference` where the recipe has none, all of the loss's when no token was trained on.
+    Unmeasured metrics are absent, never zero: `behavior_logprob_error` and its maximum without on-policy tokens,
+    `entropy` and `kl_reference` if the recipe has none, all loss metrics if no token was trained on.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Meter:
             self._sums["entropy"].append(entropy.detach().sum())
 
     def compared(self, micro: MicroBatch, proximal_logprobs: Tensor) -> None:
-        """Compare the log-probs of engines and trainer for tokens of the version before the step."""
+        """Compare log-probabilities of engines and trainer on tokens of the version before the step."""
         on_policy = micro.staleness == 0
         difference = (micro.behavior_logprobs - proximal_logprobs).abs().masked_fill(~on_policy, 0.0)
         sums_S = micro.sequences.sums(torch.stack([difference, on_policy.to(difference.dtype)], dim=1))
@@ -71,20 +71,20 @@ class Meter:
         self._steps.append(step)
 
     def valued(self, values: Sequence[float], returns: Sequence[float]) -> None:
-        """The values of the batch by the critic before the step, and their targets."""
+        """Take the critic's values of the batch before the step, and their targets."""
         self._explained = explained_variance(values, returns)
 
     def kl_in_reward(self, divergence: float) -> None:
-        """The mean KL that was subtracted from the rewards."""
+        """Take the mean KL that was subtracted from the rewards."""
         self._kl_in_reward = divergence
 
     def fitted(self, loss: Tensor, step: OptimizerStep) -> None:
-        """Add a step of the critic, and its loss over this rank's share."""
+        """Take a step of the critic and its loss over this rank's share."""
         self._sums["value_loss"].append(loss)
         self._critic_steps.append(step)
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """The metrics of the whole step, the same on every rank; all ranks call it."""
+        """Metrics of the whole step, the same on every rank; all ranks must call it."""
         steps = [*self._steps, *self._critic_steps]
         measured: dict[str, float] = {"bad_steps": float(sum(not step.taken for step in steps))}
         if norms := [step.grad_norm for step in self._steps if step.taken]:
@@ -108,8 +108,8 @@ class Meter:
         return {name: value for name, value in measured.items() if math.isfinite(value)}
 
     def agreement(self, ranks: Ranks, engines: Sequence[str]) -> tuple[Agreement, ...]:
-        """The error of each engine that has sampled tokens of the version before the step; `engines` are those of the
-        whole batch, the same on every rank, and all ranks call it."""
+        """Log-probability error of each engine on tokens of the version before the step. `engines`: those of the whole
+        batch, the same on every rank; all ranks must call it."""
         own = {name: [0.0, 0.0] for name in engines}
         for names, sums_S in self._by_sequence:
             for name, (error, tokens) in zip(names, sums_S.tolist(), strict=True):
@@ -123,7 +123,7 @@ class Meter:
         )
 
     def _totals(self, ranks: Ranks) -> dict[str, float]:
-        """The sums over all ranks, by name."""
+        """Sums over all ranks, by name."""
         own = [float(torch.stack(values).sum()) if values else 0.0 for values in self._sums.values()]
         totals = ranks.all_reduce(torch.tensor(own, dtype=torch.float64))
         return dict(zip(self._sums, totals.tolist(), strict=True))

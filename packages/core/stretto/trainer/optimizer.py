@@ -1,5 +1,5 @@
-"""Parameters with AdamW (`Optimizer`); a model as one module that gives log-probabilities (`Policy`); and the two
-together (`Learner`), which reinforcement learning, fine-tuning and preferences train."""
+"""Parameters with AdamW (`Optimizer`), a model that returns log-probabilities (`Policy`), and both together
+(`Learner`), which RL, fine-tuning and preferences train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNCHANGED = Sampling(max_tokens=1)
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """The gradient's global norm before clipping, and whether it was finite and so the step taken."""
+    """Global gradient norm before clipping, and whether it was finite, so that the step was taken."""
 
     grad_norm: float
     taken: bool
@@ -48,9 +48,9 @@ class AdamNumbers:
 
 
 class Optimizer:
-    """AdamW over the parameters of `trained` that need a gradient, sharded over the ranks.
+    """AdamW over the trainable parameters of `trained`, sharded over the ranks.
 
-    A step with a gradient that is not finite is skipped and counted; `max_bad_steps` of them in a row end the training.
+    A step with a non-finite gradient is skipped and counted; `max_bad_steps` in a row end the training.
     """
 
     def __init__(self, trained: nn.Module, config: OptimizerConfig, ranks: Ranks = ALONE) -> None:
@@ -69,7 +69,7 @@ class Optimizer:
         """Clip the accumulated gradient by its global norm, update the parameters, clear the gradient. `numbers`: of
         this step; None: those of the recipe.
 
-        The gradient is summed over the ranks, so all of them take the step or none does.
+        The gradient is summed over the ranks, so all take the step or none.
 
         Raises:
             TrainingDiverged: this was the last bad step in a row that the recipe allows.
@@ -90,13 +90,13 @@ class Optimizer:
 
 
 class Policy(nn.Module):
-    """A model and its sampling distribution. Everything happens in `forward`, so that FSDP can gather parameters.
+    """A model with its sampling settings. All computation is in `forward`, where FSDP gathers parameters.
 
-    The model stays in evaluation mode: with dropout the policy that is trained would not be the one that sampled.
+    The model stays in evaluation mode: with dropout it would not be the policy that sampled.
     """
 
     def __init__(self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling) -> None:
-        """`model` must be loaded with the packed attention. Raises ModelFolderError when `check_policy` refuses it,
+        """`model` must be loaded with packed attention. Raises ModelFolderError if `check_policy` refuses it,
         ValueError for a temperature of 0 or less."""
         if sampling.temperature <= 0:
             raise ValueError(f"log-probabilities need a temperature above 0, not {sampling.temperature}")
@@ -110,7 +110,7 @@ class Policy(nn.Module):
     def forward(
         self, packed: PackedTokens, *, entropy: bool = False, sampling: Sampling | None = None
     ) -> TokenLogprobs:
-        """log p of the wanted tokens, [N], under the sampling distribution, or another one. Matmuls run in
+        """log p of the wanted tokens, [N], under the sampling distribution (`sampling` overrides it). Matmuls run in
         `config.dtype`, logarithms in float32."""
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self._half):
             logprobs, entropies = token_logprobs(self.model, packed, sampling or self._sampling, entropy=entropy)
@@ -119,7 +119,7 @@ class Policy(nn.Module):
 
 
 class Learner(Optimizer):
-    """A policy with its optimizer: forward here, backward by the caller, then `step`.
+    """A policy with its optimizer: call `logprobs`, then backward, then `step`.
 
     Example::
 
@@ -130,7 +130,7 @@ class Learner(Optimizer):
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling = UNCHANGED, ranks: Ranks = ALONE
     ) -> None:
-        """Raises what `Policy` raises."""
+        """Raises as `Policy`."""
         self._policy = Policy(model, config, sampling)
         if config.activation_checkpointing:
             checkpoint_activations(model)
@@ -140,12 +140,12 @@ class Learner(Optimizer):
     def logprobs(
         self, packed: PackedTokens, *, entropy: bool = False, sampling: Sampling | None = None
     ) -> TokenLogprobs:
-        """log p of the wanted tokens, [N], under the sampling distribution, or another one."""
+        """log p of the wanted tokens, [N], under the sampling distribution (`sampling` overrides it)."""
         return self._policy(packed, entropy=entropy, sampling=sampling)  # type: ignore[no-any-return]
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The learning rate of step 0, 1, ..., steps - 1: a linear warm-up to the top, then constant, or down towards 0.
+    """The learning rate of step 0, 1, ..., steps - 1: linear warm-up to the top, then constant or decaying to 0.
 
     >>> config = OptimizerConfig(learning_rate=1.0, warmup_steps=2, schedule="linear")
     >>> [learning_rate(config, step, 6) for step in range(6)]
@@ -164,7 +164,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW; norms and biases (vectors) do not decay."""
+    """AdamW; norms and biases (vectors) have no weight decay."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},

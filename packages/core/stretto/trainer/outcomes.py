@@ -1,7 +1,7 @@
-"""What a training step did with each token, for the record (`store.series.tokens`).
+"""Results of a training step for each token, for the record (`store.series.tokens`).
 
-The numbers are those that the loss was computed with. They stay where they are until the step's end, and are copied
-once; all else is done by the one that writes them.
+The numbers are those used by the loss. They stay on the device until the step's end and are copied once; the writer
+does the rest.
 
 Axes: N loss token of all ranks, S sampled token of a trajectory.
 """
@@ -27,32 +27,32 @@ from stretto.trainer.batch.samples import Sample
 from stretto.trainer.objective.losses import Loss
 from stretto.trainer.parallel.ranks import Ranks
 
-_NUMBERS = 4  # of a loss token
+_NUMBERS = 4  # columns of a loss token
 
 
 class TokenSink(Protocol):
-    """What a trainer hands the tokens of its steps to; on every rank there is one, and they say the same."""
+    """Receives the tokens of training steps; one on every rank, all in agreement."""
 
     def keeps(self, step: int) -> bool: ...
 
     def take(self, tokens: TrainedTokens) -> None:
-        """All is kept elsewhere than on the way of the training."""
+        """Store the tokens; must not delay training."""
         ...
 
 
 class TokenMeter:
-    """Collects the numbers of the loss tokens, micro-batch by micro-batch, on each rank."""
+    """Collects the loss tokens' numbers, micro-batch by micro-batch, on each rank."""
 
     def __init__(self) -> None:
         self._columns: list[Tensor] = []
 
     def computed(self, loss: Loss, advantages: Tensor, before: Tensor | None) -> None:
-        """Add a micro-batch; `before` [N] are its log-probabilities by the policy before the step, where known."""
+        """Add a micro-batch. `before` [N]: log-probabilities by the policy before the step, if known."""
         trainer = torch.full_like(loss.ratio, math.nan) if before is None else before
         self._columns.append(torch.stack([trainer, loss.ratio, advantages, outcomes(loss)], dim=1))
 
     def gathered(self, ranks: Ranks, parts: Sequence[Minibatch], batch: Batch) -> TrainedTokens:
-        """The step on record, the same on every rank; all ranks call it."""
+        """The collected tokens of the step, the same on every rank; all ranks must call it."""
         order = [sample for rank in range(ranks.count) for part in parts for sample in part.divided[rank]]
         if not self._columns:  # on any rank: all have as many micro-batches
             return TrainedTokens(batch, order, torch.empty(0, _NUMBERS))
@@ -61,7 +61,7 @@ class TokenMeter:
 
 
 def outcomes(loss: Loss) -> Tensor:
-    """[N], each token's `TokenOutcome` as a float."""
+    """[N], the `TokenOutcome` of each token as a float."""
     bounded, corrected = TokenOutcome.BOUNDED * loss.bounded, TokenOutcome.CORRECTED * loss.weights.corrected
     weightless = TokenOutcome.WEIGHTLESS * (loss.weights.weight == 0)
     return (bounded + corrected + weightless + TokenOutcome.IN_LOSS).float()
@@ -69,14 +69,14 @@ def outcomes(loss: Loss) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """A step's batch with what was measured of its loss tokens."""
+    """A step's batch with the numbers of its loss tokens."""
 
     batch: Batch
     samples: Sequence[Sample]
     numbers: Tensor  # [N, 4] on the CPU, in the samples' order: log proximal, ratio, advantage, outcome
 
     def sampled(self) -> tuple[dict[str, int], SampledTokens]:
-        """All sampled tokens of the batch: how many each trajectory has, by its id, and their numbers."""
+        """Number of sampled tokens of each trajectory by id, and the numbers of all of them."""
         lengths, places = dict[str, int](), dict[str, Sequence[int]]()
         first = 0
         for group in self.batch.groups:
@@ -94,7 +94,7 @@ class TrainedTokens:
 
 
 def _loss_tokens(trajectory: Trajectory, first: int, oldest: int) -> dict[str, Sequence[int]]:
-    """The places of each path's loss tokens, by the path's id; `first` is that of the trajectory's first sampled token.
+    """Positions of each path's loss tokens, by path id. `first`: position of the trajectory's first sampled token.
     Given tokens have no version."""
     segments = trajectory.segments
     if len(segments) == 1:  # nearly all are single turns
@@ -109,7 +109,7 @@ def _loss_tokens(trajectory: Trajectory, first: int, oldest: int) -> dict[str, S
 
 
 def _young(segment: Segment, begin: int, oldest: int) -> Sequence[int]:
-    """The places of the tokens that are young enough; most often all of them, which are not gone through one by one."""
+    """Positions of the tokens that are fresh enough; a shortcut covers the common case of all."""
     whole = range(begin, begin + len(segment.versions))
     if min(segment.versions, default=oldest) >= oldest:
         return whole

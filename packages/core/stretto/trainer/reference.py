@@ -19,24 +19,24 @@ from stretto.trainer.parallel.ranks import ALONE, Ranks
 
 
 class Reference(Protocol):
-    """What a trainer needs of a reference policy."""
+    """A reference policy, as the trainer uses it."""
 
     def logprobs(self, packed: PackedTokens) -> Tensor:
         """log p of the wanted tokens, [N], without a gradient."""
         ...
 
     def token_logprobs(self, batch: Batch) -> dict[str, list[float]]:
-        """log p of each sampled token of the batch, masked ones too, by the trajectory's id."""
+        """log p of each sampled token of the batch, including masked ones, by path id."""
         ...
 
 
 class ReferencePolicy:
-    """A model of its own, under the sampling settings of the engines."""
+    """A separate model, with the engines' sampling settings."""
 
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
-        """`model` must be loaded with the packed attention. Raises ModelFolderError when `check_policy` refuses it."""
+        """`model` must be loaded with packed attention. Raises ModelFolderError if `check_policy` refuses it."""
         self._policy, self._config, self._ranks = Policy(model.requires_grad_(False), config, sampling), config, ranks
         ranks.fully_shard(self._policy, decoder_layers(model))
 
@@ -50,7 +50,7 @@ class ReferencePolicy:
 
 
 class WithoutAdapters:
-    """The policy without its adapters, which is the one at the start: no second model in memory."""
+    """The trained model with its adapters disabled: the initial policy, without a second model in memory."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner

@@ -1,4 +1,4 @@
-"""The specs of the processes that train; light, so that the loop can name them without torch."""
+"""Specs of training processes; light, so that the loop can import them without torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from stretto.core.records import Record, Sampling
 
 
 class TokensSpec(Record, frozen=True):
-    """Where what became of each token is kept; `config` is the JSON text of its `TokensConfig`."""
+    """Where per-token results are stored; `config` is the JSON text of a `TokensConfig`."""
 
     folder: str
     config: str
 
 
 class TrainerSpec(Record, frozen=True):
-    """The trainer's spec; `trainer` and `algorithm` are JSON texts of their pydantic models.
+    """Arguments of the trainer; `trainer` and `algorithm` are JSON texts of their pydantic models.
 
-    `sampling` is the record of the engines' requests, so that both sides have one distribution. `kernels` is the file
-    with the run's choice of kernels, if it has one. `published` is the dtype of published numbers, None: the trainer's.
+    `sampling`: the engines' settings, so that both sides have one distribution. `kernels`: file with the run's choice
+    of kernels, if any. `published`: dtype of published numbers; None: the trainer's.
     """
 
     model: str
@@ -28,24 +28,24 @@ class TrainerSpec(Record, frozen=True):
     threads: int
     checkpoint: str | None = None
     descriptor: int = -1
-    log: str = "trainer.txt"  # the file that this process writes; other ranks write beside it
+    log: str = "trainer.txt"  # log file of this process; other ranks write beside it
     kernels: str | None = None
     published: str | None = None
-    held: str = "float32"  # the dtype in which engines hold weights, whatever is published
+    held: str = "float32"  # dtype in which engines hold weights
     hung: float = 10.0  # seconds without a heartbeat after which another rank is given up
-    rank_host: str = ""  # the address of this machine at which other ranks join; "": the loopback's
-    collective: float = 1800.0  # seconds that ranks wait for each other at most
-    assembly: float = 90.0  # seconds in which ranks on other machines have to join
+    rank_host: str = ""  # address of this machine at which other ranks join; "": loopback
+    collective: float = 1800.0  # most seconds that ranks wait for each other
+    assembly: float = 90.0  # seconds for ranks on other machines to join
     tls: str = ""  # folder of certificates (`processes.tls`) for the orders of ranks; "": no TLS
-    tokens: TokensSpec | None = None  # None: nothing is kept of single tokens
-    path: str = ""  # folder in which modules of the user's own parts are looked for first
+    tokens: TokensSpec | None = None  # None: no per-token results
+    path: str = ""  # folder searched first for the user's modules
     canary: tuple[int, ...] = ()  # the text by which engines prove each version (`core.canary`)
 
 
 class RankSpec(Record, frozen=True):
-    """The spec of ranks 1, 2, ...: where rank 0 is, and what differs between machines. All else they get from rank 0.
+    """Arguments of ranks 1, 2, ...: where rank 0 is, and settings that differ between machines. Rank 0 sends the rest.
 
-    The key stands in the environment variable `RANK_KEY`: other users of a machine can read its command lines.
+    The key is in the environment variable `RANK_KEY`, since other users of a machine can read command lines.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class RankSpec(Record, frozen=True):
     port: int
     threads: int
     hung: float = 10.0  # seconds without a heartbeat of rank 0 after which the rank ends
-    gpu: int = 0  # its own, of those that it sees
+    gpu: int = 0  # index of its GPU among the visible ones
     model: str | None = None  # the model folder on this machine; None: the same path as rank 0's
     reference: str | None = None  # the folder of `algorithm.reference.path`, likewise
     tls: str = ""  # the folder of certificates on this machine; "": no TLS
@@ -64,7 +64,7 @@ RANK_KEY = "STRETTO_RANK_KEY"
 
 
 class SupervisedSpec(Record, frozen=True):
-    """The spec of supervised learning: `examples` is a file of `Examples`, `config` the JSON text of their config."""
+    """Arguments of supervised learning. `examples`: file of `Examples`; `config`: JSON text of their config."""
 
     model: str
     examples: str

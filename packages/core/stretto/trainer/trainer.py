@@ -49,7 +49,7 @@ from stretto.weights.shared_memory import digest_of_tensor
 
 
 class Trainer:
-    """Holds the policy that is trained, and its version.
+    """Holds the trained policy and its version.
 
     Example: a trainer at version 6 takes the batch of version 6 and holds version 7::
 
@@ -71,10 +71,15 @@ class Trainer:
         ranks: Ranks = ALONE,
         sink: TokenSink | None = None,
     ) -> None:
-        """`model` must be loaded with the packed attention, in float32; `sampling` is that of the engines. `reference`
-        and `critic` are given exactly where the algorithm has one; a model with adapters is its own reference to the
-        policy at the start. Each rank has a trainer, and all call the same methods with the same arguments. `sink`
-        gets what became of each token, of the steps that it keeps.
+        """Every rank has a trainer; all must call the same methods with the same arguments.
+
+        Args:
+            model: float32, loaded with packed attention.
+            sampling: settings of the engines.
+            reference: exactly if the algorithm has one; a model with adapters is its own reference to the initial
+                policy.
+            critic: exactly if the algorithm has one.
+            sink: receives per-token results of the steps it keeps.
         """
         self.learner = Learner(model, config, sampling, ranks)
         self._ranks, self._sink, self._adapted = ranks, sink, adapted_layers(model)
@@ -92,16 +97,20 @@ class Trainer:
         self._in_reward = reference if in_reward else None
         self._longest = sampling.max_tokens
         self._spans: list[Span] = []
-        self._text: tuple[Sequence[int], PackedTokens] | None = None  # of the last canary; a run has one text
-        self._frozen: dict[str, TensorDigest] = {}  # of what adapters are added to, from the first publication on
-        self.agreement: tuple[Agreement, ...] = ()  #: of engines and trainer, in the last step
+        self._text: tuple[Sequence[int], PackedTokens] | None = (
+            None  # packed text of the last canary; a run has one text
+        )
+        self._frozen: dict[
+            str, TensorDigest
+        ] = {}  # digests of the base weights under adapters, from the first publication on
+        self.agreement: tuple[Agreement, ...] = ()  #: agreement of engines and trainer in the last step
 
     def train(self, batch: Batch) -> Update:
-        """One training step on the whole batch; afterwards `version` is one higher.
+        """Train one step on the whole batch; afterwards `version` is one higher.
 
         Raises:
-            BoundViolated: the batch is not of this version, or holds tokens from the future.
-            TrainingDiverged: too many optimizer steps in a row had gradients that are not finite.
+            BoundViolated: the batch is not of this version, or holds tokens of a later one.
+            TrainingDiverged: too many optimizer steps in a row had non-finite gradients.
         """
         if batch.version != self.version:
             raise BoundViolated(f"a batch of version {batch.version} for a trainer at version {self.version}")
@@ -152,9 +161,9 @@ class Trainer:
     def publish(
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Canary | None:
-        """Publish the policy as `version`: its parameters, or its adapters if it has some. Returns what engines have to
-        find of the canary's text and in their memory; None without a text. `held`: the type in which they hold what
-        adapters are added to."""
+        """Publish the policy as `version`: all parameters, or only the adapters if it has any. Returns a canary for
+        engines to prove the version: log-probabilities of `text` and tensor digests; None without a text. `held`: dtype
+        of the engines' base weights under adapters."""
         began = time.monotonic()
         canary = self._canary(text) if text else None
         began = self._span("prove", began) if text else began
@@ -182,7 +191,7 @@ class Trainer:
         return Canary(self.version, tuple(text), tuple(logprobs.tolist()), depth, self._config.dtype)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy by name, one parameter at a time; adapters are part of it."""
+        """The policy's parameters by name, one at a time, with adapters merged in."""
         for name, parameter in plain_parameters(self.learner.model):
             yield name, self._gather(name, parameter)
 
@@ -195,8 +204,8 @@ class Trainer:
         return scaled(self._adapted, name, self._ranks.full_tensor(parameter.detach()))
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Copy everything that `load_checkpoint` needs to go on bit for bit; gives the function that writes the copy
-        into a folder, in any thread, while training goes on."""
+        """Copy the full training state, for a bitwise resume; returns a function that writes the copy to a folder, in
+        any thread, while training continues."""
         began = time.monotonic()
         snapshots = {"": checkpoint.TrainerState.of(self.learner, self.version)}
         if self._critic is not None:
@@ -218,10 +227,10 @@ class Trainer:
         self.snapshot()(folder)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Restore the state of the trainer that wrote `folder`.
+        """Restore the training state written to `folder`.
 
         Raises:
-            StoreError: the folder is not whole, or is of another model.
+            StoreError: the folder is incomplete, or of another model.
         """
         if self._critic is not None:
             checkpoint.load(folder / "critic", self._critic)
@@ -240,12 +249,13 @@ class Trainer:
         return [each([samples[i] for i in part], ranks=self._ranks, trajectories=trajectories) for part in parts]
 
     def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor] | None]:
-        """Of the later minibatches, if the loss is anchored there; the first has those of its training forward."""
+        """Proximal log-probabilities of all minibatches but the first, if the loss needs them; the first uses its
+        training forward."""
         needed = self._algorithm.loss.anchor == "recomputed"
         return [self._gradients.evaluated(part) if needed and index else None for index, part in enumerate(parts)]
 
     def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:
-        """One optimizer step of the policy and one of the critic; False when a gradient was not finite."""
+        """One optimizer step of the policy and one of the critic; False if a gradient was not finite."""
         try:
             steps = [self.learner.step(rate, step)]
             meter.stepped(steps[0])

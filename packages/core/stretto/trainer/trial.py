@@ -1,4 +1,4 @@
-"""Tries a loss, a correction or an estimator on made-up tokens, before a run does: a sentence for each fault.
+"""Test a loss, a correction or an estimator on made-up tokens before a run; each fault is one sentence.
 
 Axes: N loss token, S sequence.
 """
@@ -22,7 +22,7 @@ _BATCHES = (((1.0, 0.0, 0.5), (0.0, 0.0)), ((1.0,),))  # rewards of each group
 
 
 def loss_faults(loss: LossSection) -> Iterator[str]:
-    """The faults of a loss. It may raise whatever it raises."""
+    """Faults of a loss; errors raised by the loss pass through."""
     for lengths in _LENGTHS:
         policy, tokens = _made_up(lengths)
         if (selection := loss.selection) is not None:
@@ -47,7 +47,7 @@ def loss_faults(loss: LossSection) -> Iterator[str]:
 
 
 def correction_faults(correction: Correction) -> Iterator[str]:
-    """The faults of a correction. It may raise whatever it raises."""
+    """Faults of a correction; errors raised by it pass through."""
     for lengths in _LENGTHS:
         policy, tokens = _made_up(lengths)
         weights = correction(tokens)
@@ -59,14 +59,14 @@ def correction_faults(correction: Correction) -> Iterator[str]:
 
 
 def estimator_faults(estimator: EstimatorSection) -> Iterator[str]:
-    """The faults of an estimator of advantages. It may raise whatever it raises."""
+    """Faults of an advantage estimator; errors raised by it pass through."""
     for rewards in _BATCHES:
         groups = [[RewardedCompletion(one, 2 + at, (0, 1 + at)) for at, one in enumerate(group)] for group in rewards]
         yield from estimate_faults(estimator, groups, ESTIMATORS.bound(estimator)(groups))
 
 
 def _made_up(lengths: Sequence[int]) -> tuple[Tensor, LossTokens]:
-    """Log-probabilities [N] of a policy, differentiable, and N tokens that an older one sampled."""
+    """Log-probabilities [N] of a policy, differentiable, and N tokens sampled by an older one."""
     place_N = torch.arange(float(sum(lengths)))
     behavior_N = -0.2 - 0.3 * place_N
     sign_N = 1 - 2 * (place_N % 2)  # every other token has become less likely, or has a negative advantage
@@ -81,7 +81,7 @@ def _made_up(lengths: Sequence[int]) -> tuple[Tensor, LossTokens]:
 
 
 def _column(name: str, found: object, tokens: int, dtype: torch.dtype) -> Iterator[str]:
-    """The fault of what has to be one number for each token, or one truth (`dtype` is torch.bool)."""
+    """The fault of a result that should be one number (or bool) per token."""
     if not isinstance(found, Tensor):
         yield f"{name} is {type(found).__name__}, and not a tensor"
     elif found.shape != (tokens,):

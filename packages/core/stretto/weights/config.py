@@ -1,4 +1,4 @@
-"""The `[weights]` section of a recipe, and the medium that "auto" stands for."""
+"""The `[weights]` section of a recipe, and the resolution of medium "auto"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Medium = Literal["shared_memory", "http", "broadcast"]
 
 
 class WeightsConfig(BaseModel, extra="forbid", frozen=True):
-    """How weights travel from the trainer to the engines."""
+    """Transport of weights from the trainer to the engines."""
 
     medium: Literal["auto", "shared_memory", "http", "broadcast"] = Field(
         "auto",
@@ -29,10 +29,9 @@ class WeightsConfig(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class Route:
-    """What lies between the trainer and the engines.
+    """The trainer and the engines to be connected.
 
-    `engines` is their `engine.kind`; `elsewhere`: some engine is, or may come to be, on another machine than the
-    trainer.
+    `engines`: their `engine.kind`; `elsewhere`: an engine is, or may come to be, on another machine than the trainer.
     """
 
     engines: str
@@ -41,17 +40,17 @@ class Route:
 
 @dataclass(frozen=True)
 class ChosenMedium:
-    """The medium of a run, and why, as a sentence of its log."""
+    """The medium of a run, and the reason as a log sentence."""
 
     medium: Medium
     reason: str
 
 
 def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
-    """The medium that `config` means on this route.
+    """The medium for `config` on this route.
 
     Raises:
-        RecipeError: it cannot be had there.
+        RecipeError: the requested medium does not work there.
     """
     if config.medium == "shared_memory" and route.elsewhere:
         raise RecipeError(
@@ -88,7 +87,7 @@ def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
 
 
 def _no_broadcast(route: Route) -> str:
-    """Why weights cannot reach the engines by a collective; "" if they can."""
+    """Why the engines cannot get weights by a collective; "" if they can."""
     if route.elsewhere:
         return "machines may join, which pull each version and verify every byte of it"
     return {

@@ -1,4 +1,4 @@
-"""The files of a mailbox folder: how they are named, who owns them, how they are written and mapped; without torch."""
+"""Files of a mailbox folder: names, ownership, writing and mapping; without torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OWNED = "owned"
 
 
 def shared_folder(needed: int, fallback: Path) -> Path:
-    """The machine's shared memory if it has room for `needed` bytes and one version more, else `fallback`.
+    """The machine's shared memory if it has room for `KEPT` + 2 versions, else `fallback`.
 
-    `needed` is the size of one version; containers often have 64 MiB of shared memory only.
+    `needed`: bytes of one version. Containers often have only 64 MiB of shared memory.
     """
     if SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > (KEPT + 2) * needed:
         return SHARED
@@ -31,7 +31,8 @@ def shared_folder(needed: int, fallback: Path) -> Path:
 
 
 def own(run: str, folder: Path) -> int:
-    """A descriptor whose lock marks the files of `run` in `folder` as in use; the kernel unlocks it when we die."""
+    """Lock the files of `run` in `folder` as in use; returns the lock's file descriptor. The kernel unlocks it when
+    this process dies."""
     path = folder / f"{prefix(run)}{_OWNED}"
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -51,25 +52,25 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def remove(run: str, folder: Path) -> int:
-    """Unlink everything of `run`, half-written files too; returns how many files there were."""
+    """Unlink all files of `run`, including partial ones; returns their number."""
     return unlink(folder.glob(f"{prefix(run)}*"))
 
 
 def held(run: str, folder: Path, holder: str) -> Path:
-    """What the name of a version that `holder` holds begins with (`SharedMemorySubscriber.hold`)."""
+    """File name prefix of versions that `holder` holds (`SharedMemorySubscriber.hold`)."""
     return folder / f"{prefix(run)}{holder}-"
 
 
 def release(run: str, folder: Path, holder: str) -> int:
-    """Unlink what `holder` holds, which has ended, however it did; returns how many files there were."""
+    """Unlink the files held by `holder`, after it has ended in any way; returns their number."""
     return unlink(folder.glob(f"{held(run, folder, holder).name}*.held"))
 
 
 def prefix(run: str) -> str:
-    """What the names of a run's files begin with.
+    """File name prefix of a run.
 
     Raises:
-        ValueError: a name that could meet another run's.
+        ValueError: a run name that could collide with another run's files.
     """
     if not _RUN.fullmatch(run):
         raise ValueError(f"a run is named by letters, digits, '_' and '.', not {run!r}")
@@ -77,19 +78,19 @@ def prefix(run: str) -> str:
 
 
 def path_of(run: str, folder: Path, version: int) -> Path:
-    """The file of a version."""
+    """File of a version."""
     return folder / f"{prefix(run)}{version:06d}.weights"
 
 
 def versions(run: str, folder: Path) -> list[tuple[int, Path]]:
-    """All whole publications, oldest first."""
+    """All complete publications as (version, file), oldest first."""
     begin = prefix(run)
     files = ((path.stem.removeprefix(begin), path) for path in folder.glob(f"{begin}*.weights"))
     return sorted((int(number), path) for number, path in files if number.isdecimal())
 
 
 def write_all(file: FileIO, data: memoryview) -> None:
-    """Write all of it.
+    """Write all bytes of `data`.
 
     Raises:
         OSError: with the path.
@@ -100,27 +101,27 @@ def write_all(file: FileIO, data: memoryview) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """An opener of new files that are their owner's alone; a file that is there already is not written through."""
+    """Opener for new files that only their owner may read; fails if the file exists."""
     return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 def map_file(path: Path) -> memoryview:
-    """The bytes of a file, mapped.
+    """Map a file into memory.
 
     Raises:
-        TornPublication: there are none.
+        TornPublication: the file is empty.
         OSError: with the path.
     """
     with naming(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
             raise TornPublication(f"{path.name} is empty")
-        # torch wants writable memory; a private mapping is, and stays the one copy since nobody writes.
+        # torch needs writable memory: a private mapping is writable, and shares pages as long as nobody writes.
         return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
 
 
 def unlink(paths: Iterable[Path]) -> int:
-    """Unlink them all; returns how many there were."""
+    """Unlink the paths; returns their number."""
     files = list(paths)
     for path in files:
         path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """The mailbox between the trainer and the engines: the trainer publishes versions, engines load them.
 
 One file per medium implements these two protocols; `shared_memory` is the one for a single machine. Names are those of
-``model.named_parameters()``, so tied parameters travel once. Of a policy with adapters A and B alone travel, by the
-name of their layer (`LORA_A`, `LORA_B`), B with its scale: the policy is the one that the run began with, plus B A.
+``model.named_parameters()``, so tied parameters are published once. For a policy with adapters only A and the scaled B
+are published, under their layer's name (`LORA_A`, `LORA_B`): the policy is the run's initial one plus B A.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from torch import Tensor
 
 from stretto.core.canary import TensorDigest
 
-#: What the names of adapters end with, after that of their layer.
+#: Suffixes of adapter names, after their layer's name.
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 
-#: Makes the tensor to publish from the named one, in its shape and dtype.
+#: (name, tensor) -> the full tensor to publish, of the same shape and dtype.
 Gather = Callable[[str, Tensor], Tensor]
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """The gather of a process with unsharded tensors."""
+    """The `Gather` for tensors that are not sharded."""
     return tensor
 
 
 class Publisher(Protocol):
-    """The trainer's end."""
+    """The trainer's side of the mailbox."""
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
     ) -> Mapping[str, TensorDigest] | None:
-        """Make `version` the newest. When this returns, every subscriber can load it, whole. Returns the digest of each
-        tensor as it was written, where the medium makes some.
+        """Make `version` the newest; when this returns, every subscriber can load it. Returns the digest of each tensor
+        as written, if the medium computes them.
 
-        `gather` is called for one tensor after the other, in order; each result is released before the next.
+        `gather` is called for the tensors one by one, in order; each result is released before the next.
         """
         ...
 
 
 class GatheringPublisher:
-    """The publisher of ranks 1, 2, ...: they take part in each gathering, and rank 0 alone publishes."""
+    """Publisher of ranks 1, 2, ...: takes part in each gather; only rank 0 publishes."""
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
         for name, tensor in tensors:
@@ -49,19 +49,19 @@ class GatheringPublisher:
 
 
 class Subscriber(Protocol):
-    """An engine's end. `checked` are the bytes that all its loads have read so far: they grow while one goes on."""
+    """An engine's side of the mailbox. `checked`: bytes read by all loads so far; it grows during a load."""
 
     checked: int
 
     def newest(self) -> int | None:
-        """The version published last, None before the first."""
+        """The newest published version; None before the first."""
         ...
 
     def load(self, version: int) -> Mapping[str, Tensor]:
-        """The tensors of `version` by name, on the CPU; they may be views that end with the next load.
+        """The tensors of `version` by name, on the CPU. They may be views that become invalid with the next load.
 
         Raises:
-            TornPublication: size, names or checksum do not fit; nothing was loaded.
-            WireError: that version is not there (any more).
+            TornPublication: size, names or checksum do not match; nothing was loaded.
+            WireError: the version is not available (any more).
         """
         ...

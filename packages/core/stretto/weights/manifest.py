@@ -1,4 +1,4 @@
-"""The bytes of one published version: a safetensors file, which any library of the field reads, with checksums.
+"""Format of one published version: a standard safetensors file with checksums.
 
     offset  size
     0       8     length of the header, little endian
@@ -32,15 +32,17 @@ _ALIGNMENT = 64
 _LONGEST_HEADER = 1 << 28
 _PIECE = 1 << 20
 
-#: Headers of server and mirror: the run that both belong to, the newest version of its mailbox, and in which form a
-#: publication travels.
+#: HTTP headers of server and mirror: their run, the newest version of its mailbox, and the encoding of a publication.
 RUN, NEWEST, FORM = "stretto-run", "stretto-newest", "stretto-form"
 _DIGITS = 16
 NO_CHECKSUM = "0" * _DIGITS
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Example: ``TensorEntry("F32", (64,), (40960, 41216))``: bytes 40960 to 41215, counted from the first tensor."""
+    """Dtype, shape and byte range of a tensor.
+
+    Example: ``TensorEntry("F32", (64,), (40960, 41216))``: bytes 40960 to 41215, counted from the first tensor.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,12 +50,12 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.data_offsets[1] - self.data_offsets[0]
 
     @property
     def width(self) -> int:
-        """Bytes of one element; 1 if there is none."""
+        """Bytes per element; 1 if the tensor is empty."""
         return self.size // math.prod(self.shape) if self.size else 1
 
 
@@ -67,9 +69,9 @@ class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class WeightsManifest:
-    """The header of a publication; `checksums` has those of `tensors`, in their order.
+    """Header of a publication; `checksums` are in the order of `tensors`.
 
-    `seal` is the checksum of the header itself, and so stands for every byte: publications with equal seals are equal.
+    `seal`: checksum of the header, and so of every byte; publications with equal seals are equal.
     """
 
     version: int
@@ -79,12 +81,12 @@ class WeightsManifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors."""
+        """Total bytes of all tensors."""
         return max((entry.data_offsets[1] for entry in self.tensors.values()), default=0)
 
 
 def header(manifest: WeightsManifest) -> bytes:
-    """All bytes before the first tensor; their number does not depend on the checksums."""
+    """All bytes before the first tensor; their length does not depend on the checksums."""
     metadata = _Metadata(version=str(manifest.version), checksums="".join(manifest.checksums))
     sealed = msgspec.structs.replace(metadata, header=checksum(_encoded(manifest, metadata)))
     return _encoded(manifest, sealed)
@@ -98,11 +100,11 @@ def checksum(data: bytes | memoryview) -> str:
 def verify(
     raw: memoryview, version: int, checked: Callable[[int], object] = lambda size: None
 ) -> tuple[WeightsManifest, int]:
-    """Check every byte of a publication; returns its manifest and where its tensors begin. `checked` gets the bytes of
-    each tensor that is in order.
+    """Check every byte of a publication; returns its manifest and the offset of its tensors. `checked` is called with
+    the size of each valid tensor.
 
     Raises:
-        TornPublication: it is not whole, or it is another version.
+        TornPublication: it is incomplete or damaged, or another version.
     """
     manifest, start = read_header(raw)
     if manifest.version != version:
@@ -118,10 +120,10 @@ def verify(
 
 
 def read_header(raw: memoryview) -> tuple[WeightsManifest, int]:
-    """The manifest at the beginning of `raw`, and where the tensors begin; of them nothing is checked.
+    """The manifest at the start of `raw` and the offset of the tensors, which are not checked.
 
     Raises:
-        TornPublication: it is no header, or not a whole one.
+        TornPublication: there is no complete header.
     """
     start = _LENGTH + int.from_bytes(raw[:_LENGTH], "little")
     if len(raw) < _LENGTH or start > len(raw):
@@ -143,10 +145,10 @@ def read_header(raw: memoryview) -> tuple[WeightsManifest, int]:
 
 
 def manifest_of(file: int) -> tuple[WeightsManifest, int]:
-    """As `read_header`, from the beginning of an open file.
+    """As `read_header`, for an open file.
 
     Raises:
-        TornPublication: as there.
+        TornPublication: as `read_header`.
     """
     length = int.from_bytes(os.pread(file, _LENGTH, 0), "little")
     if length > _LONGEST_HEADER:
@@ -155,7 +157,7 @@ def manifest_of(file: int) -> tuple[WeightsManifest, int]:
 
 
 class ModelFile(Record, frozen=True):
-    """A file of a model folder, as a weights server lists it; `digest` is its xxh3 of 128 bits, hexadecimal."""
+    """A file of a model folder in a weights server's list; `digest`: its 128-bit xxh3, hex."""
 
     name: str
     size: int
@@ -163,7 +165,7 @@ class ModelFile(Record, frozen=True):
 
 
 def digest_of(path: Path) -> str:
-    """The digest of a whole file, as in `ModelFile`."""
+    """The digest of a file, as in `ModelFile`."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE):
@@ -172,7 +174,7 @@ def digest_of(path: Path) -> str:
 
 
 def _check_places(entries: Mapping[str, TensorEntry], checksums: tuple[str, ...]) -> None:
-    """Every byte belongs to one tensor, and has a checksum."""
+    """Check that every byte belongs to exactly one tensor with a checksum."""
     if len(entries) != len(checksums):
         raise TornPublication(f"{len(entries)} tensors with {len(checksums)} checksums")
     expected = 0

@@ -45,7 +45,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SharedMemoryPublisher:
-    """The trainer's end; a new publisher goes on with the files of an earlier one.
+    """The trainer's side; a new publisher continues with an earlier one's files.
 
     Example::
 
@@ -55,8 +55,8 @@ class SharedMemoryPublisher:
     """
 
     def __init__(self, run: str, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """`dtype`: of the floating-point numbers that are published; None: as they are. That of engines which all
-        compute in bfloat16 is half as large, and gives them the same weights: they would round them in the same way."""
+        """`dtype`: of published floating-point numbers; None: unchanged. If all engines compute in bfloat16, publishing
+        that halves the size and gives them the same weights."""
         self._run, self._folder, self._dtype = run, folder, dtype
         folder.mkdir(parents=True, exist_ok=True)
         prefix(run)
@@ -64,11 +64,11 @@ class SharedMemoryPublisher:
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
     ) -> dict[str, TensorDigest]:
-        """Write, check, switch; `gather` makes each tensor when it is written. Versions above `version`, which a run
-        has published before it was resumed, are unlinked. Returns the digest of each tensor as it was written.
+        """Write, check and atomically switch to `version`; returns the digest of each tensor as written. `gather` makes
+        each full tensor when it is written. Later versions, left from before a resume, are unlinked.
 
         Raises:
-            TornPublication: the file read back differs from what was written; nothing was switched.
+            TornPublication: the file read back differs; nothing was switched.
             ValueError: a dtype that cannot be published, or a version below 0.
             OSError: no room, with the path; nothing was switched, nothing is left.
         """
@@ -90,7 +90,7 @@ class SharedMemoryPublisher:
 
 
 class SharedMemorySubscriber:
-    """An engine's end."""
+    """An engine's side."""
 
     def __init__(self, run: str, folder: Path) -> None:
         self._run, self._folder = run, folder
@@ -100,15 +100,15 @@ class SharedMemorySubscriber:
         self.checked += size
 
     def newest(self) -> int | None:
-        """The version published last, None before the first."""
+        """The newest published version; None before the first."""
         there = versions(self._run, self._folder)
         return there[-1][0] if there else None
 
     def await_first(self, owner: str, seconds: float) -> int:
-        """The newest version, once something is published.
+        """Wait for a publication; returns the newest version.
 
         Raises:
-            DeadlineExceeded: nothing was, in `seconds`.
+            DeadlineExceeded: nothing was published within `seconds`.
         """
         end = time.monotonic() + seconds
         while (newest := self.newest()) is None:
@@ -118,23 +118,22 @@ class SharedMemorySubscriber:
         return newest
 
     def load(self, version: int) -> Mapping[str, Tensor]:
-        """The tensors of `version`: views of the mapped file, not copies, which keep it mapped.
+        """The tensors of `version` as views of the mapped file, which they keep mapped.
 
-        Writing into one changes the reader's view alone (the mapping is private).
+        Writes to them are visible to this process alone (the mapping is private).
 
         Raises:
-            TornPublication: size, version or checksum do not fit; nothing was loaded.
-            WireError: that version is not there (any more); ask for the newest again.
+            TornPublication: size, version or checksum do not match; nothing was loaded.
+            WireError: the version is not available (any more); ask for the newest again.
         """
         return _read(self._mapped(version), version, self._check)
 
     def hold(self, version: int, holder: str) -> Path:
-        """The file of `version`, a safetensors file, once every byte was checked: a second name of it, which stays
-        until `holder` holds another version, however many are published meanwhile, or is released
-        (`weights.folder.release`).
+        """Check `version` and keep its safetensors file alive under a second name, which is returned. It lasts,
+        whatever is published, until `holder` holds another version or is released (`weights.folder.release`).
 
         Raises:
-            TornPublication, WireError: as for `load`; `holder` holds what it held before.
+            TornPublication, WireError: as for `load`; `holder` keeps what it held before.
         """
         mine = held(self._run, self._folder, holder)
         file = mine.with_name(f"{mine.name}{version:06d}.held")
@@ -161,7 +160,7 @@ class SharedMemorySubscriber:
 
 
 def _plan(version: int, tensors: Mapping[str, Tensor]) -> WeightsManifest:
-    """Where each tensor will stand; the checksums are still zero.
+    """The manifest for these tensors, with zeros for checksums.
 
     Raises:
         ValueError: a dtype that safetensors does not know.
@@ -180,17 +179,17 @@ def _plan(version: int, tensors: Mapping[str, Tensor]) -> WeightsManifest:
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, in pieces of at most 1 MiB. A tensor of another device is copied here."""
+    """The bytes of a tensor in pieces of at most 1 MiB; tensors of other devices are copied."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(raw), _CHUNK):
         yield raw[start : start + _CHUNK]
 
 
 def _read(raw: memoryview, version: int, checked: Callable[[int], object]) -> dict[str, Tensor]:
-    """Verify a publication and view its tensors without copying them. `raw` must be writable memory for torch.
+    """Verify a publication and return its tensors as views. `raw` must be writable memory for torch.
 
     Raises:
-        TornPublication: it is not whole, or it is another version.
+        TornPublication: it is incomplete or damaged, or another version.
     """
     manifest, start = verify(raw, version, checked)
     return {name: _view(raw, start, entry) for name, entry in manifest.tensors.items()}
@@ -210,7 +209,7 @@ def _write(
     forms = {name: torch.empty(t.shape, dtype=_stored(t, dtype), device="meta") for name, t in tensors.items()}
     manifest, checksums = _plan(version, forms), []
     start = len(header(manifest))
-    path.unlink(missing_ok=True)  # of a process with our number, or of somebody who guessed the name
+    path.unlink(missing_ok=True)  # left by a process with our pid, or by somebody who guessed the name
     with open(path, "wb", buffering=0, opener=private) as file:
         for name, tensor in tensors.items():
             file.seek(start + manifest.tensors[name].data_offsets[0])
@@ -226,7 +225,7 @@ def _write(
 
 
 def digest_of_tensor(tensor: Tensor) -> TensorDigest:
-    """The digest of a tensor as it is in memory, equal to that of its publication where its numbers are."""
+    """The digest of a tensor in memory; equal to its published digest if the values are."""
     checksum = xxhash.xxh3_64()
     for piece in _pieces(tensor):
         checksum.update(piece)
@@ -238,5 +237,5 @@ def _stored(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _check(path: Path, version: int) -> None:
-    """Read a publication back from the medium, every byte."""
+    """Read a publication back and verify every byte."""
     verify(map_file(path), version)

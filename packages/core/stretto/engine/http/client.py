@@ -23,12 +23,12 @@ from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, ScoreReq
 Message = TypeVar("Message")
 
 _OK, _SERVER_ERROR = 200, 500
-_NAMED = 3  # requests that a message names
+_NAMED = 3  # most requests named in a message
 _FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(Completion | list[Refusal])
 
 
 class HttpEngine:
-    """One engine. Calls may overlap; each request has a connection of its own while it lasts.
+    """Client of one engine. Calls may overlap; each has its own connection.
 
     Example::
 
@@ -48,15 +48,10 @@ class HttpEngine:
         key: str = "",
         context: ssl.SSLContext | None = None,
     ) -> None:
-        """
-        Args:
-            address: ``unix:/path/to.sock`` or ``host:port``.
-            answer_seconds: the longest wait for the next completion of a request.
-            load_seconds: the longest wait for a version to be loaded in which nothing of it is read.
-            health_seconds: the longest wait for any other reply; the engine replies between two steps.
-            key: what the engine has to be sent; "" for none.
-            context: for TLS; None without.
-        """
+        """Args: address: ``unix:/path/to.sock`` or ``host:port``. answer_seconds: longest wait for the next completion
+        of a request. load_seconds: longest wait during a load in which the engine reads no further bytes.
+        health_seconds: longest wait for any other reply; the engine replies between two steps. key: secret sent with
+        each request; "" for none. context: for TLS; None without."""
         self.name = name
         self._owner = f"the client of {name}"
         self._answer_seconds, self._load_seconds, self._health_seconds = answer_seconds, load_seconds, health_seconds
@@ -65,12 +60,12 @@ class HttpEngine:
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Completions as they end, one per seed of every request. Leaving the iteration early aborts the rest.
 
-        Requests that are sent together begin in the same step.
+        Requests sent together start in the same step.
 
         Raises:
-            RefusedRequest: the engine will not serve one of them, and so none; a server behind it may say so later.
+            RefusedRequest: the engine refused one of them, and so all; a server behind it may do so later.
             EngineLost: it cannot be reached, is stopping, or ended before the last completion.
-            EngineLied: the server behind it told what cannot be.
+            EngineLied: the server behind it returned impossible results.
             DeadlineExceeded: no completion ended for `answer_seconds`.
         """
         missing, unframer = sum(len(request.seeds) for request in requests), Unframer()
@@ -91,15 +86,15 @@ class HttpEngine:
             raise EngineLost(self.name, f"ended {requested} with {missing} completions missing")
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Let the engine load a published version, and answer the question for it; returns the version that it uses
-        from then on.
+        """Make the engine load a published version; returns the version it uses from then on, with its answer to the
+        challenge that `ask` makes.
 
-        A load may take longer than `load_seconds` as long as it goes on: it is never ordered twice.
+        A load may take longer than `load_seconds` as long as it makes progress; it is never ordered twice.
 
         Raises:
-            TornPublication: the publication is not whole, or not of this model; the engine goes on as it was.
+            TornPublication: the publication is incomplete, or not of this model; the engine goes on with its version.
             EngineLost: as for `generate`.
-            DeadlineExceeded: nothing was read of it for `load_seconds`.
+            DeadlineExceeded: no bytes were read for `load_seconds`.
         """
         awaited = f"{self.name} to load version {version}"
         order = UpdateRequest(version=version, challenge=await ask(version) if ask is not None else None)
@@ -107,18 +102,18 @@ class HttpEngine:
             return decoded(await self._reply("/update_weights", order), Loaded)
 
     async def moved(self) -> object:
-        """The bytes that it has read of versions; None if it does not say so soon."""
+        """Number of bytes of published versions that it has read; None if it does not reply in time."""
         with suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(self._load_seconds):
                 return (await self.health()).checked
         return None
 
     async def abort(self, request_id: str) -> None:
-        """Give up a request; its `generate` ends with EngineLost, if anyone still listens."""
+        """Abort a request; its `generate`, if still open, ends with EngineLost."""
         await self._exchange("/abort", AbortRequest(request=request_id), "an abort", self._health_seconds)
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """What unfinished completions have beyond their known tokens."""
+        """Tokens of unfinished completions beyond the `known` ones."""
         message = PartialsRequest(known={request: list(counts) for request, counts in known.items()})
         body = await self._exchange("/partials", message, "the tokens of unfinished completions", self._health_seconds)
         return decoded(body, Partials)
@@ -135,12 +130,12 @@ class HttpEngine:
         return decoded(body, list[tuple[float, ...]])
 
     async def health(self) -> EngineHealth:
-        """Version, queue and counters."""
+        """Version, queue length and counters."""
         body = await self._exchange("/health", None, "its health", self._health_seconds)
         return decoded(body, EngineHealth)
 
     async def spans(self) -> list[Span]:
-        """What it did since the last call."""
+        """Its busy spans since the last call."""
         body = await self._exchange("/spans", None, "its spans", self._health_seconds)
         return decoded(body, list[Span])
 
@@ -157,7 +152,7 @@ class HttpEngine:
             return await self._reply(path, message)
 
     async def _reply(self, path: str, message: object) -> bytes:
-        """The body of a reply; the deadline is the caller's."""
+        """The body of a reply, without a timeout of its own."""
         method, body = ("GET", b"") if message is None else ("POST", msgspec.msgpack.encode(message))
         async with self._connections.one() as connection:
             connection.send(method, path, body)
@@ -177,10 +172,10 @@ class HttpEngine:
 
 
 def decoded(body: bytes, kind: type[Message]) -> Message:
-    """The message in a reply.
+    """Decode a reply.
 
     Raises:
-        WireError: it is another one, or none.
+        WireError: it is not a `kind`.
     """
     try:
         return msgspec.msgpack.decode(body, type=kind)
@@ -193,11 +188,11 @@ def _unknown(body: bytes, error: msgspec.DecodeError) -> WireError:
 
 
 def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
-    """The error that the engine raised, from the status and the body of its reply."""
+    """The error raised by the engine, from the status and body of its reply."""
     try:
         told = decoded(body, Refusal)
     except WireError as error:
-        # Its server breaks off what is open with this status when the engine has failed.
+        # The server ends open requests with this status when the engine has failed.
         return EngineLost(engine, "broke off a request") if status == _SERVER_ERROR else error
     return _error(told)
 

@@ -1,8 +1,7 @@
 """HTTP/1.1 to one engine over connections that are kept: a request costs a write and a few reads.
 
-The conductor asks for a hundred groups a second on a core that it shares, and a general client costs more there than
-all else that it does (docs/explanation/decisions/0007-own-connections.md). The parsing is httptools', which the
-server uses.
+The conductor requests a hundred groups a second on a shared core; a general HTTP client would cost more than all its
+other work (docs/explanation/decisions/0007-own-connections.md). httptools parses, as in the server.
 """
 
 from __future__ import annotations
@@ -23,17 +22,21 @@ from stretto.engine.wire import MSGPACK, split_address
 from stretto.processes.kernel.silence import notice_silence
 
 _CONNECT_SECONDS = 10.0
-_SILENT_SECONDS = 60  # of the other end's kernel: it is out of reach, or was started anew
-_IDLE_SECONDS = 2.0  # servers close what is idle for five seconds, say; a request that meets that would be lost
-_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)  # the road is, or its end
+_SILENT_SECONDS = 60  # from the other end's kernel: unreachable, or restarted
+_IDLE_SECONDS = (
+    2.0  # servers close idle connections after about five seconds; a request sent at that moment would be lost
+)
+_UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)  # the network or the machine is
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one exchange at a time::
+    """One connection with one exchange at a time.
 
-    connection.send("POST", "/generate", body)
-    while part := await connection.read():   # status is known from the first part on
-        ...
+    Example::
+
+        connection.send("POST", "/generate", body)
+        while part := await connection.read():   # status is known from the first part on
+            ...
     """
 
     def __init__(self, engine: str, key: str = "", host: str = "localhost") -> None:
@@ -53,12 +56,12 @@ class Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """The last response is over, not long ago, and the connection stands."""
+        """Whether the connection is open and its last response ended recently."""
         idle = asyncio.get_running_loop().time() - self._completed
         return not self._lost and self.complete and self._kept and idle < _IDLE_SECONDS
 
     def send(self, method: str, path: str, body: bytes, media: str = MSGPACK) -> None:
-        """Begin an exchange in bodies of the type `media`."""
+        """Send a request whose bodies are of type `media`."""
         assert self._transport is not None, "the event loop has connected it"
         self._begin()
         headers = f"accept: {media}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n"
@@ -66,10 +69,10 @@ class Connection(asyncio.Protocol):
         self._transport.write(f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\n{headers}".encode() + body)
 
     async def read(self) -> bytes:
-        """What has come of the response's body since the last call; empty when it is over.
+        """The next part of the response's body; empty at its end.
 
         Raises:
-            EngineLost: the connection broke before the response was over.
+            EngineLost: the connection broke before the end.
         """
         while not self._parts and not self.complete:
             if self._lost:
@@ -80,7 +83,7 @@ class Connection(asyncio.Protocol):
         return part
 
     async def rest(self) -> bytes:
-        """All that is still to come of the response's body. Raises as `read`."""
+        """The remaining body of the response. Raises as `read`."""
         parts = []
         while part := await self.read():
             parts.append(part)
@@ -91,7 +94,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close it without waiting for what is not sent yet."""
+        """Close it and drop unsent data."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -111,7 +114,7 @@ class Connection(asyncio.Protocol):
         self._wake.set()
 
     def on_headers_complete(self) -> None:
-        """Called by the parser, like the two below."""
+        """Called by the parser, as are the two methods below."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
@@ -124,7 +127,7 @@ class Connection(asyncio.Protocol):
 
 
 class Connections:
-    """The connections to one engine: made when needed, kept for the next exchange."""
+    """A pool of connections to one engine."""
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class Connections:
         context: ssl.SSLContext | None = None,
         silent: int = _SILENT_SECONDS,
     ) -> None:
-        """`silent`: seconds without a sign of the engine's machine, after which a connection counts as lost."""
+        """`silent`: seconds without a sign of the engine's machine until a connection counts as lost."""
         self._engine, self._key, self._context, self._silent = engine, key, context, silent
         self._path, self._host, self._port = split_address(address)
         self._named = address if self._path is None else "localhost"  # as an HTTP server knows itself
@@ -143,7 +146,8 @@ class Connections:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
-        """A connection for one exchange. Leaving before the response is over closes it, which the engine notices.
+        """Lend a connection for one exchange. Leaving before the response is complete closes it, which aborts the
+        request.
 
         Raises:
             EngineLost: nobody listens at the address.
@@ -163,12 +167,12 @@ class Connections:
                 connection.close()
 
     def close(self) -> None:
-        """Close what is idle; a connection in use closes when its exchange ends."""
+        """Close idle connections now, and the others when their exchange ends."""
         while self._idle:
             self._idle.pop().close()
 
     def break_off(self) -> None:
-        """Close all of them: an exchange in progress ends with EngineLost."""
+        """Close all connections; exchanges in progress end with EngineLost."""
         self.close()
         for connection in self._used:
             connection.abort()

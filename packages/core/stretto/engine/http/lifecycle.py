@@ -1,4 +1,4 @@
-"""How long a server lives: it listens, it is asked to end, it finishes what is open, it ends."""
+"""Life of a server: listen, receive a signal, finish open requests, end."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _BACKLOG = 4096  # connections that may wait to be accepted while a step runs
 def server_of(
     app: ASGIApp, keep_alive_seconds: int, unix_path: str | None = None, tls: str = "", *, has_key: bool = False
 ) -> HttpServer:
-    """A server that a signal ends at once, as signals end a process. `tls`: see `processes.tls`; without a key all
-    clients are strangers, so there may be many."""
+    """An HTTP server that ends at once on a signal. `tls`: see `processes.tls`. Without a key clients are unknown, so
+    more connections are allowed."""
     config = _config(app, keep_alive_seconds, unix_path)
     config.load()
     config.ssl = server_context(tls)
@@ -32,7 +32,7 @@ def server_of(
 
 
 class OpenWork(Protocol):
-    """What a server that ends waits for."""
+    """Open requests that an ending server waits for."""
 
     stopping: bool  # open requests are finished, new ones refused
 
@@ -40,39 +40,35 @@ class OpenWork(Protocol):
     def open_requests(self) -> int: ...
 
     def break_off(self) -> None:
-        """End every open request as it is."""
+        """End every open request now."""
         ...
 
 
 class GracefulServer(HttpServer):
-    """A server that finishes open requests when a signal asks it to end, and begins no other meanwhile.
+    """A server that, on a signal, finishes open requests and refuses new ones.
 
-    A second signal ends it at once. Ending is what it was asked to do, so the signal is not raised again.
+    A second signal ends it at once. The signal is not raised again, since ending is the expected result.
     """
 
     def __init__(
         self, app: ASGIApp, work: OpenWork, *, keep_alive_seconds: int, patience: float, signals: bool = True
     ) -> None:
-        """
-        Args:
-            patience: seconds that open requests have to end.
-            signals: see `HttpServer`.
-        """
+        """Args: patience: seconds for open requests to end. signals: see `HttpServer`."""
         config = _config(app, keep_alive_seconds, None)
-        # Any client may be served: many may wait, and be idle for as long as between two requests.
+        # Arbitrary clients: many may wait, and idle between two requests.
         super().__init__(config, strangers=_BACKLOG, patience=keep_alive_seconds, signals=signals)
         self._work, self._patience = work, patience
         self._until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called for SIGINT and SIGTERM."""
+        """Handle SIGINT or SIGTERM."""
         if self.should_exit:
             self._until = 0.0
         self.should_exit = True
         self._work.stopping = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; True ends the server."""
+        """Called by uvicorn ten times a second; True ends the server."""
         if not await super().on_tick(counter):
             return False
         self._work.stopping = True
@@ -85,10 +81,10 @@ class GracefulServer(HttpServer):
 
 
 class Runner(Protocol):
-    """The part of an engine that runs beside its server."""
+    """The stepping loop of an engine, run beside its server."""
 
     async def run(self) -> None:
-        """Work until cancelled; an error breaks off all requests and is raised."""
+        """Work until cancelled; an error ends all requests and is raised."""
         ...
 
 
@@ -96,12 +92,12 @@ async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, r
     """Serve and step until the server ends or the engine fails; cancelling it ends both.
 
     Raises:
-        Exception: whatever ended the engine's loop; open requests have been broken off by then.
+        Exception: the error that ended the engine's loop, after open requests were broken off.
     """
     serving = asyncio.create_task(server.serve(None if sockets is None else list(sockets)))
     steps = asyncio.create_task(runner.run())
     try:
-        # Without a deadline: a healthy engine serves for as long as it is wanted.
+        # Without a deadline: a healthy engine serves until it is told to end.
         await asyncio.wait((serving, steps), return_when=asyncio.FIRST_COMPLETED)
     finally:
         server.should_exit = True
@@ -113,10 +109,10 @@ async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, r
 
 
 def bind(host: str, port: int, place: str) -> socket.socket:
-    """A socket that is bound to an address of this machine; port 0 takes a free one.
+    """A socket bound to an address of this machine; port 0 takes a free one.
 
     Raises:
-        RecipeError: the address cannot be had; `place` is where it was given.
+        RecipeError: the address is not available; `place` names the setting it came from.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

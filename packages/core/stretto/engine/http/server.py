@@ -54,11 +54,11 @@ _PARTIALS = msgspec.msgpack.Decoder(PartialsRequest)
 _SCORE = msgspec.msgpack.Decoder(ScoreRequest)
 _REQUESTS = Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
 _DOCUMENTED = "see stretto.engine.wire"
-_KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client is not a gone one; a gone one closes its socket
+_KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client stays connected; one that is gone closes its socket
 
 
 class _Streaming:
-    """An endpoint that speaks ASGI itself; a class, because starlette takes functions for something else."""
+    """A raw ASGI endpoint; a class, because starlette treats functions differently."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -68,7 +68,7 @@ class _Streaming:
 
 
 class _Exchange:
-    """An endpoint with one message in and one message, or a refusal, out."""
+    """An endpoint that takes one message and replies with one message or a refusal."""
 
     def __init__(self, handler: Callable[[bytes], Awaitable[object]], largest: int) -> None:
         self._handler, self._largest = handler, largest
@@ -89,7 +89,7 @@ class EngineApp:
     """The ASGI application: a method per endpoint."""
 
     def __init__(self, backend: Backend, largest: int = LARGEST_BODY, key: str = "") -> None:
-        """`largest`: bytes of a body. `key`: what clients have to send; "" for a socket that others cannot reach."""
+        """`largest`: most bytes of a request body. `key`: secret that clients must send; "" for a private socket."""
         self._backend, self._largest = backend, largest
         self._bearer = f"Bearer {key}".encode() if key else b""
         self._requests = msgspec.msgpack.Decoder(_REQUESTS)
@@ -107,7 +107,7 @@ class EngineApp:
 
     @property
     def has_key(self) -> bool:
-        """Whether clients have to send one."""
+        """Whether clients must send a key."""
         return bool(self._bearer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,7 +148,7 @@ class EngineApp:
                 self._backend.close(request.id)
 
     async def update_weights(self, body: bytes) -> Loaded:
-        """Load a version."""
+        """Load a published version."""
         order = _UPDATE.decode(body)
         return await self._backend.update(order.version, order.challenge)
 
@@ -157,7 +157,7 @@ class EngineApp:
         return await self._backend.health()
 
     async def partials(self, body: bytes) -> Partials:
-        """What unfinished completions have beyond their known tokens."""
+        """Tokens of unfinished completions beyond the known ones."""
         return self._backend.partials(_PARTIALS.decode(body).known)
 
     async def score(self, body: bytes) -> list[tuple[float, ...]]:
@@ -172,16 +172,16 @@ class EngineApp:
 
 
 def serve(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = "", tls: str = "") -> None:
-    """Serve until SIGTERM or SIGINT; loads the newest published version first.
+    """Load the newest published version, then serve until SIGTERM or SIGINT.
 
     Args:
         listen: ``unix:/path/to.sock`` or ``host:port``.
-        key: what clients have to send; "" for none.
+        key: secret that clients must send; "" for none.
         tls: folder of certificates (`processes.tls`), "" for none.
 
     Raises:
         RecipeError: the port is in use.
-        Exception: whatever ended the engine's loop; open requests have been broken off by then.
+        Exception: the error that ended the engine's loop, after open requests were broken off.
     """
     event_loop.run(run_server(engine, subscriber, listen, key, tls))
 
@@ -192,16 +192,16 @@ async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str, 
     if newest is not None and newest > engine.version:
         engine.update(newest, subscriber.load(newest))
     generation = Generation(engine, subscriber)
-    # Groups that another engine has lost come with all their tokens, and rounds with all their groups.
+    # Bodies are large: lost groups come with all their tokens, rounds with all their groups.
     await serve_app(EngineApp(generation, LARGEST_FRAME, key), listen, generation, tls)
 
 
 async def serve_app(app: EngineApp, listen: str, runner: Runner, tls: str = "") -> None:
-    """Serve at an address, and run the engine, until either ends.
+    """Serve at an address and run the engine until either ends.
 
     Raises:
         RecipeError: the port is in use.
-        Exception: whatever ended the engine.
+        Exception: the error that ended the engine.
     """
     unix_path, host, port = split_address(listen)
     if unix_path is not None:
@@ -222,7 +222,7 @@ def _too_large(largest: int) -> Refusal:
 
 
 def _refusal(error: Exception) -> tuple[int, Refusal]:
-    """Status and body by which the client raises the same error again."""
+    """Status and body from which the client raises the same error."""
     if isinstance(error, RefusedRequest):
         return 400, Refusal.of(error)
     if isinstance(error, EngineLost):

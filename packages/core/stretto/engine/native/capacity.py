@@ -1,4 +1,4 @@
-"""The longest prompt with completion that the context and the KV cache can hold."""
+"""The longest prompt plus completion that the context and the KV cache can hold."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from stretto.model.hf.inspection import ModelFolder
 
 
 def longest_row(layout: CacheLayout, cache_bytes: int) -> int:
-    """The most tokens of a row in a cache of this size, at most the context; 0 if not even the shortest slot fits.
+    """The most tokens of one row in a cache of this size, at most the context; 0 if not even the shortest slot fits.
 
-    A row takes a whole slot; the length of a slot is a power of two, or the context.
+    A row takes a whole slot, whose length is a power of two or the context.
 
-    Example: 700 tokens of memory and a context of 4,096: a row may have 512, since the next slot has 1,024.
+    Example: memory for 700 tokens and a context of 4,096: a row may have 512, since the next slot has 1,024.
     """
     held, context = cache_bytes // layout.bytes_per_token, layout.context_length
     slots = (context, *(1 << power for power in range(context.bit_length())))
@@ -22,7 +22,7 @@ def longest_row(layout: CacheLayout, cache_bytes: int) -> int:
 
 
 def longest_row_of(folder: ModelFolder, config: EngineConfig) -> int:
-    """As `longest_row`, for a folder that has not been loaded."""
+    """As `longest_row`, for a model folder that is not loaded."""
     layout = CacheLayout(
         layers=folder.layers,
         kv_heads=folder.kv_heads,

@@ -31,22 +31,23 @@ _NO_TOKEN = -1
 
 
 class Completions:
-    """Columns are public: the engine hands whole columns to the policy and the sampler, indexed by row."""
+    """Unfinished completions as arrays. Columns are public: the engine passes them, indexed by row, to the policy and
+    the sampler."""
 
     def __init__(self, rows: int, context_length: int, stop_texts: StopTexts, grammars: Grammars | None = None) -> None:
-        """Without `grammars`, no completion has one."""
+        """`grammars` None: requests have no grammar."""
         self._grammars = grammars
         self._context_length = context_length
         self._stop_texts = stop_texts
         self.newest: Ints = np.zeros(rows, np.int64)
         self.lengths: Ints = np.zeros(rows, np.int64)  # prompt and completion
         self.prompts: Ints = np.zeros(rows, np.int64)  # tokens of the prompt
-        self.limits: Ints = np.zeros(rows, np.int64)  # the most that `lengths` may become
+        self.limits: Ints = np.zeros(rows, np.int64)  # limit of `lengths`
         self.sampling = SamplingColumns(rows)
         self._watches: dict[int, Watch] = {}
-        self.matchers: dict[int, Matcher] = {}  # of rows with a grammar
-        self._likeliest: dict[int, list[Likeliest]] = {}  # of rows whose requests want them
-        self._wanted: Ints = np.zeros(rows, np.int64)  # how many of them at each place
+        self.matchers: dict[int, Matcher] = {}  # rows with a grammar
+        self._likeliest: dict[int, list[Likeliest]] = {}  # rows whose requests want top log-probabilities
+        self._wanted: Ints = np.zeros(rows, np.int64)  # number of top log-probabilities per token
         self._stopped = np.zeros(rows, np.bool_)
         self.interrupted: Ints = np.zeros(rows, np.int64)
         self._stops = np.full((rows, 1), _NO_TOKEN, np.int64)
@@ -81,7 +82,7 @@ class Completions:
             self._resume(row, member.request.prefixes[member.index])
 
     def _resume(self, row: int, prefix: Segment) -> None:
-        """The completion continues a segment of another engine, or of an earlier run."""
+        """Continue from a segment that another engine or an earlier run sampled."""
         if not prefix.token_ids:
             return
         start, end = int(self.lengths[row]), int(self.lengths[row]) + len(prefix.token_ids)
@@ -91,25 +92,25 @@ class Completions:
         self.newest[row], self.lengths[row] = prefix.token_ids[-1], end
         self.interrupted[row] = prefix.interrupted
         if row in self._watches:
-            self._completed_stop(row)  # the watch has seen them then
+            self._completed_stop(row)  # the watch has counted these tokens
         if row in self.matchers:
             self.matchers[row].take(prefix.token_ids)
 
     def context(self, row: int) -> Ints:
-        """All tokens of a row but the newest: what the cache must hold."""
+        """All tokens of a row except the newest: the contents of its KV cache."""
         return self._history[row, : self.lengths[row] - 1]
 
     def sampled_with(self, row: int, version: int) -> Ints:
-        """The places in a row's history of the tokens that a version has sampled."""
+        """Positions in a row's history of the tokens sampled by `version`."""
         begin, end = int(self.prompts[row]), int(self.lengths[row])
         return begin + np.flatnonzero(self._versions[row, begin:end] == version)
 
     def told(self, row: int, places: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
-        """Sampled tokens of a row, with the log-probabilities that callers get."""
+        """Tokens of a row at `places` and the log-probabilities reported to callers."""
         return self._history[row, places], self._logprobs[row, places]
 
     def constrained(self, order_R: Ints, found: Filtered | None) -> Filtered | None:
-        """The filtered rows among these, with what their grammars allow. The matchers have looked."""
+        """`found`, the filtered rows among `order_R`, with the tokens that their grammars now allow."""
         allowed = {at: self.matchers[row].allowed for at, row in enumerate(order_R.tolist()) if row in self.matchers}
         if found is None or not allowed:
             return found
@@ -117,7 +118,8 @@ class Completions:
         return dataclasses.replace(found, allowed=np.stack([allowed.get(at, everything) for at in found.rows.tolist()]))
 
     def note_top_logprobs(self, order_R: Ints, logits_RV: Tensor, filtered: Filtered | None) -> None:
-        """Keep the top log-probabilities of the next token, for rows that requested them; `filtered` are all rows."""
+        """Store the top log-probabilities of the next token for rows that requested them. `filtered`: all filtered rows
+        of `order_R`."""
         if not self._likeliest or not len(places := np.flatnonzero(self._wanted[order_R])):
             return
         rows = order_R[places]
@@ -147,12 +149,12 @@ class Completions:
         return ended
 
     def progress(self, row: int, member: Member, known: int) -> Progress:
-        """What the completion of a row has beyond its first `known` tokens."""
+        """Tokens of a row's completion beyond its first `known` ones."""
         segment, likeliest = self._segment(row, known), self._likeliest.get(row, [])[known:]
         return Progress(member.request.id, member.index, segment, likeliest)
 
     def close(self, row: int, member: Member) -> Completion:
-        """The completion of a row that has ended."""
+        """The finished completion of a row."""
         self.forget(row)
         segment, likeliest = self._segment(row, 0), tuple(self._likeliest.pop(row, ()))
         reason = StopReason.STOP if self._stopped[row] else StopReason.LENGTH
@@ -160,7 +162,7 @@ class Completions:
         return replace(completion, top_logprobs=likeliest) if likeliest else completion
 
     def forget(self, row: int) -> None:
-        """What looks at the tokens of a row has no more to do."""
+        """Drop the grammar and stop-text state of a row."""
         self._watches.pop(row, None)
         self.matchers.pop(row, None)
 

@@ -66,8 +66,8 @@ class NativeEngine:
         detokenizer: Callable[[], Detokenizer] | None = None,
         grammars: Callable[[int], Grammars] | None = None,
     ) -> None:
-        """`detokenizer` is called by the first request with stop texts, `grammars` with the size of the vocabulary;
-        without them, requests with stop texts, or with a grammar, are refused."""
+        """`detokenizer` is called by the first request with stop texts, `grammars` with the vocabulary size. Without
+        them, requests with stop texts or a grammar are refused."""
         use_onednn(model)
         self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
         self._parameters = Parameters(model)
@@ -85,15 +85,15 @@ class NativeEngine:
         self._preempted = 0
         self._busy_seconds = 0.0
         self._ended: Counter[str] = Counter()  # tokens of ended completions, by open request
-        self._stale: tuple[str, ...] = ()  # what the last update has not dropped
+        self._stale: tuple[str, ...] = ()  # KV entries that the last update failed to drop
         self._prover = Prover(self._policy)
 
     @classmethod
     def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:
-        """An engine with the policy of a model folder.
+        """An engine with the model of a folder.
 
         Raises:
-            ModelFolderError: the folder cannot be loaded, or its attention is of a kind that the cache cannot serve.
+            ModelFolderError: the folder cannot be loaded, or the cache does not support its attention.
         """
         model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
         tokenizer = partial(load_tokenizer, folder)
@@ -102,29 +102,29 @@ class NativeEngine:
 
     @property
     def updates(self) -> int:
-        """Versions loaded so far."""
+        """Number of versions loaded so far."""
         return self._updates
 
     @property
     def idle(self) -> bool:
-        """No completion waits or runs."""
+        """Whether no completion waits or runs."""
         return self._scheduler.idle
 
     @property
     def waiting(self) -> int:
-        """Completions that wait for a row."""
+        """Number of completions that wait for a row."""
         return self._scheduler.waiting
 
     @property
     def longest_row(self) -> int:
-        """Tokens that a prompt and its completion may have together: what the context and the cache hold."""
+        """Most tokens of a prompt plus completion that the context and the cache hold."""
         return longest_row(self._policy.layout, self._config.cache_bytes)
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request; its completions come out of later steps.
+        """Queue a request; later steps return its completions.
 
         Raises:
-            RefusedRequest: with the field that is wrong, what it holds and what is allowed.
+            RefusedRequest: names the wrong field, its value and what is allowed.
         """
         context_length = self._policy.layout.context_length
         check_request(request, self._vocab_size, context_length)
@@ -136,7 +136,7 @@ class NativeEngine:
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request and its unfinished completions; unknown ids are ignored."""
+        """Drop a request and its unfinished completions; unknown ids are ignored."""
         self._wasted += self._ended.pop(request_id, 0)
         for row in self._scheduler.abort(request_id):
             self._wasted += self._sampled(row)
@@ -145,9 +145,9 @@ class NativeEngine:
                 self._policy.release(row)
 
     def give_up(self, requests: Iterable[str]) -> None:
-        """Abort requests whose logits are not finite; all others are computed again.
+        """Abort requests whose logits are not finite, and recompute the cache of all others.
 
-        The KV cache of those requests may hold NaN, and masked entries still enter matmuls, where 0 * nan is nan: so
+        The KV cache of those requests may hold NaN, and masked entries still enter matmuls, where 0 * nan is nan; so
         the whole cache is replaced.
         """
         for request in requests:
@@ -159,10 +159,10 @@ class NativeEngine:
         """Sample one token of every running completion; returns the completions that ended. Does nothing when idle.
 
         Raises:
-            BrokenLogits: some logits are not finite. No completion has got a token; without `give_up` the next step
-                fails again.
-            BrokenGrammar: a grammar cannot be followed any further. No completion has got a token; without `abort` the
-                next step fails again.
+            BrokenLogits: some logits are not finite. No completion got a token; call `give_up`, or the next step fails
+                again.
+            BrokenGrammar: a grammar cannot be followed further. No completion got a token; call `abort`, or the next
+                step fails again.
         """
         start, columns = time.monotonic(), self._completions
         for row, member in self._scheduler.admit():
@@ -192,10 +192,10 @@ class NativeEngine:
         return completions
 
     def progress(self, known: Mapping[str, Sequence[int]]) -> list[Progress]:
-        """What unfinished completions have beyond their known tokens, where that is anything.
+        """New tokens of unfinished completions; those without any are left out.
 
         Args:
-            known: tokens known of each member's completion, by request; other requests are left out.
+            known: tokens already known of each member's completion, by request; other requests are left out.
         """
         rows = ((row, self._scheduler.member(row)) for row in self._scheduler.rows)
         found = (
@@ -211,7 +211,7 @@ class NativeEngine:
         Args:
             version: of the weights; never older than the one in use.
             tensors: all parameters by name, or adapters (`engine.native.parameters`); any floating type, any device.
-            since: when they began to be mapped and checked, beside the steps, by `time.monotonic`.
+            since: `time.monotonic` when reading and checking them began, beside the steps.
 
         Raises:
             TornPublication: a name is missing or unknown, or a shape differs; nothing was loaded.
@@ -231,9 +231,8 @@ class NativeEngine:
         self._spend("load", mapped)
 
     def prove(self, canary: Canary) -> Scores:
-        """Answer a canary with the weights as they are now: read them back from memory, and compute the text by the
-        forward of `step`, its last `DECODED` tokens one at a time over the KV cache, those before them together. It
-        touches no completion."""
+        """Answer a canary: checksum the weights in memory and score the text with the forward pass of `step`. The last
+        `DECODED` tokens are computed one at a time over a KV cache, the others together. No completion is touched."""
         start = time.monotonic()
         differing, compared = self._parameters.differing(canary.digests)
         logprobs, decoded = self._prover.text(canary.token_ids)
@@ -255,8 +254,8 @@ class NativeEngine:
         return found
 
     def sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
-        """The log-probabilities of about `wanted` tokens of running completions that the version in use has sampled: as
-        they were sampled, and computed again from the beginning; none where none is running."""
+        """Recompute log-probabilities of about `wanted` sampled tokens of running completions, of the version in use.
+        Returns (as sampled, recomputed without cache) pairs; empty if none is running."""
         start = time.monotonic()
         completions, most = self._completions, self._config.max_prefill_tokens
         found = self._prover.sampled(completions, self._scheduler.running, self.version, wanted, most)
@@ -264,7 +263,7 @@ class NativeEngine:
         return found
 
     def health(self) -> EngineHealth:
-        """Version, queue and counters."""
+        """Version, queue length and counters."""
         return EngineHealth(
             version=self.version,
             running=self._scheduler.rows_in_use,
@@ -286,10 +285,10 @@ class NativeEngine:
         return self._spans.drain()
 
     def check_integrity(self) -> None:
-        """Every row and slot has one owner; the cache holds the running completions and nothing else.
+        """Check that every row and slot has one owner, and that the cache holds exactly the running completions.
 
         Raises:
-            BoundViolated: with what does not add up.
+            BoundViolated: names the contradiction.
         """
         self._scheduler.check_integrity()
         self._policy.check_integrity()
@@ -304,13 +303,13 @@ class NativeEngine:
                 raise BrokenGrammar(self._scheduler.member(row).request.id, refused) from None
 
     def _preempt(self) -> None:
-        """Let running completions grow; when the cache is full, the newest are dropped from it and recomputed later."""
+        """Let running completions grow; if the cache is full, drop the newest ones from it, to be recomputed later."""
         for row in self._scheduler.grow(self._completions.lengths):
             self._policy.release(row)
             self._preempted += 1
 
     def _take_contexts(self) -> tuple[list[Context], bool]:
-        """The contexts that enter the cache in this step, and whether any of them is recomputed."""
+        """The contexts that enter the cache in this step, and whether any is recomputed."""
         columns, scheduler = self._completions, self._scheduler
         if not scheduler.has_capacity(columns.lengths):
             return [], False
@@ -347,11 +346,12 @@ class NativeEngine:
         return self._sampled(row) > 0
 
     def _sampled(self, row: int) -> int:
-        """Tokens of the row's completion."""
+        """Number of tokens in the row's completion."""
         return int(self._completions.lengths[row] - self._completions.prompts[row])
 
     def _tally(self, completions: Sequence[Completion]) -> None:
-        """Count ended completions of open requests: an abort wastes them too, since a group is judged whole."""
+        """Count tokens of ended completions while their request is open; an abort wastes these too, since a group is
+        judged whole."""
         for completion in completions:
             self._ended[completion.request] += len(completion.token_ids)
             if not self._scheduler.is_open(completion.request):
@@ -370,7 +370,7 @@ class NativeEngine:
             self._policy.clear()
 
     def _stale_rows(self) -> tuple[str, ...]:
-        """The entries of earlier weights that are in the KV cache, where an update is to drop them."""
+        """Message about KV entries of earlier weights that an update should have dropped; empty if there are none."""
         rows = len(self._policy) if self._config.on_update == "recompute" else 0
         return (f"the KV cache of {rows} completions",) if rows else ()
 

@@ -1,4 +1,4 @@
-"""The task that steps an engine, and the listeners that its completions go to.
+"""The task that steps an engine and passes completions to listeners.
 
 submit(request, listener) ─► engine ◄─ run(): step, step, step ...
                              engine ─► listener.progressed(tokens), listener.ended(completion)
@@ -30,7 +30,7 @@ from stretto.weights.mailbox import Subscriber
 
 log = logging.getLogger(__name__)
 
-#: Completions that may wait for a row. One request may fill the queue.
+#: Most completions that may wait for a row. One request may fill the queue.
 MOST_WAITING = MOST_COMPLETIONS
 
 #: Turns of the event loop between two steps. Queuing a request takes two or three (reading, starting its handler,
@@ -42,39 +42,39 @@ _GRAMMAR_SECONDS = 20.0  # most grammars compile in milliseconds, the worst in o
 
 
 class CompletionListener(Protocol):
-    """The receiver of a request's completions. It is called between two steps, so it must be quick."""
+    """Receives a request's completions. Called between two steps, so it must be quick."""
 
     @property
     def missing(self) -> int:
-        """Unfinished completions."""
+        """Number of unfinished completions."""
         ...
 
     def progressed(self, progress: Progress) -> None:
-        """An unfinished completion has new tokens; called for requests submitted with `every_token`."""
+        """Take new tokens of an unfinished completion; called only for requests submitted with `every_token`."""
         ...
 
     def ended(self, completion: Completion) -> None:
-        """A completion is finished; it holds all its tokens."""
+        """Take a finished completion with all its tokens."""
         ...
 
     def refuse(self, error: RefusedRequest) -> None:
-        """The request turns out not to be served; it is closed."""
+        """Take a late refusal; the request is closed."""
         ...
 
     def break_off(self, why: str = ENDED) -> None:
-        """No more completions will come: the engine failed, or the request was aborted."""
+        """Called when no more completions will come: the engine failed, or the request was aborted."""
         ...
 
 
 class FrameListener(Stream):
-    """A listener that streams whole completions as frames."""
+    """Streams whole completions as frames."""
 
     def progressed(self, progress: Progress) -> None:
         """Ignored: frames hold whole completions."""
 
 
 class TokenStream:
-    """The tokens of requests that were submitted together, as they come (a `CompletionListener`)."""
+    """The tokens of requests submitted together, as they are sampled (a `CompletionListener`)."""
 
     def __init__(self, engine: str, completions: int) -> None:
         self.missing = completions
@@ -110,10 +110,10 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> list[Progress]:
-        """The new tokens, once there are some. The client keeps the deadline.
+        """Wait for new tokens. No timeout here: the client has one.
 
         Raises:
-            RefusedRequest: the request turns out not to be served.
+            RefusedRequest: the request was refused late.
             EngineLost: no more tokens will come.
         """
         if not self.missing and not self._new:
@@ -127,19 +127,19 @@ class TokenStream:
 
 
 class Generation:
-    """An engine and its listeners (satisfies `engine.backend.Backend`).
+    """Steps an engine and serves its listeners (satisfies `engine.backend.Backend`).
 
-    No method awaits while it touches the engine, so weights are loaded between two steps.
+    No method awaits while it uses the engine, so weights are loaded only between two steps.
     """
 
     def __init__(self, engine: NativeEngine, mailbox: Subscriber | None = None) -> None:
-        """Without a `mailbox` the engine keeps the weights that it has."""
+        """`mailbox` None: the engine keeps its weights."""
         self.engine = engine
         self._mailbox = mailbox
         self.stopping = False  # open requests are finished, new ones refused
-        self._in_doubt = False  # the weights are not proven to be those of their version: nothing is sampled
+        self._in_doubt = False  # the weights failed their proof: nothing is sampled
         self._listeners: dict[str, CompletionListener] = {}
-        self._sent: dict[str, list[int]] = {}  # tokens of each completion that its listener has, by request
+        self._sent: dict[str, list[int]] = {}  # tokens of each completion sent to its listener, by request
         self._work = asyncio.Event()
 
     @property
@@ -147,10 +147,10 @@ class Generation:
         return len(self._listeners)
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """Compile the grammars of requests beside the steps; `submit` would do it between two of them.
+        """Compile the grammars of requests while the engine steps; `submit` would compile them between two steps.
 
         Raises:
-            RefusedRequest: one of them cannot be compiled.
+            RefusedRequest: a grammar cannot be compiled.
         """
         wanted = dict.fromkeys((request.sampling.grammar, request.sampling.stop_token_ids) for request in requests)
         for grammar, stop_token_ids in wanted:
@@ -162,10 +162,10 @@ class Generation:
                     raise RefusedRequest("sampling.grammar", str(late), "a simpler one") from None
 
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
-        """Submit requests whose completions are streamed whole; all of them begin in the same step.
+        """Submit requests; they start in the same step, and each completion is streamed when it is whole.
 
         Raises:
-            RefusedRequest: the engine will not serve one of them, and so none.
+            RefusedRequest: one of them is invalid; none is accepted then.
             EngineLost: the server is stopping, or too many completions wait.
         """
         stream = FrameListener(sum(len(request.seeds) for request in requests))
@@ -182,8 +182,8 @@ class Generation:
 
     @contextmanager
     def streaming(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> Iterator[TokenStream]:
-        """Submit requests whose tokens are streamed as they come, or with `every_token` false as completions end. They
-        are closed when the block ends.
+        """Submit requests and stream their tokens as they come, or, with `every_token` false, as completions end. The
+        end of the block closes the requests.
 
         Raises:
             RefusedRequest, EngineLost: as for `submit_all`.
@@ -206,7 +206,7 @@ class Generation:
         if self.stopping:
             raise EngineLost(self.engine.name, "is stopping")
         if request.id in self._listeners:  # finished by the engine, not yet sent
-            raise RefusedRequest("id", repr(request.id), "an id that no open request has")
+            raise RefusedRequest("id", repr(request.id), "an id that no open request uses")
         if self.engine.waiting and self.engine.waiting + len(request.seeds) > MOST_WAITING:
             how = f"has {self.engine.waiting:,} completions waiting already, of {MOST_WAITING:,} that may"
             raise EngineLost(self.engine.name, how)
@@ -217,7 +217,7 @@ class Generation:
             self._sent[request.id] = [0] * len(request.seeds)
 
     def close(self, request: str) -> None:
-        """End a request; unfinished completions are aborted. Closing twice is no error."""
+        """End a request and abort its unfinished completions. May be called twice."""
         listener = self._listeners.pop(request, None)
         self._sent.pop(request, None)
         if listener is not None and listener.missing:
@@ -225,15 +225,15 @@ class Generation:
             self.engine.abort(request)
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """What unfinished completions have beyond their known tokens."""
+        """Tokens of unfinished completions beyond the `known` ones."""
         found: Partials = {}
         for progress in self.engine.progress(known):
             found.setdefault(progress.request, {})[progress.member] = progress.segment
         return found
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
-        """Load a published version, and answer the challenge before the next step; without a satisfying answer there is
-        no next step until the version is loaded again.
+        """Load a published version and answer the challenge before the next step. After a failed answer no step runs
+        until the version is loaded again.
 
         Raises:
             WireError, RefusedRequest: as for `weights.mailbox.Subscriber.load` and `NativeEngine.update`.
@@ -263,16 +263,16 @@ class Generation:
         return self.engine.score(texts)
 
     async def health(self) -> EngineHealth:
-        """Version, queue and counters."""
+        """Version, queue length and counters."""
         checked = 0 if self._mailbox is None else self._mailbox.checked
         return msgspec.structs.replace(self.engine.health(), checked=checked)
 
     def drain_spans(self) -> list[Span]:
-        """What the engine did since the last call."""
+        """Busy spans since the last call."""
         return self.engine.drain_spans()
 
     async def run(self) -> None:
-        """Step while there is work, until cancelled. An error of the engine breaks off all requests and is raised."""
+        """Step while there is work, until cancelled. An error of the engine ends all requests and is raised."""
         try:
             while True:
                 if self.engine.idle or self._in_doubt:
@@ -291,7 +291,7 @@ class Generation:
             self.break_off()
 
     def break_off(self) -> None:
-        """End every request as it is, and refuse new ones."""
+        """End every request now and refuse new ones."""
         self.stopping = True
         for listener in self._listeners.values():
             listener.break_off()
@@ -311,10 +311,10 @@ class Generation:
 
 
 class SharedGeneration(Generation):
-    """The engine of independent clients: a request of one must not end the completions of others.
+    """Generation for independent clients: a request with non-finite logits ends alone.
 
-    So a request whose logits are not finite ends alone. In a run that is an error, which `Generation` raises: losing
-    such completions would bias the distribution that is trained.
+    In a run that is an error (`Generation` raises it): dropping such completions would bias the distribution that is
+    trained.
     """
 
     def _step(self) -> list[Completion]:
@@ -322,7 +322,7 @@ class SharedGeneration(Generation):
             return super()._step()
         except BrokenLogits as broken:
             for request in broken.requests:
-                log.warning("%s gives up request %s: %s", self.engine.name, request, broken)
+                log.warning("%s aborts request %s: %s", self.engine.name, request, broken)
                 self._listeners[request].break_off(f"cannot go on: {broken}")
             self.engine.give_up(broken.requests)
             return []

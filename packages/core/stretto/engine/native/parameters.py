@@ -1,13 +1,13 @@
-"""The parameters of an engine's model, and how a published version comes into them: whole, or as adapters.
+"""The parameters of an engine's model; published versions are loaded into them whole, or as adapters.
 
     whole       model.layers.0.self_attn.q_proj.weight = W                  all parameters by name
     adapters    model.layers.0.self_attn.q_proj.lora_A = A, ....lora_B = B  W becomes W + B A (LoRA, arXiv 2106.09685)
 
-Adapters are added to the weights that were loaded last as a whole, those of the model's folder if none were: never to a
-sum with earlier ones. So what an engine computes does not depend on how many versions it has seen.
+Adapters are always added to the last weights that were loaded whole (initially the model folder's), never to an
+earlier sum: the result does not depend on the versions in between.
 
-`differing` reads all of it back from memory and compares it with the trainer's digests, which have not come through the
-mailbox: what is lost or changed between the publication and these parameters shows there.
+`differing` compares the parameters in memory with the trainer's digests, which do not come through the mailbox, and so
+detects any loss or change since the publication.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _Shape = tuple[int, ...]
 
 
 class Parameters:
-    """All parameters of a model, into which versions are copied; of those with adapters the sum is kept, and what the
-    adapters are added to."""
+    """All parameters of a model, into which versions are copied. For a layer with adapters it keeps the base weight and
+    the sum."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(model.named_parameters())
@@ -60,8 +60,8 @@ class Parameters:
 
     @torch.no_grad()
     def differing(self, digests: Mapping[str, TensorDigest]) -> tuple[tuple[str, ...], int]:
-        """The tensors in memory that are not, to the last bit, those of a version with these digests; and how many of
-        them were compared: all, but for those of another type than the engine's, which it has rounded."""
+        """Names of tensors in memory that differ in any bit from those with these digests, and how many were compared.
+        Tensors published in another dtype than the engine's are rounded, so they are not compared."""
         held = {name: self._held(name) for name in digests}
         alike = {name: tensor for name, tensor in held.items() if tensor is not None}
         found = {name: digest_of_tensor(tensor) for name, tensor in alike.items()}
@@ -71,7 +71,7 @@ class Parameters:
         return (*lost, *differing(digests, same_type), *sums), len(same_type) + len(lost)
 
     def _held(self, name: str) -> Tensor | None:
-        """The numbers in memory of a published tensor: of a weight with adapters, those that they are added to."""
+        """The tensor in memory for a published name: for a weight with adapters, its base."""
         base = self._bases.get(name.removesuffix(".weight"))
         return base if base is not None else self._parameters.get(name, self._adapters.get(name))
 
@@ -85,7 +85,7 @@ class Parameters:
         return base + b @ a
 
     def check(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse what is not exactly of this model.
+        """Refuse a version that does not fit this model exactly.
 
         Raises:
             TornPublication: a name is missing or unknown, or a shape differs.
@@ -117,7 +117,7 @@ def _adapters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _same(parameter: Tensor, expected: Tensor) -> bool:
-    """Whether they are equal; `torch.equal` of a tensor that lies column by column in memory is slow."""
+    """Bitwise equality; `torch.equal` is slow on column-major tensors, so these are transposed."""
     turned = parameter.dim() == 2 and not parameter.is_contiguous()
     return torch.equal(parameter.t(), expected.t()) if turned else torch.equal(parameter, expected)
 
@@ -127,12 +127,12 @@ def _is_of_adapters(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _layers(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The layers that have an A."""
+    """Names of the layers with an A matrix."""
     return [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
 
 
 def _adapter_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, _Shape]) -> dict[str, _Shape]:
-    """What the adapters of the layers that have an A must be: of the rank that A has, between the layer's widths."""
+    """Required shapes of A and B for each layer with an A, given A's rank."""
     shapes: dict[str, _Shape] = {}
     for layer in _layers(tensors):
         width_out, *width_in = weights.get(f"{layer}.weight", (0,))

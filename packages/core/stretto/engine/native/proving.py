@@ -1,4 +1,4 @@
-"""What an engine computes to prove its weights: a text under a new version, its own tokens again under the one before.
+"""Computations by which an engine proves its weights: scores of a text, and of its own sampled tokens.
 
 Axes: L token of a text, N sampled token that is computed again, V vocabulary.
 """
@@ -17,20 +17,20 @@ from stretto.engine.native.completions import Completions
 from stretto.engine.native.sampling import tempered
 from stretto.model.decode.policy import DecodePolicy
 
-_SPARE_TOKENS = 1024  # that the cache keeps room for
-_LEAST = float(torch.finfo(torch.float32).min) / 2  # a token that a filter has taken has less
+_SPARE_TOKENS = 1024  # room in the prover's cache
+_LEAST = float(torch.finfo(torch.float32).min) / 2  # tokens removed by a filter have less
 Ints = npt.NDArray[np.int64]
 
 
 class Prover:
-    """The policy of an engine once more, with a KV cache of its own: no completion is touched."""
+    """Scores text with the engine's policy over a KV cache of its own, so completions are not touched."""
 
     def __init__(self, policy: DecodePolicy) -> None:
         self._policy = DecodePolicy(policy.model, _SPARE_TOKENS * policy.layout.bytes_per_token)
 
     def text(self, token_ids: Sequence[int]) -> tuple[tuple[float, ...], int]:
-        """The log-probabilities of all tokens but the first of a text of three and more, and how many of the last ones
-        were computed one at a time over the cache."""
+        """Log-probabilities of all tokens but the first of a text (three tokens or more), and how many of the last were
+        decoded one at a time over the cache."""
         text = np.asarray(token_ids, np.int64)
         decoded = min(DECODED, len(text) - 2)
         logits_LV = self._policy.forward_of_text(text[:-1], decoded)
@@ -51,9 +51,9 @@ class Prover:
     def sampled(
         self, completions: Completions, rows: Sequence[int], version: int, wanted: int, most: int
     ) -> tuple[tuple[float, float], ...]:
-        """The log-probabilities of about `wanted` tokens of rows that the version has sampled, as they are told, and
-        computed again, without the cache that they were sampled with; at most `most` tokens are fed for that. Rows with
-        a grammar are left out."""
+        """Recompute the log-probabilities of about `wanted` tokens that `version` sampled in `rows`, without a KV
+        cache. Returns (reported, recomputed) pairs. `most`: most tokens fed to the model; rows with a grammar are left
+        out."""
         chosen = _chosen(completions, rows, version, wanted, most)
         if not chosen:
             return ()
@@ -68,12 +68,12 @@ class Prover:
         settings = completions.sampling
         logits_NV = tempered(logits_NV, settings.temperatures[rows_N], settings.filtered(rows_N))
         again = _logprobs(logits_NV, tokens)
-        # Where a filter's edge falls is a matter of rounding: what it takes this time has no log-probability.
+        # Rounding may move a filter's edge; a token that it removes this time has no log-probability.
         return tuple(pair for pair in zip(told.tolist(), again.tolist(), strict=True) if pair[1] > _LEAST)
 
 
 def _chosen(completions: Completions, rows: Sequence[int], version: int, wanted: int, most: int) -> list[int]:
-    """The shortest rows, until they have enough tokens."""
+    """The shortest rows that together have enough tokens."""
     chosen, found = list[int](), 0
     for row in sorted(rows, key=lambda row: completions.lengths[row]):
         most -= int(completions.lengths[row])

@@ -1,6 +1,6 @@
-"""Stateless sampling: a token is a function of the logits, the completion's seed and the token's place.
+"""Stateless sampling: a token is a function of the logits, the completion's seed and the token's position.
 
-So a completion is the same whatever else is in the batch, on any engine, and however often it is interrupted.
+So a completion does not depend on the rest of the batch, the engine, or the number of interruptions.
 
 Axes: R row, K tokens from the likeliest on, V vocabulary.
 """
@@ -24,10 +24,10 @@ _TO_UNIT = 2.0**-52
 
 
 class BrokenLogits(FloatingPointError):
-    """The logits of some completions are not finite, so there is no distribution to draw from."""
+    """Some completions have logits that are not finite, so nothing can be drawn from them."""
 
     def __init__(self, requests: frozenset[str]) -> None:
-        """`requests`: ids of the requests of those completions."""
+        """`requests`: ids of the affected requests."""
         self.requests = requests
         super().__init__(requests)
 
@@ -37,14 +37,15 @@ class BrokenLogits(FloatingPointError):
 
 @dataclass(frozen=True)
 class Filtered:
-    """The rows of a step with a grammar, top-k, top-p or min-p, and the settings of each; most steps have none."""
+    """The rows of a step that have a grammar, top-k, top-p or min-p, with their settings."""
 
     rows: npt.NDArray[np.int64]  # places in the step's logits, at least one
     truncation: Truncation
     allowed: npt.NDArray[np.int32] | None = None  # [rows, W], bits of the tokens that grammars allow; None: no grammar
 
     def among(self, places: npt.NDArray[np.int64]) -> Filtered | None:
-        """Those of them at some places of the logits, ascending, as rows of logits at these places alone."""
+        """The subset at `places` (ascending rows of the logits), renumbered for logits restricted to these places; None
+        if empty."""
         kept = np.isin(self.rows, places).nonzero()[0]
         if not len(kept):
             return None
@@ -62,7 +63,7 @@ class SamplingColumns:
         self._filtered = np.zeros(rows, np.bool_)
 
     def set(self, row: int, seed: int, sampling: Sampling) -> None:
-        """The settings of a new completion."""
+        """Store the settings of a new completion."""
         self.seeds[row] = seed
         self.temperatures[row] = sampling.temperature
         plain = not sampling.filtered  # a greedy row with a grammar has no other filter
@@ -72,13 +73,13 @@ class SamplingColumns:
         self._filtered[row] = sampling.filtered or bool(sampling.grammar)
 
     def filtered(self, order_R: npt.NDArray[np.int64]) -> Filtered | None:
-        """The filtered rows among these; None if there is none."""
+        """The filtered rows among `order_R`; None if there are none."""
         places = self._filtered[order_R].nonzero()[0]
         return Filtered(places, self._truncation.rows(order_R[places])) if len(places) else None
 
 
 def mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every bit of the input moves half of the output's."""
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014): every input bit flips half of the output bits on average."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
     return x ^ (x >> np.uint64(31))
@@ -107,19 +108,19 @@ def sample(
         filtered: rows with a grammar, top-k, top-p or min-p.
 
     Returns:
-        Token ids [R], and their log-probabilities [R] under the distribution that they were drawn from, the softmax of
-        ``logits / temperature`` over the tokens that the filters leave. Where the temperature is 0, that distribution
-        is a single point, which says nothing; the log-probability at temperature 1 stands instead. Where the logits of
-        a row are not finite there is no distribution to draw from: the token is any, its log-probability NaN.
+        Token ids [R], and their log-probabilities [R] under the sampled distribution: the softmax of ``logits /
+            temperature`` over the tokens that the filters leave. At temperature 0 that would always be 0; the
+            log-probability at temperature 1 is given instead. A row with non-finite logits gets any token and the
+            log-probability NaN.
     """
     greedy = temperatures == 0.0
     logits_RV = tempered(logits_RV, temperatures, filtered)
     logprobs_RV = logits_RV.log_softmax(-1)
-    # Not exp() of the line above: that is slow where it underflows, as it does at every token that a filter took.
+    # Not exp() of the line above: it is slow where it underflows, as at every token removed by a filter.
     cumulative_RV = logits_RV.softmax(-1).cumsum(-1, dtype=torch.float64)
     targets_R1 = torch.from_numpy(uniforms(seeds, places)).to(logits_RV.device)[:, None] * cumulative_RV[:, -1:]
     # The first token whose cumulative probability exceeds the target, so never one of probability zero. With 52 random
-    # bits the target stays below the total after rounding, too; a target that is NaN lies anywhere, or behind the last.
+    # bits the target stays below the total after rounding, too; a NaN target gives any place, or one past the last.
     tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True).clamp(max=logits_RV.shape[1] - 1)
     if greedy.any():
         likeliest_R1 = logits_RV.argmax(-1, keepdim=True)
@@ -128,7 +129,7 @@ def sample(
 
 
 def tempered(logits_RV: Tensor, temperatures: npt.NDArray[np.float32], filtered: Filtered | None) -> Tensor:
-    """The logits of the distribution that is drawn from; where the temperature is 0, those at temperature 1."""
+    """The logits of the sampled distribution; for temperature 0, those at temperature 1."""
     if (temperatures != 1.0).any():
         divisors = torch.from_numpy(np.where(temperatures == 0.0, np.float32(1.0), temperatures))
         logits_RV = logits_RV / divisors.to(logits_RV.device)[:, None]
@@ -153,12 +154,14 @@ def top_logprobs(
         temperatures, filtered: as for `sample`.
 
     Returns:
-        For each row, tokens with their log-probabilities, the likeliest first. There are fewer than wanted where the
-        filters, or the vocabulary, leave fewer.
+        For each row, (token, log-probability) pairs, the likeliest first; fewer than wanted where the filters or the
+            vocabulary leave fewer.
     """
     kept_RV = tempered(logits_RV, temperatures, filtered)
     logprobs_RK, tokens_RK = kept_RV.log_softmax(-1).topk(min(int(counts.max()), logits_RV.shape[1]))
-    left_R = (kept_RV.gather(1, tokens_RK) > torch.finfo(kept_RV.dtype).min).sum(-1)  # the number for what filters take
+    left_R = (kept_RV.gather(1, tokens_RK) > torch.finfo(kept_RV.dtype).min).sum(
+        -1
+    )  # logit of tokens removed by filters
     ends_R = np.minimum(counts, left_R.cpu().numpy())
     return [
         tuple(zip(tokens[:end], logprobs[:end], strict=True))

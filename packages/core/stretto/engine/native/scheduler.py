@@ -34,19 +34,19 @@ GROWTH = 1 / 16
 
 @dataclass(frozen=True)
 class Member:
-    """One completion to sample: member `index` of `request`."""
+    """One completion of a request, by index."""
 
     request: GenerateRequest
     index: int
 
     @property
     def tokens(self) -> int:
-        """The most tokens of prompt and completion."""
+        """Most tokens of prompt plus completion."""
         return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens
 
 
 class Scheduler:
-    """Two rows for three completions of one request::
+    """Decides which completions run. Two rows for three completions of one request::
 
     scheduler.add(request)                         # waiting 0 1 2
     scheduler.admit()                              # [(row 0, member 0), (row 1, member 1)]: pending
@@ -85,7 +85,7 @@ class Scheduler:
 
     @property
     def rows(self) -> list[int]:
-        """The rows in use."""
+        """Rows in use."""
         return list(self._members)
 
     @property
@@ -99,7 +99,7 @@ class Scheduler:
             RefusedRequest: its id is in use, or a completion of it could never fit the cache.
         """
         if request.id in self._open:
-            raise RefusedRequest("id", repr(request.id), "an id that no open request has")
+            raise RefusedRequest("id", repr(request.id), "an id that no open request uses")
         members = [Member(request, index) for index in range(len(request.seeds))]
         if self._slot(members[0].tokens) > self._cache_tokens:
             allowed = f"less: the cache holds {self._cache_tokens:,} tokens (engine.cache_gib)"
@@ -108,7 +108,7 @@ class Scheduler:
         self._waiting.extend(members)
 
     def admit(self) -> list[tuple[int, Member]]:
-        """Give free rows to the head of the queue."""
+        """Give free rows to the head of the queue; returns (row, member) pairs."""
         admitted = []
         while self._free and self._waiting:
             member, row = self._waiting.popleft(), self._free.pop()
@@ -137,9 +137,10 @@ class Scheduler:
         return preempted
 
     def needed(self, lengths: Ints) -> float:
-        """Rows or cached tokens for all open completions, over what there is, the larger share; above 1 some wait.
+        """Demand of all open completions over supply, in rows or in cached tokens, whichever share is larger; above 1
+        some must wait.
 
-        Pending rows will come to need as much as running ones have in the mean.
+        Pending rows are assumed to need as much as a running row on average.
 
         Args:
             lengths: [rows] tokens of each row.
@@ -154,12 +155,12 @@ class Scheduler:
         return bool(self._pending) and self._fits(self._slot(int(lengths[self._pending[0]])))
 
     def take_pending(self, costs: Mapping[int, int], most_tokens: int, lengths: Ints) -> list[int]:
-        """Rows that are computed in the coming step, oldest first.
+        """Start pending rows in this step, oldest first, and return them.
 
         Args:
             costs: tokens to compute for each pending row.
-            most_tokens: stop before the sum exceeds this, but take one row at least.
-            lengths: [rows] tokens of each row; taken are those whose slots the cache has room for.
+            most_tokens: limit on their sum; one row is taken in any case.
+            lengths: [rows] tokens of each row; only rows whose slots fit the cache are taken.
         """
         taken: list[int] = []
         total = 0
@@ -174,7 +175,7 @@ class Scheduler:
         return taken
 
     def finish(self, row: int) -> Member:
-        """The completion in `row` has ended; the row is free."""
+        """Free the row of a completion that has ended; returns the completion."""
         self._running.remove(row)
         return self._leave(row)
 
@@ -186,7 +187,7 @@ class Scheduler:
         self._held = 0
 
     def abort(self, request: str) -> list[int]:
-        """Forget a request; returns its rows. Unknown ids are ignored."""
+        """Drop a request; returns its rows. Unknown ids are ignored."""
         self._waiting = deque(member for member in self._waiting if member.request.id != request)
         rows = [row for row, member in self._members.items() if member.request.id == request]
         self._pending = deque(row for row in self._pending if row not in rows)
@@ -197,7 +198,7 @@ class Scheduler:
         return rows
 
     def is_open(self, request: str) -> bool:
-        """Whether any of its completions is unfinished."""
+        """Whether a completion of this request is unfinished."""
         return request in self._open
 
     @property
@@ -212,11 +213,11 @@ class Scheduler:
         return self._members[row]
 
     def check_integrity(self) -> None:
-        """Every row is free, pending or running, and exactly one of them; every open completion is counted once; the
-        cache holds what runs, and no more than it may.
+        """Check that every row is exactly one of free, pending and running, that every open completion is counted once,
+        and that the cache holds exactly the running rows, within its limit.
 
         Raises:
-            BoundViolated: with what does not add up.
+            BoundViolated: names the contradiction.
         """
         rows = sorted([*self._free, *self._pending, *self._running])
         if rows != list(range(self._rows)):

@@ -12,31 +12,31 @@ from stretto.core.errors import ModelFolderError, RefusedRequest
 
 
 class Watch:
-    """Looks for stop texts in one completion, token by token; `seen` counts the tokens so far."""
+    """Looks for stop texts in one completion, token by token. `seen`: tokens so far."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self.seen = 0
         self._text, self._stop = RunningText(detokenizer), StopFinder(stops)
 
     def completed(self, tokens: Sequence[int]) -> bool:
-        """Whether these next tokens complete a stop text."""
+        """Take the next tokens; True if they complete a stop text."""
         self.seen += len(tokens)
         return any(self._completed_by(token) for token in tokens)
 
     def _completed_by(self, token: int) -> bool:
-        self._stop.push(self._text.push((token,)))  # what is pending are U+FFFD, which no stop text holds
+        self._stop.push(self._text.push((token,)))  # pending bytes show as U+FFFD, which no stop text contains
         return bool(self._stop.found)
 
 
 class StopTexts:
-    """Makes watches; the detokenizer is loaded for the first request with stop texts."""
+    """Creates watches; loads the detokenizer on the first request with stop texts."""
 
     def __init__(self, detokenizer: Callable[[], Detokenizer] | None) -> None:
         self._make = detokenizer
         self._made: Detokenizer | None = None
 
     def check_served(self) -> None:
-        """Load the detokenizer.
+        """Load the detokenizer, if it is not loaded.
 
         Raises:
             RefusedRequest: there is no tokenizer.
@@ -51,6 +51,6 @@ class StopTexts:
             raise RefusedRequest("sampling.stop", "stop texts", f"none: there is no tokenizer ({error})") from None
 
     def watch(self, stops: Sequence[str]) -> Watch:
-        """A watch for a new completion; `check_served` has passed."""
+        """A watch for a new completion; call `check_served` first."""
         assert self._made is not None, "checked when the request was added"
         return Watch(self._made, stops)

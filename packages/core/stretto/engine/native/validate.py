@@ -1,4 +1,4 @@
-"""The requests that an engine refuses, before it does anything."""
+"""Checks of a request before an engine accepts it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LARGEST_FLOAT = 3.4e38  # completions keep log-probabilities in float32
 
 
 class BrokenGrammar(Exception):
-    """The grammar of a request turns out to be one that cannot be followed; `refused` says why."""
+    """A request's grammar turned out to be impossible to follow; `refused` says why."""
 
     def __init__(self, request: str, refused: RefusedRequest) -> None:
-        """`request`: its id."""
+        """`request`: id of the request."""
         self.request, self.refused = request, refused
         super().__init__(request, refused)
 
@@ -45,10 +45,10 @@ def check_text(text: Sequence[int], field: str, vocab_size: int, context_length:
 
 
 def check_grammar(request: GenerateRequest, grammars: Grammars | None) -> None:
-    """Refuse a grammar that is not served, or that the prefixes do not follow.
+    """Refuse a grammar that is not supported, or that the prefixes violate.
 
     Raises:
-        RefusedRequest: with the first field that is wrong.
+        RefusedRequest: names the first wrong field.
     """
     sampling = request.sampling
     if grammars is None:
@@ -60,10 +60,10 @@ def check_grammar(request: GenerateRequest, grammars: Grammars | None) -> None:
 
 
 def check_request(request: GenerateRequest, vocab_size: int, context_length: int) -> None:
-    """Refuse what cannot be generated from.
+    """Refuse a request that cannot be generated.
 
     Raises:
-        RefusedRequest: with the first field that is wrong.
+        RefusedRequest: names the first wrong field.
     """
     prompt, sampling = request.prompt_token_ids, request.sampling
     _check_counts(request)
@@ -86,7 +86,7 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
 
 
 def _check_counts(request: GenerateRequest) -> None:
-    """Limits that keep one request from taking all memory or time."""
+    """Limits that stop one request from taking all memory or time."""
     if (stops := len(request.sampling.stop_token_ids)) > MOST_STOP_TOKENS:
         raise RefusedRequest("sampling.stop_token_ids", f"{stops:,} tokens", f"at most {MOST_STOP_TOKENS}")
     if (completions := len(request.seeds)) > MOST_COMPLETIONS:
@@ -96,10 +96,10 @@ def _check_counts(request: GenerateRequest) -> None:
 
 
 def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: int, version: int) -> None:
-    """Refuse prefixes that no engine can have sampled. `check_request` has passed.
+    """Refuse prefixes that no engine can have sampled; call `check_request` first.
 
     Raises:
-        RefusedRequest: with the first that is wrong.
+        RefusedRequest: names the first wrong prefix.
     """
     left = min(request.sampling.max_tokens, context_length - len(request.prompt_token_ids))
     if request.prefixes and len(request.prefixes) != len(request.seeds):
@@ -118,7 +118,7 @@ def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: in
 
 
 def _check_stamps(prefix: Segment, version: int) -> None:
-    """The log-probabilities, versions and interruptions of a prefix."""
+    """Check the log-probabilities, versions and interruptions of a prefix."""
     if wrong := [logprob for logprob in prefix.behavior_logprobs if not abs(logprob) < _LARGEST_FLOAT]:
         raise RefusedRequest("prefixes.behavior_logprobs", f"{wrong[0]}", "finite numbers")
     if outside := [stamp for stamp in prefix.versions if not 0 <= stamp <= version]:
@@ -147,4 +147,4 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
         if not 1 <= len(text) <= LONGEST_STOP:
             raise RefusedRequest("sampling.stop", f"a text of {len(text)} characters", f"1 to {LONGEST_STOP}")
         if NO_CHARACTER in text:
-            raise RefusedRequest("sampling.stop", repr(text)[:80], "characters; U+FFFD stands for bytes that are none")
+            raise RefusedRequest("sampling.stop", repr(text)[:80], "characters; U+FFFD replaces invalid bytes")

@@ -1,4 +1,4 @@
-"""One engine of the pool: its process, which is replaced when it dies, its version, its requests, its counters."""
+"""One engine of the pool: its process (replaced when it dies), version, requests and counters."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _GIVE_UP_SECONDS = 1.0
 
 @dataclass
 class EngineHandle:
-    """One engine, and those that it replaced.
+    """One engine of the pool, across all processes that have played it.
 
     Attributes:
-        state: changed by its own methods alone.
-        version: what it serves; None while it is down or starting.
-        host: the name of its machine.
-        how: its last process ended, if one has.
-        published: the newest version in the mailbox, which it loads as soon as it can.
-        open: the requests that it has.
+        state: changed only by methods of this class.
+        version: version it serves; None while it is down or starting.
+        host: name of its machine.
+        how: how its last process ended; empty before.
+        published: newest version in the mailbox, which it loads as soon as it can.
+        open: ids of its requests.
         changed: called when `state` or `version` has changed.
     """
 
@@ -62,18 +62,18 @@ class EngineHandle:
     how: str = ""
     published: int = -1
     open: set[str] = field(default_factory=set)
-    given_up: set[str] = field(default_factory=set)  # open requests that it was told to give up
-    leaving: bool = False  # it is about to leave the run, or has
-    lags: bool = False  # for too long behind a version: it gets no requests until it has caught up
-    _missing: deque[tuple[int, float]] = field(default_factory=deque)  # versions to load; when they came
-    _loaded: float = -math.inf  # when it loaded the last version, by `time.monotonic`
+    given_up: set[str] = field(default_factory=set)  # open requests that it was told to abort
+    leaving: bool = False  # leaves the run, or has left
+    lags: bool = False  # behind for too long: gets no requests until it has caught up
+    _missing: deque[tuple[int, float]] = field(default_factory=deque)  # (version to load, time of its publication)
+    _loaded: float = -math.inf  # `time.monotonic` of the last load
     _publication: asyncio.Event = field(default_factory=asyncio.Event)
-    _awaited: int = 0  # requests that wait for it to load a version
+    _awaited: int = 0  # requests waiting for it to load a version
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
-    _ended: int = 0  # processes that it replaced
-    _doubt: UnprovenWeights | None = None  # for which it is not replaced
-    health: EngineHealth | None = None  # by the last poll
-    _earlier: list[EngineHealth] = field(default_factory=list)  # the last counters of those that it replaced
+    _ended: int = 0  # times it was replaced
+    _doubt: UnprovenWeights | None = None  # an error for which it must not be replaced
+    health: EngineHealth | None = None  # as of the last poll
+    _earlier: list[EngineHealth] = field(default_factory=list)  # last counters of its earlier processes
     _spans: list[Span] = field(default_factory=list)
     _poll: asyncio.Task[None] | None = None
 
@@ -89,9 +89,13 @@ class EngineHandle:
         proving: Proving,
         load_interval: float,
     ) -> Self:
-        """An engine that is not started yet; `role` is the module of its process."""
+        """Handle of a local engine, not started yet. `role`: module that its process runs; `changed`: called on every
+        change of state or version."""
         process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung, spawner)
-        answer, load = deadlines.answer, deadlines.load  # to ask for its health too waits for a step, which may be long
+        answer, load = (
+            deadlines.answer,
+            deadlines.load,
+        )  # a health request also waits for the current step, which may be long
         client = HttpEngine(spec.name, spec.address, answer_seconds=answer, load_seconds=load, health_seconds=answer)
         restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
         return cls(spec, process, client, deadlines, restarts, changed, proving, load_interval)
@@ -102,17 +106,17 @@ class EngineHandle:
 
     @property
     def serves(self) -> bool:
-        """It has a version, and can load another one."""
+        """Whether it serves a version and can load another one."""
         return self.state in (EngineState.UP, EngineState.SUSPECTED)
 
     @property
     def counts(self) -> bool:
-        """Its version bounds the live one."""
+        """Whether its version counts for the oldest live version (`EnginePool.live`)."""
         return self.serves and not self.lags
 
     @property
     def takes(self) -> bool:
-        """It gets requests."""
+        """Whether it gets requests."""
         return self.state is EngineState.UP and not self.lags
 
     def _becomes(self, state: EngineState, version: int | None) -> None:
@@ -125,19 +129,20 @@ class EngineHandle:
         self.changed(self)
 
     def begin_leaving(self) -> None:
-        """It gets no requests from now on."""
+        """Send it no more requests."""
         self.leaving = True
         self._becomes(EngineState.LEAVING, self.version)
 
     def mark_gone(self, why: str) -> None:
-        """It has left: its requests break off, and its counters stay."""
+        """Record that it has left the run: its requests end with an error; its counters are kept."""
         self.leaving, self.how = True, why
         self._retire_counters()
         self._becomes(EngineState.DOWN, None)
         self.client.break_off()
 
     def notice_lag(self, seconds: float, say: Callable[[str], None]) -> None:
-        """An engine that does not load a version within `seconds` does not hold up admission."""
+        """Stop counting this engine as live if it has not loaded a version within `seconds`, so that it does not hold
+        up admission."""
         now, allowed = asyncio.get_running_loop().time(), seconds + self.load_interval
         late = bool(self._missing) and now - self._missing[0][1] > allowed
         if late and self.counts:
@@ -148,12 +153,12 @@ class EngineHandle:
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
     async def start(self, publication: float = 0.0) -> None:
-        """Start its process; when this returns, it serves the newest published version. `publication`: seconds that it
-        may wait for the first publication, beyond those of `deadlines.start`.
+        """Start its process; returns when it serves the newest published version. `publication`: seconds to wait for
+        the first publication, in addition to `deadlines.start`.
 
         Raises:
-            RoleDied: it ended instead.
-            DeadlineExceeded: for too long nothing moved.
+            RoleDied: the process ended.
+            DeadlineExceeded: no progress for too long.
         """
         self._becomes(EngineState.STARTING, None)
         await self.process.start(self.spec, self.spec.threads)
@@ -164,16 +169,16 @@ class EngineHandle:
         self._publication.set()  # a version may have been published meanwhile
 
     def suspect(self) -> None:
-        """A request broke off: it gets no more until it replies, or is replaced."""
+        """Mark it suspected after a broken request: no new requests until it replies or is replaced."""
         if self.state is EngineState.UP:
             self._becomes(EngineState.SUSPECTED, self.version)
             self._suspicion.set()
 
     async def supervise(self, say: Callable[[str], None]) -> NoReturn:
-        """Replace it when it dies; `say` gets a sentence each time.
+        """Replace its process whenever it dies; `say` gets a log line each time.
 
         Raises:
-            RoleDied, UnprovenWeights: more often than `deadlines.engine_restarts`, or it is not to be replaced.
+            RoleDied, UnprovenWeights: it failed more often than `deadlines.engine_restarts`, or must not be replaced.
         """
         await gather_or_cancel(self._replace_when_it_ends(say), self._reinstate())
         raise AssertionError("a watcher never ends by itself")
@@ -183,7 +188,7 @@ class EngineHandle:
             await self.replace(await self.process.ended(), say)
 
     async def replace(self, how: str, say: Callable[[str], None], publication: float = 0.0) -> None:
-        """A new process for one that ended, which happened as `how` says; `publication` as for `start`."""
+        """Start a new process after one that ended. `how`: how it ended, for the log; `publication`: as for `start`."""
 
         async def start() -> None:
             if self.leaving:
@@ -203,23 +208,23 @@ class EngineHandle:
             await Supervisor(self.name, start, self.restarts, say, str(self.process.log)).replace(how)
 
     def _mark_dead(self, how: str) -> None:
-        """Its process has ended; raises UnprovenWeights where that was to be for good."""
+        """Record that its process has ended; raises UnprovenWeights if it must not be replaced."""
         self._ended, self.how = self._ended + 1, how
         self._retire_counters()
         self._becomes(EngineState.DOWN, None)
-        self.client.break_off()  # to another machine a connection stays open until its end is noticed
+        self.client.break_off()  # a connection to another machine stays open until its end is noticed
         if self._doubt is not None:
             raise self._doubt
 
     def _retire_counters(self) -> None:
-        """Those of a process that has ended; what it had not finished is wasted."""
+        """Add the counters of the ended process to the totals; tokens of its unfinished completions count as wasted."""
         if (last := self.health) is not None:
             self._earlier.append(msgspec.structs.replace(last, wasted=last.wasted + last.unfinished, unfinished=0))
         self.health = None
 
     async def _reinstate(self) -> NoReturn:
-        """A suspected engine that replies gets requests again; one that does not for `deadlines.hung` seconds is
-        killed, and so replaced."""
+        """Give a suspected engine requests again once it replies; kill it, so that it is replaced, if it does not reply
+        for `deadlines.hung` seconds."""
         while True:
             await self._suspicion.wait()
             self._suspicion.clear()
@@ -240,7 +245,7 @@ class EngineHandle:
                     self._publication.set()  # a version may have been published meanwhile
 
     async def stop(self, grace: float) -> None:
-        """End it; returns when it is gone."""
+        """End its process; returns when it is gone. `grace`: seconds before it is killed."""
         if self._poll is not None:
             await cancel_and_wait([self._poll])
         await self.client.close()
@@ -249,14 +254,14 @@ class EngineHandle:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """`version` is in the mailbox."""
+        """Note that `version` is in the mailbox."""
         self.published = version
         if self.version is not None and self.version < version:
             self._missing.append((version, asyncio.get_running_loop().time()))
         self._publication.set()
 
     async def keep_loaded(self) -> NoReturn:
-        """Load what is published, one version after the other."""
+        """Load each newer published version, forever."""
         while True:
             await self._publication.wait()
             await self._until_due()
@@ -283,26 +288,26 @@ class EngineHandle:
                 self._becomes(self.state, version)
 
     def discard(self, doubt: UnprovenWeights) -> None:
-        """Kill it, so that it is replaced; raises `doubt` where it is a replacement for that reason itself."""
+        """Kill it so that it is replaced. Raises `doubt` if it already replaced an engine killed for this reason."""
         if self.proving.doubts(self.name):
             raise doubt
         self.end_for(doubt, final=False)
 
     def end_for(self, doubt: UnprovenWeights, final: bool) -> None:
-        """Kill it; it is replaced, or, where that is `final`, `supervise` raises `doubt`."""
+        """Kill it because of `doubt`; it is replaced, unless `final`: then `supervise` raises `doubt`."""
         self._doubt = doubt if final else None
         self.suspect()
         self.process.kill()
 
     async def _until_due(self) -> None:
-        """`load_interval` seconds after the last load; at once if it has no requests."""
+        """Wait until `load_interval` seconds after the last load; not at all if it has no requests."""
         due = self._loaded + self.load_interval
         while self.open and not self._awaited and (early := due - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(min(early, _POLL_SECONDS))
 
     async def _newest(self) -> int:
-        """The version of an engine that has started, once it has loaded every version that was published meanwhile:
-        groups are admitted at the live version, so no older one may sample for them."""
+        """Bring a started engine to the newest published version and return it. Groups are admitted at the live
+        version, so an older one must not sample for them."""
         while True:
             if not self.process.running:
                 raise RoleDied(self.name, await self.process.ended(), str(self.process.log))
@@ -324,7 +329,7 @@ class EngineHandle:
                 return version
 
     async def reach(self, version: int) -> None:
-        """Return when it serves `version` or a newer one; loads it where needed."""
+        """Return when it serves `version` or newer, loading it if necessary."""
         seconds, moved = self.deadlines.start, self.client.moved
         async with standstill("conductor", f"{self.name} to serve version {version}", seconds, moved):
             while (self.version is None or self.version < version) and not self.leaving:
@@ -332,11 +337,11 @@ class EngineHandle:
                 await (self._load(version) if self.state is EngineState.UP else asyncio.sleep(RETRY_SECONDS))
 
     async def until_it_serves(self, version: int) -> None:
-        """Return when it serves `version` or a newer one, which it then loads whether that is due or not.
+        """Return when it serves `version` or newer; loads it at once, without waiting for the load interval.
 
         Raises:
-            EngineLeft: it is not up any more.
-            EngineLost: nothing of it comes for `deadlines.start` seconds.
+            EngineLeft: it is no longer up.
+            EngineLost: no sign of life for `deadlines.start` seconds.
         """
         self._awaited += 1
         seconds, moved = self.deadlines.start, self.client.moved
@@ -354,7 +359,8 @@ class EngineHandle:
     # ── requests and counters ────────────────────────────────────────────────────────────────────
 
     async def give_up(self, spared: Callable[[str], bool] = lambda id: False) -> None:
-        """Abort its requests, except those that are spared; returns when it has no other, or does not reply."""
+        """Abort its requests except those for which `spared` is true; returns when they are gone or it does not
+        reply."""
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):
                 for id in [id for id in self.open if not spared(id)]:
@@ -364,7 +370,8 @@ class EngineHandle:
                     await asyncio.sleep(_POLL_SECONDS)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
-        """Tokens of its unfinished completions beyond the known ones; none without a reply in `patience` seconds."""
+        """Tokens of its unfinished completions beyond the `known` ones; empty if it does not reply within `patience`
+        seconds."""
         theirs = {id: known[id] for id in self.open if id in known}
         if theirs:
             with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
@@ -373,7 +380,8 @@ class EngineHandle:
         return {}
 
     def poll(self) -> asyncio.Task[None]:
-        """Ask for its health and spans. While a reply is awaited the task is the same, so giving up loses nothing."""
+        """Ask for its health and spans. Returns the same task until the reply has come, so a caller that stops waiting
+        loses nothing."""
         if self._poll is None or self._poll.done():
             self._poll = asyncio.create_task(self._fetch_health())
         return self._poll
@@ -385,7 +393,7 @@ class EngineHandle:
             if asked == self._ended:  # else the counters are those of a process that is gone
                 self.health = health
             spans = [span.shifted(self.process.clock_offset) for span in await self.client.spans()]
-            self._spans += spans  # after the wait, in which they may have been drained
+            self._spans += spans  # read after the wait: spans may have been drained during it
 
     def drain_spans(self) -> list[Span]:
         """The spans since the last call."""
@@ -393,5 +401,5 @@ class EngineHandle:
         return spans
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
-        """A counter summed over it and those that it replaced, up to their last poll."""
+        """Sum of a counter over all its processes, as of the last poll."""
         return sum(counter(health) for health in (self.health, *self._earlier) if health is not None)

@@ -1,4 +1,4 @@
-"""The completions of a run in flight: journaled while they are generated, continued by another engine when one is lost.
+"""Completions in flight: journaled while they are generated; another engine continues them when theirs is lost.
 
 engine ─► completions that have ended ─┐
 engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► after a crash: `restoring.restore`
@@ -20,7 +20,7 @@ from stretto.loop.engines.router import LOSSES
 
 
 class Engines(Protocol):
-    """Satisfied by `loop.engines.pool.EnginePool`."""
+    """The engines of a run (`loop.engines.pool.EnginePool`)."""
 
     def generate(self, request: GenerateRequest, /, *, least: int = 0) -> AsyncIterator[Completion]: ...
 
@@ -28,7 +28,7 @@ class Engines(Protocol):
 
 
 class SegmentJournal(Protocol):
-    """Satisfied by `store.ledger.ledger.Ledger`."""
+    """The ledger, as a journal of tokens in flight (`store.ledger.ledger.Ledger`)."""
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None: ...
 
@@ -36,8 +36,8 @@ class SegmentJournal(Protocol):
 
 
 class Prefix:
-    """The journaled tokens of a completion, piece by piece. They are joined where they are asked for: to join each
-    piece as it comes would copy all tokens each time."""
+    """The journaled tokens of one completion, kept in pieces and joined on demand; joining at each arrival would copy
+    all tokens each time."""
 
     def __init__(self, *pieces: Segment) -> None:
         self._pieces, self.tokens = [*pieces], sum(len(piece.token_ids) for piece in pieces)
@@ -48,7 +48,7 @@ class Prefix:
 
     @property
     def segment(self) -> Segment:
-        """All of them."""
+        """All tokens as one segment."""
         if len(self._pieces) > 1:
             self._pieces = [Segment.whole(self._pieces)]
         return self._pieces[0] if self._pieces else Segment()
@@ -56,25 +56,25 @@ class Prefix:
 
 @dataclass
 class GroupInFlight:
-    """What a group in flight has so far, by member; a turn of a session is a group of one."""
+    """Progress of one group in flight, by member. A turn of a session is a group with one member."""
 
     ended: dict[int, Completion] = field(default_factory=dict)
-    prefixes: dict[int, Prefix] = field(default_factory=dict)  # journaled, of members whose end is not
-    before: dict[int, Segment] = field(default_factory=dict)  # the same, when the open request was made
-    journaled: set[int] = field(default_factory=set)  # members whose end is journaled
-    members: tuple[int, ...] = ()  # that the open request asks for, in its order
-    judging: bool = False  # its last completion has come
-    serial: int = 0  # of the open request: what an earlier one brings late is refused
-    session: str = ""  # the trajectory whose segment `node` this is, if it is one turn of it
+    prefixes: dict[int, Prefix] = field(default_factory=dict)  # journaled tokens of members that have not ended
+    before: dict[int, Segment] = field(default_factory=dict)  # `prefixes` at the time of the open request
+    journaled: set[int] = field(default_factory=set)  # members journaled to their end
+    members: tuple[int, ...] = ()  # members of the open request, in its order
+    judging: bool = False  # all completions are there
+    serial: int = 0  # number of the open request; late results of earlier ones are ignored
+    session: str = ""  # trajectory that this turn belongs to, as its segment `node`; "" for no turn
     node: int = 0
-    least: int = 0  # the version that samples it, or a newer one
+    least: int = 0  # oldest version that may sample it
     request_id: str = ""  # of the open request
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
-        """What is missing of the group's request."""
+        """The group's request, reduced to members that have not ended and continued from their known tokens."""
         self.serial += 1
         self.before = {member: prefix.segment for member, prefix in self.prefixes.items()}
-        # A turn that its client has left may be asked for again before the engine has given the first request up.
+        # A client may repeat a turn that it left before the engine has aborted the first request.
         self.request_id = f"{of.id}.{self.serial}" if self.session else of.id
         self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
         prefixes = tuple(self.before.get(member, Segment()) for member in self.members)
@@ -83,7 +83,7 @@ class GroupInFlight:
         return msgspec.structs.replace(of, id=self.request_id, seeds=seeds, prefixes=prefixes if resumed else ())
 
     def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
-        """Add new tokens to what the open request has, by its order; gives those of each member."""
+        """Append new tokens, given by place in the open request; yields (member, tokens)."""
         for place, piece in pieces.items():
             member = self.members[place]
             if member not in self.ended:  # else its last tokens have arrived meanwhile
@@ -91,8 +91,8 @@ class GroupInFlight:
                 yield member, piece
 
     def retract(self) -> Iterator[tuple[int, int]]:
-        """Take back what the open request has brought, and refuse what is under way: each member of which something
-        was journaled, with the number of its tokens before."""
+        """Undo all tokens that the open request has brought and ignore any that still arrive. Yields each affected
+        member with its token count before that request."""
         self.serial += 1
         for member in self.members:
             before = Prefix(self.before.get(member, Segment()))
@@ -101,17 +101,17 @@ class GroupInFlight:
                 yield member, before.tokens
 
     def pieces(self, id: str) -> Iterator[tuple[str, Segment, int]]:
-        """What is not journaled yet of the members that have ended: its trajectory, the tokens, their segment."""
+        """The tokens of ended members that are not journaled yet, as (trajectory id, tokens, segment number)."""
         for member in sorted(self.ended.keys() - self.journaled):
             self.journaled.add(member)
             yield self.place(id, member, self.ended[member].segment.after(self.known(member)))
 
     def place(self, id: str, member: int, piece: Segment) -> tuple[str, Segment, int]:
-        """A piece of a member, with the trajectory and the segment that it is of."""
+        """(trajectory id, `piece`, segment number) for a piece of a member's tokens."""
         return (self.session or trajectory_id(id, member), piece, self.node)
 
     def known(self, member: int) -> int:
-        """How many tokens of a member are journaled."""
+        """Number of journaled tokens of a member."""
         return self.prefixes[member].tokens if member in self.prefixes else 0
 
 
@@ -121,20 +121,20 @@ class InFlight:
     def __init__(
         self, engines: Engines, journal: SegmentJournal | None, restored: Mapping[str, GroupInFlight] | None = None
     ) -> None:
-        """`journal` None: nothing is kept, and a group that was lost starts again from its first token. `restored`: the
-        groups that an earlier process of the run had in flight."""
+        """`journal` None: nothing is kept, so a lost group starts again from its first token. `restored`: groups that
+        an earlier process of the run had in flight."""
         self._engines, self._journal = engines, journal
         self._groups: dict[str, GroupInFlight] = dict(restored or {})
-        self._turns: dict[str, dict[str, int]] = {}  # of sessions, by their group: tokens that are known of each
+        self._turns: dict[str, dict[str, int]] = {}  # tokens of each session's turns, by group
         self._ending = False
         self._keeping = asyncio.Lock()  # two callers at a time would journal the same tokens twice
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """All completions of the group, when the last of them has ended, in the order of the members.
+        """All completions of the group, in the order of the members, once the last has ended.
 
         Raises:
             EngineLost: several engines in a row were lost with this group, so it may be the cause.
-            RefusedRequest: an engine will not serve it.
+            RefusedRequest: an engine refused it.
         """
         group = self._groups.setdefault(request.id, GroupInFlight())
         try:
@@ -164,17 +164,18 @@ class InFlight:
             yield completion
 
     def begin(self, session: str, restored: Sequence[Segment] = ()) -> None:
-        """Turns of the trajectory `session` may be asked for until its group is forgotten. `restored`: its segments
-        that an earlier process has on record, by node."""
+        """Allow turns of the trajectory `session` until its group is forgotten. `restored`: its recorded segments from
+        an earlier process, by node."""
         turns = self._turns.setdefault(session.rpartition("/")[0], {})
         turns.update({f"{session}:{node}": len(one.versions) for node, one in enumerate(restored) if one.versions})
 
     async def turn(self, session: str, request: TurnRequest) -> Segment:
-        """One turn of the trajectory `session`, whole (with the id a `conversation.session.Sampler`). It is journaled
-        when this returns, so that what follows it never stands in the ledger without it.
+        """Sample one whole turn of the trajectory `session` (bound to the id: a `conversation.session.Sampler`). It is
+        journaled before this returns, so the ledger never holds a follow-up without its turn.
 
         Raises:
-            EngineLost, RefusedRequest: as `generate`; or the trajectory's group was given up.
+            EngineLost: as for `generate`, or the trajectory's group was given up.
+            RefusedRequest: an engine refused it.
         """
         id, of = f"{session}:{request.node}", session.rpartition("/")[0]
         if of not in self._turns:
@@ -195,19 +196,19 @@ class InFlight:
         raise AssertionError("a request is one completion, or an error")
 
     def end(self) -> None:
-        """The run ends: engines are about to be told to give completions up."""
+        """Note that the run ends: aborted completions are not retried from now on."""
         self._ending = True
 
     def forget(self, id: str, kept: int = 0) -> int:
-        """The group is judged or given up, and no longer in flight; its trajectories have `kept` tokens. Returns how
-        many its sessions' turns have that no trajectory has; those of broken-off turns the engines count."""
+        """Drop a group that is judged or given up; `kept`: tokens in its trajectories. Returns how many tokens of whole
+        turns are in none of them (broken-off turns are counted by the engines)."""
         turns = self._turns.pop(id, {})
         for one in (id, *turns):
             self._groups.pop(one, None)
         return max(0, sum(turns.values()) - kept)
 
     def sampled(self, id: str) -> int:
-        """Tokens of a group, as far as they have been heard of; 0 also where nothing has."""
+        """Number of tokens received so far of a group; 0 for an unknown one."""
         parts = [group for name in (id, *self._turns.get(id, ())) if (group := self._groups.get(name)) is not None]
         ended = sum(len(completion.token_ids) for group in parts for completion in group.ended.values())
         return ended + sum(
@@ -216,14 +217,15 @@ class InFlight:
 
     @property
     def unjudged(self) -> int:
-        """Tokens of groups whose completions have all ended and that are not judged yet."""
+        """Number of tokens in fully sampled groups that are not judged yet."""
         whole = (group for group in self._groups.values() if group.judging)
         return sum(len(completion.token_ids) for group in whole for completion in group.ended.values())
 
     async def keep(self, patience: float | None = None) -> None:
-        """Journal the new tokens of the groups in flight; a crash costs those that came since the last call.
+        """Journal the new tokens of all groups in flight. A crash loses only tokens that came after the last call.
 
-        `patience`: seconds to wait for an engine, which replies between two steps; None: as long as for a completion.
+        `patience`: seconds to wait for an engine's reply, which comes between two steps; None: as long as for a
+        completion.
         """
         if (journal := self._journal) is None:
             return

@@ -42,7 +42,7 @@ async def _nothing() -> None: ...
 
 
 class EnginePool:
-    """See the module."""
+    """The engines of a run as one (see the module)."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class EnginePool:
         patience: float = 0.0,
         proving: Proving | None = None,
     ) -> None:
-        """`role` is the module of an engine's process, `kind` the make. `load_interval` is that of the engine's
-        configuration, in seconds; `router` chooses among the engines that are up (default: the least loaded). `lag`:
-        seconds behind the newest version after which an engine does not count as live, and gets no groups, until it has
-        caught up. `patience`: seconds at least for which groups wait while no engine is up, where machines may
-        still join. `proving`: how engines prove the versions that they load; None: they need not."""
+        """Args: role: module that an engine's process runs. kind: make of the engines. load_interval:
+        `engine.load_interval`, seconds. router: chooses among the engines that are up; default: the least loaded. lag:
+        seconds an engine may be behind the newest version; then it gets no groups and does not count as live until it
+        has caught up. patience: least seconds that groups wait while no engine is up but machines may still join.
+        proving: how engines prove the versions they load; None: not at all."""
         self.proving = proving or Proving()
         self.proving.replace_with(self._distrust)
         begin = partial(EngineHandle.on_this_machine, proving=self.proving, load_interval=load_interval)
@@ -81,48 +81,48 @@ class EnginePool:
         self._router = router or Router()
         self._kind, self.roster = kind, Roster()
         self._free, self._supervised, self._loading = asyncio.Event(), NamedTasks(), NamedTasks()
-        self._loads = self._stopped = False  # `keep_loaded` runs; all have ended
+        self._loads = self._stopped = False  # `keep_loaded` runs
 
     def listen(self, on_load: Callable[[int], None]) -> None:
-        """`on_load` gets the live version whenever it may have changed, and -1 while no engine serves one."""
+        """Set `on_load`: called with the live version whenever it may have changed, with -1 while no engine serves
+        one."""
         self._on_load = on_load
 
     def report_to(self, say: Callable[[str], None]) -> None:
-        """`say` gets a sentence for every engine that is replaced, joins or leaves."""
+        """Set `say`: gets a log line for every engine that is replaced, joins or leaves."""
         self._say = say
 
     def keep_with(self, keep: Callable[[], Awaitable[None]]) -> None:
-        """`keep` journals the tokens in flight; an engine that leaves is asked for them first."""
+        """Set `keep`: journals the tokens in flight; called before an engine leaves."""
         self._keep = keep
 
     def announce_with(self, announce: Callable[[int], None]) -> None:
-        """`announce` tells other machines of a version that is published."""
+        """Set `announce`: tells other machines that a version is published."""
         self._announce = announce
 
     @property
     def published(self) -> int:
-        """The newest version in the mailbox."""
+        """Newest version in the mailbox."""
         return self._published
 
     @property
     def changed(self) -> Callable[[EngineHandle], None]:
-        """What an engine that will join calls when its state has changed."""
+        """The callback that a joining engine calls when its state has changed."""
         return self._changed
 
     @property
     def names(self) -> list[str]:
-        """The engines of the pool, those that start included and those that leave not, in the order in which they
-        came."""
+        """Names of the engines in order of arrival, including those that start and excluding those that leave."""
         return [name for name, engine in self._engines.items() if not engine.leaving]
 
     def has(self, name: str) -> bool:
-        """Whether the engine is one of the pool, starting or not."""
+        """Whether this engine is in the pool, started or not."""
         return name in self._engines
 
     @property
     def live(self) -> int:
-        """The oldest version that any engine serves. One that is being replaced, lags or leaves does not count: it has
-        the newest version before it gets groups again."""
+        """The oldest version that an engine serves. Engines being replaced, lagging or leaving do not count: they load
+        the newest version before they get groups again."""
         return min(self._versions, default=-1)
 
     def _changed(self, engine: EngineHandle) -> None:
@@ -142,8 +142,8 @@ class EnginePool:
             engine.end_for(doubt, final)
 
     def _count(self, name: str, version: int | None) -> None:
-        """The engine counts with a version, or not any more. Of hundreds of engines each tells of each version: nothing
-        here may go through all of them."""
+        """Count an engine under its version (None: no longer). Must not loop over all engines: with hundreds, each
+        reports each version."""
         if (before := self._counted.pop(name, None)) is not None:
             self._versions[before] -= 1
             if not self._versions[before]:
@@ -156,11 +156,11 @@ class EnginePool:
 
     async def start(self, version: int) -> None:
         """Start the run's own engines; each loads the newest publication, `version` or later, before it serves. Guests
-        may have joined already.
+        may have joined before.
 
         Raises:
-            RoleDied: one ended by itself, or was killed more often than `deadlines.engine_restarts`.
-            RoleFailed: one ended by a mistake of the user, whoever else has found it too.
+            RoleDied: an engine ended by itself, or was killed more often than `deadlines.engine_restarts`.
+            RoleFailed: an engine ended because of a user's mistake; takes precedence over other errors.
         """
         self.publish(version)
         await gather_or_cancel(*(self._start(engine) for name, engine in self._engines.items() if name in self._own))
@@ -176,14 +176,18 @@ class EnginePool:
             await engine.replace(death.how, self._say, engine.spec.publication_seconds)
 
     async def until_up(self, seconds: float) -> None:
-        """Return when an engine gets requests."""
+        """Wait until an engine takes requests.
+
+        Raises:
+            DeadlineExceeded: none does within `seconds`.
+        """
         async with deadline("conductor", "an engine to join", seconds):
             while not self._router.up:
                 self._free.clear()
                 await self._free.wait()
 
     def join(self, engine: EngineHandle) -> None:
-        """A guest: it is started, kept loaded and supervised until it leaves."""
+        """Add a guest engine: start it, keep it loaded and supervise it until it leaves."""
         engine.published = self._published
         self._engines[engine.name] = engine
         self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))
@@ -196,7 +200,7 @@ class EnginePool:
         await engine.supervise(self._say)
 
     async def _guarded(self, engine: EngineHandle, work: Coroutine[Any, Any, None]) -> None:
-        """What a guest fails of ends its stay and not the run."""
+        """Run `work` for an engine; a guest that fails leaves, without ending the run."""
         try:
             await work
         except (RoleError, WireError) as loss:
@@ -206,7 +210,7 @@ class EnginePool:
 
     async def drain(self, names: Sequence[str], why: str) -> None:
         """Take engines out of the run: they get no more groups, their tokens are journaled, and other engines continue
-        them; returns when they have ended."""
+        them. Returns when they have ended."""
         engines = [self._engines[name] for name in names if name in self._engines]  # others have gone by themselves
         for engine in engines:
             engine.begin_leaving()
@@ -219,7 +223,8 @@ class EnginePool:
         await self.leave(engine.name, why)
 
     async def leave(self, name: str, why: str) -> None:
-        """An engine is gone, or as good as gone: what it has is continued by others from the last journaled token."""
+        """Remove an engine that is gone or as good as gone; others continue its completions from the last journaled
+        token."""
         if self._stopped or (engine := self._engines.pop(name, None)) is None:
             return
         self._left[name] = engine
@@ -251,21 +256,21 @@ class EnginePool:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def generate(self, *requests: GenerateRequest, least: int = 0) -> AsyncIterator[Completion]:
-        """Completions from the least-loaded engine, of version `least` or newer; requests that are given together begin
-        there in the same step.
+        """Completions from the least-loaded engine with version `least` or newer. Requests passed together start there
+        in the same step.
 
         Raises:
-            EngineLost: the engine broke off. It is suspected then, unless it was told to give the requests up.
-            EngineLied: what it told of the requests is not to be kept.
+            EngineLost: the engine broke off; it is suspected, unless it was told to abort the requests.
+            EngineLied: its results are invalid and must not be kept.
             EngineLeft: it has left the run.
-            RefusedRequest: the engine will not serve them.
+            RefusedRequest: it refused them.
         """
         completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
         prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}
         name = await self._free_engine(completions)
         engine = self._engines[name]
         try:
-            # An engine that continues completions has to serve what sampled their last token: versions never fall.
+            # Versions never fall within a completion: the engine needs the version of the last token, or a newer one.
             stamps = (stamp for request in requests for prefix in request.prefixes for stamp in prefix.versions)
             if oldest := max(least, max(stamps, default=0)):
                 await engine.until_it_serves(oldest)
@@ -275,7 +280,7 @@ class EnginePool:
                 yield completion.written_by(name, prefixes[completion.request][completion.member])
         except EngineLeft:
             if not engine.lags:
-                engine.suspect()  # with its machine, which is silent or gone
+                engine.suspect()  # left with its machine, which is silent or gone
             raise
         except EngineLost as loss:
             if engine.leaving and not isinstance(loss, EngineLied):
@@ -313,7 +318,7 @@ class EnginePool:
 
     @property
     def absence(self) -> str:
-        """That no engine gets requests now, and why the last one has left; "" while one does."""
+        """Why no engine takes requests now, with the reason the last one left; "" while one does."""
         if self._router.up:
             return ""
         last = next(reversed(self._left.values()), None)
@@ -321,22 +326,22 @@ class EnginePool:
 
     @property
     def open(self) -> frozenset[str]:
-        """The requests that engines have now."""
+        """Ids of the requests that engines have now."""
         return frozenset(id for engine in self._engines.values() for id in engine.open)
 
     async def give_up(self, spared: Callable[[str], bool]) -> None:
-        """Abort every request that is not spared; when this returns, no engine has one. An engine that does not reply
-        within a second is left alone."""
+        """Abort every request except those for which `spared` is true; returns when all are gone. Engines that do not
+        reply within a second are skipped."""
         await gather_or_cancel(*(engine.give_up(spared) for engine in self._engines.values()))
 
     def break_off(self) -> None:
-        """Every request that engines have ends with EngineLost, at once."""
+        """End every open request with EngineLost at once."""
         for engine in self._engines.values():
             engine.client.break_off()
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
-        """What the completions in flight have beyond their known tokens; without an engine that does not reply within
-        `patience` seconds (None: `deadlines.answer`)."""
+        """Tokens of the completions in flight beyond the `known` ones. Engines that do not reply within `patience`
+        seconds (None: `deadlines.answer`) are skipped."""
         engines = list(self._engines.values())
         found = await asyncio.gather(*(engine.partials(known, patience) for engine in engines))
         return {
@@ -348,7 +353,7 @@ class EnginePool:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """A version is in the mailbox: every engine loads it."""
+        """Let every engine load `version`, which is in the mailbox."""
         self._published = self.roster.step = version
         self._announce(version)
         for engine in self._engines.values():
@@ -366,7 +371,7 @@ class EnginePool:
             await self._loading.close()
 
     async def reach(self, version: int) -> None:
-        """Return when every engine serves `version` or a newer one; loads it where needed."""
+        """Return when every engine serves `version` or newer, loading it where necessary."""
         for engine in self._engines.values():
             engine.published = max(engine.published, version)
         # One that joins has the newest version before it gets requests.
@@ -376,8 +381,8 @@ class EnginePool:
     # ── counters ─────────────────────────────────────────────────────────────────────────────────
 
     async def poll(self, patience: float | None = None) -> list[Span]:
-        """Ask every engine for its health (for `counted`) and its spans, which are returned. An engine that does not
-        reply within `patience` seconds (None: `deadlines.answer`) keeps its last counters for now."""
+        """Update the counters (`counted`) of every engine and return its spans. An engine that does not reply within
+        `patience` seconds (None: `deadlines.answer`) keeps its last counters."""
         for engine in self._engines.values():
             engine.notice_lag(self._lag, self._say)
         if polls := [engine.poll() for engine in self._engines.values() if engine.state is EngineState.UP]:
@@ -389,24 +394,24 @@ class EnginePool:
         return [*self._left.values(), *self._engines.values()]
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
-        """A counter summed over all engines, those that died or left included, up to their last poll."""
+        """Sum of a counter over all engines, including dead and departed ones, as of their last poll."""
         return sum(engine.counted(counter) for engine in self._all)
 
     def pressure(self) -> Pressure | None:
-        """How full the engines that get groups are by their last poll, and the completions that were preempted since
-        the last call; None where none has told."""
+        """Load of the engines that take groups, as of their last poll, and completions preempted since the last call;
+        None before any has reported."""
         before, self._preempted = self._preempted, self.counted(lambda health: health.preempted)
         told = [one.health.needed for one in self._engines.values() if one.takes and one.health is not None]
         return Pressure(max(told), round(self._preempted - before), len(told)) if told else None
 
     def busy(self) -> dict[str, float]:
-        """Seconds of work by engine, that of those which it replaced included."""
+        """Busy seconds by engine, including its earlier processes."""
         return {engine.name: engine.counted(lambda health: health.busy_seconds) for engine in self._all}
 
     def generated(self) -> dict[str, int]:
-        """Tokens by engine, those of the ones that it replaced included, up to the last poll."""
+        """Generated tokens by engine, including its earlier processes, as of the last poll."""
         return {engine.name: round(engine.counted(lambda health: health.generated)) for engine in self._all}
 
     def resident(self) -> dict[str, int]:
-        """Bytes of memory by engine, by the last poll of those that are up."""
+        """Resident memory in bytes by engine that is up, as of the last poll."""
         return {name: one.health.resident for name, one in self._engines.items() if one.health is not None}

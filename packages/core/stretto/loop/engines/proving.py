@@ -4,11 +4,11 @@
                                                      ▲      not proven: once more ───┘
                                                      └ then it is replaced; then the run ends with `UnprovenWeights`
 
-A make is measured at its first proof of a run: from then on it is allowed `_MARGIN` times as many units of rounding,
-never fewer than its type is granted, nor more than what a first proof may have.
+The first proof of a make in a run sets its tolerance: `_MARGIN` times the rounding units that were measured, at least
+those granted to its type, at most those allowed to a first proof.
 
-Between canaries an engine is judged by the tokens that it samples (`Proving.agreed`). The trainer compares those of the
-version in training; where these are few, the engine is asked to compute some of its own again.
+Between canaries an engine is judged by its sampled tokens (`Proving.agreed`). The trainer recomputes those it trains
+on; where these are few, the engine is asked to recompute some of its own.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from stretto.engine.spec import EngineSpec
 
 _KEPT = 4  # canaries: engines load the newest version, or the one before
 _LOOK_SECONDS = 0.02
-_CANARY_SECONDS = 600.0  # a trainer that has died after it has published trains the step again
+_CANARY_SECONDS = 600.0  # a trainer that died after publishing trains the step again
 _MARGIN = 6.0
-_ENOUGH_TOKENS = 32  # of an engine, for their mean to say something
-_ASKED_TOKENS = 64  # that an engine computes again
-_UNJUDGED = 2  # versions that it loads without being judged, before it is asked to
-THE_TRAINER, ITSELF = "the trainer", "its own forward"  #: who has computed sampled tokens again
-_NAMED = 3  # tensors that a sentence names
+_ENOUGH_TOKENS = 32  # tokens of an engine needed for a meaningful mean
+_ASKED_TOKENS = 64  # tokens that an engine recomputes
+_UNJUDGED = 2  # versions loaded without a judgement before it is asked to recompute
+THE_TRAINER, ITSELF = "the trainer", "its own forward"  #: the judge that recomputed sampled tokens
+_NAMED = 3  # most tensors named in a message
 
 
 @dataclass(frozen=True)
 class _Units:
-    """Limits in units of rounding, by the coarser type of engine and trainer: what a make is granted whatever was
-    measured, and what a first proof may need at most."""
+    """Limits in units of rounding, by the coarser dtype of engine and trainer: what any make is granted, and the most
+    that a first proof may need."""
 
     least: float
     first: float
@@ -63,21 +63,21 @@ class _Units:
 _UNITS = {"float32": _Units(16.0, 64.0), "bfloat16": _Units(2.0, 3.0), "float16": _Units(2.0, 3.0)}
 
 
-#: Gets what is doubted of an engine, and whether it is the replacement of one that was doubted for the same.
+#: Called with the doubt about an engine, and whether it replaced one doubted for the same reason (final).
 Distrust = Callable[[UnprovenWeights, bool], None]
 
 
 class _ComputesIn(msgspec.Struct):
-    """What is needed of an `EngineConfig`."""
+    """The fields of an `EngineConfig` needed here."""
 
     kind: str = "native"
     dtype: str = "float32"
 
 
 class Proving:
-    """The canaries of a run, what its engines made of them, and what they are allowed.
+    """The canaries of a run, the engines' results on them, and the tolerances.
 
-    A run without a trainer publishes nothing, and its engines prove nothing.
+    Without a trainer nothing is published and nothing needs proof.
     """
 
     def __init__(self) -> None:
@@ -88,26 +88,26 @@ class Proving:
         self._newest: dict[str, Proof] = {}
         self._worst: dict[str, Proof] = {}
         self._refused = self._since = 0
-        self._doubted: set[str] = set()  # engines that have not proven a version, and none since
+        self._doubted: set[str] = set()  # engines whose last proof failed
         self._text: tuple[int, ...] = ()
-        self._trained_in = "float32"  # what the trainer computes in
-        self._compared: dict[tuple[str, str], Agreement] = {}  # tokens that are too few, by engine and judge
-        self._unjudged: Counter[str] = Counter()  # versions that engines have loaded since they were judged
-        self._apart: set[tuple[str, str]] = set()  # engines that were last judged to be beyond the limit, by whom
-        self._replaced: set[tuple[str, str]] = set()  # those that were replaced for it, and not within it since
+        self._trained_in = "float32"  # the trainer's dtype
+        self._compared: dict[tuple[str, str], Agreement] = {}  # compared tokens, still too few, by engine and judge
+        self._unjudged: Counter[str] = Counter()  # versions loaded since the last judgement, by engine
+        self._apart: set[tuple[str, str]] = set()  # (engine, judge) pairs over the limit at the last judgement
+        self._replaced: set[tuple[str, str]] = set()  # pairs whose engine was replaced for it, and has not passed since
         self._say: Callable[[str], None] = lambda text: None
         self._distrust: Distrust = lambda doubt, final: None
 
     def expect(self, say: Callable[[str], None]) -> None:
-        """Every version is proven from now on; `say` gets a sentence for each that is not."""
+        """Require a proof of every version from now on; `say` gets a log line for each failure."""
         self._expected, self._say = True, say
 
     def replace_with(self, distrust: Distrust) -> None:
-        """`distrust` is called for an engine that is to be replaced."""
+        """Set `distrust`: called for an engine that must be replaced."""
         self._distrust = distrust
 
     def published(self, canary: Canary | None) -> None:
-        """The trainer has published a version with this canary."""
+        """Note the canary of a version that the trainer has published."""
         if canary is not None:
             self._text, self._trained_in = canary.token_ids, canary.dtype
             self._canaries[canary.version] = canary
@@ -115,15 +115,14 @@ class Proving:
                 del self._canaries[version]
 
     def doubts(self, engine: str) -> bool:
-        """Whether the engine has failed to prove a version before, and has proven none since; it is noted now."""
+        """Note a failed proof of this engine; True if its previous proof failed too."""
         before = engine in self._doubted
         self._doubted.add(engine)
         return before
 
     def agreed(self, agreement: Sequence[Agreement], judge: str = THE_TRAINER) -> None:
-        """Log-probabilities of sampled tokens were computed again, by this `judge`. They are added up until an engine
-        has enough to be judged. One that is beyond the limit twice, one time after the other, is replaced; so is its
-        replacement, and that is final."""
+        """Take comparisons of an engine's log-probabilities with those recomputed by `judge`, summed until there are
+        enough tokens. An engine over the limit twice in a row is replaced; if its replacement is too, that is final."""
         for one in agreement:
             case = one.engine, judge
             proof, added = self._newest.get(one.engine), _added(self._compared.get(case), one)
@@ -150,16 +149,16 @@ class Proving:
             self._distrust(UnprovenWeights(engine, told, 1), final)
 
     def _to_compute_again(self, engine: str) -> int:
-        """The tokens of its own that an engine is asked for."""
+        """How many of its own tokens an engine is asked to recompute."""
         doubted = {(engine, ITSELF)} & (self._apart | self._replaced)
         return _ASKED_TOKENS if doubted or self._unjudged[engine] >= _UNJUDGED else 0
 
     async def load(self, spec: EngineSpec, client: Engine, version: int, served: int = -1) -> int:
-        """Have an engine load a version, and once more where it does not prove it; returns the version that it has
-        proven. Without a trainer nothing can be proven: an engine that serves the version as `served` loads nothing.
+        """Make an engine load a version, twice if the first proof fails; returns the version it has proven. Without a
+        trainer there is no proof, and an engine that already serves the version (`served`) loads nothing.
 
         Raises:
-            UnprovenWeights: it has not proven it.
+            UnprovenWeights: both proofs failed.
             EngineLost, WireError, DeadlineExceeded: as for `Engine.update`.
         """
         if not self._expected:
@@ -215,12 +214,12 @@ class Proving:
             ranges.append((proof.version, proof.version))
 
     def shares(self) -> dict[str, float]:
-        """The newest distance of each engine from the trainer, as a share of its tolerance."""
+        """Latest distance of each engine from the trainer, as a share of its tolerance."""
         return {name: one.distance / one.tolerance for name, one in self._newest.items() if one.tolerance}
 
     @property
     def record(self) -> CanaryRecord:
-        """What is known, for the ledger."""
+        """The state to keep in the ledger."""
         return CanaryRecord(
             since=self._since,
             token_ids=self._text,
@@ -232,7 +231,7 @@ class Proving:
         )
 
     def restore(self, record: CanaryRecord) -> None:
-        """Go on from the record of an earlier process of the run."""
+        """Continue from the record of an earlier process of the run."""
         self._since, self._refused, self._text = record.since, record.refused, record.token_ids
         self._tolerances = {one.make: one for one in record.tolerances}
         self._ranges = {one.engine: list(one.ranges) for one in record.proven}

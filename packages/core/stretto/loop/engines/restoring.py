@@ -1,4 +1,4 @@
-"""The groups that an earlier process of the run had not trained come back from the ledger."""
+"""Restore the untrained groups of an earlier process from the ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from stretto.store.ledger.reading import UnfinishedGroup
 def restore(
     controller: Controller, state: ControllerState, unfinished: Sequence[UnfinishedGroup]
 ) -> dict[str, GroupInFlight]:
-    """Give the controller the groups that an earlier process had not trained; returns the tokens of those in flight."""
+    """Give the controller the groups that an earlier process had not trained; returns the progress of those in flight,
+    by group."""
     for group in unfinished:
         failures = state.failures.get(group.id, 0)
         controller.restore(group.id, group.admitted_version, group.trajectories, failures, group.max_staleness)
@@ -21,7 +22,7 @@ def restore(
 
 
 def _in_flight(group: UnfinishedGroup) -> GroupInFlight:
-    """A group of single turns, each of one segment."""
+    """Progress of a group of single turns, one segment each."""
     known = {member: found.segments[0] for member, found in group.members.items() if found.segments}
     ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
     return GroupInFlight(

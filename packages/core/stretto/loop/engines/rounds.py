@@ -3,12 +3,11 @@
     admission ─► a round ─┬─► portion 0 ─► an engine without other work ─┐
                           └─► portion 1 ─► an engine without other work ─┴─► judged ─► all groups leave together
 
-Which rows a step computes together decides the last bits of their numbers. Here it follows from the questions and the
-weights: a round is every group that may start when none is in flight (`rollout.controller.Controller`), its portions
-are dealt by the place in it, and a portion goes to an engine as a whole and is alone there. Which engine that is, and
-when, makes no difference. Groups leave a round in its order and in one go, so that the ledger, whenever the run is
-killed, knows the round as in flight or as over: the run that goes on asks all of it again, from its first tokens. So
-does one that has lost an engine (`loop.engines.in_flight.InFlight` without a journal).
+Batch composition decides the last bits of the results. Here it depends on the questions and the weights alone. A round
+is every group that may start when none is in flight (`rollout.controller.Controller`). It is dealt into portions by
+place; a portion runs alone on one engine, no matter which or when. All groups leave together and in order, so the
+ledger knows a round either as in flight or as over. After a crash, or the loss of an engine, the whole round or portion
+is generated again from the first token (`loop.engines.in_flight.InFlight` without a journal).
 (docs/explanation/decisions/0010-rounds.md)
 """
 
@@ -24,22 +23,23 @@ from stretto.worlds.single_turn import GroupWorkflow
 
 
 class Portion:
-    """Groups that one engine generates together; the request is sent when all groups still wanted have arrived."""
+    """Groups that one engine generates together; the request is sent once all groups still in the portion have called
+    `generate`."""
 
     def __init__(self, generate: Generate, ids: Sequence[str]) -> None:
         self._generate = generate
         self._requests: dict[str, GenerateRequest | None] = dict.fromkeys(ids)  # in the order of the round
         self._wanted = set(ids)
-        self._queues: dict[str, asyncio.Queue[Completion | Exception]] = {}  # of the groups that have come
-        self._sent = False  # and the engine was not lost since
+        self._queues: dict[str, asyncio.Queue[Completion | Exception]] = {}  # of groups that have arrived
+        self._sent = False  # reset when the engine is lost
         self._generating: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
-        """The completions of one group.
+        """The completions of one group, once all groups of the portion have asked.
 
         Raises:
-            EngineLost: the engine was lost; the portion is requested again when all groups still wanted have come back.
-            RefusedRequest: the engine will not serve the portion.
+            EngineLost: the engine was lost; the portion is sent again when all its remaining groups have asked again.
+            RefusedRequest: the engine refused the portion.
         """
         self._requests[request.id] = request
         queue = self._queues[request.id] = asyncio.Queue()
@@ -57,7 +57,7 @@ class Portion:
                 self._generating.cancel()
 
     def leave(self, id: str) -> None:
-        """The group does not come back."""
+        """Remove a group that will not ask again."""
         self._wanted.discard(id)
         self._send_if_all_have_come()
 
@@ -69,7 +69,7 @@ class Portion:
     async def _send(self, requests: Sequence[GenerateRequest]) -> None:
         try:
             async for completion in self._generate(*requests):
-                if completion.request in self._queues:  # else it is known from before an engine was lost
+                if completion.request in self._queues:  # else it is left over from before a loss
                     self._queues[completion.request].put_nowait(completion)
         except Exception as error:  # any failure of the engine is raised in every group that waits for the portion
             self._sent = False
@@ -78,7 +78,7 @@ class Portion:
 
 
 class Rounds:
-    """Stands between the groups and the engines (`generate`), and between the workflow and the conductor (`together`).
+    """Generates for groups in rounds (`generate`), and releases the groups of a round together (`together`).
 
     Args:
         tickets: the groups in flight, in the order of their admission.
@@ -87,12 +87,12 @@ class Rounds:
 
     def __init__(self, generate: Generate, tickets: Callable[[], Sequence[Ticket]], portions: int) -> None:
         self._generate, self._tickets, self._count = generate, tickets, portions
-        self._portions: dict[str, Portion] = {}  # of each group of the round
-        self._gates: dict[str, asyncio.Future[None]] = {}  # through which they leave, in the order of the round
-        self._missing: set[str] = set()  # groups that are not judged
+        self._portions: dict[str, Portion] = {}  # portion of each group of the round
+        self._gates: dict[str, asyncio.Future[None]] = {}  # opened in the order of the round to let groups leave
+        self._missing: set[str] = set()  # groups not judged yet
 
     def together(self, workflow: GroupWorkflow) -> GroupWorkflow:
-        """The workflow, whose groups leave when the last one of the round is judged, or has failed."""
+        """Wrap `workflow` so that each group returns only when all groups of its round are judged or have failed."""
 
         async def until_all_are_judged(ticket: Ticket) -> Sequence[Trajectory]:
             self._begin(ticket.group_id)
@@ -110,15 +110,20 @@ class Rounds:
         return until_all_are_judged
 
     def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
-        """The completions of one group of the round; as for `Portion`. All engines of a round have one version."""
+        """The completions of one group of the current round, once its whole portion has asked. `least` is ignored: all
+        engines of a round have one version.
+
+        Raises:
+            EngineLost, RefusedRequest: as for `Portion.generate`.
+        """
         return self._portions[request.id].generate(request)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
-        """Nothing: a round that was cut short starts again as a whole."""
+        """Empty: an interrupted round starts again as a whole."""
         return {}
 
     def _begin(self, id: str) -> None:
-        """The first group of a round finds all the others in flight, too: they were admitted in one go."""
+        """Deal the round's portions when its first group starts; by then all groups of the round are admitted."""
         if id in self._missing:
             return
         ids = [ticket.group_id for ticket in self._tickets()]
@@ -135,7 +140,7 @@ class Rounds:
         self._missing.discard(id)
         self._portions[id].leave(id)
         if not self._missing:
-            # A moment later, when the last group waits, too: else it would be the first to leave.
+            # In the next turn of the event loop, when the last group waits too; else it would leave first.
             asyncio.get_running_loop().call_soon(self._open_gates)
 
     def _open_gates(self) -> None:

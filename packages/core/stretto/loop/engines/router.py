@@ -1,4 +1,4 @@
-"""Which engine gets the next group; and requests are made again when their engine is lost."""
+"""Choose the engine for the next group; retry requests whose engine is lost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from types import TracebackType
 
 from stretto.core.errors import EngineLeft, EngineLost
 
-#: Engines that requests may lose before they are given up: the requests may be what the engines die of.
+#: Engines lost with the same requests before these are given up: they may be the cause.
 LOSSES = 3
 
 
 class Router:
-    """The engine with the fewest completions in flight, of those that are up.
+    """Chooses the engine with the fewest completions in flight among those that are up.
 
     >>> router = Router(["engine-0", "engine-1"])
     >>> router.start(8), router.start(8), router.start(8)
@@ -31,44 +31,44 @@ class Router:
 
     @property
     def up(self) -> frozenset[str]:
-        """The engines that get groups."""
+        """Engines that take groups."""
         return frozenset(self._up)
 
     def gives(self, engine: str) -> bool:
-        """Whether the engine gets groups."""
+        """Whether this engine gets groups."""
         return engine in self._up
 
     def load(self, engine: str) -> int:
-        """Completions that the engine has in flight."""
+        """Number of completions in flight on this engine."""
         return self._load.get(engine, 0)
 
     def start(self, completions: int) -> str | None:
-        """The engine that gets a group of `completions`; None while there is none."""
+        """Choose and charge the engine for a group of `completions`; None while there is none."""
         engine = min(self._free(), key=self._load.__getitem__, default=None)
         if engine is not None:
             self._load[engine] += completions
         return engine
 
     def finish(self, engine: str, completions: int) -> None:
-        """A group has left the engine, complete or not."""
+        """Note that a group has left the engine, complete or not."""
         self._load[engine] -= completions
 
     def leave(self, engine: str) -> None:
-        """The engine is down: it gets no more groups."""
+        """Give this engine no more groups: it is down."""
         del self._up[engine]
 
     def join(self, engine: str) -> None:
-        """The engine is up and has the newest version."""
+        """Give this engine groups: it is up, with the newest version."""
         self._load.setdefault(engine, 0)
         self._up[engine] = None
 
     def _free(self) -> Collection[str]:
-        """The engines that may get a group now."""
+        """Engines that may get a group now."""
         return self._up
 
 
 class ExclusiveRouter(Router):
-    """An engine that has something in flight gets nothing else: what it computes together was given together.
+    """Gives an engine new work only when it has nothing in flight, so that it batches exactly what was given together.
 
     >>> router = ExclusiveRouter(["engine-0"])
     >>> router.start(8), router.start(8)
@@ -80,7 +80,7 @@ class ExclusiveRouter(Router):
 
 
 class _Attempt(contextlib.AbstractContextManager["_Attempt"]):
-    """Ends with the loss of an engine, which is raised if it is the last attempt."""
+    """One attempt, ended by the loss of an engine; the last attempt raises it."""
 
     def __init__(self, last: bool) -> None:
         self._last, self.lost = last, False
@@ -88,15 +88,15 @@ class _Attempt(contextlib.AbstractContextManager["_Attempt"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, EngineLeft):  # what was asked of it is not the cause
+        if isinstance(error, EngineLeft):  # its requests are not the cause
             return True
         self.lost = isinstance(error, EngineLost)
         return self.lost and not self._last
 
 
 def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
-    """Attempts to generate: the loss of an engine ends one of them, and the loss of the last one is raised. An engine
-    that leaves the run is no loss.
+    """Context managers, one per attempt: each suppresses the loss of an engine, so that the loop tries again, except
+    the last. An engine that leaves the run (EngineLeft) uses up no attempt.
 
     Example::
 

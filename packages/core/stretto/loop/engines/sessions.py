@@ -1,4 +1,4 @@
-"""The sessions of a run: trajectories in the making, with their turns and calls in the ledger.
+"""Sessions of a run: trajectories in progress, with their turns and calls in the ledger.
 
 engine ─► tokens ─► InFlight ─┐
 workflow ─► calls ─► Session ─┴─► ledger ─► after a crash: `TrajectorySessions(restored=...)`
@@ -21,7 +21,7 @@ from stretto.store.ledger.reading import UnfinishedGroup
 
 
 class SessionLedger(Protocol):
-    """Satisfied by `store.ledger.ledger.Ledger`."""
+    """The ledger, as sessions use it (`store.ledger.ledger.Ledger`)."""
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None: ...
     def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None: ...
@@ -46,17 +46,17 @@ class LedgerRecord:
 
 
 class TrajectorySessions:
-    """Opens sessions of trajectories in flight."""
+    """Opens the sessions of trajectories in flight."""
 
     def __init__(
         self, in_flight: InFlight, ledger: SessionLedger, restored: Mapping[str, UnfinishedMember] | None = None
     ) -> None:
-        """`restored`: what an earlier process of the run had on record, by trajectory."""
+        """`restored`: records of an earlier process of the run, by trajectory."""
         self._in_flight, self._ledger = in_flight, ledger
         self._restored = dict(restored or {})
 
     def open(self, id: str, prompt: tuple[int, ...], seed: int) -> Session:
-        """The session of a trajectory, with what is on record of it."""
+        """The session of a trajectory, continued from its record if there is one."""
         known = self._restored.pop(id, UnfinishedMember())
         record = LedgerRecord(self._ledger, id)
         self._in_flight.begin(id, known.segments)
@@ -65,7 +65,7 @@ class TrajectorySessions:
 
 @dataclass(frozen=True)
 class PersistentTurns:
-    """A sampler that samples a turn again whose engine is lost (satisfies `conversation.session.Sampler`)."""
+    """A sampler that retries a turn whose engine is lost (satisfies `conversation.session.Sampler`)."""
 
     whole: WholeTurns
 
@@ -80,7 +80,8 @@ class PersistentTurns:
 def sessions_of_evaluation(
     generate: Generate, count: Callable[[Completion], None]
 ) -> Callable[[str, tuple[int, ...], int], Session]:
-    """Opens sessions that no record outlives: a turn whose engine is lost is sampled again. `count` gets each turn."""
+    """A function that opens sessions without a record; lost turns are sampled again. `count` is called with each
+    turn."""
 
     def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
         record = MemoryRecord()
@@ -97,7 +98,7 @@ def sessions_of_evaluation(
 
 
 def unfinished_sessions(unfinished: Sequence[UnfinishedGroup]) -> dict[str, UnfinishedMember]:
-    """What is on record of the trajectories in flight."""
+    """Records of the trajectories in flight, by id."""
     return {
         trajectory_id(group.id, member): found
         for group in unfinished

@@ -1,7 +1,7 @@
 """The trainer's process as the conductor sees it: orders, each with a reply within its deadline.
 
-A trainer that dies or hangs is replaced: the new one begins with the last checkpoint, trains the batches since again
-(the ledger has them), and carries out the order that its predecessor did not.
+A trainer that dies or hangs is replaced. The new one loads the last checkpoint, trains the later batches again from the
+ledger, and then carries out the unfinished order.
 """
 
 from __future__ import annotations
@@ -57,31 +57,31 @@ class RankStarter(Protocol):
     """Starts the trainer's ranks on other machines."""
 
     async def start(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
-        """Have them started (`RanksAwaited.spec`) for the trainer of this spec. Ranks of an earlier trainer end by
-        themselves; they are gone, or killed, when this returns.
+        """Start the ranks of `awaited.spec` for this trainer. When this returns, ranks of an earlier trainer are gone
+        or killed.
 
         Raises:
-            RoleDied: no machine takes one of them; names it.
+            RoleDied: no machine takes one of them (named).
         """
         ...
 
 
 class RunPast(Protocol):
-    """Satisfied by `loop.learner.recovery.Recovery`."""
+    """The run's checkpoints and batches, to restore a trainer (`loop.learner.recovery.Recovery`)."""
 
     def newest(self, version: int) -> Checkpoint | None: ...
     def batch(self, step: int) -> Batch: ...
 
 
 class CanaryListener(Protocol):
-    """Satisfied by `loop.engines.proving.Proving`."""
+    """Receives the canary of each published version (`loop.engines.proving.Proving`)."""
 
     def published(self, canary: Canary | None) -> None: ...
     def agreed(self, agreement: Sequence[Agreement]) -> None: ...
 
 
 class TrainerLink:
-    """One order at a time; replies come in the order of the orders."""
+    """Sends the trainer one order at a time and waits for its reply."""
 
     def __init__(
         self,
@@ -92,12 +92,12 @@ class TrainerLink:
         spawner: Spawner = FRESH,
         elsewhere: RankStarter | None = None,
     ) -> None:
-        """`recovery` None: a trainer that dies is not replaced. `role` is the module that plays one; `elsewhere` starts
-        its ranks on other machines, if it has such."""
+        """`recovery` None: a trainer that dies is not replaced. `role`: module that its process runs; `elsewhere`:
+        starts its ranks on other machines, if any."""
         self._log, self._role, self._spawner = log, role, spawner
         self._deadlines, self._recovery, self._elsewhere = deadlines, recovery, elsewhere
         self._spec: TrainerSpec | None = None
-        self._version = 0  # trained, and the conductor knows
+        self._version = 0  # newest version that the conductor knows
         restarts = RestartBudget(deadlines.trainer_restarts, deadlines.restart_window)
         self._supervisor = Supervisor(
             "trainer",
@@ -116,28 +116,28 @@ class TrainerLink:
         self._turn = asyncio.Lock()
         self._say: Callable[[str], None] = lambda text: None
         self._listener: CanaryListener | None = None
-        self.replayed: list[Update] = []  # of the steps that were done again when the run went on
+        self.replayed: list[Update] = []  # of steps repeated at the start of a resumed run
         self._new_process()
 
     def _new_process(self) -> None:
         self.process = RoleProcess("trainer", self._role, self._log, self._deadlines.hung, self._spawner)
         self._channel: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER, str(self._log))
-        self._replies: TrainerReplies | None = None  # from when it is started
-        self._abandoned = False  # an order was given up before its reply came
+        self._replies: TrainerReplies | None = None  # since its start
+        self._abandoned = False  # an order was abandoned before its reply
 
     def report_to(self, say: Callable[[str], None]) -> None:
-        """`say` gets a line for every trainer that is replaced."""
+        """Set `say`: gets a log line for every replaced trainer."""
         self._say = say
 
     def tell_canaries(self, listener: CanaryListener) -> None:
-        """`listener` gets the canary of each version that is published, again when it is published again."""
+        """Set `listener`: gets the canary of each published version; after a replacement, again."""
         self._listener = listener
 
     async def start(self, spec: TrainerSpec, version: int = 0, *, publish: bool = True) -> None:
-        """Start the process and bring it to `version`; when this returns that is published, if it is to be.
+        """Start the process and bring it to `version`; returns when that is published, or trained if not `publish`.
 
         Raises:
-            RoleDied: it has died too often.
+            RoleDied: it died too often.
         """
         self._spec, self._version, self._publishes = spec, version, publish
         try:
@@ -146,7 +146,7 @@ class TrainerLink:
             self.replayed = await self._replace(death)
 
     async def _begin(self) -> list[Update]:
-        """A process at the version of the run, which it has published."""
+        """Start a process, bring it to the run's version and publish that; returns the steps it repeated."""
         updates = await self._reach()
         if self._publishes:
             order, awaited = Publish(), f"to publish version {self._version}"
@@ -156,7 +156,8 @@ class TrainerLink:
         return updates
 
     async def _reach(self) -> list[Update]:
-        """A process at the version of the run: from the last checkpoint over the batches since."""
+        """Start a process and bring it to the run's version: load the last checkpoint, train the later batches; returns
+        these steps."""
         assert self._spec is not None, "start() comes first"
         folder, recovery = self._spec.checkpoint, self._recovery
         if recovery is not None and (newest := await asyncio.to_thread(recovery.newest, self._version)) is not None:
@@ -169,7 +170,7 @@ class TrainerLink:
             log=str(self._log),
             hung=self._deadlines.hung,
             collective=max(self._deadlines.start, self._deadlines.step, self._deadlines.save),
-            assembly=self._deadlines.start / 2,  # the ranks that did not come are named before the trainer is given up
+            assembly=self._deadlines.start / 2,  # report missing ranks before the trainer's own timeout
         )
         if self._retired:
             raise RoleDied("trainer", "is not started again: the run ends")
@@ -191,7 +192,7 @@ class TrainerLink:
         return updates
 
     async def train(self, batch: Batch, *, publish: bool = True) -> Update:
-        """Train on the batch; when this returns the next version is published, if it is to be."""
+        """Train on the batch and, if `publish`, publish the next version; returns when both are done."""
         async with self._order():
             trained = await self._until_done(
                 Train(batch=batch, publish=publish), Trained, f"to finish step {batch.step}", self._deadlines.step
@@ -205,12 +206,12 @@ class TrainerLink:
         return trained.update
 
     async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None] = lambda: None) -> None:
-        """Write what training needs to go on; durable only once the store has committed the folder.
+        """Write the trainer's full state to `folder`; durable only once the store has committed the folder.
 
-        `on_copied` is called when the trainer has a copy: it takes orders again, while the copy is written.
+        `on_copied` is called when the trainer has a copy in memory: it takes orders again while the copy is written.
 
         Raises:
-            CheckpointLost: it has ended before it was written; the one that takes its place may stand at a later step.
+            CheckpointLost: the trainer ended before it was written; its replacement may be at a later step.
             RoleFailed: the folder cannot be written.
         """
         async with self._order():
@@ -226,7 +227,7 @@ class TrainerLink:
             raise CheckpointLost(folder.name, str(death)) from None
 
     async def save_policy(self, folder: Path) -> None:
-        """Write a Hugging Face folder."""
+        """Write the policy to `folder` as a Hugging Face model."""
         async with self._order():
             order, awaited = SavePolicy(folder=str(folder)), f"to write policy {folder.name}"
             saved = await self._until_done(order, PolicySaved, awaited, self._deadlines.save)
@@ -242,7 +243,7 @@ class TrainerLink:
                 self._began = None
 
     async def _until_done(self, order: ToTrainer, kind: type[Reply], awaited: str, seconds: float) -> Reply:
-        """The reply to an order, from this trainer or from its replacement."""
+        """Send an order until a trainer, this one or a replacement, replies; returns the reply."""
         while True:
             try:
                 return await self._ask(order, kind, awaited, seconds)
@@ -250,15 +251,15 @@ class TrainerLink:
                 await self._replace(death)
 
     async def _replace(self, death: RoleDied) -> list[Update]:
-        """A new trainer with the state of the dead one, published again; and the steps that it trained again.
+        """Start a new trainer at the dead one's version and publish that again; returns the steps it repeated.
 
         Raises:
-            RoleDied: it has died too often, or cannot be replaced, or not any more.
+            RoleDied: it died too often, or cannot be replaced (any more).
         """
         return await self._supervisor.replace(death.how)
 
     async def _begin_anew(self) -> list[Update]:
-        """As `_begin`, after the process before it."""
+        """As `_begin`, after cleaning up the previous process."""
         self._channel.close()
         await self.process.stop(0.0)
         self._new_process()
@@ -272,10 +273,10 @@ class TrainerLink:
         return await self._receive(kind, awaited, seconds)
 
     async def supervise(self) -> NoReturn:
-        """Replace the trainer when it ends while no order is under way; otherwise the caller of the order replaces it.
+        """Replace the trainer when it ends while no order is running; during an order the order's caller does.
 
         Raises:
-            RoleDied: it has died too often, or cannot be replaced.
+            RoleDied: it died too often, or cannot be replaced.
         """
         while True:
             process = self.process
@@ -286,14 +287,14 @@ class TrainerLink:
                     await self._replace(await self._death(how))
 
     async def _death(self, how: str) -> RoleDied:
-        """Why it has ended while nobody waited for a reply: which of its ranks it has lost, or `how` it seems.
+        """The reason it ended while nobody waited for a reply: a lost rank that it named, otherwise `how`.
 
         Raises:
-            RoleFailed: it has said that it cannot go on.
+            RoleFailed: its last message says that it cannot continue.
         """
         reply = None
         if self._replies is not None:
-            with contextlib.suppress(RoleError):  # it has said nothing
+            with contextlib.suppress(RoleError):  # no message
                 reply = await self._replies.next("to say why it ends", _LAST_REPLY_SECONDS)
         if isinstance(reply, Failed):
             raise RoleFailed("trainer", reply.problem, reply.exit_code)
@@ -323,13 +324,13 @@ class TrainerLink:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds of its spans; the order under way, which has none yet, counts from when it was given."""
+        """Seconds of its finished spans plus the time since the current order was given."""
         return self._spanned + (time.monotonic() - self._began if self._began is not None else 0.0)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Orders that were done, and whole seconds for which its process has computed: a step that hangs changes
-        neither, a long one does. (Its heartbeat alone takes a second of CPU time in some hours.)"""
+        """Finished orders, and whole CPU seconds of its process. A hanging step changes neither, a long one does. (Its
+        heartbeat alone needs hours for a CPU second.)"""
         return self._orders_done, int(self.process.cpu_seconds()) if self.process.running else 0
 
     def drain_spans(self) -> list[Span]:
@@ -339,18 +340,18 @@ class TrainerLink:
 
     @property
     def ready(self) -> bool:
-        """Is it there, and is no order under way?"""
+        """Whether the process is up and idle."""
         return self._channel.is_open and self.process.running and not self._turn.locked() and not self._abandoned
 
     def retire(self) -> None:
-        """The run is about to end: a trainer that dies from now on is not replaced."""
+        """Do not replace a trainer that dies from now on: the run is about to end."""
         self._retired = True
 
     async def stop(self, grace: float) -> None:
-        """Ask it to end; it is gone when this returns, and no other one takes its place."""
+        """Ask it to end; returns when it is gone. It is not replaced."""
         self.retire()
         if self.ready:
-            with contextlib.suppress(RoleError):  # it is on its way out already; process.stop() waits for it
+            with contextlib.suppress(RoleError):  # it is ending already; process.stop() waits for it
                 await self._channel.send(Stop())
         self._channel.close()
         await self.process.stop(grace)

@@ -1,4 +1,4 @@
-"""State of a trainer: its start, the last whole checkpoint, the batches since (docs/explanation/decisions/0002)."""
+"""Sources of a trainer's state: start, last whole checkpoint, later batches (docs/explanation/decisions/0002)."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_fact
 
-START = "start"  #: the seals of every file that the run starts from, by folder, in the ledger
+START = "start"  #: ledger key: digests of every file that the run starts from, by folder
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """The run's own past, read whenever a trainer has to be brought back to it; every call reads whole files.
+    """Reads checkpoints and batches of the run to restore a trainer; every call reads whole files.
 
-    Example: checkpoint of step 40, batches of 41 to 43: ``newest(43).step == 40``, and ``batch(41)`` comes next.
+    Example: checkpoint of step 40, batches of 41 to 43: ``newest(43).step == 40``, then ``batch(41)``.
     """
 
     folder: RunFolder
     keep: int
 
     def newest(self, version: int) -> Checkpoint | None:
-        """The newest whole checkpoint that is not past `version`; None when the run has to be trained from its start.
+        """The newest whole checkpoint not past `version`; None if training must start from the beginning.
 
         Raises:
-            StoreError: there are checkpoints and none is whole, or the start is not what it was.
+            StoreError: there are checkpoints but none is whole, or the start has changed.
         """
         if version or self.folder.policy(0).exists():
             check_start(self.folder)
         return Checkpoints(self.folder.checkpoints, self.keep).latest(version)
 
     def batch(self, step: int) -> Batch:
-        """What step `step` was trained on.
+        """The batch of step `step`.
 
         Raises:
-            StoreError: it is not on record, with every token.
+            StoreError: it is not fully on record.
         """
         (batch,) = read_batches(self.folder.ledger, step - 1, step)
         return batch
 
 
 def seal_start(ledger: Ledger, policy: Path, reference: str | None) -> None:
-    """Put on record what the run starts from: the policy, which becomes version 0, and the folder of a reference."""
+    """Record the digests of the folders that the run starts from: the policy (version 0) and the reference."""
     start = {"policy/v000000": seal_files(policy)}
     if reference is not None:
         start[reference] = seal_files(Path(reference))
@@ -55,10 +55,10 @@ def seal_start(ledger: Ledger, policy: Path, reference: str | None) -> None:
 
 
 def check_start(folder: RunFolder) -> None:
-    """Compare what the run started from with its seals, byte for byte; a run of an older format has none.
+    """Compare the folders that the run started from with their recorded digests. Runs of an older format have none.
 
     Raises:
-        StoreError: names the file that is missing or another, and what it was.
+        StoreError: a file is missing or changed; names it and the recorded state.
     """
     start = read_fact(folder.ledger, START, dict[str, dict[str, FileSeal]]) or {}
     for name, files in start.items():

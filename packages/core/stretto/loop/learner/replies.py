@@ -1,4 +1,4 @@
-"""The messages of a trainer: replies in the order of its orders, and notices of written checkpoints between them."""
+"""Messages of a trainer: replies in the order of the orders, and notices of written checkpoints in between."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stretto.trainer.messages import CheckpointFailed, CheckpointSaved, FromTrai
 
 
 class TrainerReplies:
-    """Receives from one trainer's process while its channel is open."""
+    """Receives the messages of one trainer process while its channel is open."""
 
     def __init__(self, channel: ConductorEnd[FromTrainer]) -> None:
         self._channel = channel
@@ -27,7 +27,7 @@ class TrainerReplies:
         """The next reply.
 
         Raises:
-            DeadlineExceeded: there was none in time.
+            DeadlineExceeded: none came in time.
             RoleDied: the trainer closed its end.
         """
         async with deadline("conductor", f"{self._channel.role} {awaited}", seconds):
@@ -38,7 +38,7 @@ class TrainerReplies:
         return reply
 
     async def saved(self, folder: str, seconds: float) -> None:
-        """Returns when the checkpoint is in its folder.
+        """Wait until the checkpoint is in its folder.
 
         Raises:
             RoleDied: the trainer ended before.
@@ -50,7 +50,7 @@ class TrainerReplies:
         del self._writing[folder]
 
     async def _listen(self) -> None:
-        """Has no deadline: its owner is the link, which closes the channel."""
+        """No deadline: the link owns this task and closes the channel."""
         while True:
             try:
                 message = await self._channel.next()

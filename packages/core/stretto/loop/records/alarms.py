@@ -1,4 +1,4 @@
-"""For a person who watches a run: samples of completions, and alarms about the reward."""
+"""For a person watching a run: samples of completions, and alarms about the reward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from stretto.store.series.lines import LineWriter
 from stretto.store.series.progress import LONGEST
 from stretto.store.series.samples import SampledCompletion
 
-_ALARM_GROUPS = 32  # without a right completion; then at twice as many each time
-_KINDS = 20  # of undecided verdicts that are reported
-_PROMPT, _GOLD, _WORTH = 26, 14, 24  # characters of what stands beside a completion on its line
-WINDOW = 10.0  # seconds over which work is counted: a worker reports it when a completion is judged
+_ALARM_GROUPS = 32  # groups without a right completion before the first alarm; doubles each time
+_KINDS = 20  # kinds of undecided verdicts reported
+_PROMPT, _GOLD, _WORTH = 26, 14, 24  # characters beside a completion on its line
+WINDOW = 10.0  # window in seconds: workers report their time only when a completion is judged
 _SATURATED = 0.9
 
 
 class WatchedSamples:
-    """Shows and keeps one judged group every `seconds`; 0: none.
+    """Shows and stores one judged group every `seconds` (0: none), and raises alarms.
 
-    Alarms: each kind of undecided verdict, once; that no completion is right, again at twice as many groups.
+    Alarms: each kind of undecided verdict, once; no right completion so far, again at twice as many groups.
     """
 
     def __init__(self, folder: RunFolder, say: Callable[[str], None], seconds: float) -> None:
@@ -36,7 +36,7 @@ class WatchedSamples:
         self._kinds: set[str] = set()
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """A group has its verdicts."""
+        """Take a judged group: show a sample of it if one is due, and raise alarms."""
         self._note_right(trajectories)
         self._note_undecided(trajectories)
         if trajectories and self._seconds and time.monotonic() >= self._due:
@@ -44,7 +44,7 @@ class WatchedSamples:
             self._show([SampledCompletion.of(prompt, t.versions, t.text, t.verdict) for t in trajectories])
 
     def held_out(self, samples: Sequence[SampledCompletion]) -> None:
-        """An evaluation is whole."""
+        """Store the samples of a finished evaluation."""
         self._held_out.append(samples)
 
     def _note_right(self, trajectories: Sequence[Trajectory]) -> None:
@@ -66,7 +66,7 @@ class WatchedSamples:
                 self._say(f"a completion is undecided: {reason} (said once; `stretto export` has all of them)")
 
     def _show(self, samples: Sequence[SampledCompletion]) -> None:
-        """The first one, and one with another outcome if there is one."""
+        """Show the first sample, and one with another outcome if there is one."""
         others = [sample for sample in samples if sample.outcome is not samples[0].outcome]
         shown = [samples[0], *others[:1]]
         self._samples.append(shown)
@@ -75,7 +75,7 @@ class WatchedSamples:
 
 
 def line(sample: SampledCompletion) -> str:
-    """A sample on one line of `LONGEST` characters at most.
+    """A sample on one line of at most `LONGEST` characters.
 
     >>> line(SampledCompletion(7, "17", "3+8=", "11", "3+8=11", Outcome.RIGHT, 1.0, "", (6, 7)))
     "sample v6-7: '3+8=' -> '3+8=11' | gold '11' | right, reward 1"
@@ -92,7 +92,7 @@ def line(sample: SampledCompletion) -> str:
 
 
 def _short(text: str, room: int) -> str:
-    """A text in quotes, both ends of it if it is longer than its room, since the final answer is at the end.
+    """A text in quotes; if longer than `room`, its start and its end, where the final answer is.
 
     >>> _short("3+8=11", 20), _short("three and eight are eleven", 20)
     ("'3+8=11'", "'three a ... eleven'")
@@ -105,19 +105,21 @@ def _short(text: str, room: int) -> str:
 
 
 class SlowReward:
-    """Notices a reward that is slower than generation: its workers are always busy, and the engines are not.
+    """Detects a reward slower than generation: its workers are always busy while the engines are not.
 
-    `name` is what the recipe calls the reward.
+    `name`: the reward's name in the recipe.
     """
 
     def __init__(self, name: str, workers: int) -> None:
         self.name, self.workers = name, workers
-        self.found = ""  #: the name, while the reward is what the run waits for
+        self.found = ""  #: the reward's name while it is the bottleneck, else ""
         self._told = False
-        self._seen: deque[tuple[float, float, float]] = deque()  # when, seconds of the rewards, of the busiest engine
+        self._seen: deque[tuple[float, float, float]] = (
+            deque()
+        )  # (time, busy seconds of the rewards, of the busiest engine)
 
     def poll(self, now: float, seconds: Mapping[str, float]) -> str | None:
-        """To be called every second with the `seconds` of work by role; returns a sentence for the log, once.
+        """Call every second with the total busy `seconds` by role; returns a log line once, else None.
 
         Example: rewards 9.8 s and engine-0 4.0 s of work in the last 10 s.
         """

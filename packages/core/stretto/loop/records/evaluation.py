@@ -1,4 +1,4 @@
-"""What an evaluation found, of each question and of all: avg@n, pass@k, maj@n, and how sure that is."""
+"""Results of an evaluation, by question and in sum: avg@n, pass@k, maj@n, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _Z = 1.959963984540054  # of a 95% interval
 
 
 class QuestionResult(Record, frozen=True):
-    """The completions of one question; a line of the file that ``stretto eval --rows`` writes.
+    """Results of one question; a line of ``stretto eval --rows``.
 
-    `majority` is None where the reward tells no final answers apart (`majority`).
+    `majority` is None if the reward does not extract final answers.
     """
 
     id: str
     prompt: str
     answer: str  # the gold answer
-    versions: tuple[int, ...]  # that sampled any of the tokens
+    versions: tuple[int, ...]  # newest version that sampled a token
     outcomes: tuple[Outcome, ...]
     rewards: tuple[float | None, ...]
     lengths: tuple[int, ...]  # tokens
     truncated: tuple[bool, ...]  # cut off at sampling.max_tokens
     completions: tuple[str, ...]
     majority: float | None = None
-    parts: tuple[Mapping[str, float], ...] = ()  # of several rewards, for each completion: the values by name
+    parts: tuple[Mapping[str, float], ...] = ()  # with several rewards: values by name, for each completion
 
     @property
     def right(self) -> int:
@@ -42,7 +42,7 @@ class QuestionResult(Record, frozen=True):
         trajectories: Sequence[Trajectory],
         finals: Sequence[str | None] | None,
     ) -> QuestionResult:
-        """`finals`: final answers, if the reward has such."""
+        """Summarise the judged trajectories of a prompt. `finals`: their final answers, if the reward extracts them."""
         verdicts = [one.verdict for one in trajectories]
         outcomes = tuple(verdict.outcome for verdict in verdicts)
         return cls(
@@ -80,15 +80,15 @@ class Evaluation(Record, frozen=True):
     per_prompt: int = 1  # completions of each prompt
     truncated: int = 0  # completions that were cut off at sampling.max_tokens
     length_max: int = 0
-    pass_at: Mapping[int, float] = {}  # k: the chance that one of k completions is right
-    maj: float | None = None  # of questions whose most frequent answer is right; None: the reward knows no answers
-    ci95: tuple[float, float] = (0.0, 1.0)  # of the accuracy
-    intervals: Mapping[str, tuple[float, float]] = {}  # as `ci95`, of pass@k and maj@n by these names
-    rewards: Mapping[str, float] = {}  # of several rewards, by name: mean value before the weight
+    pass_at: Mapping[int, float] = {}  # by k
+    maj: float | None = None  # share of questions whose most frequent answer is right; None: no final answers
+    ci95: tuple[float, float] = (0.0, 1.0)  # 95% interval of the accuracy
+    intervals: Mapping[str, tuple[float, float]] = {}  # as `ci95`, for "pass@k" and "maj@n"
+    rewards: Mapping[str, float] = {}  # with several rewards: mean unweighted value by name
 
     @classmethod
     def of(cls, results: Sequence[QuestionResult]) -> Evaluation:
-        """The evaluation of questions that have as many completions each."""
+        """Combine the results of questions with equally many completions each."""
         samples = len(results[0].outcomes)
         shares = [result.right / samples for result in results]
         majorities = [result.majority for result in results if result.majority is not None]
@@ -112,7 +112,7 @@ class Evaluation(Record, frozen=True):
 
     @property
     def samples(self) -> int:
-        """Completions of all prompts together."""
+        """Number of completions."""
         return self.prompts * self.per_prompt
 
     @property
@@ -122,7 +122,7 @@ class Evaluation(Record, frozen=True):
 
     @property
     def length_mean(self) -> float:
-        """Tokens per completion."""
+        """Mean tokens per completion."""
         return self.tokens / self.samples
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class Evaluation(Record, frozen=True):
         return f"accuracy {self.accuracy:.4f}: {self.right} of {self.samples} right{note}"
 
     def table(self) -> str:
-        """What `str` says, and a line for each other value."""
+        """The text of `str`, and a line for each other value."""
         low, high = self.ci95
         rows = [("95% interval", f"{low:.4f} to {high:.4f}")]
         if self.per_prompt > 1:
@@ -147,7 +147,8 @@ class Evaluation(Record, frozen=True):
         return " (95% interval {:.4f} to {:.4f})".format(*self.intervals[name]) if name in self.intervals else ""
 
     def as_json(self) -> str:
-        """One object with every field, the accuracy (also as `avg`), `questions` and `samples` (of all of them)."""
+        """A JSON object of all fields plus accuracy (also as `avg`) and, over all questions, `questions` and
+        `samples`."""
         more = {
             "accuracy": self.accuracy,
             "avg": self.accuracy,
@@ -159,7 +160,7 @@ class Evaluation(Record, frozen=True):
 
 
 def mean_rewards(judged: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The mean value of each named reward over the completions that it judged, by name.
+    """Mean of each named reward over the completions that have it.
 
     >>> mean_rewards([{"correct": 1.0, "form": 0.5}, {"correct": 0.0}])
     {'correct': 0.5, 'form': 0.5}
@@ -172,8 +173,8 @@ def mean_rewards(judged: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def pass_at(k: int, right: int, samples: int) -> float:
-    """The chance that one of `k` completions is right, drawn without replacement from `samples` of which `right` are:
-    ``1 - C(samples - right, k) / C(samples, k)``, without bias (Chen et al., arXiv 2107.03374, section 2.1).
+    """pass@k: probability that at least one of `k` of the `samples` completions, drawn without replacement, is right:
+    ``1 - C(samples - right, k) / C(samples, k)``, unbiased (Chen et al., arXiv 2107.03374, section 2.1).
 
     >>> pass_at(2, right=1, samples=4)
     0.5
@@ -187,7 +188,7 @@ def pass_at(k: int, right: int, samples: int) -> float:
 
 
 def sizes(samples: int) -> list[int]:
-    """The k of pass@k that are shown: powers of two, and all completions.
+    """The k for which pass@k is shown: powers of two, and all completions.
 
     >>> sizes(6)
     [1, 2, 4, 6]
@@ -196,10 +197,10 @@ def sizes(samples: int) -> list[int]:
 
 
 def majority(outcomes: Sequence[Outcome], finals: Sequence[str | None]) -> float:
-    """Whether the answer that most completions give is right; of several with as many, the share that is.
+    """1 if the most frequent answer is right, else 0; on a tie, the share of right answers among the most frequent.
 
-    Right completions give one answer, the gold one; wrong ones give their final answer as text. Undecided ones, and
-    wrong ones without a final answer, give none.
+    Right completions count for the gold answer, wrong ones for their final answer. Undecided ones, and wrong ones
+    without a final answer, do not vote.
 
     >>> majority([Outcome.RIGHT, Outcome.WRONG, Outcome.WRONG], ["1/2", "3", "3"])
     0.0
@@ -215,12 +216,11 @@ def majority(outcomes: Sequence[Outcome], finals: Sequence[str | None]) -> float
 
 
 def interval(shares: Sequence[float]) -> tuple[float, float]:
-    """A 95% interval of the mean of `shares`, one for each question: Wilson's, for as many questions as there are, or
-    for more where completions of one question differ (the design effect of clusters; Miller, arXiv 2411.00640, section
-    2.2, has the variance). Nothing is known of an interval without questions: it is (0, 1).
+    """95% confidence interval of the mean of `shares` (one per question); (0, 1) without questions.
 
-    With one completion for each question it is Wilson's interval. If none is right it begins at 0, and ends at
-    z² / (n + z²); if all are right it is the mirror image.
+    Wilson's interval over the number of questions, or over an effective, larger number where completions of a question
+    differ (design effect of clusters; variance: Miller, arXiv 2411.00640, section 2.2). With one completion per
+    question it is Wilson's own: if none is right from 0 to z² / (n + z²), if all are right the mirror image.
     """
     count = len(shares)
     if not count:

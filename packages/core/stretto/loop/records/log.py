@@ -1,4 +1,4 @@
-"""``log.txt``: what a run said, with the time at which it said it. The screen is one reader more, and may go away."""
+"""``log.txt``: the log lines of a run with their times. A screen that fails or closes does not matter."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LINE_SECONDS = 5.0
 
 
 class RunLog:
-    """A reporter that writes everything down and passes it on to another reporter.
+    """A reporter that writes everything to the log and passes it to another reporter.
 
-    Steps have a line every `seconds`, and the last one has its line. A run does not end because nobody looks any more:
-    what cannot be written or shown is left out.
+    Steps get a line every `seconds`, the last step always. Write and display errors are ignored: they must not end a
+    run.
     """
 
     def __init__(self, path: Path, reporter: Reporter, steps: int = 0, seconds: float = _LINE_SECONDS) -> None:
@@ -50,7 +50,7 @@ class RunLog:
         self._show(lambda reporter: reporter.evaluated(evaluation))
 
     def ends(self) -> None:
-        """Write down the newest step, if it has no line yet."""
+        """Log the newest step if it has no line yet."""
         if self._waiting:
             self._now_and_then(self._waiting, at_once=True)
 
@@ -67,7 +67,7 @@ class RunLog:
             self._reporter = SilentReporter()
 
     def note(self, text: str) -> None:
-        """Write it down without showing it; not in the folder of another run, if ours was moved away."""
+        """Write a line without showing it. Skipped if our folder was moved away and another run has its place."""
         if self._folder not in (None, identity(self._path.parent)):
             return
         try:

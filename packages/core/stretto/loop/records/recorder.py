@@ -1,6 +1,6 @@
-"""What a run writes about itself: a line of metrics per step, the spans of all roles, the totals.
+"""The records of a run: a line of metrics per step, the spans of all roles, the totals.
 
-Nothing waits for it: a run whose logs cannot be written goes on training.
+A run whose records cannot be written goes on training.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from stretto.store.totals import JUDGED, TOTALS, Carried, Judged, Totals, budget
 
 Value = TypeVar("Value")
 
-_WEIGH_SECONDS = 5.0  # between two looks at the memory of the roles, which may have hundreds of processes
+_WEIGH_SECONDS = 5.0  # seconds between memory readings; the roles may have hundreds of processes
 
 
 class RecordingLedger(Protocol):
-    """Satisfied by `store.ledger.ledger.Ledger`."""
+    """The ledger, as the recorder uses it (`store.ledger.ledger.Ledger`)."""
 
     @property
     def on_record(self) -> OnRecord: ...
@@ -45,7 +45,7 @@ class RecordingLedger(Protocol):
 
 
 class Recorder:
-    """Writes what the conductor reports."""
+    """Receives the conductor's events and writes the run's records."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Recorder:
         resident: Callable[[], Mapping[str, int]] = dict,
         canary: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`work` says how busy the roles were, `resident` has the bytes of their memory, `canary` how far engines are
-        from the trainer; `earlier` are the totals of earlier processes of the run."""
+        """Args: work: returns the work of the roles so far. earlier: totals of earlier processes of the run. resident:
+        memory of the roles in bytes. canary: distances of the engines from the trainer."""
         self._canary = canary
         self.clock = clock
         self._selection = selection
@@ -79,8 +79,8 @@ class Recorder:
         self._carried = before if before is not None and before.medium == medium else Carried(medium)
         self._earlier = self.latest = msgspec.structs.replace(earlier, max_staleness=max_staleness)
         self._before = Work()
-        self._stopped: int | None = None  # tokens of aborted completions, before the end of the run aborts the others
-        self._left_over = 0  # tokens of whole turns that no trajectory has
+        self._stopped: int | None = None  # tokens of completions aborted before the end of the run
+        self._left_over = 0  # tokens of whole turns that are in no trajectory
         self._activities: Mapping[str, Mapping[str, float]] = {}
         # Tokens of evaluations by engine: now, and at the last poll.
         self._evaluation_tokens, self._not_trained_for = Counter[str](), Counter[str]()
@@ -96,7 +96,8 @@ class Recorder:
         self._weighed = -math.inf
 
     def rl_begins(self) -> None:
-        """The first prompt is about to be admitted; what was done before (the first evaluation) does not count."""
+        """Start the RL clock: the first prompt is about to be admitted. Earlier work, such as the first evaluation,
+        does not count."""
         self._before = self._work()
         self._busy_before, self._polled = self._before.busy, time.monotonic()
         self._evaluation_tokens, self._not_trained_for = Counter(), Counter()
@@ -104,13 +105,12 @@ class Recorder:
         self.clock.rl_begins()
 
     def gives_up(self) -> None:
-        """The run ends, and the engines are about to abort the completions in flight."""
+        """Note that the run ends and the completions in flight are about to be aborted."""
         self._stopped = self._work().stopped
 
     def rl_ends(self, unjudged: int = 0) -> None:
-        """After the last poll: its counters are those of the run, whose clock stands at the last update. `unjudged`
-        tokens are of completions that had ended and were not judged.
-        """
+        """Record the run's final counters, after the last poll; the RL clock stays at the last update. `unjudged`:
+        tokens of completions that ended without being judged."""
         self._not_trained_for = self._evaluation_tokens.copy()
         totals, work = self.totals(), self._work()
         cut_off = 0 if self._stopped is None else work.stopped - self._stopped
@@ -126,29 +126,29 @@ class Recorder:
         )
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """A group was judged, whether or not it will be trained on."""
+        """Record a judged group, trained on or not."""
         self._samples.judged(prompt, trajectories)
         found, before = Counter(trajectory.verdict.outcome for trajectory in trajectories), self._judged
         right, wrong = before.right + found[Outcome.RIGHT], before.wrong + found[Outcome.WRONG]
         self._judged = Judged(right, wrong, before.accuracy)
 
     def left_over(self, tokens: int) -> None:
-        """Sampled in turns of a group that has ended, and of no trajectory: it was given up, or a program that began
-        again asked for something else."""
+        """Count tokens of turns that ended up in no trajectory: their group was given up, or a restarted program made
+        other requests."""
         self._left_over += tokens
 
     def taken(self, queues: Mapping[str, float], max_staleness: float | None = None) -> None:
-        """A batch went to the trainer; in `queues` is what stays behind, and others are admitted under the bound
-        `max_staleness`."""
+        """Note that a batch went to the trainer. `queues`: queue sizes afterwards; `max_staleness`: the bound for
+        groups admitted from now on."""
         self._queues = queues
         self._in_force = max_staleness
 
     def in_force(self, max_staleness: float) -> None:
-        """The bound in force for a step whose batch an earlier process of the run has taken."""
+        """Set the staleness bound of a step whose batch an earlier process had taken."""
         self._in_force = max_staleness
 
     def updated(self, batch: Batch, update: Update) -> None:
-        """A step is done: its line of metrics, its row in the ledger, the totals."""
+        """Record a finished step: its line of metrics, its ledger row, the totals."""
         self._ledger.record_update(update)
         self.clock.updated()
         self._rewards = mean_rewards(one.verdict.rewards for group in batch.groups for one in group.trajectories)
@@ -196,7 +196,7 @@ class Recorder:
         )
 
     def polled(self) -> None:
-        """The engines' counters are new: compute how busy the roles were since the last poll, and flush the ledger."""
+        """Compute how busy the roles were since the last poll, from new engine counters, and flush the ledger."""
         now, busy = time.monotonic(), self._work().busy
         elapsed = now - self._polled
         self._busy = {
@@ -213,17 +213,17 @@ class Recorder:
         self._ledger.flush()
 
     def filtered(self, groups: int) -> None:
-        """`groups` were filtered since the last batch: a run that may never have a batch must say so."""
+        """Log that `groups` were filtered since the last batch: the run may never get one."""
         self._reporter.say(f"{groups} groups were filtered since the last batch (the filters of [rollout])")
 
     def evaluation_sampled(self, completion: Completion) -> None:
-        """A completion of an evaluation has ended; its tokens are not for training."""
+        """Count the tokens of an ended evaluation completion, which are not for training."""
         for engine, tokens in completion.segment.writers:
             self._evaluation_tokens[engine] += tokens
 
     def evaluated(self, evaluation: Evaluation, step: int, name: str = "") -> None:
-        """Held-out accuracy was measured; the first is the initial one, the last the final one. That of a further set
-        has a `name`."""
+        """Record a held-out accuracy; the first is the initial one, the last the final one. `name`: of a further set,
+        "" for the main one."""
         line = self._evaluation_line(evaluation, step)
         if name:
             self._metrics.append(SetEvaluationLine(**msgspec.structs.asdict(line), name=name))
@@ -255,7 +255,7 @@ class Recorder:
         )
 
     def say(self, sentence: str) -> None:
-        """A sentence about the run, for those who watch it."""
+        """Log a sentence for those who watch the run."""
         self._reporter.say(sentence)
 
     def spans(self, spans: Sequence[Span]) -> None:
@@ -264,7 +264,7 @@ class Recorder:
         self._activities = with_activities(self._activities, spans)
 
     def totals(self) -> Totals:
-        """Everything up to now; the clock of reinforcement learning stands at the last update."""
+        """Totals up to now; the RL clock stands at the last update."""
         work, before, earlier = self._work(), self._before, self._earlier
         sampled = over_the_run(work.generated_by, before.generated_by, earlier.generated_by)
         return Totals(
@@ -286,7 +286,7 @@ class Recorder:
         )
 
     def conclude(self) -> None:
-        """Write the run's last totals: those of the last update, with the evaluations and the whole wall time."""
+        """Write the final totals: those of the last update, with the evaluations and the whole wall time."""
         totals = msgspec.structs.replace(
             self.latest,
             wall_seconds=self.clock.wall_seconds,

@@ -1,4 +1,4 @@
-"""What a run reports to the person who started it; how that is shown is the caller's affair."""
+"""The events that a run reports to the person who started it; how to show them is up to the caller."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from stretto.trainer.messages import SupervisedProgress
 
 
 class Reporter(Protocol):
-    """Satisfied by `dashboard.terminal.progress`."""
+    """Shows a run's events to the user (`dashboard.terminal.progress`)."""
 
     def say(self, text: str) -> None:
-        """Something that stays: a warning, a phase that begins, an engine that was replaced."""
+        """Show a line that stays: a warning, a new phase, a replaced engine."""
         ...
 
     def learning(self, progress: SupervisedProgress) -> None:
-        """The warm start goes on."""
+        """Show progress of the warm start."""
         ...
 
     def step(self, metrics: StepMetrics) -> None:
-        """One training step is done."""
+        """Show a finished training step."""
         ...
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
-        """Held-out accuracy was measured."""
+        """Show a held-out accuracy."""
         ...
 
 

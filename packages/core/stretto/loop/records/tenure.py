@@ -1,4 +1,4 @@
-"""Which conductor of a run is at work: a fact of the ledger, and what machines compare."""
+"""The active conductor of a run: recorded in the ledger, compared by machines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from stretto.core.records import Record
 
 
 class Tenure(Record, frozen=True, order=True):
-    """One conductor of a run. Each start raises the epoch that the ledger has; of two that were resumed from copies of
-    one folder, the name decides. The lower one gives way."""
+    """Identifies one conductor process of a run. Each start increments the ledger's epoch; ties (two copies of a folder
+    resumed) are decided by the name. The lower one gives way."""
 
     epoch: int
     conductor: str
 
 
 def next_tenure(before: Tenure | None) -> Tenure:
-    """The tenure of a conductor that begins where `before` was the last one."""
+    """Tenure of a new conductor: the epoch after `before` (1 if None), with a random name."""
     return Tenure(epoch=1 if before is None else before.epoch + 1, conductor=secrets.token_hex(8))

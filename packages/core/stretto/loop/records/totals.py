@@ -1,4 +1,4 @@
-"""What the work of a run has come to so far: its totals, those of earlier processes of the run included."""
+"""Totals of a run's work, including earlier processes of the run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Count = TypeVar("Count", int, float)
 
 
 def carried_over(totals: Totals, kept: int) -> Totals:
-    """The totals with which a resumed run begins: all work counts, also that of steps which are done again. `kept`: the
-    tokens that are on record, or go on."""
+    """Totals at the start of a resumed run. All earlier work counts, also for steps to be repeated. `kept`: tokens on
+    record or still in flight; the other generated ones count as stopped."""
     stopped = max(0, totals.generated - kept)
     return msgspec.structs.replace(totals, stopped=stopped, unfinished=0, final_accuracy=None, rewards={})
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of the roles since they were started: tokens sampled, recomputed, sampled for completions that were
-    stopped or have not ended; seconds of work by role."""
+    """Work of the roles since they started: tokens generated, recomputed, generated for stopped or unfinished
+    completions; busy seconds by role."""
 
     generated: int = 0
     recomputed: int = 0
@@ -37,10 +37,10 @@ class Work:
 
 
 class RunClock:
-    """Seconds of the whole run and of its reinforcement learning, those before a resumption included."""
+    """Seconds of the whole run and of its RL part, including earlier processes."""
 
     def __init__(self, earlier: Totals, since: float) -> None:
-        """`since`: when this process started the run, by `time.monotonic`."""
+        """`since`: `time.monotonic` at this process's start of the run."""
         self._earlier = earlier
         self._since = since
         self._rl_since: float | None = None
@@ -52,13 +52,13 @@ class RunClock:
         self.starting_seconds = self._earlier.starting_seconds + self._rl_since - self._since
 
     def updated(self) -> None:
-        """An update is done."""
+        """Note a finished update."""
         if self._rl_since is not None:
             self._rl_seconds = self._earlier.rl_seconds + time.monotonic() - self._rl_since
 
     @property
     def rl_seconds(self) -> float:
-        """Until the last update."""
+        """Seconds of RL up to the last update."""
         return self._rl_seconds
 
     @property
@@ -67,8 +67,8 @@ class RunClock:
 
 
 def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
-    """With what the spans tell of versions on their way: over a network the mirror of a machine pulls them; in shared
-    memory an engine maps and checks what the trainer has written. Generation pauses for the load."""
+    """`carried` plus the weight transfers in `spans`: pulls over a network, or mapping and checking of shared memory.
+    Generation pauses only for the load."""
     transfer = "pull" if carried.medium == "http" else "map"
     pulls = [(span.bytes, round(span.end - span.start, 6)) for span in spans if span.name == transfer]
     pauses = [round(span.end - span.start, 6) for span in spans if span.name == "load"]
@@ -82,7 +82,7 @@ def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
 def with_activities(
     activities: Mapping[str, Mapping[str, float]], spans: Sequence[Span]
 ) -> dict[str, dict[str, float]]:
-    """Seconds of work by role and span name, with those of `spans`."""
+    """Busy seconds by role and span name, with those of `spans` added."""
     found = {role: dict(seconds) for role, seconds in activities.items()}
     for span in spans:
         if span.name in WORK:
@@ -94,6 +94,6 @@ def with_activities(
 def over_the_run(
     now: Mapping[str, Count], before: Mapping[str, Count], earlier: Mapping[str, Count]
 ) -> dict[str, Count]:
-    """Counters of this process since `before`, and those of earlier processes of the run."""
+    """Counters of this process since `before` plus those of earlier processes, by key."""
     names = dict.fromkeys([*earlier, *now])
     return {name: now.get(name, 0) - before.get(name, 0) + earlier.get(name, 0) for name in names}

@@ -5,8 +5,8 @@
              c c c c c                                             c c c c | c
                                                                    (three places are left empty)
 
-The number of places depends on the number of rows alone, so one launch serves all steps of that many rows; the length
-of a chunk follows from the tokens to read. A long row is cut into more chunks, so all places have about equal work.
+The number of places depends only on the number of rows, so one captured launch serves all steps with that many rows.
+Chunk length follows from the tokens to read: long rows have more chunks, so all places have about equal work.
 
 Axes: N place for a chunk, R row.
 """
@@ -29,8 +29,8 @@ class Chunks:
     (0, 8, 10) (1, 0, 2) (2, 0, 4) (2, 4, 5)`` and two empty ones, bounds ``0 3 4 6``.
     """
 
-    items: Ints  # [N, 3] row, first token, token behind the last; places without a chunk hold zeros
-    bounds: Ints  # [R + 1], row r has the chunks bounds[r] to before bounds[r + 1]
+    items: Ints  # [N, 3] row, first token, end token (exclusive); zeros for empty places
+    bounds: Ints  # [R + 1], row r has chunks bounds[r] to bounds[r + 1] - 1
 
 
 def cut(firsts: Ints, ends: Ints, most: int, grain: int) -> Chunks:
@@ -38,9 +38,9 @@ def cut(firsts: Ints, ends: Ints, most: int, grain: int) -> Chunks:
 
     Args:
         firsts: [R]
-        ends: [R], more than `firsts`.
-        most: chunks that there are places for; more than there are rows.
-        grain: tokens; chunks are multiples of it, but for the last of a row.
+        ends: [R], greater than `firsts`.
+        most: number of places for chunks; greater than R.
+        grain: chunk lengths are multiples of this many tokens, except the last of a row.
     """
     seen = ends - firsts
     # ceil(seen / length) < seen / length + 1, so all rows together have at most total / length + R chunks.

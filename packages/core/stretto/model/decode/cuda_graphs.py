@@ -1,12 +1,12 @@
 """CUDA graphs of decode steps: captured once per shape and replayed over other inputs.
 
-On a GPU a decode step is hundreds of small kernels, and launching them takes longer than running them. A CUDA graph
-launches all of them at once, with the shapes and addresses of its capture. So shapes come in few sizes
-(`captured_size`), and inputs are copied to the addresses of the capture::
+A decode step is hundreds of small kernels, and launching them takes longer than running them. A CUDA graph launches all
+of them at once, with the shapes and addresses of its capture. So shapes are rounded to few sizes (`captured_size`), and
+inputs are copied to the captured addresses::
 
     numpy arrays  ->  one buffer on the device, split into tensors  ->  replay  ->  the same output tensor every time
 
-Everything else must keep its address: parameters do, new weights are copied into them.
+Everything else must keep its address; parameters do, since new weights are copied into them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int64]
 
-#: From here on there is a size between two powers of two.
+#: From here on there is also a size halfway between two powers of two.
 _FIRST_MIDDLE = 16
 
 
 def captured_size(rows: int) -> int:
-    """The next size that is captured: powers of two, and from 16 on the middle between two of them.
+    """The next size that is captured: powers of two, and from 16 on also the middle between two of them.
 
     >>> sorted({captured_size(rows) for rows in range(1, 200)})
     [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
@@ -41,38 +41,38 @@ def captured_size(rows: int) -> int:
     return middle if power > _FIRST_MIDDLE and rows <= middle else power
 
 
-#: From a function of fixed tensors to its replay, which returns the same tensor every time, with new content. The
-#: function may be called a few times meanwhile.
+#: Captures a function of fixed tensors; returns its replay, which returns the same tensor with new content each time.
+#: The function may be called a few times for the capture.
 Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors on a device that are filled by one copy."""
+    """Device tensors that share one buffer, filled by a single copy."""
 
     buffer: Tensor
     parts: tuple[Tensor, ...]
 
     @classmethod
     def like(cls, arrays: Sequence[Ints], device: torch.device) -> Inputs:
-        """Room for arrays of these shapes."""
-        # Two numbers are 16 bytes: Triton compiles a kernel anew for pointers that are less aligned.
+        """Allocate tensors with the shapes of these arrays."""
+        # Two numbers are 16 bytes: Triton recompiles a kernel for pointers of lower alignment.
         sizes = [-(-array.size // 2) * 2 for array in arrays]
         buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         cuts = zip(buffer.split(sizes), arrays, strict=True)
         return cls(buffer, tuple(part[: array.size].view(array.shape) for part, array in cuts))
 
     def fill(self, arrays: Sequence[Ints]) -> Inputs:
-        """Copy arrays of the same shapes in."""
+        """Copy in arrays of the same shapes."""
         parts = (part for array in arrays for part in (array.ravel(), np.zeros(array.size % 2, np.int64)))
         self.buffer.copy_(torch.from_numpy(np.concatenate(list(parts))))
         return self
 
 
 class Graphs:
-    """A function of int64 tensors, captured for each set of their shapes when it is first seen.
+    """Replays a function of int64 tensors; captures it when a set of shapes is first seen.
 
-    Example: the second call replays what the first has captured, over other numbers::
+    Example: the second call replays the first one's capture with other numbers::
 
         graphs = Graphs(CudaCapture(device), device)
         graphs(double, [np.array([1, 2])])   # tensor([2, 4])
@@ -88,11 +88,11 @@ class Graphs:
         return len(self._captured)
 
     def __call__(self, function: Callable[..., Tensor], arrays: Sequence[Ints]) -> Tensor:
-        """What the function makes of the arrays; the next call of the same shapes writes over it.
+        """The function's result for these arrays, valid until the next call with the same shapes.
 
         Args:
-            function: the same for all calls, but for what it does with other shapes.
-            arrays: its arguments, as tensors on the device.
+            function: must compute the same in all calls with the same shapes.
+            arrays: its arguments; passed as device tensors.
         """
         shapes = tuple(array.shape for array in arrays)
         if shapes not in self._captured:
@@ -104,9 +104,10 @@ class Graphs:
 
 
 class CudaCapture:
-    """Captures CUDA graphs, which share the memory of intermediate results.
+    """Captures CUDA graphs that share one memory pool.
 
-    A function that waits for the GPU, as a mixture of experts may, cannot be captured: it is logged and called itself.
+    A function that synchronises with the GPU, as a mixture of experts may, cannot be captured: this is logged, and the
+    function is called directly.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -123,7 +124,7 @@ class CudaCapture:
         try:
             with self._apart(), _no_waiting():
                 function()
-            # Other threads may use the GPU meanwhile, as those that load weights do.
+            # Other threads, such as those loading weights, may use the GPU meanwhile.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 output = function()
         except torch.OutOfMemoryError:
@@ -140,13 +141,14 @@ class CudaCapture:
         return replay
 
     def _warm_up(self, function: Callable[[], Tensor]) -> None:
-        """Kernels are compiled, and libraries take their memory, when they are first called."""
+        """Call the function a few times, so that kernels are compiled and libraries allocate memory before the
+        capture."""
         with self._apart():
             function()
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """On the stream that captures, between what was queued before and what is queued after."""
+        """Run the block on the capturing stream, ordered after earlier and before later work."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
@@ -155,7 +157,7 @@ class CudaCapture:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Calls that wait for the GPU raise: found out before capturing, which they would leave half done."""
+    """Make synchronising calls raise, to find them before a capture, which they would leave half done."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

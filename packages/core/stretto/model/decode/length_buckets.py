@@ -4,12 +4,12 @@
     bucket 128 tokens   slots 0 1 . .             a row that outgrows its bucket moves to the next
     bucket 256 tokens   slots 0 .
 
-In a step the used slots of a bucket are 0..n-1, so attention reads a plain slice of memory, up to the longest row of
-*that bucket*: one long row does not slow the short ones down, and no slot reserves the whole context. A row is copied
-once per doubling, like a list that grows.
+In a step the used slots of a bucket are 0..n-1, so attention reads a plain slice of memory up to the longest row of
+*that bucket*: a long row does not slow short ones down, and no slot reserves the whole context. A row is copied once
+per doubling, like a growing list.
 
-Buckets keep spare slots for coming rows. With a budget (`most_tokens`) spare slots are freed as soon as all slots
-together exceed it; the rows themselves are kept within it by the scheduler.
+Buckets keep spare slots for coming rows. With a budget (`most_tokens`), spare slots are freed when all slots together
+exceed it; the scheduler keeps the rows themselves within it.
 
 Axes: Z layers, S slots, K key/value heads, L tokens of a slot, D width of a head.
 """
@@ -36,7 +36,7 @@ _FIRST_SLOTS = 4
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The shape of one token's KV entries, and the longest row."""
+    """Shape of one token's KV entries, and the longest row."""
 
     layers: int
     kv_heads: int
@@ -51,12 +51,12 @@ class CacheLayout:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def slot(self, tokens: int) -> int:
-        """The length of the slot for a row of `tokens` tokens."""
+        """Slot length for a row of `tokens` tokens."""
         return min(max(SHORTEST, 1 << (tokens - 1).bit_length()), self.context_length)
 
 
 class Bucket:
-    """Slots of one length. `owners[slot]` is the row that holds the slot, or FREE until the next `compact`."""
+    """Slots of one length. `owners[slot]` is the slot's row, or FREE until the next `compact`."""
 
     def __init__(self, length: int, layout: CacheLayout) -> None:
         self.length = length
@@ -68,18 +68,18 @@ class Bucket:
 
     @property
     def rows(self) -> Ints:
-        """`owners` as an array, made once for all the steps between two changes."""
+        """`owners` as an array, cached until they change."""
         if self._rows is None:
             self._rows = np.asarray(self.owners, dtype=np.int64)
         return self._rows
 
     @property
     def capacity(self) -> int:
-        """Slots in memory."""
+        """Number of allocated slots."""
         return self.cache.shape[2]
 
     def take(self, row: int, most_spare: int | None = None) -> int:
-        """A slot for `row`: a free one, else the next, with at most `most_spare` spare slots after it."""
+        """Assign a slot to `row`: a free one, else the next. Growth keeps at most `most_spare` spare slots."""
         self._rows = None
         if self.free_slots:
             slot = self.free_slots.pop()
@@ -93,13 +93,13 @@ class Bucket:
         return used
 
     def cells(self, slots: Ints, positions: Ints) -> Ints:
-        """[W * K], the places of these tokens, one for each key head, in a layer's keys seen as rows [S * K * L, D]."""
+        """[W * K] indices of these tokens, for each key head, in a layer's keys viewed as rows [S * K * L, D]."""
         heads = self._layout.kv_heads
         cells: Ints = (slots * heads)[:, None] + np.arange(heads)
         return (cells * self.length + positions[:, None]).ravel()
 
     def resize(self, slots: int) -> None:
-        """Hold this number of slots, at least those in use."""
+        """Allocate this number of slots, at least those in use."""
         resized = self._zeros(slots)
         resized[:, :, : len(self.owners)] = self.cache[:, :, : len(self.owners)]
         self._hold(resized)
@@ -110,13 +110,13 @@ class Bucket:
         self.free_slots.append(slot)
 
     def clear(self) -> None:
-        """Forget all rows; the memory stays."""
+        """Drop all rows; the memory stays allocated."""
         self._rows = None
         self.owners.clear()
         self.free_slots.clear()
 
     def compact(self) -> list[tuple[int, int]]:
-        """Move the last rows into the free slots; returns the moved ``(row, slot)`` pairs."""
+        """Move the last rows into free slots; returns the moved ``(row, slot)`` pairs."""
         self._rows, moved = None, []
         for slot in sorted(self.free_slots):
             while self.owners and self.owners[-1] == FREE:
@@ -158,7 +158,7 @@ class LengthBuckets:
         self._most_tokens = most_tokens
         self._buckets: dict[int, Bucket] = {}
         self._places: dict[int, tuple[Bucket, int]] = {}
-        self._placed = False  # since the budget was looked at last
+        self._placed = False  # whether a slot was taken since the last check of the budget
 
     def __len__(self) -> int:
         return len(self._places)
@@ -170,12 +170,11 @@ class LengthBuckets:
         return self._places[row]
 
     def used(self) -> list[Bucket]:
-        """The buckets that hold rows, shortest first: the order of rows in a step."""
+        """Buckets that hold rows, shortest first; this is the order of rows in a step."""
         return [self._buckets[length] for length in sorted(self._buckets) if self._buckets[length].owners]
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Rows of these lengths come next: each bucket is lengthened once, instead of doubled repeatedly
-        while they come one by one."""
+        """Prepare for rows of these lengths: grow each bucket once instead of by repeated doubling."""
         for length, rows in Counter(map(self._layout.slot, tokens)).items():
             bucket = self._bucket(length)
             slots = len(bucket.owners) - len(bucket.free_slots) + rows
@@ -185,14 +184,14 @@ class LengthBuckets:
                 bucket.resize(slots + (spare if most_spare is None else min(spare, most_spare)))
 
     def place(self, row: int, tokens: int) -> tuple[Bucket, int]:
-        """Give `row` a slot that holds `tokens` tokens."""
+        """Give `row` a slot for `tokens` tokens; returns (bucket, slot)."""
         bucket = self._bucket(tokens)
         self._placed = True
         self._places[row] = (bucket, bucket.take(row, self._most_spare(bucket)))
         return self._places[row]
 
     def move(self, row: int, tokens: int) -> None:
-        """Move `row` to a bucket that holds `tokens` tokens, with what it has cached."""
+        """Move `row`, with its cached entries, to a bucket for `tokens` tokens."""
         bucket, slot = self._places[row]
         longer, place = self.place(row, tokens)
         longer.cache[:, :, place, :, : bucket.length] = bucket.cache[:, :, slot]
@@ -202,20 +201,20 @@ class LengthBuckets:
         bucket, slot = self._places.pop(row)
         bucket.free(slot)
         if not self._places:
-            self.clear()  # without rows it is as new: where the next ones stand depends on nothing that was before
+            self.clear()  # empty: reset, so that placement of later rows does not depend on earlier ones
 
     def clear(self) -> None:
-        """Forget all rows; the memory stays."""
+        """Drop all rows; the memory stays allocated."""
         self._places.clear()
         for bucket in self._buckets.values():
             bucket.clear()
 
     def resize_rows(self, lengths: Ints, entering: Sequence[int]) -> list[Bucket]:
-        """Make room for a step; returns the buckets that hold rows, the shortest first: the order of rows in the step.
+        """Make room for a step; returns the buckets that hold rows, shortest first, the order of rows in the step.
 
         Args:
-            lengths: [rows] tokens of each row, indexed by row; rows that have outgrown their bucket are moved.
-            entering: rows that get a slot.
+            lengths: [rows] tokens of each row, indexed by row; rows that outgrew their bucket are moved.
+            entering: new rows that need a slot.
         """
         outgrown = [
             row
@@ -232,7 +231,7 @@ class LengthBuckets:
         return self.used()
 
     def compact(self) -> None:
-        """Make the used slots of each bucket its first; then keep the budget."""
+        """Make the used slots of each bucket contiguous, then enforce the budget."""
         for bucket in self._buckets.values():
             if bucket.free_slots:
                 self._places.update((row, (bucket, slot)) for row, slot in bucket.compact())
@@ -241,18 +240,18 @@ class LengthBuckets:
             self._placed = False
 
     def tokens_used(self) -> int:
-        """Tokens of the slots that rows hold."""
+        """Total length of the slots held by rows."""
         return sum(bucket.length for bucket, _ in self._places.values())
 
     def tokens_allocated(self) -> int:
-        """Tokens that the memory held now could keep."""
+        """Total length of all allocated slots."""
         return sum(bucket.length * bucket.capacity for bucket in self._buckets.values())
 
     def check_integrity(self) -> None:
-        """Each slot is free, or owned by exactly one row.
+        """Check that each slot is free or owned by exactly one row.
 
         Raises:
-            BoundViolated: with the slot that contradicts its row.
+            BoundViolated: names the slot and the row.
         """
         for row, (bucket, slot) in self._places.items():
             if slot >= len(bucket.owners) or bucket.owners[slot] != row:
@@ -265,11 +264,12 @@ class LengthBuckets:
                 raise BoundViolated(f"bucket {bucket.length} lost count of its free slots")
 
     def rows(self) -> set[int]:
-        """The rows that have a slot."""
+        """Rows that have a slot."""
         return set(self._places)
 
     def _give_back(self, most_tokens: int) -> None:
-        """Free spare slots, most spare memory first, until the buckets hold no more than this."""
+        """Free spare slots, from the bucket with the most spare memory first, until at most `most_tokens` are
+        allocated."""
 
         def spare(bucket: Bucket) -> int:
             return bucket.length * (bucket.capacity - len(bucket.owners))
@@ -280,7 +280,7 @@ class LengthBuckets:
             bucket.resize(max(len(bucket.owners), bucket.capacity + -excess // bucket.length))
 
     def _most_spare(self, bucket: Bucket, needed: int = 1) -> int | None:
-        """Slots that the budget allows a bucket to take beyond those that are needed."""
+        """Spare slots, beyond the needed ones, that the budget allows a bucket; None: no limit."""
         if self._most_tokens is None:
             return None
         return max(0, (self._most_tokens - self.tokens_allocated()) // bucket.length - needed)

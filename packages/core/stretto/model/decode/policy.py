@@ -1,7 +1,7 @@
-"""The policy of an engine: a transformers model with a KV cache, one forward over packed tokens per step.
+"""An engine's policy: a transformers model with a KV cache, one forward over packed tokens per step.
 
-A step feeds the newest token of every row and returns the logits of the token after it. A row that is new, or whose
-cache was dropped, brings its earlier tokens along as *context*::
+A step feeds the newest token of every row and returns the logits of the next one. A new row, or one whose cache was
+dropped, also brings its earlier tokens as *context*::
 
     packed tokens  [ context of row 7 | context of rows 8 and 9 | newest of rows 3 5 7 8 9 ]      T tokens
     attention        causal, within the context                   over the row's own slot
@@ -39,10 +39,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Context:
-    """Tokens before the newest one, cached for one row or for several of one prompt: ``token_ids`` [C], C may be 0.
+    """Tokens before the newest one, cached for one row or for several rows of one prompt: ``token_ids`` [C], C may be
+    0.
 
-    The first `shared` of them are a prefix of context `prefix_of` of the same step and are computed there; that
-    context shares nothing itself. At least one token must be the context's own.
+    The first `shared` of them are a prefix of context `prefix_of` in the same step, which computes them and must not
+    share a prefix itself. At least one token must be the context's own.
     """
 
     token_ids: Ints
@@ -52,7 +53,7 @@ class Context:
 
     @property
     def own(self) -> Ints:
-        """The tokens that this context brings into the step."""
+        """Tokens that this context adds to the step."""
         return self.token_ids[self.shared :]
 
 
@@ -67,10 +68,10 @@ class DecodePolicy:
     """
 
     def __init__(self, model: PreTrainedModel, most_bytes: int | None = None) -> None:
-        """`most_bytes` bounds the memory of the KV cache between two steps.
+        """`most_bytes`: limit of the KV cache between two steps; None: no limit.
 
         Raises:
-            ModelFolderError: the model's attention is not computed here (`model.attention_support`).
+            ModelFolderError: the model's attention is not supported (`model.attention_support`).
         """
         attention = check_attention(model)
         self.model = model
@@ -89,20 +90,20 @@ class DecodePolicy:
 
     @property
     def rows(self) -> set[int]:
-        """The rows that are cached."""
+        """Cached rows."""
         return self._buckets.rows()
 
     @property
     def bytes_allocated(self) -> int:
-        """Memory of the KV cache now."""
+        """Current memory of the KV cache in bytes."""
         return self._buckets.tokens_allocated() * self.layout.bytes_per_token
 
     def release(self, row: int) -> None:
-        """Forget a row."""
+        """Drop a row from the cache."""
         self._buckets.release(row)
 
     def clear(self) -> None:
-        """Forget all rows: their cache belongs to weights that are gone."""
+        """Drop all rows: their cache belongs to earlier weights."""
         self._buckets.clear()
 
     def check_integrity(self) -> None:
@@ -110,11 +111,11 @@ class DecodePolicy:
 
     @torch.inference_mode()
     def forward(self, newest: Ints, lengths: Ints, contexts: Sequence[Context]) -> tuple[Ints, Tensor]:
-        """Feed the newest token of every cached row and of the rows that `contexts` bring in.
+        """Feed the newest token of every cached row, and of the rows that `contexts` add.
 
         Args:
             newest: [rows] newest token of each row, indexed by row.
-            lengths: [rows] tokens of each row, the newest one included, indexed by row.
+            lengths: [rows] tokens of each row including the newest, indexed by row.
             contexts: of the rows that enter now, each row in exactly one.
 
         Returns:
@@ -125,9 +126,9 @@ class DecodePolicy:
 
     @torch.inference_mode()
     def forward_of_text(self, token_ids: Ints, decoded: int) -> Tensor:
-        """The logits after every token of a text [C, V], float32, in one pass: the last `decoded` tokens, at least one,
-        are fed over the cache, each as the newest of a row of its own, all before them together. For a policy without
-        rows; it has none afterwards."""
+        """Logits after every token of a text [C, V], float32, in one pass. The last `decoded` tokens (at least one) are
+        computed over the KV cache, each as a row of its own, the others together. The policy must have no rows; it has
+        none afterwards."""
         assert not len(self), "the rows of the policy would be fed a token each"
         together, rows = len(token_ids) - decoded, range(decoded)
         contexts = [Context(token_ids[: together + row], (row,), shared=together if row else 0) for row in rows]
@@ -136,20 +137,20 @@ class DecodePolicy:
         every = self._logits(step, len(step.token_ids))
         for row in rows:
             self.release(row)
-        # The rows stand at the end; between them and the text stands what later rows add to the context, and a filler.
+        # Order of tokens: the text, tokens that later rows add to the context, a filler, then the rows.
         lasts = torch.from_numpy(len(every) - decoded + np.argsort(order)).to(every.device)
         return torch.cat([every[:together], every[lasts]])
 
     @torch.inference_mode()
     def forward_of_texts(self, texts: Sequence[Ints]) -> Tensor:
-        """The logits after every token of some texts, one behind the other [C, V], float32, in one pass. For a policy
-        without rows; it has none afterwards."""
+        """Logits after every token of some texts, concatenated [C, V], float32, in one pass. The policy must have no
+        rows; it has none afterwards."""
         assert not len(self), "the rows of the policy would be fed a token each"
         newest, lengths = (np.array([pick(text) for text in texts]) for pick in (lambda text: text[-1], len))
         contexts = [Context(text[:-1], (row,)) for row, text in enumerate(texts)]
         step, order = self._step(newest, lengths, contexts)
         every = self._logits(step, len(step.token_ids))
-        # The contexts stand in front, a filler behind them, and the last token of each text at the end.
+        # Order of tokens: contexts, a filler, then the last token of each text.
         ends = np.cumsum(lengths - 1)
         lasts = len(every) - len(texts) + np.argsort(order)
         places = [
@@ -171,7 +172,7 @@ class DecodePolicy:
         return DecodeStep(tokens, positions, self._packing(packed), tuple(used), entering), order
 
     def _logits(self, step: DecodeStep, last: int) -> Tensor:
-        """After each of the last tokens of the step, [last, V], float32."""
+        """Logits after each of the step's last `last` tokens, [last, V], float32."""
         if self.table_steps is not None:
             return self.table_steps.logits(step, self.forward_of_model, last)
         device = self.layout.device
@@ -186,7 +187,7 @@ class DecodePolicy:
 
 
 def _first_tokens(packed: Sequence[Context], order: Ints) -> Iterator[FirstTokens]:
-    """The packed tokens of context that enter the cache, for each row."""
+    """Packed context tokens that enter the cache, for each row."""
     places = {row: place for place, row in enumerate(order.tolist())}
     ends = np.cumsum([len(context.own) for context in packed])
     starts = ends - [len(context.own) for context in packed]
@@ -198,7 +199,7 @@ def _first_tokens(packed: Sequence[Context], order: Ints) -> Iterator[FirstToken
 
 
 def _without_empty(contexts: Sequence[Context]) -> list[Context]:
-    """The contexts that hold tokens; an empty one has no prefix to share."""
+    """The contexts that have tokens; no context shares a prefix of an empty one."""
     places = {place: at for at, place in enumerate(k for k, c in enumerate(contexts) if len(c.token_ids))}
     return [
         dataclasses.replace(context, prefix_of=places.get(context.prefix_of, 0))
@@ -208,14 +209,14 @@ def _without_empty(contexts: Sequence[Context]) -> list[Context]:
 
 
 def _with_filler(packed: list[Context], rows: int) -> list[Context]:
-    """A last context without rows brings the step to a length that repeats (`round_length`)."""
+    """Append a context without rows to bring the step to a length that repeats (`round_length`)."""
     tokens = rows + sum(len(context.own) for context in packed)
     filler = round_length(tokens) - tokens if packed else 0
     return [*packed, Context(np.zeros(filler, np.int64), rows=())] if filler else packed
 
 
 def cache_layout(model: PreTrainedModel, attention: Attention) -> CacheLayout:
-    """The shape of one cached token."""
+    """Shape of one cached token."""
     return CacheLayout(
         layers=attention.layers,
         kv_heads=attention.kv_heads,

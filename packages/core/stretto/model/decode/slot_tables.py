@@ -1,12 +1,12 @@
-"""Steps that write and read all rows at once, by a table of each row's slot (`model.kernels.triton_attention`).
+"""Decode steps that write and read all rows at once, through a table of slots (`model.kernels.triton_attention`).
 
     slots    keys, address | values, address | layer to layer | head to head    for each row     [R, 4]
     writes   packed token | row | place in the slot                             for each token   [W, 3]
     chunks   row | first | end                                                  for each window  [N, 3]
 
-Buckets may be of any length, and may move between two steps: a step is a function of whole numbers. Steps without
-contexts, which is most of them, are therefore captured as CUDA graphs (`model.decode.cuda_graphs`): their rows are
-padded with rows that read and write a scratch slot.
+Buckets may have any length and move between two steps, since a step only depends on these integers. Steps without
+contexts (the most) are therefore captured as CUDA graphs (`model.decode.cuda_graphs`), padded with rows that use a
+scratch slot.
 
 Axes: T packed token, W written token, R row, N place for a chunk, H query heads, K key/value heads, D width of a head.
 """
@@ -33,24 +33,23 @@ from stretto.model.trace import Forward
 
 Ints = npt.NDArray[np.int64]
 
-#: Chunks beyond one a row: for each row, and programs that read them for each multiprocessor. Enough of both that none
-#: runs out of work long before the others.
+#: Extra chunks per row, and programs per multiprocessor that read them: enough to balance the work.
 _MORE_PER_ROW = 2
 _PER_PROCESSOR = 8
 
 
 @dataclass(frozen=True)
 class TableRows:
-    """All rows of a step."""
+    """All rows of a step, as a table of slots."""
 
-    start: int  # the first of the newest tokens
+    start: int  # index of the first newest token
     dtype: torch.dtype  # of the cache
     slots: Tensor  # [R, 4]
     writes: Tensor  # [W, 3]
-    chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by the window of a layer: items [N, 3] and bounds [R + 1]
+    chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by layer window: items [N, 3] and bounds [R + 1]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
-        # The kernels take addresses for those of numbers of this type, whatever lies there.
+        # The kernels treat addresses as pointers to this dtype.
         query_RHD, k_TKD, v_TKD = (x.to(self.dtype) for x in (q_THD[self.start :], k_TKD, v_TKD))
         write_rows(k_TKD, v_TKD, self.slots, self.writes, layer)
         items, bounds = self.chunks[rule.window]
@@ -58,10 +57,10 @@ class TableRows:
 
 
 class TableSteps:
-    """Steps over all buckets at once; those without contexts are replayed."""
+    """Runs steps over all buckets at once; steps without contexts are replayed from graphs."""
 
     def __init__(self, layout: CacheLayout, windows: frozenset[int | None], capture: Capture, programs: int) -> None:
-        """`programs` is how many of a launch at least are worth having, where there is so much to read."""
+        """`programs`: number of programs worth launching at least, if there is enough to read."""
         self._layout = layout
         self._windows = tuple(windows)
         self._spare = -(-programs // layout.kv_heads)
@@ -70,26 +69,26 @@ class TableSteps:
         self._nobodys = torch.zeros(shape, dtype=layout.dtype, device=layout.device)
 
     def logits(self, step: DecodeStep, forward: Forward, last: int) -> Tensor:
-        """[last, V], the logits after each of the step's last tokens, float32; the caller may keep them. A step without
-        contexts has those of its rows."""
+        """Logits after each of the step's last `last` tokens, [last, V], float32; the caller may keep them. For a step
+        without contexts, `last` is its number of rows."""
         run = partial(self._run, forward, step.contexts, last)
         if step.contexts is None:
             logits = self._graphs(run, self._arrays(step, captured_size(step.rows)))
         else:
             arrays = self._arrays(step, step.rows)
             logits = run(*Inputs.like(arrays, self._layout.device).fill(arrays).parts)
-        return logits[:last].to(torch.float32, copy=True)  # the next replay writes over them
+        return logits[:last].to(torch.float32, copy=True)  # the next replay overwrites them
 
     def _run(self, forward: Forward, contexts: Packing | None, last: int, *arrays: Tensor) -> Tensor:
         token_ids, positions, slots, writes, *chunks = arrays
         rows = len(slots)
-        last = rows if contexts is None else last  # a captured step may have more rows than are asked for
+        last = rows if contexts is None else last  # a captured step may have padding rows
         by_window = dict(zip(self._windows, zip(chunks[::2], chunks[1::2], strict=True), strict=True))
         table = TableRows(len(token_ids) - rows, self._layout.dtype, slots, writes, by_window)
         return forward(token_ids[None], positions[None], StepPlan(contexts, (table,)), len(token_ids), -last)[0]
 
     def _arrays(self, step: DecodeStep, rows: int) -> list[Ints]:
-        """The step as arrays, with `rows` rows; those that are added have one token, at position 0."""
+        """The step as arrays with `rows` rows; padding rows have one token at position 0."""
         added = rows - step.rows
         token_ids, positions = (np.pad(x, (0, added)) for x in (step.token_ids, step.positions))
         newest = positions[step.start :]
@@ -107,7 +106,7 @@ class TableSteps:
 
 
 def _slots(cache: Tensor, used: int) -> Ints:
-    """[used, 4] of the first slots of a cache [2, Z, S, K, L, D], as `write_rows` wants them."""
+    """[used, 4] entries for `write_rows` of the first slots of a cache [2, Z, S, K, L, D]."""
     kind, layer, slot, head = cache.stride()[:4]
     slots = np.arange(used) * slot * cache.element_size()
     keys, values = cache.data_ptr() + slots, cache.data_ptr() + kind * cache.element_size() + slots
@@ -115,7 +114,7 @@ def _slots(cache: Tensor, used: int) -> Ints:
 
 
 def table_steps(layout: CacheLayout, windows: frozenset[int | None]) -> TableSteps | None:
-    """Steps by table where a GPU runs their kernels; None elsewhere."""
+    """Table steps if a GPU can run their kernels; else None."""
     if not reads_ragged(layout.device, layout.dtype, layout.head_dim):
         return None
     multiprocessors = torch.cuda.get_device_properties(layout.device).multi_processor_count

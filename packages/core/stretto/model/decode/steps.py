@@ -1,11 +1,11 @@
-"""One decode step: its packed tokens, and how its rows write and read the KV cache.
+"""One decode step: its packed tokens, and writing and reading of the KV cache.
 
     packed tokens   [ contexts | newest of rows 3 5 7 8 9 ]
     rows            3 5 7 | 8 9        in the order of the buckets
     buckets         64      128
 
-Within a layer the KV entries of the step are written first, then read: the newest token of a row that has just
-entered attends to the context that the same layer has written. Rows are read in one of two ways::
+A layer first writes the step's KV entries, then reads: the newest token of a new row attends to context written by the
+same layer. Rows are read in one of two ways::
 
     a a a a .       ragged   11 tokens are read, each row to its own end (CPU)
     b b . . .
@@ -40,20 +40,20 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """The packed tokens whose KV entries are the first of a row."""
+    """Packed tokens that are the first KV entries of a new row."""
 
-    place: int  # of the row in the step
+    place: int  # index of the row in the step
     sources: Ints
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """The packed tokens of a step, contexts first, then the newest token of every row."""
+    """Packed tokens of a step: contexts first, then the newest token of every row."""
 
     token_ids: Ints  # [T]
-    positions: Ints  # [T], each in its row
+    positions: Ints  # [T], position of each token in its row
     contexts: Packing | None  # None in most steps
-    buckets: tuple[Bucket, ...]  # their slots are the rows of the step, one bucket after the other
+    buckets: tuple[Bucket, ...]  # buckets whose slots are the rows of the step, in this order
     entering: tuple[FirstTokens, ...]
 
     @property
@@ -62,32 +62,32 @@ class DecodeStep:
 
     @property
     def start(self) -> int:
-        """The index of the first newest token."""
+        """Index of the first newest token."""
         return len(self.token_ids) - self.rows
 
     @property
     def newest(self) -> Ints:
-        """[R], the position of each row's newest token."""
+        """[R], position of each row's newest token."""
         return self.positions[self.start :]
 
 
 class StepRows(Protocol):
-    """Some rows of a step, in all layers."""
+    """Some rows of a step, for all layers."""
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
-        """Write what the step adds to these rows, then attend from their newest tokens, [rows, H, D]."""
+        """Write the step's KV entries of these rows, then attend from their newest tokens; returns [rows, H, D]."""
         ...
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The attention of one step, planned once for all layers."""
+    """Attention of one step, planned once for all layers."""
 
     contexts: Packing | None
     rows: tuple[StepRows, ...]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+        """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
         q_THD, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
         parts = [rows.attend(layer, q_THD, k_TKD, v_TKD, rule) for rows in self.rows]
         if self.contexts is not None:
@@ -106,17 +106,18 @@ def cached_attention(
     stretto_step: StepPlan,
     **requested: Any,
 ) -> tuple[Tensor, None]:
-    """`StepPlan.attend` as a transformers module calls it; `check_attention` has accepted what it requests."""
+    """`StepPlan.attend` with the signature of a transformers attention function; `check_attention` must have accepted
+    the model."""
     return stretto_step.attend(cast(int, module.layer_idx), query, key, value, Rule.of(requested)), None
 
 
-# Without a mask function of this name transformers makes no mask, which spares a search for packed sequences.
+# transformers makes no mask for an unknown name, which saves its search for packed sequences.
 AttentionInterface.register(CACHED_ATTENTION, cached_attention)
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Row r attends to the tokens before ``ends[r]``."""
+    """Reads each row to its own end: row r attends to the tokens before ``ends[r]``."""
 
     ends: Ints
 
@@ -126,7 +127,7 @@ class Ragged:
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """The cached tokens, `first` to before `end`, that rows attend to in layers of one window."""
+    """Cached tokens from `first` to before `end`, read by rows in layers of one window."""
 
     first: int
     end: int
@@ -135,14 +136,14 @@ class AttentionWindow:
 
 @dataclass(frozen=True)
 class Dense:
-    """All rows up to the longest."""
+    """Reads all rows up to the longest, with a mask."""
 
-    windows: Mapping[int | None, AttentionWindow]  # by the window of a layer
+    windows: Mapping[int | None, AttentionWindow]  # by layer window
 
     def attend(self, query_RHD: Tensor, keys_SKLD: Tensor, values_SKLD: Tensor, rule: Rule) -> Tensor:
         window = self.windows[rule.window]
         rows, heads, width = query_RHD.shape
-        # The query heads of a key head take the place of a longer query, so no key is copied for them.
+        # The query heads of a key head are treated as a longer query, so keys are not copied per head.
         query = query_RHD.reshape(rows, keys_SKLD.shape[1], -1, width)
         keys, values = (x[:rows, :, window.first : window.end] for x in (keys_SKLD, values_SKLD))
         if rule.softcap is not None:
@@ -153,12 +154,12 @@ class Dense:
         return out.reshape(rows, heads, width)
 
 
-#: How the rows of a bucket are read, for all layers of a step.
+#: The way to read a bucket's rows, for all layers of a step.
 Reading = Ragged | Dense
 
 
 def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, dtype: torch.dtype) -> Reading:
-    """How to read rows whose newest tokens are at these positions, in layers with these windows."""
+    """Choose `Ragged` or `Dense` for rows with newest tokens at these positions, in layers with these windows."""
     if computes_ragged(device, dtype):
         return Ragged(newest + 1)
     positions = torch.from_numpy(newest).to(device)
@@ -166,7 +167,7 @@ def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, 
 
 
 def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype: torch.dtype) -> AttentionWindow:
-    """Position p is attended to by a row with newest - window < p <= newest."""
+    """The window for rows that attend to positions p with newest - window < p <= newest."""
     end = int(newest.max()) + 1
     first = 0 if window is None else max(0, int(newest.min()) - window + 1)
     places = torch.arange(first, end, device=positions.device)
@@ -179,12 +180,12 @@ def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype:
 
 @dataclass(frozen=True)
 class BucketRows:
-    """The rows of one bucket."""
+    """Rows of one bucket."""
 
     bucket: Bucket
     newest: slice  # packed tokens
     sources: Tensor | slice  # [W] packed tokens whose KV entries are written
-    cells: Tensor  # [W * K] where they are written, one cell for each key head
+    cells: Tensor  # [W * K] target cells, one for each key head
     reading: Reading
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
@@ -192,7 +193,7 @@ class BucketRows:
         for cache, new_TKD in ((keys, k_TKD), (values, v_TKD)):
             sliced = isinstance(self.sources, slice)
             written = new_TKD[self.sources] if sliced else new_TKD.index_select(0, cast(Tensor, self.sources))
-            # As rows of the whole cache: writing by slot and position takes twice as long.
+            # Indexed as rows of the whole cache: by slot and position takes twice as long.
             cache.view(-1, cache.shape[-1]).index_copy_(0, self.cells, written.flatten(0, 1))
         return self.reading.attend(q_THD[self.newest], keys, values, rule)
 
@@ -200,7 +201,7 @@ class BucketRows:
 def plan_by_bucket(
     step: DecodeStep, windows: frozenset[int | None], device: torch.device, dtype: torch.dtype
 ) -> StepPlan:
-    """A plan that writes and reads one bucket after the other; for any device."""
+    """A plan that handles one bucket after the other; for any device."""
 
     def rows_of(bucket: Bucket, start: int, newest: Ints, entering: list[tuple[int, Ints]]) -> BucketRows:
         own = slice(start, start + len(newest))
@@ -225,5 +226,5 @@ def plan_by_bucket(
 
 
 def written_tokens(slot: int, sources: Ints) -> Ints:
-    """[3, W]: the packed tokens that are written, their slot (or row), and their positions in it."""
+    """[3, W]: packed tokens to write, their slot (or row), and their positions in it."""
     return np.stack([sources, np.full(len(sources), slot), np.arange(len(sources))])

@@ -13,7 +13,8 @@ from stretto.model.hf.folder import quiet_transformers, whole_folder
 
 
 def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
-    """Write a new policy and its tokenizer as a Hugging Face folder; equal bytes of weights for equal seeds."""
+    """Write a new, randomly initialised policy and its tokenizer as a Hugging Face folder; equal seeds give equal
+    bytes."""
     vocabulary = config.vocabulary
     architecture = AutoConfig.for_model(
         config.family,
@@ -41,7 +42,8 @@ def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
 
 
 def character_tokenizer(vocabulary: dict[str, int], context_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character. It has no token for the unknown: other characters are an error."""
+    """A tokenizer with one token per character. Characters outside the vocabulary are an error: there is no unknown
+    token."""
     backend = Tokenizer(models.WordLevel(vocabulary))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""The section `[model.build]` of a recipe: what a new model looks like.
+"""The section `[model.build]` of a recipe: the shape of a new model.
 
 Nothing heavy is imported here, so that mistakes in a recipe are reported at once.
 """
@@ -13,7 +13,7 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 class BuildConfig(BaseModel, extra="forbid", frozen=True):
-    """The shape of a new model and the characters that it reads and writes."""
+    """Shape of a new model, and its alphabet."""
 
     family: Literal["qwen3", "qwen2", "llama"] = Field("qwen3", description="architecture, as transformers names it")
     hidden_size: int = Field(64, ge=8, le=16_384, description="width of the residual stream")

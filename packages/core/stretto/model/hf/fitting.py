@@ -1,4 +1,4 @@
-"""The check that the weights of a folder fit its config, made on a model without memory."""
+"""Check that a folder's weights fit its config, using a model without memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SHOWN = 5
 def check_fit(folder: ModelFolder) -> PreTrainedConfig:
     """Check the weights of a folder against its config, and return the config.
 
-    Names that transformers translates when it loads a folder are not checked.
+    Names that transformers translates while loading are not checked.
 
     Raises:
-        ModelFolderError: transformers cannot make the model; weights are missing, have another shape, or are no
+        ModelFolderError: transformers cannot create the model; weights are missing, have another shape, or are not
             floating-point numbers.
     """
     place, model = str(folder.path), skeleton(folder.path)
@@ -39,8 +39,8 @@ def check_fit(folder: ModelFolder) -> PreTrainedConfig:
     ]
     known = set(model.state_dict())
     missing = [name for name in parameters if name not in held]
-    if known & held.keys() and not held.keys() <= known:  # some of them may have other names in the folder
-        of_layers = {_LAYER.sub("#", name) for name in held}  # but not in one layer alone
+    if known & held.keys() and not held.keys() <= known:  # some may have other names in the folder
+        of_layers = {_LAYER.sub("#", name) for name in held}  # names of a single layer are not translated
         strangers = {tuple(tensor.shape) for name, tensor in held.items() if name not in known}
         missing = [
             name

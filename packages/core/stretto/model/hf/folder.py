@@ -46,15 +46,15 @@ def load_policy(
     dtype: torch.dtype | str = torch.float32,
     device: str = "cpu",
 ) -> PreTrainedModel:
-    """The causal language model of a folder, in eval mode, with `attention` as its attention path.
+    """Load the causal language model of a folder, in eval mode, with `attention` as its attention path.
 
-    `attention` is `model.decode.policy.CACHED_ATTENTION`, `model.packed.attention.PACKED_ATTENTION`, or a name that
-    transformers knows. Importing the module of one of our paths registers it, and must come first. The device
-    ``"auto"`` is the GPU if there is one.
+    `attention`: `model.decode.policy.CACHED_ATTENTION`, `model.packed.attention.PACKED_ATTENTION`, or a name known to
+    transformers. For ours, import the module first: that registers the path. Device ``"auto"``: the GPU if there is
+    one.
 
     Raises:
-        ModelFolderError: transformers cannot load the folder; weights are missing or not finite; or our attention
-            paths do not support the model (`stretto.model.attention_support`).
+        ModelFolderError: transformers cannot load the folder; weights are missing or not finite; or our attention paths
+            do not support the model (`stretto.model.attention_support`).
     """
     if not Path(path).is_dir():
         raise ModelFolderError([Problem(str(path), "no such folder", "a Hugging Face model folder is needed")])
@@ -71,7 +71,7 @@ def load_policy(
                 local_files_only=True,
                 output_loading_info=True,
             )
-        except Exception as error:  # a config can make the module of any model fail in any way
+        except Exception as error:  # a config can make a model's module fail in any way
             found = " ".join(f"{type(error).__name__}: {error}".split())
             raise ModelFolderError([Problem(str(path), f"cannot be loaded: {found}")]) from error
     if missing := sorted(report["missing_keys"]):
@@ -100,11 +100,10 @@ def save_policy(
     add: Callable[[Path], None] | None = None,
     dtype: str | None = None,
 ) -> None:
-    """Write `model` with the tokenizer of `tokenizer_folder` as a Hugging Face folder; an older one there is replaced.
+    """Write `model` with the tokenizer of `tokenizer_folder` as a Hugging Face folder, replacing an older one.
 
-    `parameters`, by name, replace the model's own, for a model that is sharded over several processes. They are rounded
-    to `dtype`, if one is given. The folder appears whole: it is written beside its place, `add` gets it to write
-    more into it, and it is renamed.
+    `parameters` replace the model's own by name, for a model sharded over several processes; they are rounded to
+    `dtype`, if given. The folder is written beside its place and renamed; before that `add` may write more into it.
 
     Raises:
         OSError: the folder cannot be written.
@@ -122,21 +121,22 @@ def save_policy(
                 model.save_pretrained(folder, state_dict=None if parameters is None else dict(parameters))
                 if dtype is not None:
                     _say_dtype(folder / "config.json", dtype)
-        except SafetensorError as error:  # how safetensors reports an error of the system
+        except SafetensorError as error:  # safetensors reports system errors this way
             raise OSError(errno.EIO, f"the policy cannot be written: {error}", str(path)) from error
         if add is not None:
             add(folder)
 
 
 def saved_dtype(wanted: str, start: Path) -> str | None:
-    """The dtype to which a policy in float32 is rounded when it is written; None: it is not. `wanted` may be
-    ``"model"``: as in the folder `start`, from which its training began."""
+    """The dtype to which a saved float32 policy is rounded; None: no rounding. `wanted` ``"model"``: as in the folder
+    `start`, from which training began."""
     own = weights_dtype(start) if wanted == "model" else wanted
     return own if own in ("bfloat16", "float16") else None
 
 
 def _say_dtype(config: Path, dtype: str) -> None:
-    """transformers has written the dtype of the model in memory; servers load the weights as what stands there."""
+    """Put `dtype` into the config, where transformers has put the dtype in memory: servers load weights in the
+    config's."""
     tree = json.loads(config.read_text(encoding="utf-8"))
     sections = [tree, *(section for section in tree.values() if isinstance(section, dict))]
     for section in sections:
@@ -146,8 +146,8 @@ def _say_dtype(config: Path, dtype: str) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path`, which replaces `path` when the block ends without an error. An OSError that
-    names no file names `path`."""
+    """Yield a temporary folder beside `path`, which replaces `path` if the block ends without an error. An OSError
+    without a file name gets `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")

@@ -1,12 +1,12 @@
-"""Which tokens may come next, so that a completion follows a grammar (`Sampling.grammar`): by llguidance, an extra.
+"""Grammar-constrained sampling (`Sampling.grammar`): the tokens allowed next, by llguidance (an extra).
 
     text ─► compiled, once ─► Matcher of each completion: tokens so far ─► bits of the tokens that may follow
 
-What may follow is a function of grammar and tokens alone. So a completion that is interrupted, or continued by another
-engine, follows its grammar by its tokens: nothing else is kept of it.
+Allowed tokens depend on the grammar and the tokens so far alone. So an interrupted completion, or one continued by
+another engine, needs no further state.
 
-A grammar comes from strangers. Its compilation and each of its masks are bounded (`_LIMITS`), the compilation recurses
-on a stack of its own, and a grammar whose masks take too long is refused.
+Grammars come from untrusted users. Compilation and masks are bounded (`_LIMITS`), compilation recurses on a separate
+stack, and a grammar whose masks take too long is refused.
 
 Axes: W words of 32 tokens.
 """
@@ -31,46 +31,46 @@ try:
     from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
     _INSTALLED = True
-except ImportError:  # the message says how to have it
+except ImportError:  # the error message says how to install it
     _INSTALLED = False
 
 _FIELD = "sampling.grammar"
-_KEPT = 512  # compiled grammars
-_STACK = 256 << 20  # bytes; rules that name each other are compiled by recursion, which in 8 MiB ends the process
-_SECONDS, _SECONDS_PER_TOKEN = 0.05, 0.002  # of a processor; most masks take some microseconds
+_KEPT = 512  # most compiled grammars kept
+_STACK = 256 << 20  # bytes of stack; recursive rules would overflow 8 MiB and end the process
+_SECONDS, _SECONDS_PER_TOKEN = 0.05, 0.002  # CPU seconds; most masks take microseconds
 _SHOWN = 300
 
 
 class Matcher:
-    """The grammar of one completion, and how far its tokens have come."""
+    """The state of one completion in its grammar."""
 
     def __init__(self, inner: LLMatcher, vocab_size: int) -> None:
         self._inner = inner
         self._bits = allocate_token_bitmask(1, vocab_size)
-        self._current = False  # whether the bits are those of the next token
+        self._current = False  # whether the bits are up to date
         self._left = _SECONDS
 
     @property
     def allowed(self) -> npt.NDArray[np.int32]:
-        """[W] a bit for each token, set if it may come next; after `look`."""
+        """[W] one bit per token, set if it may come next; call `look` first."""
         bits: npt.NDArray[np.int32] = self._bits[0]
         return bits
 
     def take(self, token_ids: Sequence[int]) -> bool:
-        """The completion has these tokens more; whether they follow the grammar. If not, `look` refuses it."""
+        """Advance by these tokens; False if they violate the grammar, which `look` will then refuse."""
         self._current = False
         self._left += _SECONDS_PER_TOKEN * len(token_ids)
         return bool(self._inner.consume_tokens(list(token_ids)))
 
     def look(self) -> None:
-        """Bring `allowed` up to date.
+        """Update `allowed`.
 
         Raises:
             RefusedRequest: the grammar is too complex, or no token may follow.
         """
         if self._current:
             return
-        start = time.thread_time()  # of this thread alone: what runs beside it is not the grammar's fault
+        start = time.thread_time()  # CPU time of this thread alone, whatever runs beside it
         fill_next_token_bitmask(self._inner, self._bits)
         self._left -= time.thread_time() - start
         if self._inner.is_error():
@@ -83,17 +83,17 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars for the tokenizer of one model; any thread may."""
+    """Compiles grammars for one model's tokenizer; thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
-        """`tokenizer` is called by the first grammar; `vocab_size` is that of the model."""
+        """`tokenizer` is called for the first grammar; `vocab_size`: the model's."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
     @cached_property
     def problem(self) -> str:
-        """Why no grammar is served; empty if they are."""
+        """Why grammars cannot be used; "" if they can."""
         if not _INSTALLED:
             return "the package llguidance is not installed: pip install 'stretto[grammars]'"
         try:
@@ -104,7 +104,7 @@ class Grammars:
             return f"llguidance cannot use the tokenizer: {error}"
 
     def check(self, text: str, stop_token_ids: Sequence[int]) -> None:
-        """Compile a grammar, if it is a new one.
+        """Compile a grammar if it is new.
 
         Raises:
             RefusedRequest: it cannot be compiled or followed, or its end would not end the completion.
@@ -118,7 +118,7 @@ class Grammars:
         self.matcher(text).look()
 
     def matcher(self, text: str) -> Matcher:
-        """A grammar that `check` has passed, before the first token of a completion."""
+        """A matcher for a new completion; call `check` for the grammar first."""
         return Matcher(self._root(text).deep_copy(), self._vocabulary.vocab_size)
 
     @cached_property
@@ -145,7 +145,7 @@ class Grammars:
 
 
 def _limits() -> LLParserLimits:
-    """A twentieth of a second for most that a mask may take, by the package's own numbers."""
+    """The package's limits, set to about a twentieth of a second per mask at most."""
     return LLParserLimits(
         step_lexer_fuel=50_000,
         step_max_items=10_000,
@@ -167,7 +167,7 @@ def _on_a_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
             thread.start()
         finally:
             threading.stack_size(before)
-    thread.join()  # the limits of the package end it
+    thread.join()  # the package's limits stop it
     return made[0]
 
 

@@ -1,11 +1,11 @@
-"""Texts of other people inside a chat template: what they say stays text, and never becomes a special token.
+"""Guard chat messages against injected special tokens: text in a message stays text in the template's output.
 
-    contents ─► guarded ─► template ─► rendered ─┬─ special tokens that stand in it are the template's own
-                                                 └─ unguarded: the text that a reader sees
+    contents ─► guarded ─► template ─► rendered ─┬─ special tokens in it are the template's own
+                                                 └─ unguarded: the readable text
 
-Marking is better than rendering with placeholders: templates look into contents, strip them, divide them at
-``</think>`` and write them as JSON, and all of that goes on as before, since only where a content spells a special
-token, or could end or begin one together with what stands beside it, one character of it is written as a mark of three.
+Guarding replaces one character by a mark of three wherever a content spells a special token, or could complete one with
+its neighbours. Placeholders for whole contents would not work: templates inspect contents, strip them, split them at
+``</think>`` and write them as JSON.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-_MARK = "\U0010fffd"  # the last character of the last private plane; one in a content is marked itself
+_MARK = "\U0010fffd"  # last character of the last private-use plane; marked itself if a content has it
 _PLANE = 0xF0000
 _MARKED = re.compile(f"{_MARK}([\U000f0000-\U000f0010])([\U000f0000-\U000fffff])")
-_DIVIDED = re.compile(r"</?think>")  # where templates divide a content
-_OF_THE_TEMPLATE = frozenset({"role", "type"})  # keys whose values templates compare, and do not write as they are
+_DIVIDED = re.compile(r"</?think>")  # where templates split a content
+_OF_THE_TEMPLATE = frozenset({"role", "type"})  # keys whose values templates only compare
 
 
 class TextGuard:
-    """Guards texts against becoming special tokens.
+    """Guards texts against being tokenized as special tokens.
 
     Example::
 
@@ -39,7 +39,7 @@ class TextGuard:
         self._longest = max(map(len, known), default=0)
 
     def text(self, text: str) -> str:
-        """The text with a mark in each special token that it spells, begins at its end, or ends at its beginning."""
+        """`text` with a mark in each special token that it contains, starts at its end, or finishes at its start."""
         places = {found.start() for found in self._whole.finditer(text)}
         edges = [0, *chain.from_iterable(found.span() for found in _DIVIDED.finditer(text)), len(text)]
         for start, end in zip(edges[::2], edges[1::2], strict=True):
@@ -49,7 +49,8 @@ class TextGuard:
         return text
 
     def _beyond(self, text: str, start: int, end: int) -> Iterable[int]:
-        """The places of beginnings at the end of this piece, and of ends at its start; templates may strip it."""
+        """Positions of token starts at the end of this piece, and of token ends at its start; templates may strip
+        whitespace."""
         piece = text[start:end]
         first, last = start + len(piece) - len(piece.lstrip()), start + len(piece.rstrip())
         for size in range(1, min(self._longest, len(piece) + 1)):
@@ -61,7 +62,7 @@ class TextGuard:
                     yield begin
 
     def tree(self, value: Any) -> Any:
-        """The texts in nested lists and mappings, keys too."""
+        """Guard all strings in nested lists and mappings, keys included."""
         match value:
             case str():
                 return self.text(value)
@@ -80,7 +81,7 @@ class TextGuard:
 
 
 def unguarded(text: str) -> str:
-    """The text as it was before it was guarded."""
+    """The text before guarding."""
     return _MARKED.sub(_read, text) if _MARK in text else text
 
 

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: names, shapes and the expected size, without reading a weight."""
+"""Read names, shapes and file sizes from safetensors headers, without the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGEST_HEADER = 100 << 20  # the format's own limit
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """One tensor of a file: ``dtype`` as the format writes it ("F32", "BF16"), its shape, and its end in the data."""
+    """One tensor of a file: ``dtype`` in the format's spelling ("F32", "BF16"), shape, and end offset in the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,20 +30,20 @@ POINTS = "is a pointer of git-lfs, and what it points to was not fetched: run `g
 
 
 def is_pointer(file: Path) -> bool:
-    """Whether git-lfs has left its pointer in place of the file."""
+    """Whether the file is a git-lfs pointer instead of the content."""
     with file.open("rb") as stream:
         return stream.read(len(_POINTER)) == _POINTER
 
 
 class BrokenHeader(ValueError):
-    """The file is not a whole safetensors file; the text says why."""
+    """The file is not a complete safetensors file; the text says why."""
 
 
 def read_headers(file: Path) -> dict[str, TensorHeader]:
-    """The tensors of a safetensors file.
+    """The tensors of a safetensors file, by name.
 
     Raises:
-        BrokenHeader: the header cannot be read, or the file is shorter or longer than it says.
+        BrokenHeader: the header cannot be read, or does not match the file size.
     """
     size = file.stat().st_size
     if is_pointer(file):

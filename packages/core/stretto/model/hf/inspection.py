@@ -1,4 +1,4 @@
-"""Inspection of a Hugging Face model folder: loads no weight, and reports every mistake at once."""
+"""Inspect a Hugging Face model folder without loading weights; all mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The facts of a model folder, from its files.
+    """Facts about a model folder, read from its files.
 
-    Example: ``ModelFolder(path=..., architecture="Qwen3ForCausalLM", parameters=158_784, bytes=636_008,
-    vocab_size=30, context_length=256, layers=3, kv_heads=2, head_dim=32, hidden_size=64,
-    eos_token_ids=(1,), dtype="float32")``
+    Example: ``ModelFolder(path=..., architecture="Qwen3ForCausalLM", parameters=158_784, bytes=636_008, vocab_size=30,
+    context_length=256, layers=3, kv_heads=2, head_dim=32, hidden_size=64, eos_token_ids=(1,), dtype="float32")``
     """
 
     path: Path
@@ -46,8 +45,8 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
     """Inspect a model folder.
 
     Raises:
-        ModelFolderError: lists every problem: no folder, a broken or missing config, weights that are missing,
-            truncated or pickled, a tokenizer that is missing or larger than the embedding, no end token.
+        ModelFolderError: lists every problem: no folder, a broken or missing config, missing, truncated or pickled
+            weights, a tokenizer that is missing or larger than the embedding, no end token.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -73,17 +72,17 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
 
 
 def _of_the_hub(folder: Path) -> str:
-    """The remedy where the path looks like a name on the hub: owner/name, of which there is neither here."""
+    """The remedy if the path looks like a hub name (owner/name) and exists neither as file nor as folder."""
     parts = folder.parts[-2:]
     named = len(parts) == 2 and all(_HUB_NAME.fullmatch(part) for part in parts)
     if folder.exists() or folder.parent.exists() or not named:
         return ""
     name = "/".join(parts)
-    return f"; if {name} is meant of the hub: `hf download {name} --local-dir {parts[1]}`, and give that folder"
+    return f"; if {name} is meant as a hub name: `hf download {name} --local-dir {parts[1]}`, and give that folder"
 
 
 def weights_dtype(folder: Path) -> str:
-    """The dtype of most numbers of a model folder; ``"quantised"`` for others than floating-point numbers.
+    """The most common dtype of a model folder's numbers; ``"quantised"`` if they are not floating-point.
 
     Raises:
         ModelFolderError: it has no weights, or they cannot be read.
@@ -99,7 +98,7 @@ def _dtype_of(tensors: Iterable[TensorHeader]) -> str:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """The tokens that end a completion: from the generation config, else the config, else the tokenizer's own."""
+    """Tokens that end a completion: from the generation config, else the config, else the tokenizer."""
     for name in ("generation_config.json", "config.json"):
         found = _read_json(folder / name, []).get("eos_token_id")
         if found is not None:
@@ -111,7 +110,7 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
-    """The object in a JSON file; empty, with a problem, when it cannot be read."""
+    """The object in a JSON file; {} with a problem added if it cannot be read."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -127,7 +126,7 @@ def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
 
 
 def shape_of(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
-    """The fields of `ModelFolder` from the config; None, with problems, if it lacks them."""
+    """Fields of `ModelFolder` from the config; None with problems added if some are missing."""
     before, file = len(problems), folder / "config.json"
     whole = _read_json(file, problems)
     config = whole.get("text_config", whole)
@@ -170,7 +169,7 @@ def shape_of(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config of a model folder; empty where it cannot be read."""
+    """The config of a model folder; {} if it cannot be read."""
     return _read_json(folder / "config.json", [])
 
 
@@ -180,12 +179,12 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_weights(folder: Path) -> dict[str, TensorHeader]:
-    """The tensor headers of a folder that `inspect_model_folder` has accepted."""
+    """Tensor headers of a folder that `inspect_model_folder` has accepted."""
     return _weights(folder, [])[0]
 
 
 def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHeader], int]:
-    """The tensor headers of the folder's weight files, and the size of these files in bytes."""
+    """Tensor headers of the folder's weight files, and their total size in bytes."""
     index = folder / "model.safetensors.index.json"
     tensors: dict[str, TensorHeader] = {}
     if index.exists():
@@ -228,7 +227,7 @@ def _no_weights(folder: Path) -> Problem:
 def _check_vocabulary(
     folder: Path, vocab_size: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]
 ) -> None:
-    """Check that embedding, tokenizer and end tokens have the same vocabulary."""
+    """Check that embedding, tokenizer and end tokens agree on the vocabulary."""
     for name, tensor in tensors.items():
         if name.endswith("embed_tokens.weight") and tensor.shape[0] != vocab_size:
             found = f"{name} has {tensor.shape[0]} rows, config.json says vocab_size {vocab_size}"

@@ -13,10 +13,10 @@ from stretto.model.hf.inspection import ModelFolder, eos_token_ids, shape_of
 
 
 def skeleton(path: Path | str) -> PreTrainedModel:
-    """The causal language model of a folder on torch's device "meta": names and shapes of parameters, no values.
+    """The causal language model of a folder on torch's "meta" device: names and shapes of parameters, no values.
 
     Raises:
-        ModelFolderError: transformers cannot make the model that config.json describes.
+        ModelFolderError: transformers cannot create the model of config.json.
     """
     with quiet_transformers(), torch.device("meta"):
         try:
@@ -29,10 +29,10 @@ def skeleton(path: Path | str) -> PreTrainedModel:
 
 
 def outlined(folder: Path) -> tuple[ModelFolder, PreTrainedConfig]:
-    """What config.json alone says of a model, whose weights are elsewhere.
+    """Facts and config of a model from config.json alone, when the weights are elsewhere.
 
     Raises:
-        ModelFolderError: it is broken, or lacks a number; transformers cannot make the model.
+        ModelFolderError: it is broken or lacks a field, or transformers cannot create the model.
     """
     problems: list[Problem] = []
     shape = shape_of(folder, problems)

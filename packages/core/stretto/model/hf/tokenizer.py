@@ -27,8 +27,8 @@ class Tokenizer:
         tokenizer.decode((3, 3, 1))       # "11": special tokens are left out
         tokenizer.eos_token_ids           # (1,)
 
-    Special tokens that a message of a chat spells stay text, unless `special_tokens_in_messages`. Those whose text is
-    `kept` are read: without the marks of thoughts, which some models have among them, a thought would be an answer.
+    Special tokens spelled in chat messages stay text, unless `special_tokens_in_messages`. `kept`: special tokens that
+    `decode` keeps, such as thinking tags; without them a thought would read as an answer.
     """
 
     place: str
@@ -46,11 +46,11 @@ class Tokenizer:
                 text that continues a sequence, such as a completion.
 
         Raises:
-            DataError: the text holds characters that the tokenizer does not know.
+            DataError: the text has characters that the tokenizer does not know.
         """
         try:
             ids = self._backend.encode(text, add_special_tokens=special_tokens).ids
-        except Exception as error:  # the backend raises nothing narrower
+        except Exception as error:  # the backend raises no narrower type
             raise self._unknown(text, str(error)) from None
         if self._whole.unk_token_id is not None and self._whole.unk_token_id in ids:
             raise self._unknown(text, f"it becomes {self._whole.unk_token}")
@@ -62,13 +62,13 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """Its text, that for tools where the folder has several; empty if there is none."""
+        """The chat template's text (the one for tools if there are several); "" if there is none."""
         found = self._whole.chat_template or ""
         return found if isinstance(found, str) else "\n".join(found.values())
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> tuple[int, ...]:
-        """The token ids of a conversation by the folder's chat template, up to the start of the completion.
-        The template gets the `arguments`.
+        """The token ids of a conversation in the folder's chat template, up to the start of the completion. `arguments`
+        go to the template.
 
         Raises:
             ModelFolderError: the tokenizer has no chat template.
@@ -77,21 +77,20 @@ class Tokenizer:
         return self.encode_rendered(self.render_chat(messages, opening=True, **arguments))
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
-        """The token ids of what `render_chat` returned, or of a part of it: special tokens are those that the template
-        has written.
+        """The token ids of (part of) a `render_chat` result; only the template's own special tokens become such.
 
         Raises:
-            DataError: the text holds characters that the tokenizer does not know.
+            DataError: the text has characters that the tokenizer does not know.
         """
         plain = unguarded(text)
-        whole = self.encode(plain, special_tokens=False)  # without special tokens: the template has added them already
+        whole = self.encode(plain, special_tokens=False)  # the template has already added special tokens
         if plain == text:
             return whole
         own = self._controls(text)
         if [(len(unguarded(text[:start])), token) for start, _, token in own] == [
             (start, token) for start, _, token in self._controls(plain)
         ]:
-            return whole  # nothing that is guarded would have become one
+            return whole  # no guarded text contains one
         found, at = list[int](), 0
         for start, end, token in own:
             found += (*self._as_text(unguarded(text[at:start])), token)
@@ -99,31 +98,32 @@ class Tokenizer:
         return (*found, *self._as_text(unguarded(text[at:])))
 
     def read_rendered(self, text: str) -> str:
-        """The text of `render_chat` as a reader sees it."""
+        """The readable text of a `render_chat` result."""
         return unguarded(text)
 
     def encode_content(self, text: str) -> tuple[int, ...]:
-        """The token ids of what somebody says, which continues a sequence: it holds no special token.
+        """The token ids of a message's content that continues a sequence; special tokens in it stay text.
 
         Raises:
-            DataError: the text holds characters that the tokenizer does not know.
+            DataError: the text has characters that the tokenizer does not know.
         """
         found = self.encode(text, special_tokens=False)
         return found if self.special_tokens_in_messages or not self._controls(text) else tuple(self._as_text(text))
 
     def _controls(self, text: str) -> list[tuple[int, int, int]]:
-        """Where special tokens stand in a text: from, to, and which."""
+        """(start, end, id) of the special tokens in a text."""
         whole, known = self._backend.encode(text, add_special_tokens=False), self._specials
         return [
             (start, end, token)
             for token, (start, end) in zip(whole.ids, whole.offsets, strict=True)
-            if known.get(token, "\0") in text[start:end]  # a character that is unknown has a special token, too
+            if known.get(token, "\0") in text[start:end]  # unknown characters map to a special token, too
         ]
 
     def _as_text(self, text: str) -> Sequence[int]:
-        """
+        """Token ids of a text in which special tokens stay text.
+
         Raises:
-            DataError: the text holds characters that the tokenizer does not know.
+            DataError: the text has characters that the tokenizer does not know.
         """
         if not text:
             return ()
@@ -138,7 +138,7 @@ class Tokenizer:
 
     @cached_property
     def _blind(self) -> Backend:
-        """The backend, to which special tokens are text."""
+        """A backend that treats special tokens as text."""
         backend = Backend.from_str(self.serialized())
         backend.encode_special_tokens = True
         return backend
@@ -153,8 +153,8 @@ class Tokenizer:
         return TextGuard(self._specials.values())
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, opening: bool, **arguments: Any) -> str:
-        """The text of a conversation, guarded: `encode_rendered` makes its tokens and `unguarded` what a reader sees.
-        `opening` adds how the next completion begins. The template gets the `arguments`.
+        """A conversation in the chat template, guarded: `encode_rendered` gives its tokens, `unguarded` its readable
+        text. `opening` adds the start of the next completion; `arguments` go to the template.
 
         Raises:
             ModelFolderError: the tokenizer has no chat template.
@@ -169,7 +169,7 @@ class Tokenizer:
                 turns = self._guard.tree(turns)
                 arguments |= {name: self._guard.tree(arguments[name]) for name in ("tools",) if name in arguments}
             text = self._whole.apply_chat_template(turns, tokenize=False, add_generation_prompt=opening, **arguments)
-        except Exception as error:  # templates are programs of the model's author and raise any exception
+        except Exception as error:  # templates are programs of the model's author and may raise anything
             raise DataError([Problem("messages", f"refused by the chat template: {error}")]) from None
         return cast(str, text)
 
@@ -180,7 +180,7 @@ class Tokenizer:
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """The special tokens that `decode` leaves out."""
+        """Special tokens that `decode` leaves out."""
         return frozenset(self._specials) - self._kept
 
     @cached_property
@@ -188,24 +188,24 @@ class Tokenizer:
         return frozenset(token for token, text in self._specials.items() if text in self.kept)
 
     def serialized(self) -> str:
-        """The whole tokenizer as the JSON text of the package `tokenizers`, without padding and truncation."""
+        """The tokenizer as JSON of the `tokenizers` package, without padding and truncation."""
         backend = Backend.from_str(self._backend.to_str())
         backend.no_padding()
         backend.no_truncation()
         return backend.to_str()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens but for those that are `kept`."""
+        """The text of `ids`, without special tokens other than the `kept` ones."""
         if self._kept.isdisjoint(ids):
             return self._backend.decode(ids, skip_special_tokens=True)
         return self.spell([token for token in ids if token not in self.special_token_ids])
 
     def spell(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens too."""
+        """The text of `ids`, including special tokens."""
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def name(self, token_id: int) -> str:
-        """The text of one token by itself, special ones too."""
+        """The text of a single token, special or not."""
         return self.spell((token_id,))
 
     def _unknown(self, text: str, why: str) -> DataError:
@@ -229,7 +229,7 @@ def load_tokenizer(
         raise ModelFolderError([Problem(place, "no such folder", "a Hugging Face model folder is needed")])
     try:
         whole = AutoTokenizer.from_pretrained(place, local_files_only=True)
-    except Exception as error:  # broken files make transformers raise any exception, and the folder is to blame
+    except Exception as error:  # broken files may make transformers raise anything; the folder is to blame
         problem = Problem(place, f"the tokenizer cannot be loaded: {error}", "save a fast tokenizer there")
         raise ModelFolderError([problem]) from error
     if not isinstance(whole, PreTrainedTokenizerFast):

@@ -1,15 +1,15 @@
-"""Which kernel multiplies by a weight on this processor: the fastest in a measurement.
+"""Choose the fastest matmul kernel for a weight on this CPU, by measurement.
 
-    linear     torch's own product, MKL for float32 and oneDNN for bfloat16
-    onednn     oneDNN's, of the weight as it is
-    columns    torch's own, of a weight that lies column by column in memory
-    packed     oneDNN's, of a copy of the weight in oneDNN's own order
-    widened    for bfloat16: torch's float32 product of a float32 copy of the weight, column by column
+    linear     torch's matmul: MKL for float32, oneDNN for bfloat16
+    onednn     oneDNN, on the weight as it is
+    columns    torch's matmul, on a column-major weight
+    packed     oneDNN, on a copy of the weight in oneDNN's own layout
+    widened    for bfloat16: torch's float32 matmul on a column-major float32 copy of the weight
 
-A measurement takes milliseconds for a shape, once for a processor, its cores and threads, a torch and a type: results
-are kept in the user's cache. Rounding differs between kernels, so processes that have to agree to the last bit must
-choose alike. They name one record, the file of their run: the first of them measures while the others wait for its
-lock, and what stands there is never measured again, by a resume or a replay of the run either.
+A measurement takes milliseconds per shape. Results are cached for the user by processor, cores, threads, torch version
+and dtype. Kernels round differently, so processes that must agree bitwise share one record, a file of their run: the
+first process measures while the others wait for its lock. Recorded choices are never measured again, also not by a
+resume or a replay.
 
 Axes: T token, K input width, N output width.
 """
@@ -40,32 +40,32 @@ log = logging.getLogger(__name__)
 Shape = tuple[int, int]
 Name = Literal["linear", "onednn", "columns", "packed", "widened"]
 
-#: What a trainer may choose from: its weights change in every step, and are saved and divided as they lie.
+#: Kernels for a trainer, whose weights change in every step and are saved and sharded in their own layout.
 TRAINING: tuple[Name, ...] = ("onednn",)
-#: For a weight that something else reads as well, such as an embedding.
+#: Kernels for a weight with other readers, such as an embedding.
 SHARED: tuple[Name, ...] = ("onednn", "packed", "widened")
 GENERATION: tuple[Name, ...] = ("onednn", "columns", "packed", "widened")
 
 FILE = "kernels.json"
 _TOKENS = (1, 16, 64, 256)
-_MOST_MULTIPLICATIONS = 1 << 26  # a larger product is multiplied like the largest that was measured
-_FEWEST_MULTIPLICATIONS = 3 << 18  # of the largest product, below which nothing is measured
-_COLD_BYTES = 4 << 20  # a step reads each weight from outside of the core's own cache
+_MOST_MULTIPLICATIONS = 1 << 26  # larger products use the choice for the largest one measured
+_FEWEST_MULTIPLICATIONS = 3 << 18  # multiplications of the largest product, below which nothing is measured
+_COLD_BYTES = 4 << 20  # a step reads each weight from beyond the core's own cache
 _ROUNDS = 2
 _GAINS = {"onednn": 1.05, "columns": 1.03, "packed": 1.15, "widened": 1.15}  # a copy costs memory, and time per version
 _LOCK_SECONDS = 20.0
 
 
 class KernelChoice(Record, frozen=True):
-    """A kernel, and the fewest tokens for which it is used; fewer are multiplied by ``linear``."""
+    """A kernel, and the fewest tokens for which it is used; below that ``linear`` is."""
 
     kernel: Name = "linear"
     fewest: int = 1
-    gain: float = 1.0  # over ``linear``, the geometric mean over 1 to 256 tokens
+    gain: float = 1.0  # speedup over ``linear``, geometric mean over 1 to 256 tokens
 
 
 def unrecorded(shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name]) -> dict[Shape, KernelChoice]:
-    """The choices of runs that have no record: oneDNN for float32 products of 786,432 multiplications and more."""
+    """Choices for runs without a record: oneDNN for float32 products of 786,432 multiplications or more."""
     if not fits("onednn", dtype):
         return {}
     return {shape: KernelChoice("onednn", math.ceil(_FEWEST_MULTIPLICATIONS / math.prod(shape))) for shape in shapes}
@@ -77,7 +77,7 @@ def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> 
 
 
 def prepare(kernel: str, weight_NK: Tensor) -> Tensor:
-    """The weight as a kernel wants it; the weight itself where that is how it lies."""
+    """The weight in a kernel's layout; the weight itself if no copy is needed."""
     if kernel == "columns":
         return weight_NK.t().contiguous().t()
     if kernel == "packed":
@@ -86,7 +86,7 @@ def prepare(kernel: str, weight_NK: Tensor) -> Tensor:
 
 
 def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None) -> Tensor:
-    """x · weightᵀ + bias, of a prepared weight."""
+    """x · weightᵀ + bias, with a prepared weight."""
     if kernel in ("onednn", "packed"):
         return product(x_TK, prepared, bias_N)
     if kernel == "widened":
@@ -95,22 +95,22 @@ def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None)
 
 
 class Kernel:
-    """A chosen kernel and, where it wants one, its own copy of the weight, made anew when the weight has changed."""
+    """A chosen kernel with its own copy of the weight, if it needs one, renewed when the weight changes."""
 
     def __init__(self, choice: KernelChoice, dtype: torch.dtype) -> None:
         self.choice, self.dtype = choice, dtype
-        self.of_torch = choice.kernel in ("linear", "columns")  # a plain layer multiplies so
+        self.of_torch = choice.kernel in ("linear", "columns")  # as in a plain layer
         self._prepared: Tensor | None = None
-        self._version = (0, 0)  # of which weight that was made, and after how many writes to it
+        self._version = (0, 0)  # the copied weight, and its write count at that time
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """A linear layer over the next to last axis of `x`."""
+        """Apply a linear layer; `x` has the tokens on its second-to-last axis."""
         if x.shape[-2] < self.choice.fewest:
             return functional.linear(x, weight, bias)
         return self.multiply_many(x, weight, bias)
 
     def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As `multiply`, for as many tokens as the choice wants."""
+        """As `multiply`, for a number of tokens for which the kernel is used."""
         if self.choice.kernel not in ("packed", "widened"):
             return multiply(self.choice.kernel, x, weight, bias)
         version = (id(weight), weight._version)
@@ -122,7 +122,8 @@ class Kernel:
 def choose(
     shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name], record: Path | None = None
 ) -> dict[Shape, KernelChoice]:
-    """The choice for each weight [N, K], from the record, else from the user's cache, else measured; kept in both."""
+    """The choice for each weight shape [N, K]: from the record, else the user's cache, else measured; stored in
+    both."""
     offered = [kernel for kernel in kernels if fits(kernel, dtype)]
     place = f"{processor()}, {cores()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
     worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
@@ -140,7 +141,7 @@ def choose(
 
 
 def fits(kernel: str, dtype: torch.dtype) -> bool:
-    """Whether this processor has the kernel for weights of `dtype`."""
+    """Whether this CPU supports the kernel for weights of `dtype`."""
     if kernel in ("onednn", "packed") and not torch.backends.mkldnn.is_available():
         return False
     if kernel == "packed" and dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -170,22 +171,22 @@ def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> Kernel
 
 
 def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]]) -> dict[Name, float]:
-    """Of one pass over the weights by each kernel, the best of a few."""
-    # On one thread its own time counts: work beside it would only disturb.
+    """Seconds of one pass over the weights by each kernel, the best of a few."""
+    # With one thread its CPU time is measured, undisturbed by other work.
     clock: Callable[[], float] = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     best = dict.fromkeys(weights, math.inf)
     for turn, kernel in itertools.product(range(_ROUNDS + 1), weights):
         start = clock()
         for weight in weights[kernel]:
             multiply(kernel, x_TK, weight, None)
-        if turn:  # the first one makes code
+        if turn:  # the first call compiles
             best[kernel] = min(best[kernel], clock() - start)
     return best
 
 
 @contextmanager
 def _locked(file: Path) -> Iterator[bool]:
-    """Hold the lock of a file while it is read and written; False where that cannot be, and it is not written then."""
+    """Hold a file's lock while it is read and written; yields False if it cannot be written."""
     with ExitStack() as held:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +208,7 @@ def _locked(file: Path) -> Iterator[bool]:
 
 
 def _read(file: Path) -> dict[str, KernelChoice]:
-    """What was chosen before; nothing, where the file is absent or damaged."""
+    """Earlier choices; empty if the file is absent or damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, KernelChoice])
     except (OSError, msgspec.MsgspecError):

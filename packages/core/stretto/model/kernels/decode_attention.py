@@ -1,9 +1,8 @@
-"""Attention of a decode step on the processor: rows of any length in one call, each read as far as it is long.
+"""Decode attention on the CPU: rows of any length in one call, each read to its own end.
 
-A step asks one query per row and head. Dense kernels take the rows of a length bucket as a rectangle, up to
-its longest row, and start anew for each row and head, which costs more than the arithmetic; reading the KV cache once
-bounds the work. This loop does only that. KV entries in float32 or bfloat16, sums in
-float32 (numba compiles it when it is first called).
+A step has one query per row and head. Dense kernels pad the rows of a bucket to its longest and have an overhead per
+row and head that exceeds the arithmetic. This loop only reads the KV cache once, the lower bound of the work. KV
+entries are float32 or bfloat16, sums float32; numba compiles it on the first call.
 
 Axes: R row, S slot, H query heads, K key/value heads, L tokens of a slot, D width of a head.
 """
@@ -23,35 +22,35 @@ from stretto.model.attention_support import Rule
 _njit: Any
 try:
     from numba import njit as _njit
-except ImportError:  # a machine with a GPU need not have it
+except ImportError:  # optional on a machine with a GPU
     _njit = None
 
-#: Whether this machine can.
+#: Whether numba is installed.
 AVAILABLE = _njit is not None
 
-#: A window that hides nothing, and a cap that bends nothing.
+#: Values for no window and no cap.
 NO_WINDOW = np.iinfo(np.int64).max
 NO_CAP = 0.0
 
 _F = np.float32
-_U = np.uint64  # numba takes a signed index for one that may count from the end, and then does not vectorise
+_U = np.uint64  # numba treats signed indices as possibly negative, and then does not vectorise
 
 
-# Sums may be taken in any order; infinities and what is not a number keep their meaning.
+# Sums may be reordered; infinities and NaN keep their meaning.
 _OPTIONS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
 
 
 def _inner(function: Callable[..., Any]) -> Any:
-    """A part of the loops, compiled into each of them.
+    """A part of the loops, inlined into each of them.
 
-    Were it called, a process that has compiled the loop would run another copy of it than one that has read the loop
-    from the disk, and completions would differ in their last bits.
+    As a separate function, a process that compiled the loop and one that loaded it from disk would run different
+    copies, and completions would differ in their last bits.
     """
     return _njit(forceinline=True, **_OPTIONS)(function) if AVAILABLE else function
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
-    """The loop as machine code, kept on disk where there is a place for it."""
+    """Compile the loop; cached on disk if possible."""
     if not AVAILABLE:
         return function
     try:
@@ -62,7 +61,7 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 @_inner
 def _exp(x: Any) -> Any:
-    """e to the power x to 2e-7 for x below 87, as 2 to a whole power times a Taylor series in the rest (vectorises)."""
+    """e^x to 2e-7 for x below 87: a power of two times a Taylor series (vectorises)."""
     t = min(max(x * _F(1.4426950408889634), _F(-126.0)), _F(126.0))
     whole = np.floor(t + _F(0.5))
     rest = t - whole
@@ -77,7 +76,7 @@ def _exp(x: Any) -> Any:
 
 @_inner
 def _tanh(x: Any) -> Any:
-    """tanh to 2e-7 of itself: 1 - 2 / (e^2x + 1) alone cancels near 0 (Cephes, tanhf.c; vectorises)."""
+    """tanh to 2e-7, relative; 1 - 2 / (e^2x + 1) alone cancels near 0 (Cephes, tanhf.c; vectorises)."""
     size, square = abs(x), x * x
     series = square * _F(-5.70498872745e-3) + _F(2.06390887954e-2)
     series = series * square - _F(5.37397155531e-2)
@@ -89,7 +88,7 @@ def _tanh(x: Any) -> Any:
 
 @_inner
 def _score(query_D: Any, keys_LD: Any, scores: Any, first: Any, end: Any, scaling: Any, softcap: Any) -> Any:
-    """Scores of the keys from `first` to before `end`, four at a time; returns the largest."""
+    """Write scores of the keys from `first` to before `end`, four at a time; returns the largest."""
     width = _U(len(query_D))
     blocks = first + (end - first) // _U(4) * _U(4)
     for p in range(first, blocks, _U(4)):
@@ -119,7 +118,7 @@ def _score(query_D: Any, keys_LD: Any, scores: Any, first: Any, end: Any, scalin
 
 @_inner
 def _mix(values_LD: Any, weights: Any, first: Any, end: Any, total_D: Any) -> None:
-    """The sum of the values, each by its weight, eight at a time."""
+    """Add the weighted values, eight at a time."""
     width = _U(len(total_D))
     for d in range(width):
         total_D[d] = _F(0.0)
@@ -152,8 +151,8 @@ def _attend_group(
     total_D: Any,
     out_GD: Any,
 ) -> None:
-    """The query heads of one key head look at the tokens from `first` to before `end`; `weights` and `total_D` are
-    memory to work in."""
+    """Attention of one key head's query heads to the tokens from `first` to before `end`; `weights` and `total_D` are
+    scratch memory."""
     width = _U(len(total_D))
     for head in range(len(query_GD)):
         top = _score(query_GD[head], keys_LD, weights, first, end, scaling, softcap)
@@ -169,7 +168,7 @@ def _attend_group(
 
 @_compiled
 def _attend(query: Any, keys: Any, values: Any, ends: Any, window: Any, scaling: Any, softcap: Any, out: Any) -> None:
-    """Row r looks at the tokens ends[r] - window <= p < ends[r] of slot r."""
+    """Row r attends to the tokens ends[r] - window <= p < ends[r] of slot r."""
     group = query.shape[1] // keys.shape[1]
     weights, total_D = np.empty(keys.shape[2], np.float32), np.empty(query.shape[2], np.float32)
     for row in range(len(query)):
@@ -183,7 +182,7 @@ def _attend(query: Any, keys: Any, values: Any, ends: Any, window: Any, scaling:
 
 @_inner
 def _widen(halves: Any, first: Any, end: Any, floats: Any) -> None:
-    """Bfloat16, as whole numbers, to float32: the same bits with 16 zeros behind them."""
+    """Convert bfloat16 (as integers) to float32: the same bits followed by 16 zeros."""
     for place in range(first, end):
         floats[place] = np.uint32(np.uint32(halves[place]) << np.uint32(16))
 
@@ -192,8 +191,7 @@ def _widen(halves: Any, first: Any, end: Any, floats: Any) -> None:
 def _attend_halves(
     query: Any, keys: Any, values: Any, ends: Any, window: Any, scaling: Any, softcap: Any, out: Any
 ) -> None:
-    """As `_attend`, of KV entries in bfloat16: those of one head at a time are widened, and stay in the cache of
-    the core while they are used."""
+    """As `_attend`, for bfloat16 KV entries: one head at a time is widened and stays in the core's cache while used."""
     group, width = query.shape[1] // keys.shape[1], _U(query.shape[2])
     numbers = keys.shape[2] * keys.shape[3]  # of one head
     wide_keys, wide_values = np.empty(numbers, np.uint32), np.empty(numbers, np.uint32)
@@ -210,14 +208,14 @@ def _attend_halves(
 
 
 def computes_ragged(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this loop reads KV entries of this kind."""
+    """Whether this loop supports KV entries of this kind."""
     return AVAILABLE and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def ragged_attention(
     query_RHD: Tensor, keys_SKLD: Tensor, values_SKLD: Tensor, ends: npt.NDArray[np.int64], rule: Rule
 ) -> Tensor:
-    """What row r sees of slot r: the tokens before place ``ends[r]``, as many of them as the rule's window holds.
+    """Attention of row r to slot r: the tokens before position ``ends[r]``, within the rule's window.
 
     Args:
         query_RHD: one query per row and head.

@@ -1,7 +1,7 @@
-"""log p of chosen tokens, and the entropy of what they were chosen from, with one [N, V] in memory.
+"""log p of chosen tokens, and the entropy of their distribution, with a single [N, V] tensor in memory.
 
-torch's own way (a log-softmax, then a gather) keeps the logits, their log-softmax, its gradient and theirs: four. Here
-the logits themselves become their gradient, block by block, and nothing else of that size is ever made:
+torch's log-softmax and gather need four such tensors: logits, log-softmax and both gradients. Here the logits are
+overwritten by their gradient, block by block:
 
     d log p(c) / d z_j = [j = c] - p_j,      d H / d z_j = - p_j (log p_j + H)
 
@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-#: Logits that are worked on at once: on the processor they stay in its cache.
+#: Logits per block; they fit the CPU cache.
 _BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
@@ -52,7 +52,7 @@ class _Chosen(torch.autograd.Function):
                 z.exp_().mul_(-grad_N[rows, None])
             else:
                 p = z.exp()
-                z.clamp_(min=-1e4)  # tokens that may not be drawn: their p is 0
+                z.clamp_(min=-1e4)  # excluded tokens: their p is 0
                 z.add_(entropy_N[rows, None]).mul_(grad_entropy_N[rows, None]).add_(grad_N[rows, None])
                 z.mul_(p).neg_()
             z.scatter_add_(1, chosen_N[rows, None], grad_N[rows, None])
@@ -67,9 +67,9 @@ def _blocks(logits_NV: Tensor) -> Iterator[slice]:
 
 
 def chosen_logprobs(logits_NV: Tensor, chosen_N: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits)[chosen], [N], and the entropy, [N], if it is wanted; float32, differentiable by the logits.
+    """log softmax(logits)[chosen], [N], and, if `entropy`, the entropy [N]; float32, differentiable by the logits.
 
-    The backward pass overwrites the logits, so they must be used for nothing else; autograd refuses a second one.
+    The backward pass overwrites the logits, so nothing else may use them; autograd refuses a second backward.
     """
     logprobs_N, entropy_N = cast(
         tuple[Tensor, Tensor],

@@ -1,8 +1,8 @@
-"""Linear layers that multiply by the kernel which was measured to be the fastest (`stretto.model.kernels.choice`).
+"""Linear layers that use the fastest measured kernel (`stretto.model.kernels.choice`).
 
-`use_onednn` replaces the class of a model's linear layers and of nothing else, so that parameters, names and saved
-files stay what they were. Gradients are taken for oneDNN's float32 products, which a trainer may choose: in the
-backward pass too they are up to twice as fast as MKL on some processors.
+`use_onednn` only replaces the class of a model's linear layers; parameters, names and saved files stay the same.
+oneDNN's float32 products have gradients, for trainers: up to twice as fast as MKL in the backward pass, too, on some
+CPUs.
 
 Axes: T token, K input width, N output width.
 """
@@ -29,7 +29,7 @@ from stretto.model.kernels.choice import (
     product,
 )
 
-#: The choice for each shape of a weight; the arguments are those of `stretto.model.kernels.choice.choose`.
+#: Chooses a kernel for each weight shape; same arguments as `stretto.model.kernels.choice.choose`.
 Chooser = Callable[[Sequence[Shape], torch.dtype, Sequence[Name]], dict[Shape, KernelChoice]]
 
 
@@ -50,14 +50,14 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
-    """gradᵀ · x, [N, K]. oneDNN is quicker when the right operand is the wider one."""
+    """gradᵀ · x, [N, K]. oneDNN is faster when the right operand is the wider one."""
     if grad_TN.shape[1] <= x_TK.shape[1]:
         return product(grad_TN.t(), x_TK.t())
     return product(x_TK.t(), grad_TN.t()).t()
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that multiplies by its kernel on the processor, and like `nn.Linear` everywhere else."""
+    """A linear layer that uses its kernel on the CPU, and works like `nn.Linear` elsewhere."""
 
     kernel: Kernel
 
@@ -67,7 +67,7 @@ class OneDnnLinear(nn.Linear):
             return super().forward(x)
         if x.device.type != "cpu" or x.dtype != kernel.dtype or self.weight.dtype != kernel.dtype:
             return super().forward(x)
-        if not torch.is_grad_enabled():  # spares the bookkeeping of autograd, which counts in a decode step
+        if not torch.is_grad_enabled():  # avoids autograd's bookkeeping, which matters in a decode step
             return kernel.multiply_many(x, self.weight, self.bias)
         if kernel.choice.kernel != "onednn":
             return super().forward(x)
@@ -76,9 +76,9 @@ class OneDnnLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module, kernels: Sequence[Name] = GENERATION, chooser: Chooser = choose) -> int:
-    """Let every plain `nn.Linear` of the model multiply by its fastest kernel; returns how many were changed.
+    """Let every plain `nn.Linear` of the model use its fastest kernel; returns the number of changed layers.
 
-    With ``columns`` among the kernels, weights may change how they lie in memory.
+    With ``columns`` among the kernels, weights may change their memory layout.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear and module.weight.device.type == "cpu"]
     readers = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
@@ -99,7 +99,8 @@ def use_onednn(model: nn.Module, kernels: Sequence[Name] = GENERATION, chooser: 
 
 @contextmanager
 def plain(model: nn.Module) -> Iterator[dict[int, Kernel]]:
-    """Its linear layers are `nn.Linear` meanwhile; yields the kernels by the identity of their weights."""
+    """Turn the model's linear layers back into `nn.Linear` inside the block; yields the kernels by id of their
+    weight."""
     layers: list[nn.Linear] = [module for module in model.modules() if isinstance(module, OneDnnLinear)]
     kernels = {id(layer.weight): cast(OneDnnLinear, layer).kernel for layer in layers}
     try:

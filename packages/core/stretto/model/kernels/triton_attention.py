@@ -1,16 +1,15 @@
-"""Attention of a decode step on a GPU: rows of any length in one launch, each read as far as it is long (Triton).
+"""Decode attention on a GPU (Triton): rows of any length in one launch, each read to its own end.
 
-Reading the KV cache once bounds a decode step. The tokens that the rows see are cut into chunks of about one
-length (`model.decode.chunks`), and each chunk is read by one program per key head, for all query heads that share it::
+Reading the KV cache once is the lower bound of a decode step. The tokens to read are cut into chunks of about equal
+length (`model.decode.chunks`). One program per chunk and key head reads for all query heads that share it::
 
     read      chunk (row, first, end)  x  key head     ->  partial sum [G, D], largest score and mass [G]
     combine   row  x  query head                       ->  the row's partial sums, weighted and added
 
-This is flash-decoding (Dao et al. 2023) with the split taken from the lengths. Rows give their KV entries by address,
-so that a launch reads from any number of length buckets and a CUDA graph stays valid while they move.
+This is flash-decoding (Dao et al. 2023) with a split by lengths. KV entries are given by address, so that one launch
+reads any number of length buckets, and a CUDA graph stays valid while they move.
 
-Products are of the numbers that the cache holds, sums are in float32. TRITON_INTERPRET=1 runs the same kernels on the
-processor, over tensors there.
+Products use the cache's dtype, sums float32. TRITON_INTERPRET=1 runs the same kernels on the CPU.
 
 Axes: T packed token, R row, W written token, N chunk, H query heads, K key/value heads, G = H / K, L tokens of a slot,
 D width of a head.
@@ -29,18 +28,18 @@ from stretto.model.attention_support import Rule
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without a GPU need not have it
+except ImportError:  # optional on a machine without a GPU
     triton = tl = None
 
-#: Types of KV entries that the kernels read.
+#: Supported dtypes of KV entries.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-#: Tokens of a chunk are a multiple of this; a shorter one is not worth a program and its partial sum.
+#: Chunk lengths are multiples of this; shorter chunks are not worth a program and a partial sum.
 GRAIN = 64
 
 _ALIGNED = 16  # bytes that a thread reads at once
-_TILE_BYTES = 16 * 1024  # of keys, and as many of values, that a program works on while it waits for the next
-_FEWEST = 16  # rows and columns of a product on tensor cores; what is filled up is not read
+_TILE_BYTES = 16 * 1024  # bytes of keys, and as many of values, that a program processes while it loads the next
+_FEWEST = 16  # least rows and columns of a tensor-core product; padding is not read
 _LONGEST_TILE = 128  # tokens
 _WRITTEN = 16  # tokens that a program writes
 _PARTS = 16  # partial sums that are added at once
@@ -52,7 +51,8 @@ def _kernel(function: Callable[..., Any]) -> Any:
 
 
 def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels read KV entries of this kind: on GPUs from Ampere on (the interpreter is for tests)."""
+    """Whether the kernels support KV entries of this kind: on GPUs from Ampere on, or in the interpreter (for
+    tests)."""
     if triton is None or triton.knobs.runtime.interpret or device.type != "cuda":
         return False
     newer = torch.cuda.get_device_capability(device)[0] >= 8
@@ -75,7 +75,7 @@ def _write(
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program (w, k) copies KV entries of some tokens, for one key head, to the slots of their rows."""
+    """Program (w, k) copies the KV entries of some tokens, for one key head, to their rows' slots."""
     numbers_W, head = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W), tl.program_id(1)
     there_W = numbers_W < count
     tokens_W = tl.load(writes_W3 + 3 * numbers_W, mask=there_W, other=0)
@@ -97,7 +97,7 @@ def _write(
 
 @_kernel
 def _product(left: tl.tensor, right: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
-    """In float32 sums; the interpreter has no products of bfloat16."""
+    """Matrix product with float32 sums; the interpreter has none for bfloat16."""
     if WIDE:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, input_precision="ieee")
@@ -105,7 +105,7 @@ def _product(left: tl.tensor, right: tl.tensor, WIDE: tl.constexpr) -> tl.tensor
 
 @_kernel
 def _tanh(x: tl.tensor) -> tl.tensor:
-    """To 2e-7 of itself: 1 - 2 / (e^2x + 1) alone cancels near 0 (Cephes, tanhf.c)."""
+    """tanh to 2e-7, relative; 1 - 2 / (e^2x + 1) alone cancels near 0 (Cephes, tanhf.c)."""
     square = x * x
     series = square * -5.70498872745e-3 + 2.06390887954e-2
     series = series * square - 5.37397155531e-2
@@ -124,7 +124,7 @@ def _scores(
     SOFTCAP: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Of a tile of keys; minus infinity where there is no token."""
+    """Scores of a tile of keys; minus infinity where there is no token."""
     scores_GL = _product(query_GD, tl.trans(key_LD), WIDE) * scaling
     if SOFTCAP > 0.0:  # softcap * tanh(score / softcap) (Gemma 2)
         scores_GL = SOFTCAP * _tanh(scores_GL / SOFTCAP)
@@ -151,10 +151,9 @@ def _read(
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Program (n, k): what the query heads of key head k take from the tokens of chunk n.
+    """Program (n, k): partial attention of key head k's query heads over the tokens of chunk n.
 
-    Left behind are the largest score, the mass (the sum of the exponentials of scores below the largest), and the sum
-    of the values, each by its exponential.
+    Stores the largest score, the mass (sum of exp(score - largest)), and the values weighted by these exponentials.
     """
     number, kv_head = tl.program_id(0), tl.program_id(1)
     row = tl.load(items_N3 + 3 * number)
@@ -180,11 +179,11 @@ def _read(
         seen_L = tokens_L < end
         real_LD = seen_L[:, None] & (inside_D < WIDTH)[None, :]
         at_LD = tokens_L[:, None] * WIDTH + inside_D[None, :]
-        # A slot is read by address, of which the compiler knows nothing: rows begin at multiples of 16 bytes.
+        # The compiler cannot know the alignment of an address: rows start at multiples of 16 bytes.
         key_LD = tl.load(tl.multiple_of(keys_LD + at_LD, [1, 16]), mask=real_LD, other=0.0)
         value_LD = tl.load(tl.multiple_of(values_LD + at_LD, [1, 16]), mask=real_LD, other=0.0)
         scores_GL = _scores(query_GD, key_LD, seen_L, scaling, SOFTCAP, WIDE)
-        # At least one token of a tile is seen, so this is a number from the first tile on.
+        # Every tile has at least one visible token, so this is finite from the first tile on.
         higher_G = tl.maximum(top_G, tl.max(scores_GL, 1))
         weights_GL = tl.exp(scores_GL - higher_G[:, None])
         before_G = tl.exp(top_G - higher_G)
@@ -210,7 +209,7 @@ def _combine(
     PARTS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program (r, h): the partial sums of a row's chunks, each brought to the largest score of all."""
+    """Program (r, h): combine the partial sums of a row's chunks, rescaled to the largest score of all."""
     row, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(bounds + row).to(tl.int32)
     end = tl.load(bounds + row + 1).to(tl.int32)
@@ -237,15 +236,15 @@ def _combine(
 
 
 def write_rows(key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: Tensor, layer: int) -> None:
-    """Copy KV entries of packed tokens into the slots of their rows.
+    """Copy KV entries of packed tokens into their rows' slots.
 
     Args:
-        key_TKD: of the type that the slots hold.
+        key_TKD: of the slots' dtype.
         value_TKD: like the keys.
-        slots_R4: int64, of each row: the addresses of its keys and of its values in layer 0, multiples of 16; how many
-            numbers lie between a layer and the next, and between a head and the next.
-        writes_W3: int64 (packed token, row, place in the slot); no place twice.
-        layer: the layer of these entries.
+        slots_R4: int64, for each row: addresses of its keys and of its values in layer 0 (multiples of 16), and the
+            strides (in numbers) between layers and between heads.
+        writes_W3: int64 (packed token, row, position in the slot); no position twice.
+        layer: layer of these entries.
     """
     key_TKD, value_TKD = (x if x.stride(2) == 1 else x.contiguous() for x in (key_TKD, value_TKD))
     _, heads, width = key_TKD.shape
@@ -273,16 +272,16 @@ def read_rows(
     kv_heads: int,
     layer: int,
 ) -> Tensor:
-    """What each row takes from its slot, [R, H, D], where its chunks say so.
+    """Attention of each row to the chunks of its slot, [R, H, D].
 
     Args:
-        query_RHD: one query per row and head, of the type that the slots hold.
+        query_RHD: one query per row and head, of the slots' dtype.
         slots_R4: as in `write_rows`.
-        items_N3: int64, the chunks (row, first, end); empty where end is not after first.
-        bounds: [R + 1] int64, row r has the chunks bounds[r] to before bounds[r + 1], at least one.
+        items_N3: int64, the chunks (row, first, end); empty if end <= first.
+        bounds: [R + 1] int64; row r has the chunks bounds[r] to bounds[r + 1] - 1, at least one.
         rule: of the layer; its window is in the chunks.
         kv_heads: K
-        layer: that is read.
+        layer: layer to read.
     """
     query_RHD = query_RHD if query_RHD.stride(2) == 1 else query_RHD.contiguous()
     rows, heads, width = query_RHD.shape
@@ -307,7 +306,7 @@ def read_rows(
         BLOCK_L=min(max(_FEWEST, _TILE_BYTES // (block_d * query_RHD.element_size())), _LONGEST_TILE),
         BLOCK_D=block_d,
         WIDE=triton.knobs.runtime.interpret,
-        num_warps=4 if query_RHD.element_size() == 2 else 8,  # float32 is not multiplied by tensor cores
+        num_warps=4 if query_RHD.element_size() == 2 else 8,  # float32 products do not use tensor cores
         num_stages=2,
     )
     _combine[(rows, heads)](

@@ -1,9 +1,8 @@
-"""The packed attention path: many sequences in one row, none of them padded, none of them seen by another.
+"""The packed attention path: many sequences in one row, without padding and without attending to each other.
 
-Attention is causal, so what stands to the right of a sequence's end is never looked at: the right padding of the cells
-(`stretto.model.layout`) changes nothing, and the packed forward equals the forward of each sequence alone. The
-transformers module itself is driven; it finds the two functions below under the name "stretto_packed", and hands them
-the `Packing` that its forward was given.
+Attention is causal, so the right padding of the cells (`stretto.model.layout`) has no effect, and the packed forward
+equals the forward of each sequence alone. The transformers module is used unchanged: it finds the two functions below
+under the name "stretto_packed" and passes them the `Packing` given to its forward.
 
 Axes: T packed token, C cell, B row of a bucket, L length of a bucket, H query head, K key/value head, D head width.
 """
@@ -23,25 +22,25 @@ from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.attention_support import UNSUPPORTED, Rule
 from stretto.model.layout import Packing
 
-#: The name under which transformers finds the packed path (``config._attn_implementation``).
+#: Name of the packed path in transformers (``config._attn_implementation``).
 PACKED_ATTENTION = "stretto_packed"
 
-#: Older versions of torch want as many key/value heads as query heads.
+#: Older versions of torch need as many key/value heads as query heads.
 _SHARES_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
-#: Attention over buckets of these lengths, with these numbers of rows, is quicker as two matmuls.
+#: Lengths and row numbers of buckets for which attention is faster as two matmuls.
 LENGTHS_BY_PRODUCTS = range(16, 65)
 FEWEST_BY_PRODUCTS = 4
 
-#: So few sequences are attended to one after the other: a call for each costs less than the gathers into cells.
+#: Up to this many sequences are computed one by one: cheaper than gathering into cells.
 FEW_SEQUENCES = 3
 
 
 class _ToCells(torch.autograd.Function):
     """Gather tokens into cells.
 
-    The gradient is a gather too: a token has one cell of its own, and padding cells have no gradient. Only the cells of
-    shared tokens are added up.
+    The gradient is a gather too: each token has one own cell, and padding cells have no gradient. Only cells of shared
+    tokens are summed.
     """
 
     @staticmethod
@@ -89,10 +88,10 @@ def attention_by_products(
     softcap: float | None,
     scaling: float | None,
 ) -> Tensor:
-    """Attention as two products with a softmax between, [B, H, L, D].
+    """Attention as two matmuls with a softmax between, [B, H, L, D].
 
-    With a `softcap`, scores pass through ``softcap * tanh(score / softcap)`` first (Gemma 2). Heads of keys may be 1
-    where those of queries are more; `hidden_LL` is added to the scores, -inf where not seen.
+    With a `softcap`, scores first become ``softcap * tanh(score / softcap)`` (Gemma 2). Key heads may be 1 with more
+    query heads. `hidden_LL` is added to the scores: -inf where masked.
     """
     scale = query_BHLD.shape[-1] ** -0.5 if scaling is None else scaling
     scores = (query_BHLD * scale) @ key_BHLD.transpose(-1, -2)
@@ -103,7 +102,7 @@ def attention_by_products(
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Which tokens [L, L] a token sees: those before it and itself, in its window."""
+    """[L, L] mask of visible tokens: itself and earlier ones within the window."""
     places = torch.arange(length, device=device)
     behind = places[:, None] - places[None, :]
     return (behind >= 0) & (behind < (length if window is None else window))
@@ -133,21 +132,21 @@ def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: R
 
 
 def _quicker_by_products(query_BHLD: Tensor) -> bool:
-    """Whether two products take less time than one fused kernel; measured without gradients, as an engine works."""
+    """Whether two matmuls are faster than one fused kernel; measured without gradients, as in an engine."""
     short = query_BHLD.shape[2] in LENGTHS_BY_PRODUCTS and query_BHLD.shape[0] >= FEWEST_BY_PRODUCTS
     return short and _computes_by_products(query_BHLD) and not torch.is_grad_enabled()
 
 
 def _computes_by_products(tensor: Tensor) -> bool:
-    """Whether small products are quick for such tensors: float32 on the processor.
+    """Whether small matmuls are fast for such tensors: float32 on the CPU.
 
-    There the fused kernel spends more on starting each row and head than on what it computes.
+    There the fused kernel's overhead per row and head exceeds the computation.
     """
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
 def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Causal attention of a few sequences without shared prefixes: slices of the row, no gather."""
+    """Causal attention of a few sequences without shared prefixes: slices of the row instead of gathers."""
     columns = [x.split(packing.lengths) for x in (query_THD, key_TKD, value_TKD)]
     attended = []
     for sequence in zip(*columns, strict=True):
@@ -157,7 +156,7 @@ def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: 
 
 
 def _bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Causal attention bucket by bucket: one gather in, one gather out, dense attention between. Any device."""
+    """Causal attention bucket by bucket: gather, dense attention, gather back. Any device."""
     if len(packing.lengths) <= FEW_SEQUENCES and not packing.shares_prefixes:
         return _one_by_one(query_THD, key_TKD, value_TKD, packing, rule)
     sizes = [rows * length for rows, length in packing.buckets]
@@ -204,10 +203,10 @@ def packed_attention(
     packing: Packing,
     **requested: Any,
 ) -> tuple[Tensor, None]:
-    """`attend_packed` as a transformers module calls it.
+    """`attend_packed` with the signature of a transformers attention function.
 
     Raises:
-        ModelFolderError: the layer requests attention that is not computed here (`stretto.model.attention_support`).
+        ModelFolderError: the layer requests unsupported attention (`stretto.model.attention_support`).
     """
     if unsupported := [name for name in UNSUPPORTED if requested.get(name) is not None]:
         place = type(module).__name__
@@ -216,7 +215,7 @@ def packed_attention(
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+    """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     plain = rule.dropout == 0.0 and rule.softcap is None and not packing.shares_prefixes
     flash = plain and value.is_cuda and value.dtype in (torch.float16, torch.bfloat16)
@@ -224,7 +223,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, r
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The packed path needs no mask tensor: boundaries are in the `Packing`."""
+    """No mask tensor: the `Packing` has the boundaries."""
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens under a model, at the cost of the positions that are wanted.
+"""Log-probabilities of given tokens under a model.
 
-The body of the model runs over all T packed tokens; the output matrix runs over the N wanted ones, in chunks, so that
-no more than one chunk of [N, V] logits is alive, in the backward pass either.
+The model's body runs over all T packed tokens, the output matrix only over the N wanted ones, in chunks: at most one
+chunk of the [N, V] logits is in memory, also in the backward pass.
 
 Axes: T packed token, N wanted token, V vocabulary, W width of the model.
 """
@@ -24,13 +24,13 @@ from stretto.model.kernels.fused_logprobs import chosen_logprobs
 from stretto.model.layout import Packing, pack, round_length
 from stretto.model.truncation import Truncation, truncate
 
-#: Logits alive at once: 64 MiB in float32; on a GPU, whose products want more rows, 1 GiB.
+#: Logits in memory at once: 64 MiB in float32; 1 GiB on a GPU, where matmuls need more rows.
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Sequences laid one after the other, and the tokens whose log-probability is wanted.
+    """Packed sequences, and the tokens whose log-probabilities are wanted.
 
     Example: prompt (5, 12) with the completions (4, 2) and (9,), which share the prompt::
 
@@ -45,10 +45,10 @@ class PackedTokens:
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms, float32."""
+    """Log-probabilities (natural, float32) of the wanted tokens, and entropies if requested."""
 
     logprobs: Tensor  # [N]
-    entropy: Tensor | None  # [N], of the distribution that the token was drawn from
+    entropy: Tensor | None  # [N], of the token's distribution
 
 
 def pack_tokens(
@@ -61,14 +61,14 @@ def pack_tokens(
     """Pack sequences of token ids; `wanted` holds positions within each (default: all but the first), `targets` the
     tokens to score there (default: those of the sequences).
 
-    `prompts` holds how many tokens of each sequence are its prompt: sequences with the same prompt share it, and
-    nothing within a prompt may be wanted then.
+    `prompts`: length of each sequence's prompt. Sequences with equal prompts share it; then no position within a prompt
+    may be wanted.
 
-    A last sequence of filler tokens, of which nothing is wanted, brings the row to a length of `round_length`; without
-    any sequence the row is one filler token, so that a rank without sequences can run a forward.
+    A last sequence of filler tokens pads the row to a `round_length`. Without any sequence the row is one filler token,
+    so that a rank without work can run a forward.
 
     Raises:
-        ValueError: an empty sequence, or a wanted position that has no token before it or is in a shared prompt.
+        ValueError: an empty sequence, or a wanted position without a token before it or in a shared prompt.
     """
     if not sequences:
         sequences, wanted, prompts = [[0]], [()], None
@@ -100,7 +100,7 @@ def pack_tokens(
 
 
 def _shared_prefixes(sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[tuple[int, int]]:
-    """(source, tokens) of each sequence: the first sequence with a prompt is the source for the others."""
+    """(source, tokens) for each sequence: the first sequence with a prompt is the source for the others."""
     first: dict[tuple[int, ...], int] = {}
     prefixes = []
     for s, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
@@ -117,18 +117,17 @@ def token_logprobs(
     entropy: bool = False,
     chunk_logits: int | None = None,
 ) -> TokenLogprobs:
-    """log p(token | tokens before it in its sequence) at each wanted position, [N], differentiable.
+    """log p(token | earlier tokens of its sequence) at each wanted position, [N], differentiable.
 
-    p is the distribution that an engine with this model draws from: the softmax, in float32, of the logits divided by
-    the temperature (greater than 0), over the tokens that top-k, top-p and min-p leave by the logits of this model.
-    The token itself is always left: it was drawn by another version, whose set it was in, and a token that has left
-    the set since then has become unlikely, not impossible. Without it the ratio of the two policies would be zero,
-    its logarithm infinite, and no gradient could ever bring the token back. Of the gradient the set is no part.
+    p is the engine's sampling distribution for this model: the float32 softmax of logits / temperature (> 0) over the
+    tokens that top-k, top-p and min-p keep. The token itself always stays in that set. An older version drew it, so it
+    has become unlikely, not impossible; at probability zero the ratio's logarithm would be infinite, and no gradient
+    could bring it back. The set is constant for the gradient.
 
-    The model must have been loaded with the packed attention (`model.packed.attention`) and have passed `check_policy`.
+    The model must be loaded with packed attention (`model.packed.attention`) and pass `check_policy`.
 
-    The output matrix, too, runs over a `round_length` of rows: every number of wanted tokens would be a shape of its
-    own otherwise, for which oneDNN makes, and keeps, two megabytes of code.
+    The output matrix also runs over a `round_length` of rows; otherwise oneDNN would compile, and keep, two megabytes
+    of code for every number of wanted tokens.
     """
     wanted = len(packed.wanted)
     targets = packed.input_ids[0].index_select(0, packed.wanted) if packed.targets is None else packed.targets
@@ -152,7 +151,7 @@ def _all_logprobs(
     entropy: bool,
     chunk_logits: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Chunk by chunk, where one does not hold all of them."""
+    """Compute in chunks of at most `chunk_logits` logits."""
     chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
     rows = max(1, chunk_logits // model.get_output_embeddings().weight.shape[0])
     if len(targets_N) <= rows:
@@ -166,16 +165,16 @@ def _all_logprobs(
 
 
 def check_policy(model: PreTrainedModel) -> None:
-    """Make sure that the model is what `token_logprobs` takes it for: a body, then one linear map to the logits.
+    """Check that the model is a body followed by one linear map to the logits, as `token_logprobs` assumes.
 
     Raises:
-        ModelFolderError: its own logits are not those (a soft cap, a scale), or its attention is not plain causal.
+        ModelFolderError: its logits are changed afterwards (a soft cap, a scale), or its attention is not plain causal.
     """
     head = model.get_output_embeddings()
     packed = pack_tokens([[1, 2, 0], [3, 0]], device=model.device)
     with torch.no_grad():
         assumed = head(hidden_states(model, packed)).float()
-        # A soft cap does not show on small logits, so the module's own forward is given large ones.
+        # A soft cap has no effect on small logits, so the module's forward is tested with large ones.
         factor = 1000 / float(assumed.abs().max().clamp_min(1e-6))
         hook = head.register_forward_hook(lambda module, inputs, logits: logits * factor)
         try:

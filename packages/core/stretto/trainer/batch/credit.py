@@ -1,11 +1,11 @@
-"""Which tokens a reward is for: all of a trajectory, or one turn and those behind it (``algorithm.advantages.credit``).
+"""Credit assignment: a reward goes to a whole trajectory or to single turns (``algorithm.advantages.credit``).
 
     trajectory    the sampled tokens of all its paths share its reward; groups are compared trajectory by trajectory
     turn          each turn has its return, the rewards from its own to the end of its path; the n-th turns of a group
                   are compared with each other
 
-Estimators that go from token to token (`Estimator.along`) look at one path at a time, whose last token has the
-trajectory's reward; with credit by turn the last token of each turn has the turn's.
+Token-level estimators (`Estimator.along`) see one path at a time. The last token of the path has the trajectory's
+reward; with credit by turn, the last token of each turn has the turn's.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from stretto.trainer.objective.shaping import shaped
 
 @dataclass(frozen=True)
 class ScoredPath:
-    """A path with what is known of its own sampled tokens, S of them."""
+    """A path with values and KL of its S own sampled tokens."""
 
     path: PathTokens
     trained: Sequence[int]  # the loss tokens, as indices among the S, ascending
-    values: Sequence[float] = ()  # [S], or [S + 1] where the state behind the last token has a value; or empty
+    values: Sequence[float] = ()  # [S], or [S + 1] if the state after the last token has a value; or empty
     kl: Sequence[float] = ()  # [S] weighted, or empty
 
 
 @dataclass(frozen=True)
 class ScoredTrajectory:
-    """A trajectory with its paths; none if nothing was sampled."""
+    """A trajectory with its scored paths; none if nothing was sampled."""
 
     trajectory: Trajectory
     paths: Sequence[ScoredPath]
 
 
-#: What shares one reward, and the paths whose loss tokens it has, each with their number.
+#: A unit that shares one reward, and (path id, number of loss tokens) for each of its paths.
 _Unit = tuple[RewardedCompletion, list[tuple[str, int]]]
 
 
 def advantages_by_path(
     config: AlgorithmConfig, longest: int, groups: Sequence[Sequence[ScoredTrajectory]]
 ) -> dict[str, list[float]]:
-    """The advantage of each loss token of each path, by its id; `longest` is ``sampling.max_tokens``."""
+    """Advantages of the loss tokens of each path, by path id. `longest`: ``sampling.max_tokens``."""
     estimator, by_turn = config.advantages, config.advantages.credit == "turn"
     compared = defaultdict[tuple[int, int], list[_Unit]](list)
     for group, members in enumerate(groups):
@@ -72,7 +72,8 @@ def advantages_by_path(
 
 
 def rewarded(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, path: ScoredPath) -> RewardedCompletion:
-    """A path of a trajectory for an estimator that goes from token to token."""
+    """Convert a path of trajectory `one` into the input of a token-level estimator. `longest`: ``sampling.max_tokens``,
+    for reward shaping."""
     tokens = len(path.path.places)
     if config.advantages.credit == "trajectory":
         reward = _shaped(config, longest, one)
@@ -83,7 +84,7 @@ def rewarded(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, path:
 
 
 def _whole(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> RewardedCompletion:
-    """All paths of a trajectory, one after the other."""
+    """All paths of a trajectory concatenated, as one estimator input."""
     if len(one.paths) == 1:  # a single turn, in which nothing is moved
         (path,) = one.paths
         return RewardedCompletion(_shaped(config, longest, one), len(path.path.places), path.trained, kl=path.kl)
@@ -95,7 +96,7 @@ def _whole(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> Rewa
 
 
 def _turns(config: AlgorithmConfig, longest: int, path: ScoredPath) -> Iterator[tuple[int, _Unit]]:
-    """The own turns of a path, each with its number on the path; its reward is what comes behind it, too."""
+    """The own turns of a path, each with its number on the path; a turn's reward includes those of later turns."""
     ends = list(accumulate((turn.tokens for turn in path.path.turns), initial=0))
     rewards = _rewards(config, longest, path)
     for turn, (start, end) in enumerate(pairwise(ends)):
@@ -110,7 +111,7 @@ def _part(path: ScoredPath) -> tuple[str, int]:
 
 
 def _shaped(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> float:
-    """A trajectory is as long as its longest turn: the limit is one of turns."""
+    """The shaped reward of a trajectory, with the length of its longest turn, since the limit is per turn."""
     length = max((turn.tokens for path in one.paths for turn in path.path.turns), default=0)
     return shaped(one.trajectory.reward, length, longest, config.shaping)
 

@@ -1,4 +1,4 @@
-"""Samples as tensors: those of one optimizer step, divided over the ranks and into micro-batches.
+"""Build tensors from the samples of one optimizer step, split over ranks and micro-batches.
 
 Axes: N loss token, S sequence.
 """
@@ -25,13 +25,13 @@ from stretto.trainer.parallel.ranks import ALONE, Ranks
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that go through the model together."""
+    """Samples computed in one forward and backward pass."""
 
     packed: PackedTokens
     behavior_logprobs: Tensor  # [N]; empty where none are known, and the policy takes their place
     advantages: Tensor  # [N]
     staleness: Tensor  # [N], versions
-    scale: Tensor  # [N], what each token weighs in the minibatch's mean
+    scale: Tensor  # [N], weight of each token in the minibatch's mean
     sequences: Sequences
     values: Tensor  # [N], by the critic before the step; empty without one
     returns: Tensor  # [N], the critic's targets; empty without one
@@ -44,9 +44,9 @@ class MicroBatch:
 class Minibatch:
     """The samples of one optimizer step, and one rank's share of them."""
 
-    micro_batches: tuple[MicroBatch, ...]  # of this rank; every rank has as many
-    loss_tokens: int  # of all ranks
-    ids: tuple[str, ...]  # of its trajectories, of all ranks
+    micro_batches: tuple[MicroBatch, ...]  # this rank's; equally many on every rank
+    loss_tokens: int  # loss tokens of all ranks
+    ids: tuple[str, ...]  # ids of its trajectories, of all ranks
     divided: tuple[tuple[Sample, ...], ...]  # the samples of each rank, in the order of its micro-batches
 
 
@@ -60,10 +60,11 @@ def minibatch(
     *,
     trajectories: float | None = None,
 ) -> Minibatch:
-    """Pack this rank's samples of one optimizer step; `longest` is ``sampling.max_tokens``, `trajectories` how many of
-    the batch a minibatch has on average (None: these are the whole batch).
+    """Pack this rank's share of the samples of one optimizer step.
 
-    Coefficients are those of the samples of all ranks, so the ranks' losses add up to the exact mean.
+    `longest`: ``sampling.max_tokens``. `trajectories`: mean number of trajectories per minibatch of the batch; None if
+    these samples are the whole batch. Coefficients count the samples of all ranks, so the ranks' losses sum to the
+    exact mean.
     """
     lengths = [len(sample.loss_positions) for sample in samples]
     own = iter(coefficients(aggregation, [n for n in lengths if n], trajectories or len(samples), longest))

@@ -1,5 +1,4 @@
-"""Which sequences are computed together: minibatches for the optimizer, shares for the ranks, micro-batches for the
-memory.
+"""Decide which sequences are computed together: minibatches (optimizer), shares (ranks), micro-batches (memory).
 
 Pure functions from lengths (tokens) to lists of indices.
 """
@@ -13,9 +12,9 @@ from collections.abc import Sequence
 def micro_batches(lengths: Sequence[int], capacity: int, fewest: int = 1) -> list[list[int]]:
     """Algorithm 1 (AReaL, appendix B.3): indices of the sequences of each micro-batch.
 
-    Longest first. A sequence opens a new micro-batch while there are fewer than `fewest` or when none has room for
-    it; otherwise it joins, of those with room, the one with the fewest sequences. A sequence longer than `capacity`
-    is alone: nothing else ever exceeds it.
+    Longest first. A sequence opens a new micro-batch while there are fewer than `fewest`, or if none has room for it.
+    Otherwise it joins, of those with room, the one with the fewest sequences. A micro-batch exceeds `capacity` only if
+    a single longer sequence is alone in it.
 
     >>> micro_batches([5, 9, 3, 4], capacity=10)   # 9 | 5, 4 | 3
     [[1], [0, 3], [2]]
@@ -52,18 +51,18 @@ def minibatches(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """`count` parts, their token totals as near to each other as largest differencing brings them; some may be empty.
+    """`count` parts with token totals as equal as the largest differencing method makes them; some may be empty.
 
-    Karmarkar and Karp, 1982: begin with one division per sequence, in which that sequence is all of one part; as long
-    as there are two, lay the two whose parts differ most over each other, the heaviest part of one on the lightest of
-    the other. The totals never differ by more than the longest sequence. Indices within a part are ascending.
+    Karmarkar and Karp, 1982: start with one division per sequence, in which one part has it all. While there are two
+    divisions, merge the two whose parts differ most, the heaviest part of one with the lightest of the other. Totals
+    never differ by more than the longest sequence. Indices within a part are ascending.
 
-    >>> balanced([8, 7, 6, 5, 4], 2)   # 8 + 6 and 7 + 5 + 4: nearer than `minibatches` comes
+    >>> balanced([8, 7, 6, 5, 4], 2)   # 8 + 6 and 7 + 5 + 4: more equal than `minibatches`
     [[0, 2], [1, 3, 4]]
     """
     empty: list[tuple[int, list[int]]] = [(0, [])] * (count - 1)
     divisions = [(-length, index, [*empty, (length, [index])]) for index, length in enumerate(lengths)]
-    heapq.heapify(divisions)  # smallest first: minus the difference; then the index, so that the order is one
+    heapq.heapify(divisions)  # heap key: minus the difference, then the index as tie-break
     while len(divisions) > 1:
         (_, index, first), (_, _, second) = heapq.heappop(divisions), heapq.heappop(divisions)
         laid = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
@@ -74,8 +73,8 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def shares(lengths: Sequence[int], capacity: int, fewest: int, ranks: int) -> list[list[list[int]]]:
-    """The micro-batches of each rank: equally many, since every forward is one of all ranks together. A rank that has
-    too few gets empty ones.
+    """The micro-batches of each rank. Every rank gets equally many, since all ranks run each forward together; missing
+    ones are empty.
 
     >>> shares([5, 9, 3, 4], capacity=10, fewest=1, ranks=2)   # 9 | nothing and 5, 4 | 3
     [[[1], []], [[0, 3], [2]]]

@@ -1,7 +1,7 @@
-"""The paths of a trajectory (`conversation.forest`) as sequences of tokens: each is one sample.
+"""The paths of a trajectory (`conversation.forest`) as token sequences; each path is one sample.
 
-A sampled token that several paths share is an own token of the first of them, and context in the others. A single turn
-is one path.
+A sampled token shared by several paths belongs to the first of them and is context in the others. A single turn is one
+path.
 
 Axes: T token, S own sampled token.
 """
@@ -23,8 +23,8 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class PathTurn:
-    """A sampled segment: how many tokens it has, and its reward; that of the trajectory is the reward of the last turn
-    of each path, unless turns have rewards of their own."""
+    """A sampled segment: its token count and reward. Unless turns have own rewards, the last turn of each path has the
+    trajectory's."""
 
     tokens: int
     reward: float
@@ -32,29 +32,31 @@ class PathTurn:
 
 @dataclass(frozen=True)
 class PathTokens:
-    """Example: prompt (5, 12), completion (4, 4, 2)::
+    """One path of a trajectory as a token sequence.
 
-    PathTokens(id="0.17.0/3", token_ids=(5, 12, 4, 4, 2), prompt_tokens=2, places=(2, 3, 4), ...,
-        turns=(PathTurn(tokens=3, reward=1.0),))
+    Example: prompt (5, 12), completion (4, 4, 2)::
+
+        PathTokens(id="0.17.0/3", token_ids=(5, 12, 4, 4, 2), prompt_tokens=2, places=(2, 3, 4), ...,
+                   turns=(PathTurn(tokens=3, reward=1.0),))
     """
 
-    id: str  # of the trajectory; of its second path with ":1", and so on
+    id: str  # trajectory id; ":1" appended for its second path, and so on
     token_ids: tuple[int, ...]  # [T]
-    prompt_tokens: int  # 0 if it has a beginning of its own
+    prompt_tokens: int  # 0 if the path does not start with the prompt
     places: Sequence[int]  # [S] ascending
     behavior_logprobs: Sequence[float]  # [S]
     versions: Sequence[int]  # [S]
-    turns: tuple[PathTurn, ...]  # own ones; their tokens add up to S
-    turns_before: int  # turns of earlier paths in front of them
-    stop_reason: StopReason | None  # of the last turn
-    engine: str = ""  # that sampled the tokens of its newest version; "" where several did, or none is on record
+    turns: tuple[PathTurn, ...]  # own turns; their tokens sum to S
+    turns_before: int  # number of turns before them that belong to earlier paths
+    stop_reason: StopReason | None  # stop reason of the last turn
+    engine: str = ""  # engine that sampled the tokens of its newest version; "" if several did or none is recorded
 
 
 def paths_of(prompt: Prompt, trajectory: Trajectory) -> list[PathTokens]:
-    """One for each path of a decided trajectory; none if nothing was sampled.
+    """One entry for each path of a decided trajectory; none if nothing was sampled.
 
     Raises:
-        BoundViolated: a token has no log-probability or version, or was sampled behind nothing.
+        BoundViolated: a token has no log-probability or version, or was sampled without any context.
     """
     for segment in trajectory.segments:
         if not len(segment.versions) == len(segment.behavior_logprobs) in (0, len(segment.token_ids)):
@@ -66,12 +68,12 @@ def paths_of(prompt: Prompt, trajectory: Trajectory) -> list[PathTokens]:
 
 
 def path_id(trajectory: str, number: int) -> str:
-    """The id of a trajectory's path."""
+    """Id of path `number` of a trajectory."""
     return f"{trajectory}:{number}" if number else trajectory
 
 
 def trajectory_of(path: str) -> str:
-    """The id of the trajectory of a path."""
+    """Id of the trajectory that a path belongs to."""
     group, slash, member = path.rpartition("/")
     return group + slash + member.partition(":")[0]
 
@@ -83,7 +85,7 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str) -> Path
         begin, end = end, end + len(trajectory.segments[place].token_ids)
         spans += [range(begin, end)] if place in path.trained else ()
     if spans[0].start == 0:
-        raise BoundViolated(f"trajectory {trajectory.id}: a token was sampled behind nothing")
+        raise BoundViolated(f"trajectory {trajectory.id}: a token was sampled without any context")
     own = [trajectory.segments[place] for place in path.trained]
     parts = [prompt.token_ids[:start], *(trajectory.segments[place].token_ids for place in path.segments)]
     return PathTokens(
@@ -112,7 +114,7 @@ def _newest_writer(own: Sequence[Segment]) -> str:
 
 
 def _joined(parts: Sequence[Sequence[Value]]) -> Sequence[Value]:
-    """One is not copied: most trajectories are one turn, and long."""
+    """Concatenation; a single part is not copied, since most trajectories are one long turn."""
     return parts[0] if len(parts) == 1 else tuple(chain.from_iterable(parts))
 
 

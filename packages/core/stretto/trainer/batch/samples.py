@@ -1,7 +1,7 @@
 """From a batch of groups to samples: one for each path of a trajectory, with everything known about its tokens.
 
-A sample is the prompt and the segments behind it. Its loss tokens are the sampled tokens that no earlier path has and
-that are young enough to be trained on (``Batch.oldest_of``). All others, given ones too, are context; a path
+A sample is the prompt and the segments after it. Its loss tokens are the sampled tokens that belong to no earlier path
+and are fresh enough to be trained on (``Batch.oldest_of``). All others, including given ones, are context. A path
 without loss tokens makes no sample.
 """
 
@@ -29,18 +29,20 @@ NO_SCORES: TokenScores = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Sample:
-    """Example: prompt (5, 12), completion (4, 4, 2) of versions (5, 6, 7), trained at 7 with versions from 6 on::
+    """One path as a training sequence, with its N loss tokens.
 
-    Sample(id="0.17.0/3", token_ids=(5, 12, 4, 4, 2), prompt_tokens=2, loss_positions=(3, 4),
-        behavior_logprobs=(-0.7, -0.02), staleness=(1, 0), advantages=(0.5, 0.5))
+    Example: prompt (5, 12), completion (4, 4, 2) of versions (5, 6, 7), trained at 7 with versions from 6 on::
+
+        Sample(id="0.17.0/3", token_ids=(5, 12, 4, 4, 2), prompt_tokens=2, loss_positions=(3, 4),
+               behavior_logprobs=(-0.7, -0.02), staleness=(1, 0), advantages=(0.5, 0.5))
     """
 
-    id: str  # of the path
+    id: str  # path id
     token_ids: tuple[int, ...]
     prompt_tokens: int
     loss_positions: tuple[int, ...]  # [N], ascending, each at least 1
     behavior_logprobs: tuple[float, ...]  # [N]
-    staleness: tuple[int, ...]  # [N], versions between the one that sampled the token and the one in training
+    staleness: tuple[int, ...]  # [N], version in training minus the version that sampled the token
     advantages: tuple[float, ...]  # [N]
     values: tuple[float, ...] = ()  # [N], by the critic before the step; empty without one, and the returns too
     returns: tuple[float, ...] = ()  # [N], the critic's targets
@@ -52,12 +54,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """A batch as the trainer sees it."""
+    """A batch as samples, with its statistics."""
 
     samples: tuple[Sample, ...]
     masked_tokens: int  # sampled tokens too old to be trained on
-    reward_mean: float  # over all trajectories of the batch, as given: neither shaped nor less a KL
-    kl_reference: float | None = None  # mean over all sampled tokens, where it is part of the reward
+    reward_mean: float  # mean raw reward of all trajectories, before shaping and KL
+    kl_reference: float | None = None  # mean KL over all sampled tokens, if it is part of the reward
 
 
 def samples_of(
@@ -67,13 +69,13 @@ def samples_of(
     values: TokenScores = NO_SCORES,
     reference_logprobs: TokenScores = NO_SCORES,
 ) -> SampledBatch:
-    """Advantages over the whole batch, then one sample for each path that has loss tokens.
+    """Compute advantages over the whole batch, then build one sample for each path that has loss tokens.
 
-    `longest` is ``sampling.max_tokens``; `values` are the critic's, of the state before each sampled token;
-    `reference_logprobs` are needed where the KL is part of the reward.
+    `longest`: ``sampling.max_tokens``. `values`: the critic's value of the state before each sampled token.
+    `reference_logprobs`: needed if the KL is part of the reward.
 
     Raises:
-        BoundViolated: a token has no log-probability or version, or was sampled by a version not published yet.
+        BoundViolated: a token has no log-probability or version, or its version is not published yet.
     """
     paths = {t.id: paths_of(group.prompt, t) for group in batch.groups for t in group.trajectories}
     kl = _kl([path for own in paths.values() for path in own], config, reference_logprobs)
@@ -105,7 +107,7 @@ def samples_of(
 
 
 def _kl(paths: Sequence[PathTokens], config: AlgorithmConfig, reference_logprobs: TokenScores) -> TokenScores:
-    """KL(behavior || reference) at each sampled token, where it is part of the reward."""
+    """KL(behavior || reference) at each sampled token, by path id; empty if it is not part of the reward."""
     estimator = config.divergence("reward")
     if estimator is None:
         return NO_SCORES
@@ -118,10 +120,10 @@ def _kl(paths: Sequence[PathTokens], config: AlgorithmConfig, reference_logprobs
 def _scored(
     path: PathTokens, version: int, oldest: int, config: AlgorithmConfig, values: TokenScores, kl: TokenScores
 ) -> ScoredPath:
-    """A path whose tokens from version `oldest` on are trained at `version`.
+    """A path, trained at `version`, whose loss tokens are those of version `oldest` or newer.
 
     Raises:
-        BoundViolated: a token was sampled by a version not published yet.
+        BoundViolated: a token's version is not published yet.
     """
     if (newest := max(path.versions)) > version:
         known = f"version {newest}, but version {version} is being trained"
@@ -156,14 +158,14 @@ def _sample(
 
 
 def _chosen(values: Sequence[Value], places: Sequence[int]) -> tuple[Value, ...]:
-    """The values at some places, ascending; most often all of them, which are not gone through one by one."""
+    """The values at ascending `places`; without a copy in the common case of all."""
     return tuple(values) if len(places) == len(values) else tuple([values[place] for place in places])
 
 
 def _targets(
     config: AlgorithmConfig, longest: int, one: ScoredTrajectory, scored: ScoredPath
 ) -> dict[str, tuple[float, ...]]:
-    """The values and returns of the loss tokens, where there is a critic: R = A + V (arXiv 1506.02438, section 5)."""
+    """Values and returns of the loss tokens if there is a critic: R = A + V (arXiv 1506.02438, section 5)."""
     if not scored.values or not hasattr(config.advantages, "critic"):
         return {}
     values = tuple(scored.values[t] for t in scored.trained)

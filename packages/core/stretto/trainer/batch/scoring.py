@@ -24,10 +24,10 @@ def score_tokens(
     continues: Callable[[PathTokens], bool] = lambda _: False,
     ranks: Ranks = ALONE,
 ) -> dict[str, list[float]]:
-    """The scores of the own sampled tokens of each path, masked ones too, by its id; the same on every rank.
+    """Scores of the own sampled tokens of each path, including masked ones, by path id; the same on every rank.
 
-    `evaluate` gives one score for each wanted token. A path that `continues` has one score more: of a filler token
-    behind its last one, for the state that the last token leads to.
+    `evaluate` returns one score per wanted token. A path for which `continues` is true gets one more: of the state
+    after its last token (computed with a filler token).
     """
     scored = [
         _scored(path, continues(path))
@@ -47,7 +47,7 @@ def score_tokens(
 
 @dataclass(frozen=True)
 class _Scored:
-    """The tokens of a path, its prompt included, and the places of those that get a score."""
+    """The tokens of a path, with its prompt, and the positions that get a score."""
 
     id: str
     token_ids: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Advantages from rewards, one function per equation; `estimators.py` chooses by the recipe.
 
-Functions of `rewards` take those of each group of a batch and give one number per completion, in the same shape. A
-group whose rewards are all equal gets zeros from every function that compares within groups alone.
+`rewards` holds those of each group of a batch; the result has one number per completion, in the same shape. A group of
+equal rewards gets zeros from every function that only compares within groups.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def group_centred(rewards: Groups) -> list[list[float]]:
 
 
 def leave_one_out(rewards: Groups) -> list[list[float]]:
-    """RLOO (arXiv 2402.14740, equation 10): r - mean of the other rewards; 0 for an only child.
+    """RLOO (arXiv 2402.14740, equation 10): r - mean of the other rewards; 0 in a group of one.
 
     >>> leave_one_out([[1.0, 0.0, 0.0], [1.0]])
     [[1.0, -0.5, -0.5], [0.0]]
@@ -89,8 +89,8 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 
         A_t = delta_t + gamma lam A_(t+1),    delta_t = r_t + gamma V_(t+1) - V_t
 
-    `values[t]` is the value of the state in which token t was sampled. One more entry of `values` is that of the state
-    behind the last token of a completion that was cut off (arXiv 1712.00378, section 3); otherwise it is 0.
+    `values[t]` is the value of the state before token t. A truncated completion has one more entry in `values`, for the
+    state after its last token (arXiv 1712.00378, section 3); otherwise that value is 0.
 
     >>> gae([0.0, 0.0, 1.0], [0.5, 0.5, 0.5], gamma=1.0, lam=0.5)   # delta = 0, 0, 0.5
     [0.125, 0.25, 0.5]
@@ -107,7 +107,8 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 
 
 def terminal(reward: float, tokens: int, places: Sequence[int], decay: float) -> list[float]:
-    """The reward of a whole completion of `tokens` tokens as seen from `places` in it: decay^(tokens - 1 - t) reward.
+    """The discounted terminal reward at each of `places` in a completion of `tokens` tokens: decay^(tokens - 1 - t)
+    reward.
 
     This is `gae` without a critic (all values 0) and with decay = gamma lam.
 
@@ -124,5 +125,5 @@ def _norm(centred: Sequence[float]) -> float:
 
 
 def _differs(rewards: Sequence[float]) -> bool:
-    """Exact, so that rounding in a mean never makes a signal out of equal rewards."""
+    """Exact comparison, so that rounding in a mean never turns equal rewards into a signal."""
     return any(r != rewards[0] for r in rewards)

@@ -1,8 +1,8 @@
 """The mean over a minibatch, as one coefficient per trajectory, the same for all its loss tokens.
 
-Coefficients come from the loss tokens of the whole minibatch before anything is computed, so micro-batches add up to
-the exact mean however they are packed. Minibatches are about equal in tokens, not in trajectories: means over
-trajectories divide by those of a minibatch *on average*, so that each weighs the same whichever minibatch it is in.
+Coefficients are computed from the whole minibatch first, so micro-batches sum to the exact mean in any packing.
+Minibatches are about equal in tokens, not in trajectories. Means over trajectories therefore divide by the *average*
+number per minibatch, so that a trajectory weighs the same in any minibatch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""`[algorithm]`: what is maximised. Each choice that has numbers of its own is a section with a `kind`; a name alone is
-that section with its defaults, so ``loss = "ppo"`` is ``loss = {kind = "ppo"}``. The sections are made from the
-functions (`doors.door`), those of the user's own too: ``loss = {kind = "my_losses:clipped", clip = 0.3}``.
-"""
+"""`[algorithm]`: the objective. Each choice with parameters is a section with a `kind`; a bare name means that section
+with its defaults: ``loss = "ppo"`` is ``loss = {kind = "ppo"}``. The sections are built from functions (`doors.door`),
+also from the user's own: ``loss = {kind = "my_losses:clipped", clip = 0.3}``."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from stretto.trainer.objective.surrogates import LOSSES, LossSection
 
 
 class ReferenceConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """A penalty for leaving a reference policy, whose weights are in the trainer's memory as well."""
+    """A KL penalty towards a reference policy, whose weights are also in the trainer's memory."""
 
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy || reference)")
     weight: float = Field(1e-3, ge=0, allow_inf_nan=False, description="weight of the divergence")
@@ -57,13 +56,13 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="
     entropy_bonus: float = Field(0.0, ge=0, allow_inf_nan=False, description="weight of the mean entropy in J")
 
     def divergence(self, into: Literal["loss", "reward"]) -> Divergence | None:
-        """The estimator of the divergence from the reference policy, if that is where it belongs."""
+        """The KL estimator if the recipe adds the divergence to `into` (the loss or the reward); else None."""
         reference = self.reference
         return getattr(kl, reference.estimator) if reference is not None and reference.into == into else None
 
     @property
     def critic(self) -> CriticConfig | None:
-        """The critic that the advantages need, if they need one."""
+        """Settings of the critic, if the advantages use one."""
         critic: CriticConfig | None = getattr(self.advantages, "critic", None)
         return critic
 
@@ -79,7 +78,7 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="
 
 
 def objective(config: AlgorithmConfig) -> Objective:
-    """The loss that the recipe composes."""
+    """The loss function of a recipe."""
     return Objective(
         surrogate=config.loss.surrogate,
         correction=CORRECTIONS.bound(config.correction),

@@ -52,7 +52,7 @@ def mask(tokens: LossTokens, *, low: Low = 0.0, high: High = math.inf) -> Weight
 def truncate(tokens: LossTokens, *, high: High = 2.0) -> Weights:
     """Weights above the bound become the bound (TIS).
 
-    min(w, high). Truncated importance sampling: IMPALA's rho-bar, arXiv 1802.01561, section 4.1; called TIS where it
+    min(w, high). Truncated importance sampling: IMPALA's rho-bar, arXiv 1802.01561, section 4.1; called TIS when it
     corrects for an engine that differs from the trainer.
     """
     weight = behavior_weight(tokens)
@@ -60,10 +60,10 @@ def truncate(tokens: LossTokens, *, high: High = 2.0) -> Weights:
 
 
 def uncorrected(tokens: LossTokens) -> Weights:
-    """Every weight is 1: the anchor is taken for the policy that sampled.
+    """Every weight is 1: the anchor is treated as the policy that sampled.
 
-    PPO around recomputed old log-probabilities, as in trainers that take the policy before the step for the one that
-    sampled. Biased by whatever lies between the two.
+    PPO around recomputed old log-probabilities, as in trainers that treat the policy before the step as the sampling
+    policy. Biased by the difference of the two.
     """
     weight = behavior_weight(tokens)
     return Weights(torch.ones_like(weight), weight != 1)

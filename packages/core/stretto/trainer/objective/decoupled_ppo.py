@@ -32,11 +32,11 @@ ClipHigh = Annotated[float, Field(gt=0, description="ratios above 1 + clip_high 
 def anchor_logprobs(
     anchor: Anchor, policy: Tensor, before: Tensor | None, behavior: Tensor, staleness: Tensor
 ) -> Tensor:
-    """log anchor, [N]: of the policy around which the trust region lies, token by token.
+    """log anchor, [N]: log-probabilities of the policy at the centre of the trust region.
 
-    recomputed     the policy before this training step, whose log-probabilities `before` are
-    interpolated   an estimate of the same from the versions (A-3PO), without a forward of its own
-    behavior       the policy that sampled: u is PPO's ratio and w is 1
+    recomputed     the policy before this training step; `before` are its log-probabilities
+    interpolated   an estimate of the same from the versions (A-3PO), without another forward
+    behavior       the policy that sampled the token: u is PPO's ratio and w is 1
     """
     match anchor:
         case "recomputed":
@@ -65,7 +65,7 @@ def proximal_ratio(policy_logprobs: Tensor, tokens: LossTokens) -> Tensor:
 
 
 class Terms(NamedTuple):
-    """`bounded` marks the tokens where the bound of the surrogate acts: clipped, truncated or left out."""
+    """The surrogate per token. `bounded` marks tokens where its bound acts: clipped, truncated or left out."""
 
     objective: Tensor  # [N], differentiable
     ratio: Tensor  # [N], u (of the sequence, for a surrogate that looks at sequences), detached

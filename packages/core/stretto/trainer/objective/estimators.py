@@ -1,8 +1,8 @@
 """`algorithm.advantages`: the estimators with their numbers, and the one place that calls them.
 
-An estimator takes the completions of each group and gives one number for each completion. One that is declared to go
-`along` the tokens gives one for each loss token of each completion, in the same nesting. One that `compares` within a
-group says nothing about a group of one. `ESTIMATORS` has the names of a recipe; the equations are in `advantages.py`.
+An estimator maps the completions of each group to one number per completion; one declared `along` gives one number per
+loss token instead, in the same nesting. One that `compares` gives no signal for a group of one. `ESTIMATORS` has the
+names of a recipe; the equations are in `advantages.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WithCritic = Annotated[CriticConfig | None, Field(description="a critic, trained
 
 @dataclass(frozen=True)
 class RewardedCompletion:
-    """Sampled tokens that one reward is for, as an estimator sees them (`trainer.batch.credit` says which those are).
+    """Sampled tokens that share one reward, as an estimator's input; `trainer.batch.credit` decides which.
 
     Example: ``RewardedCompletion(reward=1.0, tokens=3, trained=(1, 2))``
     """
@@ -44,7 +44,7 @@ class RewardedCompletion:
 
     @property
     def rewards(self) -> list[float]:
-        """Token by token: minus its KL, and the reward at the last."""
+        """Rewards token by token: minus the KL, plus the reward at the last token."""
         found = [-cost for cost in self.kl] or [0.0] * self.tokens
         for t, reward in (*self.earlier, (-1, self.reward)) if found else ():
             found[t] += reward
@@ -52,7 +52,7 @@ class RewardedCompletion:
 
     @property
     def total(self) -> float:
-        """The reward less the KL of all tokens."""
+        """The reward minus the KL of all tokens."""
         return self.reward - math.fsum(self.kl)
 
 
@@ -130,16 +130,16 @@ class _Credit(BaseModel):
 
 
 class EstimatorSection(Section, _Credit):
-    """An estimator with its numbers."""
+    """An estimator with its parameters."""
 
     @property
     def compares(self) -> bool:
-        """Whether it compares within a group: a group of one teaches nothing."""
+        """Whether it compares within a group, so that a group of one has no signal."""
         return bool(fact(self.part, "compares", False))
 
     @property
     def along(self) -> bool:
-        """Whether it goes from token to token, and not from completion to completion."""
+        """Whether it gives one number per token instead of per completion."""
         return bool(fact(self.part, "along", False))
 
 
@@ -168,7 +168,7 @@ def advantages_of(estimator: EstimatorSection, groups: Groups) -> TokenScores:
     """The advantage of each loss token of each completion of each group.
 
     Raises:
-        RecipeError: an estimator of the user's own gives something else.
+        RecipeError: a user's estimator returned a wrong shape or a non-finite number.
     """
     found: Any = ESTIMATORS.bound(estimator)(groups)
     if is_own(estimator.kind) and (fault := next(estimate_faults(estimator, groups, found), "")):
@@ -183,7 +183,7 @@ def advantages_of(estimator: EstimatorSection, groups: Groups) -> TokenScores:
 
 
 def estimate_faults(estimator: EstimatorSection, groups: Groups, found: Any) -> Iterator[str]:
-    """A sentence if an estimator has given something else than its numbers for these groups."""
+    """A sentence if `found`, an estimator's result for these groups, has a wrong shape or a non-finite number."""
     needed: list[int] = [len(groups), *map(len, groups)]
     what = "a number for each completion of each group"
     if estimator.along:
@@ -199,17 +199,17 @@ def estimate_faults(estimator: EstimatorSection, groups: Groups, found: Any) -> 
     if got != needed:
         yield f"returned {repr(found)[:80]}, and not {what}"
     elif strange:
-        yield f"returned {strange[0]}, which is no finite number"
+        yield f"returned {strange[0]}, which is not a finite number"
 
 
 def targets(estimator: EstimatorSection, completion: RewardedCompletion) -> list[float]:
-    """What is added to the values of a critic for its targets, of each loss token: the advantage before any
-    normalisation, by the estimator's gamma and lam."""
+    """For each loss token, the amount added to the critic's value to get its target: the advantage before
+    normalisation, with the estimator's gamma and lam."""
     return generalised(completion, getattr(estimator, "gamma", 1.0), getattr(estimator, "lam", 1.0))
 
 
 def generalised(completion: RewardedCompletion, gamma: float, lam: float) -> list[float]:
-    """The advantage of each loss token of one completion, before any normalisation."""
+    """GAE of each loss token of one completion, before any normalisation."""
     if not completion.values:
         return _discounted(completion, gamma * lam)
     found = advantages.gae(completion.rewards, completion.values, gamma, lam)
@@ -225,7 +225,7 @@ def _lengths(groups: Groups) -> list[list[int]]:
 
 
 def _discounted(completion: RewardedCompletion, decay: float) -> list[float]:
-    """The discounted return of each loss token."""
+    """Discounted return of each loss token."""
     if not completion.kl and not completion.earlier:
         return advantages.terminal(completion.reward, completion.tokens, completion.trained, decay)
     found = advantages.gae(completion.rewards, [0.0] * completion.tokens, decay, lam=1.0)

@@ -25,7 +25,8 @@ from stretto.trainer.objective.tokens import LossTokens, bounded
 
 @dataclass(frozen=True)
 class Objective:
-    """The parts of a loss (`algorithm.objective`). `selection` chooses tokens of a minibatch before its losses."""
+    """The parts of a loss (`algorithm.objective`). `selection`, if any, runs first over the whole minibatch and chooses
+    the tokens that stay in its loss."""
 
     surrogate: Surrogate
     correction: Correction
@@ -37,7 +38,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Loss:
-    """`value` is to be minimised; `sums` are diagnostics summed over the tokens, to be divided by their number.
+    """`value` is minimised; `sums` are diagnostics summed over the tokens.
 
     clipped           tokens where the bound of the surrogate acts: of PPO's, those without a gradient
     capped            tokens whose weight the correction has changed
@@ -62,10 +63,10 @@ _FAR = math.log(2)
 
 
 def evaluate(objective: Objective, policy_logprobs: Tensor, tokens: LossTokens, entropy: Tensor | None = None) -> Loss:
-    """The loss of these N tokens; those of a minibatch's micro-batches add up to that of the minibatch.
+    """The loss of these N tokens; those of a minibatch's micro-batches sum to the minibatch's.
 
-    `entropy` [N], differentiable, is needed where the objective has an entropy bonus, and
-    `tokens.reference_logprobs` where it has a divergence.
+    `entropy` [N], differentiable, is needed if the objective has an entropy bonus; `tokens.reference_logprobs` if it
+    has a divergence.
     """
     terms = objective.surrogate(policy_logprobs, tokens)
     weights = objective.correction(tokens)

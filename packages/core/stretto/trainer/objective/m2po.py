@@ -1,4 +1,4 @@
-"""M2PO's mask: the one part of a loss that is decided over a whole minibatch.
+"""M2PO's token mask, the one part of a loss that needs a whole minibatch.
 
 Axes: N loss token, of the whole minibatch; K those in the trust region's two quadrants.
 """
@@ -18,7 +18,8 @@ Threshold = Annotated[float, Field(gt=0, description="largest mean of (log ratio
 
 
 def m2po_mask(log_ratio: Tensor, advantages: Tensor, *, threshold: Threshold = 0.04) -> Tensor:
-    """Leave out as few tokens as possible so that the mean of (log u)^2 over those in the quadrants is <= threshold.
+    """Leave out as few tokens as possible so that the mean of (log u)^2 over the tokens in the quadrants is <=
+    threshold.
 
     M2PO, arXiv 2510.01161, algorithm 1. The quadrants are those in which PPO clips: A > 0 and u > 1, A < 0 and u < 1;
     the other tokens are pulled back towards the anchor and stay. Tokens with equal moments stay or leave together, so

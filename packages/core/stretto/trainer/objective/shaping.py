@@ -1,4 +1,4 @@
-"""Shaped rewards, for the advantages alone: metrics and filters have the reward as it was given.
+"""Shaped rewards, used for the advantages alone; metrics and filters see the raw reward.
 
 shaped = clip((reward + overlong(length) + bias) * scale, -clip, clip)
 """
@@ -37,7 +37,7 @@ def overlong(length: int, longest: int, buffer: int, penalty: float) -> float:
 
 
 def shaped(reward: float, length: int, longest: int, shaping: Shaping) -> float:
-    """The shaped reward of a completion of `length` tokens, of at most `longest`. One beyond ±1e6, which only a run
-    folder from before that bound has, counts as the nearest that is allowed."""
+    """The shaped reward of a completion of `length` tokens, at most `longest`. Rewards beyond ±1e6, possible only in
+    old run folders, are clipped first."""
     added = overlong(length, longest, shaping.overlong_buffer, shaping.overlong_penalty)
     return min(max((bounded_reward(reward) + added + shaping.bias) * shaping.scale, -shaping.clip), shaping.clip)

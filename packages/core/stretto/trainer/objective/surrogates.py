@@ -1,13 +1,13 @@
 """`algorithm.loss`: surrogates in place of decoupled PPO's clipped term, one function per equation.
 
-They say what each token adds to J.
+Each gives every token's term in J.
 
     u = policy / anchor      the proximal ratio (`decoupled_ppo.py`)
     A                        the advantage
 
-Each takes log-probabilities [N] and gives terms [N]. Its facts are declared beside it: `anchors` that it may have, the
-default first (left out: all), and a `selection` of the tokens of a minibatch, whose numbers are numbers of the loss.
-`LOSSES` has their names.
+Each takes log-probabilities [N] and returns terms [N]. Declared with it: the `anchors` it allows, the default first
+(left out: all), and a `selection` of a minibatch's tokens, whose parameters become parameters of the loss. `LOSSES` has
+their names.
 
 Axes: N loss token, S sequence.
 """
@@ -139,14 +139,14 @@ _ANCHOR = (
 
 
 class LossSection(Section):
-    """A surrogate with its anchor and its numbers."""
+    """A surrogate with its anchor and parameters."""
 
     kind: str
     anchor: Anchor
 
     @classmethod
     def fields_of(cls, part: Part) -> dict[str, Any]:
-        """The anchors that the surrogate declares, its numbers and those of its selection."""
+        """Fields of the section: the allowed anchors, the parameters, and those of the selection."""
         anchors, allowed = fact(part, "anchors", get_args(Anchor)), get_args(Anchor)
         if not (isinstance(anchors, tuple) and anchors and set(anchors) <= set(allowed)):
             raise ValueError(f"declares anchors = {anchors!r}; a tuple of some of {', '.join(allowed)} is needed")
@@ -157,12 +157,12 @@ class LossSection(Section):
 
     @property
     def surrogate(self) -> Surrogate:
-        """The function of the loss, with its numbers."""
+        """The loss function with its parameters bound."""
         return self.bound(self.part)
 
     @property
     def selection(self) -> Selection | None:
-        """The function that selects tokens of a minibatch, with its numbers."""
+        """The token selection with its parameters bound; None if the loss has none."""
         selection = fact(self.part, "selection", None)
         return None if selection is None else self.bound(selection)
 

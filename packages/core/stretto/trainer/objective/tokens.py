@@ -11,27 +11,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: How far the logarithm of a ratio may lie from 0 before it is exponentiated, as in verl (`core_algos.py`: clamp to -20
-#: and 20). e^20 is 4.9e8, past every bound of a loss or a correction; past 88.7 float32 has infinity, and a gradient
-#: that is 0 times that is not a number. Another engine may log such numbers.
+#: Bound on log-ratios before exp, as in verl (`core_algos.py`). e^20 is 4.9e8, past every bound of a loss or a
+#: correction. Above 88.7 exp overflows in float32, and 0 times infinity makes a gradient NaN. Other engines may log
+#: such numbers.
 LARGEST_LOG_RATIO = 20.0
 
 
 def bounded(log_ratio: Tensor, lowest: float = -LARGEST_LOG_RATIO) -> Tensor:
-    """Bounded, with no gradient where the bound acts. A NaN stays one in the gradient, where it is noticed: `clamp`
-    would make it 0, and so does `hardtanh` from 16 tokens on, where it is vectorised."""
+    """Clamp the log-ratio to ±20 (or from `lowest`), with zero gradient where the bound acts. NaN keeps a NaN gradient,
+    so that it is noticed; `clamp` would make it 0, and so would vectorised `hardtanh` (16 tokens or more)."""
     low = log_ratio.masked_fill(log_ratio < lowest, lowest)
     return low.masked_fill(low > LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp, finite for every number."""
+    """exp of the bounded log-ratio: always finite."""
     return bounded(log_ratio).exp()
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences lie one after the other in [N]; none is divided between micro-batches.
+    """Assigns flat tokens [N] to sequences, which lie one after the other; none is split between micro-batches.
 
     Example: sequences of 2 and 3 loss tokens: ``index = [0, 0, 1, 1, 1]``, ``lengths = [2, 3]``.
     """
@@ -41,31 +41,31 @@ class Sequences:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Sequences:
-        """From the loss tokens of each sequence."""
+        """Build it from the number of loss tokens of each sequence."""
         lengths_S = torch.tensor(lengths, dtype=torch.int64, device=device)
         return cls(torch.repeat_interleave(lengths_S), lengths_S)
 
     def sums(self, values_N: Tensor) -> Tensor:
-        """[N, ...] -> [S, ...], differentiable."""
+        """Sum per sequence, [N, ...] -> [S, ...], differentiable."""
         return values_N.new_zeros(len(self.lengths), *values_N.shape[1:]).index_add(0, self.index, values_N)
 
     def means(self, values_N: Tensor) -> Tensor:
-        """[N] -> [S], differentiable."""
+        """Mean per sequence, [N] -> [S], differentiable."""
         return self.sums(values_N) / self.lengths
 
     def spread(self, values_S: Tensor) -> Tensor:
-        """[S] -> [N]: each token gets its sequence's value."""
+        """Give each token its sequence's value, [S] -> [N]."""
         return values_S.index_select(0, self.index)
 
 
 @dataclass(frozen=True)
 class LossTokens:
-    """The loss tokens of a micro-batch before the forward of the policy; all logarithms are natural."""
+    """Inputs of a loss for a micro-batch, known before the policy's forward; natural logarithms."""
 
     behavior_logprobs: Tensor  # [N] of the policy that sampled the token, as logged
-    anchor_logprobs: Tensor  # [N] of the policy around which the trust region lies (`decoupled_ppo.anchor_logprobs`)
+    anchor_logprobs: Tensor  # [N] of the trust region's centre (`decoupled_ppo.anchor_logprobs`)
     advantages: Tensor  # [N]
-    scale: Tensor  # [N] what the token weighs in the minibatch's mean (`aggregation.py`)
+    scale: Tensor  # [N] weight of the token in the minibatch's mean (`aggregation.py`)
     sequences: Sequences
     kept: Tensor | None = None  # [N] bool, the tokens that M2PO leaves in (`m2po.py`)
     reference_logprobs: Tensor | None = None  # [N] of the reference policy, where the loss has a KL term

@@ -3,8 +3,9 @@ trained.
 
     y = W x + alpha / rank * B A x        A [rank, in] begins random, B [out, rank] zero: the start is the policy
 
-Published are A and alpha / rank * B alone; engines, which have W, add their product. Saved is W + alpha / rank * B A
-under the plain names, so that readers of model folders need not know of adapters. peft makes the layers (`lora.py`).
+Only A and alpha / rank * B are published; engines have W and add the product. Saved policies hold
+W + alpha / rank * B A under the plain names, so that readers need not know of adapters. peft makes the layers
+(`lora.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ADAPTER = "default"
 
 
 class Adapted(Protocol):
-    """A linear layer with an adapter, as peft has it."""
+    """A peft linear layer with an adapter."""
 
     lora_A: nn.ModuleDict  # noqa: N815
     lora_B: nn.ModuleDict  # noqa: N815
@@ -31,13 +32,13 @@ class Adapted(Protocol):
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
-    """The layers that have an adapter, by their plain name; none in a model without adapters."""
+    """Layers with an adapter, by plain name; empty for a model without adapters."""
     return {name: cast(Adapted, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, every adapter weighs 0: the model is the one before the training."""
+    """Disable all adapters inside the block: the model is the initial policy."""
     layers = adapted_layers(model).values()
     scalings = [layer.scaling[ADAPTER] for layer in layers]
     for layer in layers:
@@ -50,14 +51,14 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def plain_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters without those of adapters, under their plain names."""
+    """Parameters that are not adapters, by plain name."""
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), parameter
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """A and B of every layer that has them, by the names under which they are published."""
+    """A and B of every adapted layer, by published name."""
     for name, layer in adapted_layers(model).items():
         for kind, both in ((LORA_A, layer.lora_A), (LORA_B, layer.lora_B)):
             yield name + kind, cast(nn.Linear, both[ADAPTER]).weight
@@ -70,12 +71,12 @@ def scaled(layers: Mapping[str, Adapted], name: str, whole: Tensor) -> Tensor:
 
 
 def matrices(layer: Adapted, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """A and B, gathered; every rank calls it."""
+    """A and B, gathered; every rank must call it."""
     a, b = (cast(nn.Linear, both[ADAPTER]).weight for both in (layer.lora_A, layer.lora_B))
     return ranks.full_tensor(a.detach()), ranks.full_tensor(b.detach())
 
 
 def merged(layer: Adapted, weight: Tensor, ranks: Ranks) -> Tensor:
-    """W + alpha / rank * B A for a gathered W; every rank calls it."""
+    """W + alpha / rank * B A for a gathered W; every rank must call it."""
     a, b = matrices(layer, ranks)
     return weight + layer.scaling[ADAPTER] * (b @ a)

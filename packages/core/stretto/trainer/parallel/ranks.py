@@ -1,5 +1,5 @@
 """Ranks: the processes that train one policy together. Each holds a shard of every parameter (FSDP2) and computes its
-share of every minibatch. Sums that decide something are all-reduced, so that all ranks decide alike.
+share of every minibatch. Sums that decide something are all-reduced, so all ranks decide alike.
 
     batch ─► the same samples and minibatches on every rank ─► its share (`packing.shares`) ─► forward, backward
                                                                           gradients are reduced and scattered
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Ranks(Protocol):
-    """The collectives of a rank. All ranks call the same methods in the same order."""
+    """Collectives of a rank. All ranks must call the same methods in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -29,23 +29,23 @@ class Ranks(Protocol):
 
     @property
     def second_group(self) -> ProcessGroup | None:
-        """A gloo group for collectives beside the training: in another thread, on CPU tensors."""
+        """A gloo group for CPU collectives in another thread, beside training."""
         ...
 
     def fully_shard(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Shard the parameters of `root`, gathered layer by layer in the forward; gradients are summed over ranks."""
+        """Shard the parameters of `root` with FSDP2, one unit per layer; gradients are summed over ranks."""
         ...
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, the same to the last bit on each."""
+        """Sum over the ranks, bitwise equal on all of them."""
         ...
 
     def all_gather(self, own: Tensor) -> tuple[Tensor, int]:
-        """The vectors of all ranks, one after the other, and where this rank's begins; lengths may differ."""
+        """The vectors of all ranks concatenated, and the offset of this rank's; lengths may differ."""
         ...
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """A sharded tensor, gathered; any other as it is."""
+        """Gather a sharded tensor; others are returned unchanged."""
         ...
 
     def copy_to_cpu(self, tensor: Tensor) -> Tensor:
@@ -53,25 +53,25 @@ class Ranks(Protocol):
         ...
 
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
-        """Those of rank 0, by the second group."""
+        """Rank 0's numbers, by the second group."""
         ...
 
     def all_reduce_number(self, number: int) -> int:
-        """The sum over the ranks, by the second group."""
+        """Sum over the ranks, by the second group."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """For rank 0 the whole of a tensor that is sharded on the CPU, by the second group; for others what they
-        gave."""
+        """The whole of a tensor sharded on the CPU, on rank 0, by the second group; other ranks get their shard
+        back."""
         ...
 
     def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:
-        """Fill each rank's shard of `tensor` with its part of what rank 0 has, the reverse of `gather`."""
+        """Fill each rank's shard of `tensor` from rank 0's `whole`; the reverse of `gather`."""
         ...
 
 
 class SingleRank:
-    """One process that trains alone."""
+    """The collectives of a process that trains alone."""
 
     rank, count = 0, 1
     second_group: ProcessGroup | None = None
@@ -112,7 +112,7 @@ class ShardedRanks:
     """The ranks of torch's default process group."""
 
     def __init__(self, device: str) -> None:
-        """`device` is where the parameters are: "cpu" or "cuda"; the group must have been made."""
+        """`device`: where the parameters are, "cpu" or "cuda". The process group must exist."""
         self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
         group = distributed.group.WORLD
         assert group is not None, "init_process_group() comes first"

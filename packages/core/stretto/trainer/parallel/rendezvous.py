@@ -1,4 +1,4 @@
-"""The rendezvous of ranks: a store of rank 0, then torch's process group."""
+"""Rendezvous of ranks: rank 0's store, then torch's process group."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PATIENCE = 1800.0
 
 
 def open_store(count: int) -> TCPStore:
-    """The store of rank 0, on a free port of the loopback interface: it obeys every process that reaches it."""
+    """Rank 0's store, on a free loopback port; it trusts every process that reaches it."""
     server = socket.create_server((LOOPBACK, 0))
     port = server.getsockname()[1]
     return TCPStore(LOOPBACK, port, count, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
 
 def reach_store(port: int, count: int) -> TCPStore:
-    """The same store, from another rank, at a port of its loopback interface."""
+    """Connect another rank to the store, at a port of its own loopback interface."""
     return TCPStore(LOOPBACK, port, count, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
 
 
@@ -43,9 +43,9 @@ def join(
 
     Args:
         device: "cpu", "cuda" or "auto".
-        here: the address of this machine by which other ranks reach it.
-        gpu: the rank's own, of those of its machine.
-        seconds: of a collective.
+        here: address of this machine that other ranks can reach.
+        gpu: index of the rank's GPU on its machine.
+        seconds: timeout of a collective.
     """
     kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
     if kind == "cuda":

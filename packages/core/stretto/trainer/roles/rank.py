@@ -1,7 +1,6 @@
 """Ranks 1, 2, ... of the trainer: ``python -m stretto.trainer.roles.rank SPEC``. They do what rank 0 does.
 
-A rank needs nothing of the process that starts it, on whichever machine, but its spec and the key that it joins rank 0
-with, in the environment variable `RANK_KEY`.
+A rank, on any machine, needs only its spec and, in the environment variable `RANK_KEY`, the key for joining rank 0.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _RANK_0 = "rank 0"
 
 
 class RankOrders:
-    """The connection to rank 0, in a thread: a rank that waits in a collective notices that rank 0 is gone, and
+    """The connection to rank 0, in a thread, so that a rank waiting in a collective notices the loss of rank 0 and
     ends."""
 
     def __init__(self, spec: RankSpec, key: str) -> None:
@@ -51,11 +50,11 @@ class RankOrders:
         self._stopping = False
 
     def join(self) -> str:
-        """Join rank 0; the address of this machine by which the ranks reach it.
+        """Join rank 0; returns the address of this machine for the other ranks.
 
         Raises:
             MachineLost, HandshakeBroken: rank 0 cannot be reached, or goes away.
-            HandshakeRefused: the key or the certificate is not that of this trainer, or rank 0 does not want this rank.
+            HandshakeRefused: the key or the certificate is of another trainer, or rank 0 refuses this rank.
             DeadlineExceeded: that took too long.
         """
         threading.Thread(target=asyncio.run, args=(self._listen(),), name="orders", daemon=True).start()
@@ -63,18 +62,18 @@ class RankOrders:
         return wire.local_host
 
     def store_port(self, start: RankStart) -> int:
-        """Where torch's store is reached, at the loopback interface of this machine."""
+        """Loopback port at which torch's store is reached from this machine."""
         return self._way_to_store or start.store
 
     def receive(self) -> ToRank:
-        """The next message. The wait has no deadline: its owner is rank 0, with which this process ends."""
+        """The next message. No timeout: this process ends together with rank 0."""
         return self._orders.get()
 
     def send(self, words: Failed) -> None:
-        """Tell rank 0 why this rank ends, if it is there.
+        """Tell rank 0 why this rank ends.
 
         Raises:
-            ConductorGone: it is not.
+            ConductorGone: rank 0 is gone.
         """
         if not self._joined.done() or self._joined.exception() is not None:
             raise ConductorGone
@@ -90,20 +89,20 @@ class RankOrders:
             if self._spec.model is not None:  # on a machine of its own
                 way = await asyncio.start_server(self._lead_to_store, LOOPBACK, 0)
                 self._way_to_store = way.sockets[0].getsockname()[1]
-        except Exception as error:  # whatever it is: the main thread waits for it
+        except Exception as error:  # any error: the main thread waits for it
             self._joined.set_exception(error)
             return
         self._joined.set_result((wire, asyncio.get_running_loop()))
         try:
             how = await wire.listen(self._take, self._spec.hung)
-        except Exception as error:  # whatever it is: the main thread waits for orders
-            how = f"sent what is no order: {error!r}"
+        except Exception as error:  # any error: the main thread waits for orders
+            how = f"sent an invalid order: {error!r}"
         if not self._stopping:
             print(f"{_RANK_0} {how}", file=sys.stderr, flush=True)
             os._exit(EXIT_CODE)  # the main thread may hang in a collective
 
     async def _reach(self, introduction: RankIntroduction) -> Stream:
-        """A connection to rank 0, admitted there."""
+        """An admitted connection to rank 0."""
         spec = self._spec
         reader, writer = await connect(f"{spec.host}:{spec.port}", client_context(spec.tls))
         ours = msgspec.msgpack.encode(introduction)
@@ -111,7 +110,7 @@ class RankOrders:
         return reader, writer
 
     async def _lead_to_store(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Pass a connection of torch's on to its store."""
+        """Forward a connection from torch to rank 0's store."""
         try:
             far = await self._reach(RankIntroduction(rank=self._spec.rank, to_store=True))
         except (StrettoError, OSError) as error:  # torch says that its connection was lost; this is why
@@ -126,7 +125,7 @@ class RankOrders:
 
 
 def follow(spec: RankSpec, orders: RankOrders) -> None:
-    """Join rank 0, and carry out its orders until `Stop`, without replies."""
+    """Join rank 0 and carry out its orders until `Stop`, without replies."""
     here = orders.join()
     start = orders.receive()
     assert isinstance(start, RankStart), start
@@ -143,7 +142,7 @@ def follow(spec: RankSpec, orders: RankOrders) -> None:
 
 
 def _as_here(trainer: TrainerSpec, spec: RankSpec) -> TrainerSpec:
-    """Rank 0's spec with the folders of this machine. Another machine does not see the run's choice of kernels."""
+    """Rank 0's spec with this machine's folders. Another machine does not have the run's choice of kernels."""
     if spec.model is None:
         return trainer
     algorithm = AlgorithmConfig.model_validate_json(trainer.algorithm)
@@ -154,7 +153,7 @@ def _as_here(trainer: TrainerSpec, spec: RankSpec) -> TrainerSpec:
 
 
 def _tell(orders: RankOrders, message: CheckpointSaved | CheckpointFailed) -> None:
-    """Report a checkpoint that failed to rank 0, which waits for it in a collective, and end."""
+    """Report a failed checkpoint to rank 0, which waits in a collective, and end."""
     if isinstance(message, CheckpointFailed):
         orders.send(Failed(problem=message.problem, exit_code=message.exit_code))
         os._exit(EXIT_CODE)

@@ -1,13 +1,12 @@
-"""Ranks 1 .. N-1 of a trainer, as rank 0 has them: processes that join it, get its orders, and are watched.
+"""Ranks 1 .. N-1 of a trainer, seen from rank 0: processes that join it, get its orders, and are watched.
 
     conductor ──orders──► rank 0 ──the same orders──► rank 1 .. N-1
         ▲                   │                             │ die, hang, go silent, or report an error
         └──── RankLost ─────┴──── a watching thread ◄─────┘
 
-Every rank joins at an address of rank 0 and proves a key (`processes.handshake`), which is made anew for each trainer;
-inside TLS, if the run has it. torch's store, which knows no key, listens at the loopback interface alone: ranks on
-other machines reach it over connections of the same kind. Rank 0 starts the ranks of its own machine; those of other
-machines are started by whom the conductor asks.
+Every rank joins at an address of rank 0 and proves a key made for this trainer (`processes.handshake`), inside TLS if
+the run has it. torch's store has no key, so it listens on loopback only; ranks on other machines reach it through such
+connections. Rank 0 starts the ranks of its own machine, the conductor has the others started.
 
 A dead rank makes collectives fail or hang. Either way rank 0 ends and names the lost rank; the kernel ends the ranks of
 its machine (`processes.heartbeat`), those of other machines end with their connection, and the conductor replaces the
@@ -48,13 +47,13 @@ from stretto.trainer.spec import RANK_KEY, RANK_ROLE, RankSpec, TrainerSpec
 _NOTICE_SECONDS = 2.0
 _STUCK_SECONDS = 1.0
 _PARTING_SECONDS = 1.0
-_MOST_REFUSALS = 4  # that a message names
+_MOST_REFUSALS = 4  # most named in a message
 EXIT_CODE = 1
 _FAILED = msgspec.msgpack.Decoder(Failed)
 
 
 class RankIntroduction(Record, frozen=True):
-    """Who joins: its rank, and its installation of stretto. `to_store`: a further connection, to torch's store."""
+    """A joining rank and its stretto version. `to_store`: this is a further connection, to torch's store."""
 
     rank: int
     version: str = __version__
@@ -65,10 +64,10 @@ _INTRODUCTION = msgspec.msgpack.Decoder(RankIntroduction)
 
 
 class RankGroup:
-    """The other ranks, as rank 0 handles them; none in a trainer of one process."""
+    """The other ranks, managed by rank 0; empty for a single process."""
 
     def __init__(self, spec: TrainerSpec, spawner: Spawner = FRESH) -> None:
-        """Of the trainer with this spec; `spawner` starts the ranks of this machine."""
+        """`spawner` starts the ranks of this machine."""
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._key, self._spawner = spec, new_key(), spawner
         self._reception = Reception(self._key, server_context(spec.tls))
@@ -76,17 +75,17 @@ class RankGroup:
         self._remote = tuple(range(config.local_ranks, config.ranks))
         self._ranks = tuple(range(1, config.ranks))
         self._joined: dict[int, asyncio.Future[Wire[Failed]]] = {}
-        self._refused: deque[str] = deque(maxlen=_MOST_REFUSALS)  # why ranks were not let in
+        self._refused: deque[str] = deque(maxlen=_MOST_REFUSALS)  # reasons for refused ranks
         self._ending = False
         self._loss: Future[RankLost | Failed] = Future()
-        self._loop: Future[asyncio.AbstractEventLoop] = Future()  # of the watching thread
+        self._loop: Future[asyncio.AbstractEventLoop] = Future()  # event loop of the watching thread
 
     def start(self, tell: Callable[[RanksAwaited | RankLost | Failed], None]) -> Ranks:
-        """Start, watch and join the other ranks. `tell` reports to the conductor, from a thread: the ranks that it has
-        to start elsewhere, and one that is lost.
+        """Start, watch and join the other ranks. `tell` sends messages to the conductor from a thread: ranks to start
+        elsewhere, and a lost rank.
 
         Raises:
-            OSError: this machine does not have the address at which ranks are to join.
+            OSError: this machine does not have the address at which ranks should join.
         """
         if not self._ranks:
             return ALONE
@@ -96,7 +95,7 @@ class RankGroup:
         return join(store, 0, self._config.ranks, self._config.device, self._host, seconds=self._spec.collective)
 
     def forward(self, order: ToTrainer) -> None:
-        """Pass on the order that rank 0 is about to carry out.
+        """Send the other ranks the order that rank 0 is about to carry out.
 
         Raises:
             ConnectionError: a rank is gone.
@@ -110,7 +109,7 @@ class RankGroup:
         await asyncio.gather(*(wire.send_all(order) for wire in wires))
 
     def explain(self, error: Exception) -> RankLost | Failed | None:
-        """The loss of another rank that made rank 0 fail with `error`; None if all ranks fail so, or rank 0 alone."""
+        """The loss of another rank that caused rank 0's `error`; None if all ranks fail alike, or rank 0 alone."""
         try:
             loss = self._loss.result(_NOTICE_SECONDS if self._ranks else 0.0)
         except TimeoutError:
@@ -131,7 +130,7 @@ class RankGroup:
                 for rank in self._ranks
             ]
             (end, *_), _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        error = end.exception()  # whatever it is: unless it is reported, rank 0 hangs in a collective
+        error = end.exception()  # any error: unless it is reported, rank 0 hangs in a collective
         loss = end.result() if error is None else RankLost(how=f"lost {end.get_name()}, unwatched: {error!r}")
         self._loss.set_result(loss)
         await asyncio.sleep(_STUCK_SECONDS)
@@ -140,7 +139,7 @@ class RankGroup:
             os._exit(EXIT_CODE)  # the main thread hangs in a collective
 
     async def _admit(self, store: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Let a rank in, or say in the log who was refused."""
+        """Admit a rank, or log who was refused."""
         self._reception.comes(writer)
         peer = f"a rank at {writer.get_extra_info('peername')[0]}"
         try:
@@ -157,7 +156,7 @@ class RankGroup:
             writer.close()
 
     def _unwanted(self, introduction: bytes) -> str:
-        """Why a process that has the key is not let in; "" if it is."""
+        """Why a process with the right key is refused; "" if it is admitted."""
         who = _INTRODUCTION.decode(introduction)
         if who.version != __version__:
             return f"{_name(who.rank)} is of stretto {who.version}, and rank 0 of stretto {__version__}"
@@ -168,7 +167,7 @@ class RankGroup:
         return f"{_name(who.rank)} has joined already" if joined.done() else ""
 
     async def _elsewhere(self, rank: int) -> RankLost | Failed:
-        """Wait until a rank on another machine has joined, and then until it ends; the report for the conductor."""
+        """Wait until a rank on another machine has joined and then ended; returns the report for the conductor."""
         seconds = self._spec.assembly
         await asyncio.wait([self._joined[rank]], timeout=seconds)
         if missing := [_name(one) for one in self._remote if not self._joined[one].done()]:
@@ -177,7 +176,7 @@ class RankGroup:
         return await self._listened(rank)
 
     async def _here(self, rank: int, port: int) -> RankLost | Failed:
-        """Start a rank on this machine, and wait until it ends."""
+        """Start a rank on this machine and wait until it ends; returns the report for the conductor."""
         config, log = self._config, Path(self._spec.log)
         log = log.with_name(f"{log.stem}-rank-{rank}{log.suffix}")
         process = RoleProcess(_name(rank), RANK_ROLE, log, self._spec.hung, self._spawner)
@@ -195,7 +194,7 @@ class RankGroup:
         return RankLost(how=f"lost {_name(rank)}, which {how}")
 
     async def _listened(self, rank: int) -> RankLost | Failed:
-        """What a rank says before its connection ends, or how that ends."""
+        """The last message of a rank, or how its connection ended."""
         wire = await self._joined[rank]
         words: list[Failed] = []
         how = await wire.listen(words.append, self._spec.hung)
@@ -209,7 +208,7 @@ def _name(rank: int) -> str:
 
 
 def _resolved(host: str) -> str:
-    """The numeric address of a host; the loopback's for none."""
+    """The numeric address of a host; loopback for ""."""
     if not host:
         return LOOPBACK
     (_, _, _, _, address), *_ = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

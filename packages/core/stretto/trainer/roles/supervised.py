@@ -1,6 +1,6 @@
 """The process of supervised learning: ``python -m stretto.trainer.roles.supervised SPEC``.
 
-Its examples are demonstrations (the warm start, `stretto sft`) or preferences (`stretto dpo`).
+It trains on demonstrations (the warm start, `stretto sft`) or preferences (`stretto dpo`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_ORDERS: msgspec.msgpack.Decoder[Stop] = msgspec.msgpack.Decoder(Stop)
 
 
 class ProgressSender:
-    """Sends the progress to the conductor twice a second."""
+    """Sends progress to the conductor twice a second."""
 
     def __init__(self, channel: RoleEnd[Stop]) -> None:
         self._channel = channel
@@ -57,7 +57,7 @@ class ProgressSender:
 
 
 def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
-    """Load, learn, save."""
+    """Load the model, train it, save it."""
     examples = _EXAMPLES.decode(Path(spec.examples).read_bytes())
     tell = ProgressSender(channel)
     match examples:

@@ -1,4 +1,4 @@
-"""The files of tokens (`store.series.tokens`) as the trainer's process writes them, beside the training."""
+"""Writes token files (`store.series.tokens`) in the trainer's process, beside training."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _PATIENCE_SECONDS = 10.0
 
 
 class TokenWriter:
-    """A thread for each step, one at a time. A file that is not written, or not in time, is a line of the role's log:
-    no training ends for it."""
+    """Writes each step in a thread, one at a time. A failed or late write is only logged; it does not end training."""
 
     def __init__(self, spec: TokensSpec, rank: int, patience: float = _PATIENCE_SECONDS) -> None:
-        """Rank 0 writes; it is on the machine of the run folder. `patience`: seconds with a disk that hangs."""
+        """Only rank 0 writes, since it is on the run folder's machine. `patience`: seconds to wait for a hanging
+        disk."""
         self._patience = patience
         self._config = TokensConfig.model_validate_json(spec.config)
         self._files = TokenFiles(Path(spec.folder), self._config.tokens_gib) if rank == 0 else None
         self._writing = threading.Thread()
-        self._hangs = False  # the disk: nobody waits for it a second time
+        self._hangs = False  # disk hangs: do not wait for it again
 
     def keeps(self, step: int) -> bool:
         return self._config.keeps(step)
@@ -39,7 +39,7 @@ class TokenWriter:
         self._writing.start()
 
     def finish(self) -> bool:
-        """Wait until all is written; whether it is."""
+        """Wait until everything is written; False if it is not."""
         if self._writing.ident is not None:
             self._writing.join(0.0 if self._hangs else self._patience)
         self._hangs = self._writing.is_alive()

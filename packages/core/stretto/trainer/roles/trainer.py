@@ -1,6 +1,6 @@
 """The trainer's process: ``python -m stretto.trainer.roles.trainer SPEC``, which carries out orders one by one.
 
-It is rank 0 of a trainer with several; the others are `stretto.trainer.roles.rank`.
+It is rank 0; other ranks are `stretto.trainer.roles.rank`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from stretto.weights.shared_memory import SharedMemoryPublisher
 
 
 class TrainerRole:
-    """One rank: an order in, its reply out (`trainer.messages`)."""
+    """Carries out orders on one rank, each with a reply (`trainer.messages`)."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class TrainerRole:
         ranks: Ranks,
         tell: Callable[[CheckpointSaved | CheckpointFailed], None],
     ) -> None:
-        """`tell` reports each checkpoint as written or failed, from the thread that writes it."""
+        """`tell` is called from the writing thread with each checkpoint's success or failure."""
         self._tell, self._writing = tell, threading.Thread()
         look_in(spec.path)
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
@@ -88,7 +88,7 @@ class TrainerRole:
             self._trainer.load_checkpoint(Path(spec.checkpoint))
 
     def _trained(self, config: TrainerConfig) -> PreTrainedModel:
-        """The policy at the start, ready to be trained."""
+        """The initial policy, ready for training."""
         model = self._load(Path(self._spec.model))
         if config.lora is not None:
             adapt(model, config.lora)
@@ -101,14 +101,15 @@ class TrainerRole:
         return model
 
     def _reference(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> ReferencePolicy | None:
-        """The reference policy: of its own folder, or the policy at the start, which a trainer with adapters has."""
+        """The reference policy, from its own folder or the initial policy's; None if not needed, or if adapters can be
+        disabled instead."""
         if algorithm.reference is None or (algorithm.reference.path is None and config.lora is not None):
             return None
         folder = Path(algorithm.reference.path or self._spec.model)
         return ReferencePolicy(self._load(folder), config, self._spec.sampling, self._ranks)
 
     def _critic(self, algorithm: AlgorithmConfig, config: TrainerConfig) -> Critic | None:
-        """A critic that begins as the policy at the start."""
+        """A critic initialised from the policy; None if not needed."""
         if algorithm.critic is None:
             return None
         return Critic(self._trained(config), config, algorithm.critic, self._ranks)
@@ -118,7 +119,7 @@ class TrainerRole:
         return self._trainer.version
 
     def carry_out(self, order: Train | Publish | SaveCheckpoint | SavePolicy) -> FromTrainer:
-        """Carry out an order; all ranks get the same."""
+        """Carry out an order; all ranks must get the same."""
         match order:
             case Train():
                 update = self._trainer.train(order.batch)
@@ -138,7 +139,7 @@ class TrainerRole:
         return self._trainer.publish(self._publisher, self._spec.canary, getattr(torch, self._spec.held))
 
     def _copy(self, folder: str) -> Copied:
-        """Copy the state; a thread writes it."""
+        """Copy the state; a thread writes the copy."""
         if self._writing.ident is not None:  # ranks write together, one checkpoint after the other
             self._writing.join()
         write = self._trainer.snapshot()
@@ -154,7 +155,7 @@ class TrainerRole:
         except StrettoError as error:
             traceback.print_exc()
             told = CheckpointFailed(folder=folder, problem=str(error), exit_code=error.exit_code)
-        except Exception as error:  # nobody awaits a thread, and torch raises errors of many kinds
+        except Exception as error:  # errors of a thread would be lost, and torch raises many kinds
             traceback.print_exc()
             told = CheckpointFailed(folder=folder, problem=f"{folder}: {error!r}", exit_code=RoleFailed.exit_code)
         with contextlib.suppress(ConductorGone):
@@ -175,8 +176,8 @@ class TrainerRole:
 
 
 def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> None:
-    """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone;
-    `spawner` starts those of this machine."""
+    """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone.
+    `spawner` starts this machine's ranks."""
     group = RankGroup(spec, spawner)
 
     def tell(message: CheckpointSaved | CheckpointFailed) -> None:

@@ -1,5 +1,4 @@
-"""Learning from preferences: DPO (Rafailov et al., arXiv 2305.18290), on the packing, the log-probabilities and the
-optimizer of reinforcement learning and of supervised fine-tuning.
+"""Learning from preferences: DPO (Rafailov et al., arXiv 2305.18290), with the packing and the optimizer of RL.
 
     loss = - log sigmoid( beta (log policy(chosen) / reference(chosen) - log policy(rejected) / reference(rejected)) )
 
@@ -30,7 +29,7 @@ from stretto.trainer.supervised.sft import drawn
 
 @dataclass(frozen=True)
 class PreferenceProgress:
-    """After optimizer step `step` (1, 2, ...): the loss per pair, and the share of pairs in the right order."""
+    """Metrics after optimizer step `step` (1, 2, ...): loss per pair, and share of pairs ranked correctly."""
 
     step: int
     steps: int
@@ -78,9 +77,10 @@ def prefer(
 def _accumulate(
     learner: Learner, reference: ReferencePolicy, batch: Sequence[Preference], config: PreferenceConfig
 ) -> tuple[float, float]:
-    """Gradient of the mean over the batch's pairs; that mean, and the share of pairs that are in the right order.
+    """Accumulate the gradient of the mean loss over the batch's pairs; returns the loss and the share of pairs ranked
+    correctly.
 
-    A pair is never divided between micro-batches.
+    A pair is never split between micro-batches.
     """
     loss, right = 0.0, 0
     for pack in micro_batches([pair.tokens for pair in batch], config.micro_batch_tokens, config.min_micro_batches):
@@ -95,7 +95,7 @@ def _accumulate(
 
 
 def _packed(pairs: Sequence[Preference], device: torch.device) -> tuple[PackedTokens, Sequences]:
-    """Chosen, rejected, chosen, rejected, ...; the completions' tokens are wanted."""
+    """Pack chosen, rejected, chosen, rejected, ...; the completions' tokens are wanted."""
     completions = [(p.prompt_ids, completion) for p in pairs for completion in (p.chosen_ids, p.rejected_ids)]
     wanted = [range(len(prompt), len(prompt) + len(completion)) for prompt, completion in completions]
     # As in `minibatch.py`: away from CUDA the two completions share their prompt.

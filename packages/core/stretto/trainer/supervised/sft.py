@@ -22,7 +22,7 @@ from stretto.trainer.optimizer import Learner, learning_rate
 
 @dataclass(frozen=True)
 class FineTuningProgress:
-    """After optimizer step `step` (1, 2, ...): its loss (nats per completion token) and gradient norm."""
+    """Metrics after optimizer step `step` (1, 2, ...): loss (nats per completion token) and gradient norm."""
 
     step: int
     steps: int
@@ -60,7 +60,7 @@ def fine_tune(
 
 
 def _accumulate(learner: Learner, batch: Sequence[Demonstration], config: SupervisedConfig) -> float:
-    """Gradient of the mean cross-entropy over the batch's completion tokens; returns that mean."""
+    """Accumulate the gradient of the mean cross-entropy over the batch's completion tokens; returns that mean."""
     sequences = [d.prompt_ids + d.completion_ids for d in batch]
     completions = [range(len(d.prompt_ids), len(s)) for d, s in zip(batch, sequences, strict=True)]
     total = sum(len(completion) for completion in completions)
@@ -74,7 +74,7 @@ def _accumulate(learner: Learner, batch: Sequence[Demonstration], config: Superv
 
 
 def drawn(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Batches of indices for ever: pass after pass in a new order, a batch may span two passes."""
+    """Endless batches of indices: each pass is in a new order; a batch may span two passes."""
     ahead: list[int] = []
     epoch = 0
     while True:
