@@ -1,0 +1,1 @@
+"""The interface of the Tinker SDK over stretto: `stretto tinker`."""
