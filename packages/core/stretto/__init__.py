@@ -28,11 +28,16 @@ if TYPE_CHECKING:
     )
     from stretto.loop.records.evaluation import Evaluation
     from stretto.store.series.metrics import EvaluationLine, StepMetrics
+    from stretto.verbs.datum import Datum
+    from stretto.verbs.engine import LocalEngine as Engine
+    from stretto.verbs.engine import TextCompletion
+    from stretto.verbs.shared_model import SharedModel
+    from stretto.verbs.trainer import Forward
+    from stretto.verbs.trainer import LocalTrainer as Trainer
+    from stretto.verbs.weights import Weights
     from stretto.worlds.workflows.conversation import Conversation, Workflow
     from stretto.worlds.workflows.task import Reward, TurnReply, WorkflowTask
     from stretto_app.api import sections
-    from stretto_app.api.generation import LocalEngine as Engine
-    from stretto_app.api.generation import TextCompletion
     from stretto_app.api.run import Run, open_run
     from stretto_app.api.training import evaluate, train
     from stretto_app.launch.recipe.recipe import Recipe
@@ -42,9 +47,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Conversation",
     "DataError",
+    "Datum",
     "Engine",
     "Evaluation",
     "EvaluationLine",
+    "Forward",
     "ModelFolderError",
     "Recipe",
     "RecipeError",
@@ -55,12 +62,15 @@ __all__ = [
     "RoleError",
     "Run",
     "RunFolderError",
+    "SharedModel",
     "StepMetrics",
     "StoreError",
     "StrettoError",
     "TextCompletion",
+    "Trainer",
     "TurnReply",
     "UserError",
+    "Weights",
     "Workflow",
     "WorkflowError",
     "WorkflowTask",
@@ -76,9 +86,11 @@ _CONVERSATION, _TASK = "stretto.worlds.workflows.conversation", "stretto.worlds.
 _ORIGINS = {
     "Conversation": _CONVERSATION,
     "DataError": _ERRORS,
-    "Engine": "stretto_app.api.generation:LocalEngine",
+    "Datum": "stretto.verbs.datum",
+    "Engine": "stretto.verbs.engine:LocalEngine",
     "Evaluation": "stretto.loop.records.evaluation",
     "EvaluationLine": "stretto.store.series.metrics",
+    "Forward": "stretto.verbs.trainer",
     "ModelFolderError": _ERRORS,
     "Recipe": "stretto_app.launch.recipe.recipe",
     "RecipeError": _ERRORS,
@@ -89,12 +101,15 @@ _ORIGINS = {
     "RoleError": _ERRORS,
     "Run": "stretto_app.api.run",
     "RunFolderError": _ERRORS,
+    "SharedModel": "stretto.verbs.shared_model",
     "StepMetrics": "stretto.store.series.metrics",
     "StoreError": _ERRORS,
     "StrettoError": _ERRORS,
-    "TextCompletion": "stretto_app.api.generation",
+    "TextCompletion": "stretto.verbs.engine",
+    "Trainer": "stretto.verbs.trainer:LocalTrainer",
     "TurnReply": _TASK,
     "UserError": _ERRORS,
+    "Weights": "stretto.verbs.weights",
     "Workflow": _CONVERSATION,
     "WorkflowError": _ERRORS,
     "WorkflowTask": _TASK,

@@ -24,6 +24,7 @@ from pydantic import (
 
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.doors.loading import look_in
+from stretto.doors.mistakes import problems_of
 from stretto.engine.config import EngineConfig
 from stretto.loop.config import DeadlinesConfig
 from stretto.rewards.config import RewardsConfig
@@ -39,7 +40,6 @@ from stretto.worlds.synthetic.arithmetic import ArithmeticTask
 from stretto.worlds.synthetic.programs import ProgramsTask
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto_app.launch.recipe.functions import with_named_reward
-from stretto_app.launch.recipe.mistakes import problems_of
 from stretto_app.launch.recipe.overrides import Overrides, as_parsed, at_override, parsed_value, put
 from stretto_app.launch.recipe.parts import find_parts, is_beside
 from stretto_app.launch.recipe.sections import EvaluationConfig, LoggingConfig, ModelConfig, SamplingConfig

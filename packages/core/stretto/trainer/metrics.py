@@ -91,7 +91,7 @@ class Meter:
             measured["grad_norm"] = fmean(norms)
         sums = self._totals(ranks)
         if tokens := sums["tokens"]:
-            measured["loss"] = sums["loss"] / len(self._steps)
+            measured["loss"] = sums["loss"] / max(1, len(self._steps))
             measured |= {name: sums[diagnostic] / tokens for diagnostic, name in _NAMES.items()}
             measured["effective_samples"] = sums["weight"] ** 2 / (tokens * sums["square"]) if sums["square"] else 0.0
             measured |= {name: sums[name] / tokens for name in ("entropy", "kl_reference") if self._sums[name]}

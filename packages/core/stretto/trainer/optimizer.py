@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import nn
@@ -31,6 +32,21 @@ class OptimizerStep:
     taken: bool
 
 
+@dataclass(frozen=True)
+class AdamNumbers:
+    """The numbers of one step of AdamW beside its learning rate; a largest norm of infinity clips nothing."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float  # of matrices; vectors have none
+    max_grad_norm: float
+
+    @classmethod
+    def of(cls, config: OptimizerConfig) -> Self:
+        """Those of the recipe."""
+        return cls((config.beta1, config.beta2), config.eps, config.weight_decay, config.max_grad_norm)
+
+
 class Optimizer:
     """AdamW over the parameters of `trained` that need a gradient, sharded over the ranks.
 
@@ -49,8 +65,9 @@ class Optimizer:
     def device(self) -> torch.device:
         return next(self.trained.parameters()).device
 
-    def step(self, learning_rate: float, training_step: int) -> OptimizerStep:
-        """Clip the accumulated gradient by its global norm, update the parameters, clear the gradient.
+    def step(self, learning_rate: float, training_step: int, numbers: AdamNumbers | None = None) -> OptimizerStep:
+        """Clip the accumulated gradient by its global norm, update the parameters, clear the gradient. `numbers`: of
+        this step; None: those of the recipe.
 
         The gradient is summed over the ranks, so all of them take the step or none does.
 
@@ -58,11 +75,12 @@ class Optimizer:
             TrainingDiverged: this was the last bad step in a row that the recipe allows.
         """
         parameters = [parameter for group in self.adamw.param_groups for parameter in group["params"]]
-        norm = float(self.ranks.full_tensor(nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)))
+        numbers = numbers or AdamNumbers.of(self.config)
+        norm = float(self.ranks.full_tensor(nn.utils.clip_grad_norm_(parameters, numbers.max_grad_norm)))
         taken = math.isfinite(norm)
         if taken:
-            for group in self.adamw.param_groups:
-                group["lr"] = learning_rate
+            for group, decay in zip(self.adamw.param_groups, (numbers.weight_decay, 0.0), strict=True):
+                group |= {"lr": learning_rate, "betas": numbers.betas, "eps": numbers.eps, "weight_decay": decay}
             self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         self.bad_steps_in_a_row = 0 if taken else self.bad_steps_in_a_row + 1

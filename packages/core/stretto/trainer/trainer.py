@@ -36,17 +36,15 @@ from stretto.trainer.batch.packing import minibatches
 from stretto.trainer.batch.samples import NO_SCORES, Sample, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
+from stretto.trainer.gradients import Gradients
 from stretto.trainer.metrics import Meter
-from stretto.trainer.objective.algorithm import AlgorithmConfig, objective
-from stretto.trainer.objective.decoupled_ppo import anchor_logprobs
-from stretto.trainer.objective.losses import evaluate
-from stretto.trainer.objective.tokens import LossTokens
+from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner, learning_rate
 from stretto.trainer.outcomes import TokenMeter, TokenSink
-from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers, adapter_parameters, merged, plain_parameters
+from stretto.trainer.parallel.adapters import adapted_layers, adapter_parameters, merged, plain_parameters, scaled
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.reference import Reference, WithoutAdapters
-from stretto.weights.mailbox import LORA_B, Publisher
+from stretto.weights.mailbox import Publisher
 from stretto.weights.shared_memory import digest_of_tensor
 
 
@@ -88,11 +86,10 @@ class Trainer:
             raise ValueError("algorithm.advantages.critic needs a critic, and nothing else does")
         self.version = version
         self._config, self._algorithm = config, algorithm
-        self._objective, self._critic = objective(algorithm), critic
+        self._critic = critic
         in_reward = algorithm.divergence("reward") is not None
-        self._reference = None if in_reward else reference
+        self._gradients = Gradients(self.learner, algorithm, None if in_reward else reference)
         self._in_reward = reference if in_reward else None
-        self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0
         self._longest = sampling.max_tokens
         self._spans: list[Span] = []
         self._text: tuple[Sequence[int], PackedTokens] | None = None  # of the last canary; a run has one text
@@ -126,7 +123,8 @@ class Trainer:
         rate = learning_rate(self._config, self.version, self._config.steps)
         skipped: list[str] = []
         for index, part in enumerate(parts):
-            self._optimize(part, proximal[index], meter, tokens, first=index == 0)
+            first, before = index == 0, proximal[index]
+            self._gradients.accumulate(part, meter, first=first, proximal=before, kept=tokens)
             if not self._step(part, rate, batch.step, meter):
                 skipped += part.ids
         update_done = self._span("update", proximal_done)
@@ -194,9 +192,7 @@ class Trainer:
         return merged(layer, whole, self._ranks) if layer is not None and name.endswith(".weight") else whole
 
     def _gather_adapter(self, name: str, parameter: Tensor) -> Tensor:
-        whole = self._ranks.full_tensor(parameter.detach())
-        layer = self._adapted.get(name.removesuffix(LORA_B))
-        return whole if layer is None else layer.scaling[ADAPTER] * whole
+        return scaled(self._adapted, name, self._ranks.full_tensor(parameter.detach()))
 
     def snapshot(self) -> Callable[[Path], None]:
         """Copy everything that `load_checkpoint` needs to go on bit for bit; gives the function that writes the copy
@@ -246,51 +242,7 @@ class Trainer:
     def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor] | None]:
         """Of the later minibatches, if the loss is anchored there; the first has those of its training forward."""
         needed = self._algorithm.loss.anchor == "recomputed"
-        return [self._evaluated(part) if needed and index else None for index, part in enumerate(parts)]
-
-    @torch.no_grad()
-    def _evaluated(self, part: Minibatch) -> list[Tensor]:
-        """log-probs [N] of each micro-batch by the policy as it is now."""
-        return [self.learner.logprobs(micro.packed).logprobs for micro in part.micro_batches]
-
-    def _optimize(
-        self, part: Minibatch, proximal: Sequence[Tensor] | None, meter: Meter, kept: TokenMeter | None, *, first: bool
-    ) -> None:
-        """Accumulate the gradient of one minibatch; `first`: nothing has been updated yet in this step."""
-        anchor, selected = self._algorithm.loss.anchor, self._selected(part)
-        for index, micro in enumerate(part.micro_batches):
-            policy, entropy = self.learner.logprobs(micro.packed, entropy=self._entropy)
-            before = policy.detach() if first else (proximal[index] if proximal is not None else None)
-            tokens = LossTokens(
-                behavior_logprobs=micro.behavior_logprobs,
-                anchor_logprobs=anchor_logprobs(
-                    anchor, policy.detach(), before, micro.behavior_logprobs, micro.staleness
-                ),
-                advantages=micro.advantages,
-                scale=micro.scale,
-                sequences=micro.sequences,
-                kept=selected[index],
-                reference_logprobs=self._reference.logprobs(micro.packed) if self._reference else None,
-            )
-            loss = evaluate(self._objective, policy, tokens, entropy)
-            loss.value.backward()
-            meter.computed(loss, len(policy), entropy)
-            if kept is not None:
-                kept.computed(loss, micro.advantages, before)
-            if before is not None:
-                meter.compared(micro, before)
-
-    def _selected(self, part: Minibatch) -> Sequence[Tensor | None]:
-        """The tokens of each micro-batch that stay in a loss with a selection."""
-        if self._objective.selection is None:
-            return [None] * len(part.micro_batches)
-        pairs = zip(self._evaluated(part), part.micro_batches, strict=True)
-        ratios = [logprobs - micro.behavior_logprobs for logprobs, micro in pairs]
-        own = torch.cat(ratios)
-        log_ratios, start = self._ranks.all_gather(own)
-        advantages, _ = self._ranks.all_gather(torch.cat([micro.advantages for micro in part.micro_batches]))
-        kept = self._objective.selection(log_ratios, advantages)[start : start + len(own)]
-        return list(kept.split([len(ratio) for ratio in ratios]))
+        return [self._gradients.evaluated(part) if needed and index else None for index, part in enumerate(parts)]
 
     def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:
         """One optimizer step of the policy and one of the critic; False when a gradient was not finite."""

@@ -36,7 +36,7 @@ from stretto.engine.native.proving import Prover
 from stretto.engine.native.sampling import BrokenLogits, sample
 from stretto.engine.native.scheduler import Member, Scheduler
 from stretto.engine.native.stops import StopTexts
-from stretto.engine.native.validate import BrokenGrammar, check_grammar, check_prefixes, check_request
+from stretto.engine.native.validate import BrokenGrammar, check_grammar, check_prefixes, check_request, check_text
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.grammar import Grammars
@@ -239,6 +239,20 @@ class NativeEngine:
         logprobs, decoded = self._prover.text(canary.token_ids)
         self._spend("prove", start)
         return Scores(logprobs, decoded, differing=differing + self._stale, compared=compared)
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """The log-probabilities of all tokens but the first of each text by the version in use, at temperature 1. It
+        touches no completion.
+
+        Raises:
+            RefusedRequest: a text is empty, longer than the context, or has tokens outside of the vocabulary.
+        """
+        start = time.monotonic()
+        for number, text in enumerate(texts):
+            check_text(text, f"texts[{number}]", self._vocab_size, self._policy.layout.context_length)
+        found = self._prover.texts(texts)
+        self._spend("prove", start)
+        return found
 
     def sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
         """The log-probabilities of about `wanted` tokens of running completions that the version in use has sampled: as

@@ -31,12 +31,17 @@ class Parameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(model.named_parameters())
+        self._beside = _adapters_of(model)  # of a model that computes W x + B A x: its weights are never changed
         self._bases: dict[str, Tensor] = {}  # without adapters, of the parameters that have had some
         self._adapters: dict[str, Tensor] = {}  # as they were published
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy a version that `check` lets pass."""
+        if self._beside:
+            for name, parameter in self._beside.items():
+                parameter.copy_(tensors[name])
+            return
         if not _is_of_adapters(tensors):
             for name, parameter in self._parameters.items():
                 if parameter.is_contiguous():
@@ -86,7 +91,9 @@ class Parameters:
             TornPublication: a name is missing or unknown, or a shape differs.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-        if _is_of_adapters(tensors):
+        if self._beside:
+            shapes = {name: tuple(parameter.shape) for name, parameter in self._beside.items()}
+        elif _is_of_adapters(tensors):
             shapes = _adapter_shapes(tensors, shapes)
         missing, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
         if missing or unknown:
@@ -96,6 +103,17 @@ class Parameters:
             if tensors[name].shape != shape:
                 told = f"{name} is {tuple(tensors[name].shape)}, the model has {shape}"
                 raise TornPublication(f"version {version} is not of this model: {told}")
+
+
+def _adapters_of(model: nn.Module) -> dict[str, Tensor]:
+    """A and B of the layers that have adapters of their own, by the names under which they are published; their scale
+    is 1, for B is published with it."""
+    found = dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        for kind in (LORA_A, LORA_B):
+            layer, part, _ = name.partition(f"{kind}.")
+            found |= {layer + kind: parameter} if part else {}
+    return found
 
 
 def _same(parameter: Tensor, expected: Tensor) -> bool:

@@ -36,6 +36,18 @@ class Prover:
         logits_LV = self._policy.forward_of_text(text[:-1], decoded)
         return tuple(_logprobs(logits_LV, text[1:]).tolist()), decoded
 
+    def texts(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """The log-probabilities of all tokens but the first of each text, under the model's own distribution."""
+        found = list[tuple[float, ...]]()
+        for text in texts:
+            if len(text) < 2:
+                found.append(())
+                continue
+            tokens = np.asarray(text, np.int64)
+            logits_LV = self._policy.forward_of_texts([tokens[:-1]])
+            found.append(tuple(_logprobs(logits_LV, tokens[1:]).tolist()))
+        return found
+
     def sampled(
         self, completions: Completions, rows: Sequence[int], version: int, wanted: int, most: int
     ) -> tuple[tuple[float, float], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from stretto.conversation.text import NO_CHARACTER
 from stretto.core.engine import (
@@ -29,6 +30,18 @@ class BrokenGrammar(Exception):
         """`request`: its id."""
         self.request, self.refused = request, refused
         super().__init__(request, refused)
+
+
+def check_text(text: Sequence[int], field: str, vocab_size: int, context_length: int) -> None:
+    """Refuse a text that the model cannot read.
+
+    Raises:
+        RefusedRequest: with the field.
+    """
+    if not 1 <= len(text) <= context_length:
+        raise RefusedRequest(field, f"{len(text)} tokens", f"1 to {context_length}, the context")
+    if outside := [token for token in text if not 0 <= token < vocab_size]:
+        raise RefusedRequest(field, f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
 
 
 def check_grammar(request: GenerateRequest, grammars: Grammars | None) -> None:

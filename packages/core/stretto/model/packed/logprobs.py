@@ -41,6 +41,7 @@ class PackedTokens:
     packing: Packing
     wanted: Tensor  # [N] where in the packed row the wanted tokens stand
     before: Tensor  # [N] where the token before each of them in its sequence stands
+    targets: Tensor | None = None  # [N] tokens to score in place of those at `wanted`; None: these
 
 
 class TokenLogprobs(NamedTuple):
@@ -55,8 +56,10 @@ def pack_tokens(
     wanted: Sequence[Sequence[int]] | None = None,
     device: torch.device | str = "cpu",
     prompts: Sequence[int] | None = None,
+    targets: Sequence[Sequence[int]] | None = None,
 ) -> PackedTokens:
-    """Pack sequences of token ids; `wanted` holds positions within each (default: all but the first).
+    """Pack sequences of token ids; `wanted` holds positions within each (default: all but the first), `targets` the
+    tokens to score there (default: those of the sequences).
 
     `prompts` holds how many tokens of each sequence are its prompt: sequences with the same prompt share it, and
     nothing within a prompt may be wanted then.
@@ -83,12 +86,16 @@ def pack_tokens(
         own = starts[s] - prefix
         at.extend(own + position for position in inside)
         before.extend((own if position > prefix else starts[source]) + position - 1 for position in inside)
+    scored = None
+    if targets is not None:
+        scored = torch.tensor([t for one in targets for t in one], dtype=torch.int64, device=device)
     own_tokens = [t for sequence, (_, prefix) in zip(sequences, prefixes, strict=True) for t in sequence[prefix:]]
     return PackedTokens(
         input_ids=torch.tensor([own_tokens], device=device),
         packing=packing,
         wanted=torch.tensor(at, dtype=torch.int64, device=device),
         before=torch.tensor(before, dtype=torch.int64, device=device),
+        targets=scored,
     )
 
 
@@ -124,11 +131,12 @@ def token_logprobs(
     own otherwise, for which oneDNN makes, and keeps, two megabytes of code.
     """
     wanted = len(packed.wanted)
-    before, at = (functional.pad(x, (0, round_length(wanted) - wanted)) for x in (packed.before, packed.wanted))
+    targets = packed.input_ids[0].index_select(0, packed.wanted) if packed.targets is None else packed.targets
+    before, targets = (functional.pad(x, (0, round_length(wanted) - wanted)) for x in (packed.before, targets))
     logprobs_N, entropy_N = _all_logprobs(
         model,
         hidden_states(model, packed).index_select(0, before),
-        packed.input_ids[0].index_select(0, at),
+        targets,
         sampling,
         entropy,
         chunk_logits,

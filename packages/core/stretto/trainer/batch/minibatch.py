@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class MicroBatch:
     """Samples that go through the model together."""
 
     packed: PackedTokens
-    behavior_logprobs: Tensor  # [N]
+    behavior_logprobs: Tensor  # [N]; empty where none are known, and the policy takes their place
     advantages: Tensor  # [N]
     staleness: Tensor  # [N], versions
     scale: Tensor  # [N], what each token weighs in the minibatch's mean
@@ -35,6 +36,8 @@ class MicroBatch:
     values: Tensor  # [N], by the critic before the step; empty without one
     returns: Tensor  # [N], the critic's targets; empty without one
     engines: tuple[str, ...]  # [S], that sampled the newest tokens of each sequence
+    ids: tuple[str, ...] = ()  # [S]
+    chosen: Tensor | None = None  # [N] which of the scored tokens are loss tokens; None: all
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Minibatch:
 def minibatch(
     samples: Sequence[Sample],
     config: OptimizerConfig,
-    aggregation: Aggregation,
+    aggregation: Aggregation | Literal["sum"],
     longest: int,
     device: torch.device,
     ranks: Ranks = ALONE,
@@ -63,7 +66,8 @@ def minibatch(
     Coefficients are those of the samples of all ranks, so the ranks' losses add up to the exact mean.
     """
     lengths = [len(sample.loss_positions) for sample in samples]
-    scales = coefficients(aggregation, lengths, len(samples) if trajectories is None else trajectories, longest)
+    own = iter(coefficients(aggregation, [n for n in lengths if n], trajectories or len(samples), longest))
+    scales = [next(own) if length else 0.0 for length in lengths]
     tokens = [len(sample.token_ids) for sample in samples]
     divided = shares(tokens, config.micro_batch_tokens, config.min_micro_batches, ranks.count)
     return Minibatch(
@@ -80,19 +84,41 @@ def _micro_batch(samples: Sequence[Sample], scales: Sequence[float], device: tor
     def column(parts: Iterable[Sequence[float]]) -> Tensor:
         return torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float32, device=device)
 
-    # Flash attention wants every sequence whole; elsewhere the samples of one prompt share its computation.
-    prompts = None if device.type == "cuda" else [sample.prompt_tokens for sample in samples]
     sequences = Sequences.of([len(sample.loss_positions) for sample in samples], device)
+    scale = sequences.spread(column([scales]))
+    if any(sample.weights for sample in samples):
+        scale = scale * column(sample.weights for sample in samples)
     return MicroBatch(
-        packed=pack_tokens(
-            [sample.token_ids for sample in samples], [sample.loss_positions for sample in samples], device, prompts
-        ),
+        packed=_packed(samples, device),
         behavior_logprobs=column(sample.behavior_logprobs for sample in samples),
         advantages=column(sample.advantages for sample in samples),
         staleness=column(sample.staleness for sample in samples),
-        scale=sequences.spread(column([scales])),
+        scale=scale,
         sequences=sequences,
         values=column(sample.values for sample in samples),
         returns=column(sample.returns for sample in samples),
         engines=tuple(sample.engine for sample in samples),
+        ids=tuple(sample.id for sample in samples),
+        chosen=_chosen(samples, device),
     )
+
+
+def _packed(samples: Sequence[Sample], device: torch.device) -> PackedTokens:
+    # Flash attention wants every sequence whole; elsewhere the samples of one prompt share its computation.
+    prompts = None if device.type == "cuda" else [sample.prompt_tokens for sample in samples]
+    wanted = [sample.scored or sample.loss_positions for sample in samples]
+    targets = [sample.targets for sample in samples] if any(sample.targets for sample in samples) else None
+    return pack_tokens([sample.token_ids for sample in samples], wanted, device, prompts, targets)
+
+
+def _chosen(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
+    """The places of the loss tokens among the scored ones."""
+    if not any(sample.scored for sample in samples):
+        return None
+    chosen, start = list[int](), 0
+    for sample in samples:
+        scored = sample.scored or sample.loss_positions
+        place = {position: start + at for at, position in enumerate(scored)}
+        chosen += [place[position] for position in sample.loss_positions]
+        start += len(scored)
+    return torch.tensor(chosen, dtype=torch.int64, device=device)

@@ -45,6 +45,9 @@ class Sample:
     values: tuple[float, ...] = ()  # [N], by the critic before the step; empty without one, and the returns too
     returns: tuple[float, ...] = ()  # [N], the critic's targets
     engine: str = ""  # that sampled the newest of its tokens (`PathTokens.engine`)
+    weights: tuple[float, ...] = ()  # [N], factors of the tokens in the loss; empty: all 1
+    scored: tuple[int, ...] = ()  # [M], positions whose log-probability is wanted, the loss's too; empty: these alone
+    targets: tuple[int, ...] = ()  # [M], the tokens scored there; empty: those of the sequence
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,17 @@ def fixed_length(lengths: Sequence[int], trajectories: float, longest: int) -> l
     return [1 / (trajectories * longest)] * len(lengths)
 
 
-def coefficients(aggregation: Aggregation, lengths: Sequence[int], trajectories: float, longest: int) -> list[float]:
-    """The coefficients of a recipe; `trajectories` of a minibatch on average, `longest`: most tokens of one."""
+def coefficients(
+    aggregation: Aggregation | Literal["sum"], lengths: Sequence[int], trajectories: float, longest: int
+) -> list[float]:
+    """The coefficients of a recipe, or of a plain sum; `trajectories` of a minibatch on average, `longest`: most tokens
+    of one."""
     match aggregation:
         case "token_mean":
-            return token_mean(lengths)
+            return token_mean(lengths) if lengths else []
         case "sequence_mean":
             return sequence_mean(lengths, trajectories)
         case "fixed_length":
             return fixed_length(lengths, trajectories, longest)
+        case "sum":
+            return [1.0] * len(lengths)

@@ -9,7 +9,7 @@ under the plain names, so that readers of model folders need not know of adapter
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, cast
 
@@ -61,6 +61,12 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, layer in adapted_layers(model).items():
         for kind, both in ((LORA_A, layer.lora_A), (LORA_B, layer.lora_B)):
             yield name + kind, cast(nn.Linear, both[ADAPTER]).weight
+
+
+def scaled(layers: Mapping[str, Adapted], name: str, whole: Tensor) -> Tensor:
+    """A tensor of `adapter_parameters`, gathered, as it is published: B with its scale."""
+    layer = layers.get(name.removesuffix(LORA_B))
+    return whole if layer is None else layer.scaling[ADAPTER] * whole
 
 
 def matrices(layer: Adapted, ranks: Ranks) -> tuple[Tensor, Tensor]:

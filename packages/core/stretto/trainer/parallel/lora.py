@@ -27,8 +27,11 @@ def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
         peft.inject_adapter_in_model(_peft_config(config, wanted), model)
 
 
-def gather_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks) -> Callable[[Path], None]:
-    """What writes the adapters alone into a policy's folder, as peft does; every rank calls it, one of them writes."""
+def gather_adapters(
+    model: nn.Module, config: LoraConfig, ranks: Ranks, inside: str = "adapter"
+) -> Callable[[Path], None]:
+    """What writes the adapters alone into a policy's folder, `inside` of it, as peft does; every rank calls it, one of
+    them writes."""
     layers = {name: matrices(layer, ranks) for name, layer in adapted_layers(model).items()}
 
     def write(policy: Path) -> None:
@@ -37,7 +40,7 @@ def gather_adapters(model: nn.Module, config: LoraConfig, ranks: Ranks) -> Calla
             for name, both in layers.items()
             for kind, matrix in zip(("lora_A", "lora_B"), both, strict=True)
         }
-        (folder := policy / "adapter").mkdir(parents=True)
+        (folder := policy / inside).mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         _peft_config(config, layers).save_pretrained(str(folder))
 

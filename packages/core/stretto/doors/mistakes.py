@@ -1,21 +1,24 @@
-"""Mistakes of a recipe, from pydantic's errors: the place, the value found, and what is allowed."""
+"""Mistakes in settings, those of a recipe above all, from pydantic's errors: the place, the value found, and what is
+allowed."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from stretto.core.errors import Problem, nearest
+from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.doors.door import Door
 from stretto.doors.loading import is_own, with_colon
+
+Kind = TypeVar("Kind", bound=BaseModel)
 
 _HINT = "; did you mean "
 #: Sections whose keys are meant first.
@@ -39,6 +42,18 @@ _OTHER_NAMES = {
     "gradient_checkpointing": "trainer.activation_checkpointing",
     "loss=grpo": 'GRPO is loss = "ppo" with advantages = "group"',
 }
+
+
+def checked(settings: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
+    """The settings as a model of this kind.
+
+    Raises:
+        RecipeError: with one problem for each wrong key; `place` says where they were given.
+    """
+    try:
+        return kind.model_validate(settings, strict=True, context=place)
+    except ValidationError as error:
+        raise RecipeError(problems_of(place, error.errors(), kind)) from None
 
 
 def problems_of(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> Iterator[Problem]:

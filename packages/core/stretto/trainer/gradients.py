@@ -1,0 +1,102 @@
+"""The gradient of a loss, accumulated micro-batch by micro-batch; what a step of a recipe and a caller of the verbs
+share.
+
+Axes: N loss token, M scored token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.trainer.batch.minibatch import MicroBatch, Minibatch
+from stretto.trainer.metrics import Meter
+from stretto.trainer.objective.algorithm import AlgorithmConfig, objective
+from stretto.trainer.objective.decoupled_ppo import anchor_logprobs
+from stretto.trainer.objective.losses import evaluate
+from stretto.trainer.objective.tokens import LossTokens
+from stretto.trainer.optimizer import Learner
+from stretto.trainer.outcomes import TokenMeter
+from stretto.trainer.reference import Reference
+
+
+class Gradients:
+    """The gradient of an algorithm's loss in the parameters of a learner.
+
+    Example: the gradient of one minibatch, and a step along it::
+
+        Gradients(learner, algorithm).accumulate(part, Meter(), first=True)
+        learner.step(1e-4, 0)
+    """
+
+    def __init__(self, learner: Learner, algorithm: AlgorithmConfig, reference: Reference | None = None) -> None:
+        """`reference`: where the loss has a KL term."""
+        self._learner, self._anchor, self._reference = learner, algorithm.loss.anchor, reference
+        self._objective = objective(algorithm)
+        self._entropy = algorithm.entropy or algorithm.entropy_bonus > 0
+
+    @torch.no_grad()
+    def evaluated(self, part: Minibatch) -> list[Tensor]:
+        """log-probs [M] of each micro-batch by the policy as it is now."""
+        return [self._learner.logprobs(micro.packed).logprobs for micro in part.micro_batches]
+
+    def accumulate(
+        self,
+        part: Minibatch,
+        meter: Meter,
+        *,
+        first: bool,
+        proximal: Sequence[Tensor] | None = None,
+        kept: TokenMeter | None = None,
+    ) -> list[Tensor]:
+        """Add the gradient of one minibatch; returns the log-probs [M] of each micro-batch, detached.
+
+        Args:
+            first: nothing has been updated yet in this step, so the policy is the proximal one.
+            proximal: log-probs [N] of each micro-batch by the policy before the step; None where `first`, or where the
+                loss is anchored elsewhere.
+        """
+        selected, found = self._selected(part), list[Tensor]()
+        for index, micro in enumerate(part.micro_batches):
+            scored, entropy = self._learner.logprobs(micro.packed, entropy=self._entropy)
+            policy, entropy = of_loss(micro, scored), None if entropy is None else of_loss(micro, entropy)
+            before = policy.detach() if first else (proximal[index] if proximal is not None else None)
+            behavior = micro.behavior_logprobs if len(micro.behavior_logprobs) else policy.detach()
+            tokens = LossTokens(
+                behavior_logprobs=behavior,
+                anchor_logprobs=anchor_logprobs(self._anchor, policy.detach(), before, behavior, micro.staleness),
+                advantages=micro.advantages,
+                scale=micro.scale,
+                sequences=micro.sequences,
+                kept=selected[index],
+                reference_logprobs=of_loss(micro, self._reference.logprobs(micro.packed)) if self._reference else None,
+            )
+            loss = evaluate(self._objective, policy, tokens, entropy)
+            loss.value.backward()
+            meter.computed(loss, len(policy), entropy)
+            if kept is not None:
+                kept.computed(loss, micro.advantages, before)
+            if before is not None and len(micro.behavior_logprobs):
+                meter.compared(micro, before)
+            found.append(scored.detach())
+        return found
+
+    def _selected(self, part: Minibatch) -> Sequence[Tensor | None]:
+        """The tokens of each micro-batch that stay in a loss with a selection."""
+        if self._objective.selection is None:
+            return [None] * len(part.micro_batches)
+        ranks = self._learner.ranks
+        pairs = zip(self.evaluated(part), part.micro_batches, strict=True)
+        ratios = [of_loss(micro, logprobs) - micro.behavior_logprobs for logprobs, micro in pairs]
+        own = torch.cat(ratios)
+        log_ratios, start = ranks.all_gather(own)
+        advantages, _ = ranks.all_gather(torch.cat([micro.advantages for micro in part.micro_batches]))
+        kept = self._objective.selection(log_ratios, advantages)[start : start + len(own)]
+        return list(kept.split([len(ratio) for ratio in ratios]))
+
+
+def of_loss(micro: MicroBatch, scored: Tensor) -> Tensor:
+    """The numbers of the loss tokens [N], of those of all scored ones [M]."""
+    return scored if micro.chosen is None else scored.index_select(0, micro.chosen)

@@ -1,0 +1,133 @@
+"""One sequence to learn from, and its numbers position by position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from stretto.core.errors import DataError, Problem
+from stretto.trainer.batch.samples import Sample
+
+
+@dataclass(frozen=True)
+class Datum:
+    """Tokens as the model reads them, and for each of them the token that is to follow. A position whose weight is 0 is
+    no part of a loss.
+
+    Example: the completion (4, 2) of the prompt (5, 12), and a completion that was sampled::
+
+        told = stretto.Datum.of((5, 12), (4, 2))
+        assert told.targets == (12, 4, 2) and told.weights == (0, 1, 1)
+        sampled = stretto.Datum.of((5, 12), (4, 2), logprobs=(-0.7, -0.1), advantages=0.5)
+    """
+
+    token_ids: tuple[int, ...]  # [T]
+    targets: tuple[int, ...]  # [T]
+    weights: tuple[float, ...] = ()  # [T]; empty: all 1
+    logprobs: tuple[float, ...] = ()  # [T], of the policy that sampled; empty: not known
+    advantages: tuple[float, ...] = ()  # [T]; empty: none
+    staleness: tuple[int, ...] = ()  # [T], versions since the token was sampled; empty: none
+
+    @classmethod
+    def of(
+        cls,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        *,
+        weight: float = 1.0,
+        logprobs: Sequence[float] = (),
+        advantages: float | Sequence[float] | None = None,
+    ) -> Self:
+        """A completion behind its prompt; `logprobs` and `advantages` are those of the completion's tokens."""
+        before = len(prompt) - 1
+        whole = (*prompt, *completion)
+        if isinstance(advantages, int | float):
+            advantages = [advantages] * len(completion)
+        return cls(
+            token_ids=tuple(whole[:-1]),
+            targets=tuple(whole[1:]),
+            weights=(0.0,) * before + (float(weight),) * len(completion),
+            logprobs=(0.0,) * before + tuple(logprobs) if logprobs else (),
+            advantages=(0.0,) * before + tuple(map(float, advantages)) if advantages is not None else (),
+        )
+
+    @property
+    def trained(self) -> list[int]:
+        """The positions that are part of a loss."""
+        return [at for at in range(len(self.token_ids)) if not self.weights or self.weights[at]]
+
+
+def sample_of(datum: Datum, number: int, *, sampled: bool) -> Sample:
+    """A datum as the trainer has it. `sampled`: the loss is one over sampled tokens; else log-probabilities and
+    advantages play no part."""
+    trained = datum.trained
+    plain = datum.targets[:-1] == datum.token_ids[1:]
+    return Sample(
+        id=str(number),
+        token_ids=(*datum.token_ids, datum.targets[-1]),
+        prompt_tokens=0,
+        loss_positions=tuple(at + 1 for at in trained),
+        behavior_logprobs=tuple(datum.logprobs[at] for at in trained) if sampled else (),
+        staleness=tuple(datum.staleness[at] if datum.staleness else 0 for at in trained),
+        advantages=tuple(datum.advantages[at] for at in trained) if sampled else (1.0,) * len(trained),
+        weights=tuple(datum.weights[at] for at in trained) if datum.weights else (1.0,) * len(trained),
+        scored=tuple(range(1, len(datum.token_ids) + 1)),
+        targets=() if plain else datum.targets,
+    )
+
+
+def check_data(data: Sequence[Datum], vocabulary: int, longest: int, place: str) -> None:
+    """Refuse what the model cannot read, or what does not fit together.
+
+    Raises:
+        DataError: with every datum that is wrong.
+    """
+    problems = [problem for at, one in enumerate(data) for problem in _problems(one, vocabulary, longest, at, place)]
+    if problems:
+        raise DataError(problems)
+
+
+def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
+    """Refuse data without the numbers that a loss over sampled tokens needs.
+
+    Raises:
+        DataError: with every datum that lacks some.
+    """
+    needed = {"logprobs": "those that the engine gave with the tokens", "advantages": "a number for each token"}
+    problems = [
+        Problem(f"{place}: data[{at}].{name}", "is missing", f'the loss "{loss}" needs it: {what}')
+        for at, one in enumerate(data)
+        for name, what in needed.items()
+        if not getattr(one, name)
+    ]
+    if problems:
+        raise DataError(problems)
+
+
+def _problems(one: Datum, vocabulary: int, longest: int, number: int, place: str) -> list[Problem]:
+    where, found = f"{place}: data[{number}]", list[Problem]()
+    if not isinstance(one, Datum):
+        return [Problem(where, f"is a {type(one).__name__}", "give a stretto.Datum")]
+    tokens = len(one.token_ids)
+    if not 1 <= tokens <= longest:
+        found.append(Problem(f"{where}.token_ids", f"{tokens} tokens", f"1 to {longest}, the context of the model"))
+    for name in ("token_ids", "targets"):
+        values = getattr(one, name)
+        if outside := [token for token in values if not _is_token(token, vocabulary)]:
+            told = f"token {outside[0]!r} is none of this model's"
+            remedy = f"tokens are 0 to {vocabulary - 1}: encode by the tokenizer of the model that is trained"
+            found.append(Problem(f"{where}.{name}", told, remedy))
+    for name in ("targets", "weights", "logprobs", "advantages", "staleness"):
+        values = getattr(one, name)
+        if len(values) != tokens and (values or name == "targets"):
+            found.append(Problem(f"{where}.{name}", f"{len(values)} values", f"{tokens} are needed, one a token"))
+    for name in ("weights", "logprobs", "advantages"):
+        if wrong := [value for value in getattr(one, name) if not math.isfinite(value)]:
+            found.append(Problem(f"{where}.{name}", f"{wrong[0]}", "finite numbers are needed"))
+    return found
+
+
+def _is_token(token: object, vocabulary: int) -> bool:
+    return isinstance(token, int) and 0 <= token < vocabulary

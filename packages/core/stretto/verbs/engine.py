@@ -1,0 +1,313 @@
+"""`stretto.Engine`: completions of a policy, whose weights may change while they are sampled."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypedDict, Unpack
+
+from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest
+from stretto.core.records import Completion, GenerateRequest, Likeliest, Record, Sampling, derive_seed
+from stretto.doors.mistakes import checked
+from stretto.engine.config import EngineConfig
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.decode.policy import CACHED_ATTENTION
+from stretto.model.hf.grammar import Grammars
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.verbs.background import background
+from stretto.verbs.prompts import Asked, prompt_of, prompts_of
+from stretto.verbs.sampler import Sampler, SamplerHere
+from stretto.verbs.shared_model import Lora, SharedModel, lora_of
+from stretto.verbs.weights import Weights, mark_of
+
+_CHAT = 'a conversation is a list of messages such as {"role": "user", "content": "3+4="}'
+
+
+class TextCompletion(Record, frozen=True):
+    """What followed a prompt; `text` is without special tokens, `logprobs` are of the distribution sampled from.
+
+    Example::
+
+        completion = stretto.Engine.load("model").generate("3+4=", max_tokens=8)[0]
+        assert len(completion.token_ids) == len(completion.logprobs)
+        print(completion.text, completion.stop_reason, completion.versions)
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: str  # "stop": it came to its end; "length": it was cut off
+    versions: tuple[int, ...] = ()  # of the weights that sampled each token
+    interrupted: int = 0  # times that weights were changed meanwhile
+    top_logprobs: tuple[Likeliest, ...] = ()  # likeliest tokens at each place, where they were asked for
+
+
+class SamplingSettings(TypedDict, total=False):
+    """Keywords of `Engine.sample`, all of which may be left out."""
+
+    max_tokens: int  # 256
+    temperature: float  # 1; 0 takes the likeliest token
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: str | Sequence[str]  # texts that end a completion
+    stop_token_ids: Sequence[int]  # tokens that end it; by default those of the model
+    grammar: str
+    top_logprobs: int  # likeliest tokens to return at each place
+
+
+class LocalEngine:
+    """The policy of a Hugging Face folder, ready to sample: in this process, or in processes of their own.
+
+    Example::
+
+        engine = stretto.Engine.load("model")
+        for completion in engine.generate(["3+4=", "9-2="], max_tokens=8, temperature=0.7, seed=1):
+            print(completion.text, sum(completion.logprobs))
+        later = engine.submit("3+4=", n=4, max_tokens=8)  # goes on while this program does something else
+        print(len(later.result()), engine.version)
+    """
+
+    def __init__(self, sampler: Sampler, tokenizer: Tokenizer) -> None:
+        self._sampler, self.tokenizer = sampler, tokenizer
+        self._requests = 0
+        self._mark = ""
+        self._end = weakref.finalize(self, sampler.close)
+
+    @classmethod
+    def load(cls, model: str | Path | SharedModel, *, lora: Lora = None, **settings: Any) -> Self:
+        """An engine for a model folder, or for one model in memory that several engines share.
+
+        Args:
+            lora: the rank of the adapters that `update` will bring, for a shared model.
+            **settings: keys of a recipe's section ``[engine]``, such as ``slots``.
+
+        Raises:
+            ModelFolderError: the folder cannot be loaded.
+            RecipeError: a setting is not what it should be.
+        """
+        config = checked(settings, "Engine.load", EngineConfig)
+        if config.kind != "native":
+            raise RecipeError([Problem("Engine.load: kind", f"{config.kind!r}", "not yet")])
+        adapters = lora_of(lora, "Engine.load: lora")
+        if isinstance(model, SharedModel):
+            if adapters is not None:  # B is published with its scale
+                adapters = adapters.model_copy(update={"alpha": adapters.rank})
+            tokenizer = model.tokenizer
+            view = model.view(adapters, CACHED_ATTENTION)
+            grammars = partial(Grammars, lambda: tokenizer)
+            engine = NativeEngine(view, config, detokenizer=lambda: tokenizer, grammars=grammars)
+            return cls(SamplerHere(engine), tokenizer)
+        if adapters is not None:
+            told, remedy = "is for a shared model", "leave it out: the engine takes adapters of any rank"
+            raise RecipeError([Problem("Engine.load: lora", told, remedy)])
+        folder = Path(model).expanduser()
+        return cls(SamplerHere(NativeEngine.load(folder, config)), load_tokenizer(folder))
+
+    @property
+    def version(self) -> int:
+        """Of the weights that sample the next token; 0 are those of the folder."""
+        return background().call(self._sampler.version())
+
+    def update(self, weights: Weights) -> int:
+        """Sample by these weights from the next token on, in completions under way too; returns their version.
+
+        Raises:
+            DataError: they are of a model with another tokenizer.
+            RefusedRequest: they are older than those in use.
+            TornPublication: they are of another model.
+        """
+        self._mark = self._mark or mark_of(self.tokenizer)
+        if weights.tokenizer and weights.tokenizer != self._mark:
+            remedy = "engine and trainer begin with one model folder"
+            raise DataError([Problem("update", "these weights are of a model with another tokenizer", remedy)])
+        background().call(self._sampler.update(weights))
+        return weights.version
+
+    def sample(
+        self,
+        prompt: Asked,
+        n: int = 1,
+        *,
+        seed: int | None = None,
+        seeds: Sequence[int] | None = None,
+        **sampling: Unpack[SamplingSettings],
+    ) -> list[TextCompletion]:
+        """Several completions of one prompt.
+
+        Args:
+            n: how many.
+            seed: equal seeds give equal completions; without one, each call gives other ones.
+            seeds: one seed for each completion, in place of `n` and `seed`.
+            **sampling: see `SamplingSettings`.
+
+        Raises:
+            DataError: the prompt holds characters that the tokenizer does not know.
+            RefusedRequest: the prompt is something else, a number is out of its range, or the prompt has no room in the
+                context.
+            EngineLost: the engine is closed.
+            StrettoError: the model's logits are not finite.
+        """
+        request = self._request(prompt_of("prompt", prompt), _seeds(n, seed, seeds), sampling)
+        return self._texts([request], background().call(self._sampler.generate([request])))
+
+    def submit(
+        self,
+        prompt: Asked,
+        n: int = 1,
+        *,
+        seed: int | None = None,
+        seeds: Sequence[int] | None = None,
+        **sampling: Unpack[SamplingSettings],
+    ) -> Future[list[TextCompletion]]:
+        """As `sample`, without waiting: the result of the future are the completions. In a coroutine, wait for it by
+        ``await asyncio.wrap_future(engine.submit(...))``."""
+        request = self._request(prompt_of("prompt", prompt), _seeds(n, seed, seeds), sampling)
+        return background().start(self._sampled(request))
+
+    async def _sampled(self, request: GenerateRequest) -> list[TextCompletion]:
+        return self._texts([request], await self._sampler.generate([request]))
+
+    def generate(
+        self,
+        prompts: Asked | Sequence[Asked],
+        *,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> list[TextCompletion]:
+        """One completion for each prompt, in their order.
+
+        Args:
+            prompts: one, or several; a prompt is a text, or token ids, which are taken as they are (also as an array of
+                numpy or torch).
+            temperature: 0 takes the likeliest token.
+            top_p, top_k, min_p: as in a recipe's section ``[sampling]``.
+            seed: equal seeds give equal completions; without one, each call gives other ones.
+            stop: a text that ends a completion, or several.
+
+        Raises:
+            DataError: a prompt holds characters that the tokenizer does not know.
+            RefusedRequest: a prompt is something else, a number is out of its range, or a prompt has no room in the
+                context.
+            StrettoError: the model's logits are not finite.
+        """
+        sampling: SamplingSettings = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "stop": stop,
+        }
+        first = secrets.randbits(63) if seed is None else seed
+        asked = enumerate(prompts_of(prompts))
+        requests = [self._request(prompt, (derive_seed(first, at),), sampling) for at, prompt in asked]
+        return self._texts(requests, background().call(self._sampler.generate(requests)) if requests else [])
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        *,
+        template_arguments: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> list[TextCompletion]:
+        """One completion for each conversation, by the chat template of the model folder.
+
+        Args:
+            messages: one conversation, or several; each is a list of messages with ``role`` and ``content``.
+            template_arguments: given to the chat template, such as ``{"enable_thinking": False}``.
+            **settings: as for `generate`.
+
+        Raises:
+            ModelFolderError: the tokenizer has no chat template.
+            DataError: the template refuses the messages.
+            RefusedRequest: as for `generate`.
+        """
+        if not isinstance(messages, list | tuple):
+            raise RefusedRequest("messages", f"{messages!r:.80} is of the type {type(messages).__name__}", _CHAT)
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: list[Any] = [messages] if one else list(messages)
+        for at, conversation in enumerate(conversations):
+            whole = isinstance(conversation, list | tuple) and len(conversation) > 0
+            if not whole or not all(isinstance(said, Mapping) for said in conversation):
+                raise RefusedRequest("messages" if one else f"messages[{at}]", f"{conversation!r:.80}", _CHAT)
+        given = dict(template_arguments or {})
+        return self.generate([self.tokenizer.encode_chat(one, **given) for one in conversations], **settings)
+
+    def score(self, texts: Asked | Sequence[Asked]) -> list[tuple[float, ...]]:
+        """The log-probability of every token but the first of each text, by the weights in use, at temperature 1.
+
+        Args:
+            texts: one, or several; each a text or token ids, as for `generate`.
+
+        Raises:
+            RefusedRequest, DataError: as for `generate`.
+        """
+        tokens = [self._tokens(text) for text in prompts_of(texts)]
+        return background().call(self._sampler.score(tokens))
+
+    def close(self) -> None:
+        """Give up what is sampled, and the memory of the engine."""
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _tokens(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    def _request(
+        self, prompt: str | tuple[int, ...], seeds: Sequence[int], settings: SamplingSettings
+    ) -> GenerateRequest:
+        stop = settings.get("stop", ())
+        sampling = Sampling(
+            max_tokens=settings.get("max_tokens", 256),
+            temperature=settings.get("temperature", 1.0),
+            top_p=settings.get("top_p", 1.0),
+            top_k=settings.get("top_k", 0),
+            min_p=settings.get("min_p", 0.0),
+            stop_token_ids=tuple(settings.get("stop_token_ids", self.tokenizer.eos_token_ids)),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            grammar=settings.get("grammar", ""),
+        )
+        self._requests += 1
+        name, likeliest = str(self._requests), settings.get("top_logprobs", 0)
+        return GenerateRequest(name, self._tokens(prompt), tuple(seeds), sampling, top_logprobs=likeliest)
+
+    def _texts(self, requests: Sequence[GenerateRequest], found: Sequence[Completion]) -> list[TextCompletion]:
+        """The completions in the order of the requests and of their members."""
+        places = {request.id: at for at, request in enumerate(requests)}
+        return [self._text(one) for one in sorted(found, key=lambda one: (places[one.request], one.member))]
+
+    def _text(self, found: Completion) -> TextCompletion:
+        return TextCompletion(
+            text=self.tokenizer.decode(found.token_ids),
+            token_ids=found.token_ids,
+            logprobs=found.behavior_logprobs,
+            stop_reason=found.stop_reason,
+            versions=found.versions,
+            interrupted=found.interrupted,
+            top_logprobs=found.top_logprobs,
+        )
+
+
+def _seeds(n: int, seed: int | None, seeds: Sequence[int] | None) -> tuple[int, ...]:
+    """One for each completion."""
+    if seeds is not None:
+        return tuple(seeds)
+    if n < 1:
+        raise RefusedRequest("n", str(n), "at least 1")
+    first = secrets.randbits(63) if seed is None else seed
+    return tuple(derive_seed(first, at) for at in range(n))

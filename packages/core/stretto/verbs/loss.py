@@ -1,0 +1,132 @@
+"""What `Trainer.forward_backward` is asked to minimise: a built-in loss by its name, or a function over
+log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.doors.mistakes import checked
+from stretto.trainer.batch.minibatch import Minibatch
+from stretto.trainer.batch.samples import Sample
+from stretto.trainer.objective.aggregation import Aggregation
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.optimizer import Learner
+
+#: Maximum likelihood, for which nothing but tokens and weights is needed.
+CROSS_ENTROPY = "cross_entropy"
+
+#: Called with the log-probabilities of each sequence and the sequences; returns the loss, and metrics if it likes.
+LossFunction = Callable[..., Tensor | tuple[Tensor, Mapping[str, float]]]
+#: A name, a section such as ``{"kind": "ppo", "clip_low": 0.1}``, or a function.
+Loss = str | Mapping[str, Any] | LossFunction
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A loss with its settings; `own` is the user's function, in whose place the algorithm says nothing."""
+
+    name: str
+    algorithm: AlgorithmConfig
+    aggregation: Aggregation | Literal["sum"]
+    own: LossFunction | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether it is a loss over sampled tokens, with the log-probabilities and advantages of these."""
+        return self.own is None and self.name != CROSS_ENTROPY
+
+
+def wanted(loss: Loss, settings: Mapping[str, Any], place: str) -> Wanted:
+    """The loss that a caller asks for; `settings` are further keys of `[algorithm]`.
+
+    Raises:
+        RecipeError: there is no such loss, or a setting is not what it should be.
+    """
+    settings = dict(settings)
+    aggregation = settings.pop("aggregation", "token_mean")
+    if aggregation != "sum":
+        settings["aggregation"] = aggregation
+    if callable(loss):
+        config = checked(settings, place, AlgorithmConfig)
+        return Wanted(getattr(loss, "__name__", "the loss"), config, aggregation, loss)
+    name = loss if isinstance(loss, str) else str(loss.get("kind"))
+    given = "policy_gradient" if loss == CROSS_ENTROPY else loss if isinstance(loss, str) else dict(loss)
+    config = checked({"loss": given, **settings}, place, AlgorithmConfig)
+    if config.critic is not None:
+        remedy = "choose other advantages, or train by a recipe, which has critics"
+        raise RecipeError([Problem(f"{place}: advantages", "needs a critic, which a Trainer has not", remedy)])
+    return Wanted(name, config, aggregation)
+
+
+def as_likelihood(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples whose tokens are to become likelier, whatever their rewards were."""
+    return [replace(one, behavior_logprobs=(), advantages=(1.0,) * len(one.loss_positions)) for one in samples]
+
+
+def by_sample(part: Minibatch, samples: Mapping[str, Sample], found: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The log-probabilities of the scored tokens of each sample, by its id, of those of each micro-batch."""
+    columns = dict[str, Tensor]()
+    for micro, logprobs in zip(part.micro_batches, found, strict=True):
+        sizes = [len(samples[id].scored or samples[id].loss_positions) for id in micro.ids]
+        columns |= dict(zip(micro.ids, logprobs.split(sizes), strict=True))
+    return columns
+
+
+def own_gradient(
+    learner: Learner, part: Minibatch, samples: Sequence[Sample], data: Sequence[object], loss: Wanted, place: str
+) -> tuple[float, dict[str, float], list[Tensor]]:
+    """Add the gradient of the user's function; returns its value, its metrics and the log-probabilities of each sample.
+
+    One micro-batch is computed once. Several are computed twice, so that one of them is in memory at a time: first for
+    the gradient with respect to the log-probabilities, then for that of the parameters.
+    """
+    by_id, once = {sample.id: sample for sample in samples}, len(part.micro_batches) == 1
+    with torch.set_grad_enabled(once):
+        found = [learner.logprobs(micro.packed).logprobs for micro in part.micro_batches]
+    columns = by_sample(part, by_id, found)
+    logprobs = [columns[sample.id] for sample in samples]
+    if not once:
+        logprobs = [one.detach().requires_grad_() for one in logprobs]
+    value, metrics = _valued(loss, logprobs, data, place)
+    value.backward()
+    if not once:
+        slopes = {sample.id: _slope(one) for sample, one in zip(samples, logprobs, strict=True)}
+        for micro in part.micro_batches:
+            slope = torch.cat([slopes[id] for id in micro.ids])
+            (learner.logprobs(micro.packed).logprobs * slope).sum().backward()
+    return float(value.detach()), metrics, [one.detach() for one in logprobs]
+
+
+def _slope(logprobs: Tensor) -> Tensor:
+    return torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
+
+
+def _valued(
+    loss: Wanted, logprobs: Sequence[Tensor], data: Sequence[object], place: str
+) -> tuple[Tensor, dict[str, float]]:
+    assert loss.own is not None, "it is the user's"
+    found = loss.own(logprobs, data)
+    value, metrics = found if isinstance(found, tuple) else (found, {})
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        told = f"{loss.name} returned {value!r:.80}"
+        remedy = "one number is needed, a tensor that was computed from the log-probabilities"
+        raise RecipeError([Problem(f"{place}: loss", told, remedy)])
+    return value.reshape(()), {name: float(number) for name, number in metrics.items()}
+
+
+def check_data_settings(settings: Mapping[str, Any], place: str) -> None:
+    """Refuse settings that say how rewards become advantages, where the data has advantages of its own.
+
+    Raises:
+        RecipeError: with each of them.
+    """
+    of_batches = ("advantages", "shaping")
+    told = "is for a batch of groups, and these data have advantages of their own"
+    if problems := [Problem(f"{place}: {name}", told, "leave it out") for name in of_batches if name in settings]:
+        raise RecipeError(problems)

@@ -1,0 +1,89 @@
+"""What samples behind `stretto.Engine`: the engine of this process, or (`processes`) engines of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from stretto.core.errors import EngineLost
+from stretto.core.records import Completion, GenerateRequest
+from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.generation import SharedGeneration
+from stretto.verbs.background import background
+from stretto.verbs.weights import Weights
+
+
+class Sampler(Protocol):
+    """All of it is called in the thread of `background`."""
+
+    async def version(self) -> int:
+        """Of the weights that sample the next token."""
+        ...
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """All completions, in no order; requests that are given together begin in the same step.
+
+        Raises:
+            RefusedRequest: one of them will not be served, and so none.
+            EngineLost: it was closed, or the logits of a request are not finite.
+        """
+        ...
+
+    async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """The log-probabilities of all tokens of each text but the first."""
+        ...
+
+    async def update(self, weights: Weights) -> None:
+        """Interrupt what is sampled, and go on by these weights.
+
+        Raises:
+            RefusedRequest: they are older than those in use.
+            TornPublication: they are of another model.
+        """
+        ...
+
+    def close(self) -> None:
+        """End it, from any thread."""
+        ...
+
+
+class SamplerHere:
+    """The native engine, stepped in the thread of `background` (satisfies `Sampler`)."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._generation = SharedGeneration(engine)
+        self._steps = background().start(self._generation.run())
+
+    async def version(self) -> int:
+        return self._generation.engine.version
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        self._check_open()
+        await self._generation.prepare(requests)
+        found = list[Completion]()
+        with self._generation.streaming(requests, every_token=False) as stream:
+            async for ended in stream:
+                for one in ended:
+                    completion = Completion.of(one.request, one.member, one.segment)
+                    found.append(replace(completion, top_logprobs=tuple(one.top_logprobs)))
+        return found
+
+    async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        self._check_open()
+        return self._generation.engine.score(texts)
+
+    async def update(self, weights: Weights) -> None:
+        self._check_open()
+        self._generation.engine.update(weights.version, weights.tensors)
+
+    def close(self) -> None:
+        self._steps.cancel()
+
+    def _check_open(self) -> None:
+        if not self._steps.done():
+            return
+        if not self._steps.cancelled():
+            self._steps.result()
+        raise EngineLost("engine", "is closed; load another one")

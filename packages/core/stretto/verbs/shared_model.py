@@ -1,0 +1,70 @@
+"""One model in memory for several trainers and engines, each with adapters of its own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.doors.mistakes import checked
+from stretto.model.hf.folder import load_policy
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.model.kernels.choice import TRAINING
+from stretto.model.kernels.matmul import OneDnnLinear, use_onednn
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.trainer.config import LoraConfig
+from stretto.trainer.parallel.lora import adapt
+
+#: The rank of the adapters, or all of their settings; None: no adapters.
+Lora = int | LoraConfig | dict[str, Any] | None
+
+
+class SharedModel:
+    """The weights of a model folder, which are never changed: adapters beside them are.
+
+    Example: two policies that are trained apart, and one base model in memory::
+
+        shared = stretto.SharedModel("model")
+        first, second = (stretto.Trainer(shared, lora=8) for _ in range(2))
+        engine = stretto.Engine.load(shared, lora=8)
+        engine.update(first.weights())
+    """
+
+    def __init__(self, folder: str | Path, *, device: str = "auto") -> None:
+        """
+        Raises:
+            ModelFolderError: the folder cannot be loaded.
+        """
+        self.folder = Path(folder).expanduser()
+        self._model = load_policy(self.folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=device)
+        self._model.requires_grad_(False)
+        use_onednn(self._model, TRAINING)
+        self.tokenizer: Tokenizer = load_tokenizer(self.folder)
+
+    def view(self, lora: LoraConfig | None, attention: str = PACKED_ATTENTION) -> PreTrainedModel:
+        """The model with modules and adapters of its own, whose other weights are these."""
+        kernels = [module.kernel for module in self._model.modules() if isinstance(module, OneDnnLinear)]
+        shared = [*self._model.parameters(), *self._model.buffers(), *kernels]
+        model = copy.deepcopy(self._model, {id(one): one for one in shared})
+        model.set_attn_implementation(attention)
+        if lora is not None:
+            adapt(model, lora)
+        return model
+
+
+def lora_of(given: Lora, place: str) -> LoraConfig | None:
+    """The settings of adapters.
+
+    Raises:
+        RecipeError: they are none; `place` says where they were given.
+    """
+    if given is None or isinstance(given, LoraConfig):
+        return given
+    if isinstance(given, bool) or not isinstance(given, int | dict):
+        raise RecipeError([Problem(place, f"{given!r:.80}", "give a rank, such as 16, or rank, alpha, target_modules")])
+    settings = {"rank": given, "alpha": 2 * given} if isinstance(given, int) else given
+    return checked(settings, place, LoraConfig)

@@ -1,0 +1,447 @@
+"""`stretto.Trainer`: a policy in this process, a gradient and a step at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.core.errors import DataError, Problem, RecipeError, RunFolderError
+from stretto.core.records import Batch, Sampling
+from stretto.doors.mistakes import checked
+from stretto.model.hf.folder import load_policy, save_policy, saved_dtype, whole_folder
+from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.model.kernels.choice import TRAINING
+from stretto.model.kernels.matmul import use_onednn
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.store import lock
+from stretto.store.folder.checkpoints import Checkpoints
+from stretto.trainer import checkpoint
+from stretto.trainer.batch.minibatch import Minibatch, minibatch
+from stretto.trainer.batch.samples import Sample, samples_of
+from stretto.trainer.config import OptimizerConfig
+from stretto.trainer.gradients import Gradients
+from stretto.trainer.metrics import Meter
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.optimizer import AdamNumbers, Learner, OptimizerStep
+from stretto.trainer.parallel.adapters import (
+    adapted_layers,
+    adapter_parameters,
+    merged,
+    plain_parameters,
+    scaled,
+)
+from stretto.trainer.parallel.lora import adapt, gather_adapters
+from stretto.trainer.parallel.ranks import ALONE
+from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
+from stretto.verbs.datum import Datum, check_data, check_sampled, sample_of
+from stretto.verbs.loss import (
+    CROSS_ENTROPY,
+    Loss,
+    Wanted,
+    as_likelihood,
+    by_sample,
+    check_data_settings,
+    own_gradient,
+    wanted,
+)
+from stretto.verbs.shared_model import Lora, SharedModel, lora_of
+from stretto.verbs.weights import Weights, mark_of
+
+#: What is learnt from: groups of completions with rewards, or sequences with numbers of their own.
+Data = Batch | Sequence[Datum]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The log-probabilities of the data by the policy as it was, the loss, and its measurements (docs/metrics.md).
+
+    Example::
+
+        found = stretto.Trainer("model").forward([stretto.Datum.of((2, 3, 4), (5, 1))])
+        assert len(found.logprobs[0]) == 4  # of each target: 3, 4, 5, 1
+    """
+
+    logprobs: tuple[tuple[float, ...], ...]  # of every target of a datum; of the loss tokens of a path of a batch
+    loss: float = math.nan
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ids: tuple[str, ...] = field(default=(), repr=False)
+
+
+class LocalTrainer:
+    """The policy of a model folder, and what changes it.
+
+    Example: two steps towards a completion, the policy for an engine, and all of it on disk::
+
+        trainer = stretto.Trainer("model", lora=8, learning_rate=1e-3)
+        told = [stretto.Datum.of((2, 3, 4), (5, 1))]
+        for _ in range(2):
+            print(trainer.forward_backward(told, "cross_entropy").loss)
+            trainer.optim_step()
+        stretto.Engine.load("model").update(trainer.weights())
+        trainer.save("checkpoints")
+
+    `version` is that of the policy as it is now: it grows by one with the first step after `weights` or `save`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | SharedModel,
+        *,
+        lora: Lora = None,
+        sampling: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """
+        Args:
+            model: a Hugging Face folder, or one model in memory that several trainers share (then with `lora`).
+            lora: the rank of adapters that are trained in place of the parameters, or a dict with `rank`, `alpha` and
+                `target_modules`.
+            sampling: `temperature`, `top_p`, `top_k`, `min_p` and `max_tokens` of the completions that are trained on,
+                where they are not the defaults of `Engine.sample`.
+            **settings: keys of a recipe's section ``[trainer]`` for the optimizer, such as `learning_rate`.
+
+        Raises:
+            ModelFolderError: the folder cannot be loaded, or not be trained.
+            RecipeError: a setting is not what it should be.
+        """
+        self._settings = checked(settings, "Trainer", OptimizerConfig)
+        self._lora = lora_of(lora, "Trainer: lora")
+        self._sampling = _sampling(sampling)
+        torch.set_num_threads(max(torch.get_num_threads(), self._settings.threads))
+        if isinstance(model, SharedModel):
+            if self._lora is None:
+                remedy = "give lora=16, or the folder of the model"
+                raise RecipeError([Problem("Trainer: lora", "is missing: a shared model is never changed", remedy)])
+            self._folder, trained = model.folder, model.view(self._lora)
+            self.tokenizer: Tokenizer = model.tokenizer
+        else:
+            self._folder = Path(model).expanduser()
+            trained = self._load(self._folder)
+            self.tokenizer = load_tokenizer(self._folder)
+            if self._lora is not None:
+                adapt(trained, self._lora)
+        self._learner = Learner(trained, self._settings, self._sampling)
+        self._adapted = adapted_layers(trained)
+        text = trained.config.get_text_config()
+        self._vocabulary = trained.get_input_embeddings().weight.shape[0]
+        self._longest: int = text.max_position_embeddings
+        self._published, self._stepped = 0, False
+        self._references: dict[str, Reference] = {}
+        self._held: dict[Path, int] = {}
+        self._mark = ""
+        self._release = weakref.finalize(self, _release, self._held)
+
+    def _load(self, folder: Path) -> Any:
+        model = load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=self._settings.device)
+        use_onednn(model, TRAINING)
+        return model
+
+    @property
+    def version(self) -> int:
+        """Of the policy as it is now."""
+        return self._published + self._stepped
+
+    # ── gradients ────────────────────────────────────────────────────────────────────────────────
+
+    def forward(self, data: Data) -> Forward:
+        """The log-probabilities of the data; nothing changes.
+
+        Raises:
+            DataError: the data are not of this model, or of a version that is not trained yet.
+        """
+        algorithm = AlgorithmConfig()
+        samples = self._samples(data, Wanted("forward", algorithm, "sum"), "forward", sampled=False)
+        part = self._part(samples, "sum")
+        return self._forward(part, samples, Gradients(self._learner, algorithm).evaluated(part))
+
+    def forward_backward(
+        self, data: Data, loss: Loss | None = None, *, proximal: Forward | None = None, **algorithm: Any
+    ) -> Forward:
+        """Add the gradient of a loss over the data to what `optim_step` follows.
+
+        Args:
+            data: a batch of `Scheduler.take`, or a list of `Datum`.
+            loss: "cross_entropy", a loss of a recipe by its name (docs/algorithms.md) or as a dict with its numbers, or
+                a function of yours: it gets the log-probabilities of each sequence, and the sequences, and returns the
+                loss. By default "decoupled_ppo" for a batch, "cross_entropy" for data.
+            proximal: what `forward` gave before the first of several steps over the same data, for losses that are
+                anchored there; by default the policy as it is now.
+            **algorithm: further keys of a recipe's section ``[algorithm]``: `advantages`, `correction`, `aggregation`
+                (also "sum": no mean), `reference`, `entropy_bonus`, `shaping`.
+
+        Raises:
+            DataError: the data are not of this model, lack what the loss needs, or are of a version that is not trained
+                yet.
+            RecipeError: there is no such loss, or a setting is not what it should be.
+        """
+        place = "forward_backward"
+        if not isinstance(data, Batch):
+            check_data_settings(algorithm, place)
+        chosen = wanted(loss or ("decoupled_ppo" if isinstance(data, Batch) else CROSS_ENTROPY), algorithm, place)
+        samples = self._samples(data, chosen, place, sampled=chosen.sampled)
+        part = self._part(samples, chosen.aggregation)
+        if chosen.own is not None:
+            seen = samples if isinstance(data, Batch) else data
+            value, metrics, found = own_gradient(self._learner, part, samples, seen, chosen, place)
+            return Forward(_plain(found), value, metrics, tuple(sample.id for sample in samples))
+        gradients = Gradients(self._learner, chosen.algorithm, self._reference(chosen.algorithm, place))
+        before = None if proximal is None else self._proximal(part, samples, proximal, place)
+        meter = Meter()
+        columns = gradients.accumulate(part, meter, first=before is None, proximal=before)
+        metrics = meter.metrics(ALONE)
+        measured = metrics if chosen.sampled else {name: metrics[name] for name in ("entropy",) if name in metrics}
+        measured.pop("bad_steps", None)
+        value = metrics.get("loss", math.nan)
+        return self._forward(part, samples, columns, value, {**measured, "tokens": float(part.loss_tokens)})
+
+    def optim_step(
+        self,
+        learning_rate: float | None = None,
+        *,
+        beta1: float | None = None,
+        beta2: float | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        max_grad_norm: float | None = None,
+    ) -> OptimizerStep:
+        """A step of AdamW along the gradients since the last one, each number as at the start unless it is given here;
+        a `max_grad_norm` of infinity clips nothing. A gradient that is not finite is dropped, and the step not taken.
+
+        Raises:
+            RecipeError: a number is out of its range.
+            TrainingDiverged: it is the last of `max_bad_steps` in a row that were not taken.
+        """
+        unclipped = max_grad_norm == math.inf
+        given = {
+            "learning_rate": learning_rate,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": None if unclipped else max_grad_norm,
+        }
+        changed = {name: value for name, value in given.items() if value is not None}
+        now = checked(self._settings.model_dump() | changed, "optim_step", OptimizerConfig)
+        numbers = AdamNumbers.of(now)
+        if unclipped:
+            numbers = AdamNumbers(numbers.betas, numbers.eps, numbers.weight_decay, math.inf)
+        step = self._learner.step(now.learning_rate, self.version, numbers)
+        self._stepped = True
+        return step
+
+    # ── the policy ───────────────────────────────────────────────────────────────────────────────
+
+    def weights(self) -> Weights:
+        """A copy of the policy as it is now, for `Engine.update`; of adapters these alone."""
+        self._settle()
+        model = self._learner.model
+        named = adapter_parameters(model) if self._adapted else model.named_parameters()
+        tensors = {name: scaled(self._adapted, name, one.detach()).clone() for name, one in named}
+        self._mark = self._mark or mark_of(self.tokenizer)
+        return Weights(self._published, tensors, self._mark)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the policy, or its adapters, with the state of the optimizer: whole or not at all, checksums beside
+        them. The two newest versions stay; until `close` no other trainer can save there.
+
+        Raises:
+            RunFolderError: another trainer saves there, or the folder cannot be written.
+            StoreError: the disk is full.
+        """
+        self._settle()
+        place = Path(folder).expanduser()
+        self._hold(place)
+        return Checkpoints(place).save(
+            self._published, checkpoint.TrainerState.of(self._learner, self._published).write
+        )
+
+    def load(self, folder: str | Path, *, optimizer: bool = True) -> int:
+        """Go on from what `save` has written last, and is whole; returns its version. `optimizer` False: with an
+        optimizer that is new.
+
+        Raises:
+            RunFolderError: nothing was saved there.
+            StoreError: nothing there is whole, or it is of another model, or of other adapters.
+        """
+        place = Path(folder).expanduser()
+        found = Checkpoints(place).latest()
+        if found is None:
+            remedy = "give a folder that `save` has written"
+            raise RunFolderError([Problem(str(place), "holds nothing that a trainer has saved", remedy)])
+        self._published, self._stepped = checkpoint.load(found.path, self._learner), False
+        if not optimizer:
+            self._learner.adamw.state.clear()
+        return self._published
+
+    def export(self, folder: str | Path, *, adapters_only: bool = False) -> None:
+        """Write the policy as a Hugging Face folder; of adapters the sum, and beside it, in ``adapter``, what peft
+        loads. `adapters_only`: that alone.
+
+        Raises:
+            RecipeError: there are no adapters.
+            OSError: the folder cannot be written.
+        """
+        model, place = self._learner.model, Path(folder).expanduser()
+        if self._lora is None:
+            if adapters_only:
+                told = "this trainer has none"
+                raise RecipeError([Problem("export: adapters_only", told, "leave it out, or make it with lora=16")])
+            save_policy(model, self._folder, place, dtype=self._dtype)
+            return
+        if adapters_only:
+            with whole_folder(place) as partial:
+                gather_adapters(model, self._lora, ALONE, "")(partial)
+            return
+        parameters = {name: self._merged(name, one) for name, one in plain_parameters(model)}
+        save_policy(model, self._folder, place, parameters, gather_adapters(model, self._lora, ALONE), self._dtype)
+
+    def close(self) -> None:
+        """Let other trainers save where this one did."""
+        self._release()
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _dtype(self) -> str | None:
+        return saved_dtype(self._settings.save_dtype, self._folder)
+
+    def _merged(self, name: str, parameter: Tensor) -> Tensor:
+        layer = self._adapted.get(name.removesuffix(".weight"))
+        if layer is None or not name.endswith(".weight"):
+            return parameter.detach()
+        return merged(layer, parameter.detach(), ALONE)
+
+    def _settle(self) -> None:
+        self._published, self._stepped = self.version, False
+
+    def _hold(self, folder: Path) -> None:
+        key = Path(os.path.realpath(folder))
+        if key in self._held:
+            return
+        try:
+            key.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            found = f"cannot be created: {error.strerror}"
+            raise RunFolderError([Problem(str(folder), found, "give another folder")]) from error
+        self._held[key] = lock.acquire(key)
+
+    def _samples(self, data: Data, loss: Wanted, place: str, *, sampled: bool) -> list[Sample]:
+        if isinstance(data, Batch):
+            return self._of_batch(data, loss, place)
+        check_data(data, self._vocabulary, self._longest, place)
+        if sampled:
+            check_sampled(data, loss.name, place)
+        return [sample_of(one, number, sampled=sampled) for number, one in enumerate(data)]
+
+    def _of_batch(self, batch: Batch, loss: Wanted, place: str) -> list[Sample]:
+        self._check_batch(batch, place)
+        longest = self._sampling.max_tokens
+        reference = self._reference(loss.algorithm, place)
+        if loss.algorithm.divergence("reward") is not None and reference is not None:
+            found = samples_of(batch, loss.algorithm, longest, reference_logprobs=reference.token_logprobs(batch))
+        else:
+            found = samples_of(batch, loss.algorithm, longest)
+        return as_likelihood(found.samples) if loss.name == CROSS_ENTROPY else list(found.samples)
+
+    def _check_batch(self, batch: Batch, place: str) -> None:
+        problems = list[Problem]()
+        if batch.version > self.version:
+            told = f"is for version {batch.version}, and this trainer has come to version {self.version}"
+            problems.append(Problem(f"{place}: batch", told, "load the checkpoint of that version first"))
+        for group in batch.groups:
+            tokens = [*group.prompt.token_ids]
+            for trajectory in group.trajectories:
+                tokens += trajectory.token_ids
+                if (newest := max(trajectory.versions, default=0)) > self.version:
+                    told = f"was sampled by version {newest}, which this trainer, at {self.version}, has not made yet"
+                    remedy = "give it to the trainer whose weights the engine has"
+                    problems.append(Problem(f"{place}: trajectory {trajectory.id}", told, remedy))
+                if len(trajectory.behavior_logprobs) != len(trajectory.versions):
+                    remedy = "keep those that the engine gave"
+                    problems.append(Problem(f"{place}: trajectory {trajectory.id}", "lacks log-probabilities", remedy))
+            if outside := [token for token in tokens if not 0 <= token < self._vocabulary]:
+                told = f"token {outside[0]} is none of this model's {self._vocabulary}"
+                remedy = "encode prompts by the tokenizer of the model that is trained"
+                problems.append(Problem(f"{place}: group {group.id}", told, remedy))
+        if problems:
+            raise DataError(problems)
+
+    def _part(self, samples: Sequence[Sample], aggregation: Any) -> Minibatch:
+        device, longest = self._learner.model.device, self._sampling.max_tokens
+        return minibatch(samples, self._settings, aggregation, longest, device)
+
+    def _forward(
+        self,
+        part: Minibatch,
+        samples: Sequence[Sample],
+        found: Sequence[Tensor],
+        loss: float = math.nan,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Forward:
+        columns = by_sample(part, {sample.id: sample for sample in samples}, found)
+        ids = tuple(sample.id for sample in samples)
+        return Forward(_plain([columns[id] for id in ids]), loss, metrics or {}, ids)
+
+    def _proximal(self, part: Minibatch, samples: Sequence[Sample], proximal: Forward, place: str) -> list[Tensor]:
+        known = dict(zip(proximal.ids, proximal.logprobs, strict=True))
+        by_id = {sample.id: sample for sample in samples}
+        if wrong := [
+            id for id, one in by_id.items() if len(known.get(id, ())) != len(one.scored or one.loss_positions)
+        ]:
+            told = f"has no log-probabilities of sequence {wrong[0]}"
+            raise DataError([Problem(f"{place}: proximal", told, "give what `forward` returned for the same data")])
+        device = self._learner.model.device
+        return [
+            torch.tensor([x for id in micro.ids for x in _of_loss(by_id[id], known[id])], device=device)
+            for micro in part.micro_batches
+        ]
+
+    def _reference(self, algorithm: AlgorithmConfig, place: str) -> Reference | None:
+        """The policy that the loss is to stay near: that of a folder, or the one at the start."""
+        if algorithm.reference is None:
+            return None
+        path = algorithm.reference.path
+        if path is None and self._adapted:
+            return WithoutAdapters(self._learner)
+        folder = str(Path(path).expanduser() if path is not None else self._folder)
+        if folder not in self._references:
+            model = self._load(Path(folder))
+            self._references[folder] = ReferencePolicy(model, self._settings, self._sampling)
+        return self._references[folder]
+
+
+def _of_loss(sample: Sample, scored: Sequence[float]) -> list[float]:
+    if not sample.scored:
+        return list(scored)
+    places = {position: at for at, position in enumerate(sample.scored)}
+    return [scored[places[position]] for position in sample.loss_positions]
+
+
+def _plain(columns: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(column.tolist()) for column in columns)
+
+
+def _sampling(given: Mapping[str, Any] | None) -> Sampling:
+    """The distribution of the completions that are trained on."""
+    settings = {"max_tokens": 1, **(given or {})}
+    allowed = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+    if unknown := [name for name in settings if name not in allowed]:
+        raise RecipeError([Problem(f"Trainer: sampling.{unknown[0]}", "unknown key", f"allowed: {', '.join(allowed)}")])
+    sampling = Sampling(**settings)
+    if not sampling.temperature > 0:
+        told, remedy = f"{sampling.temperature}", "greater than 0: nothing is learnt of what is certain"
+        raise RecipeError([Problem("Trainer: sampling.temperature", told, remedy)])
+    return sampling
+
+
+def _release(held: dict[Path, int]) -> None:
+    while held:
+        os.close(held.popitem()[1])
