@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from stretto.core.errors import StrettoError
 from stretto_tinker.wire.bodies import Adam, Lora
 from stretto_tinker.wire.bodies import Sampler as SamplerSettings
 from stretto_tinker.wire.datums import Datum
@@ -60,6 +61,10 @@ class TrainedModel(Protocol):
         ...
 
 
+#: The sequences of a request, or why there are none.
+Ended = list[SampledTokens] | StrettoError
+
+
 class Wish(msgspec.Struct, frozen=True):
     """What is wanted of one prompt."""
 
@@ -84,7 +89,7 @@ class SampledModel(Protocol):
         """Forget a request."""
         ...
 
-    def step(self) -> dict[str, list[SampledTokens]]:
+    def step(self) -> dict[str, Ended]:
         """Sample a token of every sequence that is open; the requests that this ended."""
         ...
 

@@ -27,6 +27,15 @@ class Datum:
     tokens: NDArray[np.int64]  # [N]
     inputs: Mapping[str, Array]  # each [N], or [N, K] for several targets a position
 
+    @property
+    def targets(self) -> Array:
+        return self.inputs["target_tokens"]
+
+    @property
+    def width(self) -> int:
+        """Targets of a position."""
+        return self.targets.shape[1] if self.targets.ndim == 2 else 1
+
 
 @dataclass(frozen=True)
 class Job:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stretto.core.errors import RefusedRequest
+from stretto.core.errors import RefusedRequest, StrettoError
 from stretto.core.records import derive_seed
 from stretto_tinker.compute.backend import Backend, SampledModel, Wish
 from stretto_tinker.record.record import Asked
@@ -111,13 +111,13 @@ class Sampling:
             drawn = self.engine.draw(prompt, sample.prompt_alt_tokens_k, sample.sampling_params, seed)
         return Sampled([], logprobs, likeliest, targets, drawn)
 
-    def turn(self) -> Iterator[tuple[Asked, bytes]]:
-        """Sample for a short time; the requests that ended, with their results."""
+    def turn(self) -> Iterator[tuple[Asked, bytes | StrettoError]]:
+        """Sample for a short time; the requests that ended, with their results, or why they have none."""
         until = time.monotonic() + _TURN_SECONDS
         while not self.engine.idle:
-            for id, sequences in self.engine.step().items():
+            for id, ended in self.engine.step().items():
                 asked, sampled = self._open.pop(id)
-                yield asked, encode_sampled(_with(sampled, sequences))
+                yield asked, ended if isinstance(ended, StrettoError) else encode_sampled(_with(sampled, ended))
             if time.monotonic() > until:
                 return
 

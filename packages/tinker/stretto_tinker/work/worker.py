@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
-from stretto.core.errors import RefusedRequest, StoreError, described
+from stretto.core.errors import RefusedRequest, StoreError, StrettoError, described
 from stretto_tinker.compute.backend import Backend
 from stretto_tinker.record.checkpoints import Place, Weights
 from stretto_tinker.record.record import DONE, FAILED, Asked, Record
@@ -249,7 +250,10 @@ class Worker:
             except RefusedRequest as refused:
                 self._fail(asked, str(refused), USER)
         for asked, result in sampling.turn():
-            self._settle(asked, lambda id=asked.id, found=result: self._record.settle(id, DONE, found, "proto"))  # type: ignore[misc]
+            if isinstance(result, StrettoError):
+                self._fail(asked, str(result), SERVER)
+            else:
+                self._settle(asked, partial(self._record.settle, asked.id, DONE, result, "proto"))
         with self._wake:
             if sampling.idle:
                 self._samplings.pop(weights, None)
