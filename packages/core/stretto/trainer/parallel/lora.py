@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -25,7 +26,9 @@ def adapt(model: PreTrainedModel, config: LoraConfig, *, seed: int = _SEED, head
     wanted = [name for name in linear_layers(model) if config.targets(name)]
     if head:
         wanted += [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
-    with torch.random.fork_rng(devices=()):
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        # An embedding that shares the output matrix stays as it is: the adapter is beside that matrix alone.
+        warnings.filterwarnings("ignore", message=".*ensure_weight_tying")
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(_peft_config(config, wanted), model)
 
