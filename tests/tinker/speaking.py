@@ -143,9 +143,9 @@ class Client:
         body = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 1e-2, **adam}}
         return str(told(self.post("optim_step", body))["request_id"])
 
-    def save(self, model: str, seq: int, name: str | None, kind: str = "save_weights", **more: Any) -> Any:
+    def save(self, model: str, seq: int, name: str | None, what: str = "save_weights", **more: Any) -> Any:
         body = {"model_id": model, "seq_id": seq, **({} if name is None else {"path": name}), **more}
-        return self.result(told(self.post(kind, body))["request_id"])
+        return self.result(told(self.post(what, body))["request_id"])
 
     def sampler(self, number: int, path: str | None = None) -> str:
         body = {"session_id": self.opened(), "sampling_session_seq_id": number}
