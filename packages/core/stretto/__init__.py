@@ -27,14 +27,18 @@ if TYPE_CHECKING:
         WorkflowError,
     )
     from stretto.loop.records.evaluation import Evaluation
+    from stretto.rollout.controller import Ticket
     from stretto.store.series.metrics import EvaluationLine, StepMetrics
+    from stretto.verbs.completion import TextCompletion
     from stretto.verbs.datum import Datum
     from stretto.verbs.engine import LocalEngine as Engine
-    from stretto.verbs.engine import TextCompletion
+    from stretto.verbs.ledger import FolderLedger as Ledger
+    from stretto.verbs.scheduler import GroupScheduler as Scheduler
     from stretto.verbs.shared_model import SharedModel
+    from stretto.verbs.small_model import build_model
     from stretto.verbs.trainer import Forward
     from stretto.verbs.trainer import LocalTrainer as Trainer
-    from stretto.verbs.weights import Weights
+    from stretto.verbs.weights import PolicyWeights as Weights
     from stretto.worlds.workflows.conversation import Conversation, Workflow
     from stretto.worlds.workflows.task import Reward, TurnReply, WorkflowTask
     from stretto_app.api import sections
@@ -52,6 +56,7 @@ __all__ = [
     "Evaluation",
     "EvaluationLine",
     "Forward",
+    "Ledger",
     "ModelFolderError",
     "Recipe",
     "RecipeError",
@@ -62,11 +67,13 @@ __all__ = [
     "RoleError",
     "Run",
     "RunFolderError",
+    "Scheduler",
     "SharedModel",
     "StepMetrics",
     "StoreError",
     "StrettoError",
     "TextCompletion",
+    "Ticket",
     "Trainer",
     "TurnReply",
     "UserError",
@@ -74,6 +81,7 @@ __all__ = [
     "Workflow",
     "WorkflowError",
     "WorkflowTask",
+    "build_model",
     "evaluate",
     "open_run",
     "sections",
@@ -91,6 +99,7 @@ _ORIGINS = {
     "Evaluation": "stretto.loop.records.evaluation",
     "EvaluationLine": "stretto.store.series.metrics",
     "Forward": "stretto.verbs.trainer",
+    "Ledger": "stretto.verbs.ledger:FolderLedger",
     "ModelFolderError": _ERRORS,
     "Recipe": "stretto_app.launch.recipe.recipe",
     "RecipeError": _ERRORS,
@@ -101,18 +110,21 @@ _ORIGINS = {
     "RoleError": _ERRORS,
     "Run": "stretto_app.api.run",
     "RunFolderError": _ERRORS,
+    "Scheduler": "stretto.verbs.scheduler:GroupScheduler",
     "SharedModel": "stretto.verbs.shared_model",
     "StepMetrics": "stretto.store.series.metrics",
     "StoreError": _ERRORS,
     "StrettoError": _ERRORS,
-    "TextCompletion": "stretto.verbs.engine",
+    "TextCompletion": "stretto.verbs.completion",
+    "Ticket": "stretto.rollout.controller",
     "Trainer": "stretto.verbs.trainer:LocalTrainer",
     "TurnReply": _TASK,
     "UserError": _ERRORS,
-    "Weights": "stretto.verbs.weights",
+    "Weights": "stretto.verbs.weights:PolicyWeights",
     "Workflow": _CONVERSATION,
     "WorkflowError": _ERRORS,
     "WorkflowTask": _TASK,
+    "build_model": "stretto.verbs.small_model",
     "evaluate": "stretto_app.api.training",
     "open_run": "stretto_app.api.run",
     "sections": "stretto_app.api.sections:",

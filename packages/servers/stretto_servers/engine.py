@@ -34,7 +34,7 @@ from stretto.core.tasks import cancel_and_wait
 from stretto.engine.backend import ENDED, Stream
 from stretto.engine.busy_spans import BusySpans
 from stretto.engine.native.stops import StopTexts
-from stretto.engine.native.validate import check_prefixes, check_request
+from stretto.engine.native.validate import check_prefixes, check_request, check_text
 from stretto_servers.completions import OpenCompletion
 from stretto_servers.make import Make, Occupancy, canary_scores
 from stretto_servers.staging import compare, shapes_of
@@ -343,6 +343,13 @@ class ExternalEngine:
                     completion.stream.break_off()
             await cancel_and_wait([task for tasks in self._tasks.values() for task in tasks])
             await self._make.close()
+
+    async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """The log-probabilities of all tokens but the first of each text, by the server."""
+        self._check_working()
+        for number, text in enumerate(texts):
+            check_text(text, f"texts[{number}]", self._limits.vocab_size, self._limits.context_length - 1)
+        return [await self._make.score(text) if len(text) > 1 else () for text in texts]
 
     async def health(self) -> EngineHealth:
         """Version, queue and counters; what waits in the server counts as running. A server that does not say how full

@@ -29,7 +29,7 @@ from stretto.weights.folder import release
 from stretto.weights.role import WeightsServerSpec
 from stretto_app.launch.assemble.ray_agents import RayAgents, placing_seconds
 from stretto_app.launch.assemble.remote_ranks import RemoteRanks
-from stretto_app.launch.assemble.specs import Endpoints, engine_role, engine_spec, own_address
+from stretto_app.launch.assemble.specs import Endpoints, engine_spec, own_address
 from stretto_app.launch.preflight.checks import medium_of
 from stretto_app.launch.preflight.descriptors import no_room_for
 from stretto_app.launch.preflight.plan import Plan
@@ -269,7 +269,7 @@ class Cluster:
             tls=AGENTS_TLS if plan.recipe.cluster.tls else "",
         )
         recipe, changed = plan.recipe, self.engines.changed
-        role, interval = engine_role(recipe.engine), recipe.engine.load_interval
+        role, interval = recipe.engine.role, recipe.engine.load_interval
         self._hosts[spec.name] = machine
         pool, deadlines = self.engines, recipe.deadlines
         told = pool.proving, interval, self._context, lambda: pool.published
@@ -337,7 +337,7 @@ class Cluster:
     def _start_one(self) -> str:
         recipe = self.plan.recipe
         spec = engine_spec(recipe, self.folder.policy(0), self.endpoints, self._take_number(), published=True)
-        role, interval, logs = engine_role(recipe.engine), recipe.engine.load_interval, self.folder.logs
+        role, interval, logs = recipe.engine.role, recipe.engine.load_interval, self.folder.logs
         pool = self.engines
         facts = role, self.spawner, pool.changed, pool.proving, interval
         pool.join(EngineHandle.on_this_machine(spec, logs, recipe.deadlines, *facts))

@@ -20,6 +20,7 @@ from stretto.core.canary import CANARY, CanaryRecord
 from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel, run_beside
+from stretto.engine.spec import socket_folder
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.proving import Proving
 from stretto.loop.engines.router import ExclusiveRouter, Router
@@ -37,7 +38,7 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.weights.folder import SHARED, own, remove, remove_abandoned, shared_folder
 from stretto.worlds.workflows.pool import WorkflowPool
 from stretto_app.launch.assemble.cluster import CONTROL, WEIGHTS_KEY, Cluster, identity_of
-from stretto_app.launch.assemble.specs import Endpoints, engine_role, engine_specs, socket_folder, trainer_spec
+from stretto_app.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
 from stretto_app.launch.assemble.workflows import Conversing, workflow_pool
 from stretto_app.launch.preflight.base import digest
 from stretto_app.launch.preflight.plan import Plan
@@ -153,7 +154,7 @@ async def running_roles(
             engine_specs(recipe, model, endpoints),
             folder.logs,
             deadlines,
-            role=engine_role(recipe.engine),
+            role=recipe.engine.role,
             load_interval=recipe.engine.load_interval,
             router=ExclusiveRouter() if recipe.in_rounds else Router(),
             spawner=spawner,

@@ -28,7 +28,7 @@ from stretto.loop.records.totals import RunClock, carried_over
 from stretto.measures.selection import SELECTION, SelectionBias, SelectionWatch
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
-from stretto.rollout.controller import Controller, ControllerState
+from stretto.rollout.controller import CONTROLLER, Controller, ControllerState
 from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import Position, PromptStream
 from stretto.store.ending import ENDING, Ending
@@ -55,7 +55,7 @@ from stretto_report.outlets.supervision import followed
 
 _DRAIN_SECONDS = 5.0  # for an engine to give the tokens of its completions
 #: Facts of the ledger: the state of the controller, and the tenure of the present conductor.
-CONTROLLER, CONDUCTOR = "standing", "conductor"
+CONDUCTOR = "conductor"
 
 
 @dataclass(frozen=True)

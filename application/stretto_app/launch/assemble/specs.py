@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import socket
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.core.canary import text as canary_text
-from stretto.engine.config import EngineConfig
 from stretto.engine.spec import EngineSpec
-from stretto.loop.engines.pool import ENGINE_ROLE, EnginePool
+from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.processes.spawn import Spawner
 from stretto.store.series.tokens import TokensConfig
@@ -18,9 +16,6 @@ from stretto.trainer.spec import TokensSpec, TrainerSpec
 from stretto_app.launch.preflight.base import digest
 from stretto_app.launch.preflight.plan import Plan
 from stretto_app.launch.recipe.recipe import Recipe
-
-EXTERNAL_ENGINE_ROLE = "stretto_servers.role"
-_LONGEST_SOCKET_FOLDER = 70
 
 
 @dataclass(frozen=True)
@@ -31,17 +26,6 @@ class Endpoints:
     mailbox_folder: Path
     sockets: Path
     kernels: Path | None = None
-
-
-def socket_folder() -> Path:
-    """A new folder with a short path: that of a socket has 107 bytes at most."""
-    root = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
-
-
-def engine_role(config: EngineConfig) -> str:
-    """The module of an engine's process."""
-    return ENGINE_ROLE if config.kind == "native" else EXTERNAL_ENGINE_ROLE
 
 
 def engine_specs(recipe: Recipe, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
@@ -78,7 +62,7 @@ def engines_of_folder(recipe: Recipe, model: Path, folder: Path, logs: Path, spa
     """Engines that serve a model as it is, without a trainer, not started yet; `folder` is that of `socket_folder`."""
     endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # no weights are published
     specs = engine_specs(recipe, model, endpoints, published=False)
-    return EnginePool(specs, logs, recipe.deadlines, engine_role(recipe.engine), spawner=spawner)
+    return EnginePool(specs, logs, recipe.deadlines, recipe.engine.role, spawner=spawner)
 
 
 def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) -> TrainerSpec:

@@ -14,6 +14,7 @@ import msgspec
 
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.tasks import gather_or_cancel, run_beside
+from stretto.engine.spec import socket_folder
 from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.evaluation import Evaluation, QuestionResult
 from stretto.processes.spawn import FRESH, Spawner
@@ -23,7 +24,7 @@ from stretto.store.files import write_atomically
 from stretto.worlds.sources.mappings import MAPPINGS
 from stretto.worlds.sources.readers import is_local
 from stretto_app.launch.assemble.evaluations import with_samples
-from stretto_app.launch.assemble.specs import engines_of_folder, socket_folder
+from stretto_app.launch.assemble.specs import engines_of_folder
 from stretto_app.launch.assemble.workflows import conversing, workflow_pool
 from stretto_app.launch.preflight.checks import check_data_files
 from stretto_app.launch.preflight.plan import Plan, make_plan

@@ -18,6 +18,7 @@ from stretto.core.records import Completion, GenerateRequest, Segment
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.native.capacity import longest_row_of
+from stretto.engine.spec import socket_folder
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.sessions import PersistentTurns
 from stretto.model.hf.grammar import Grammars
@@ -27,7 +28,7 @@ from stretto.processes.http.names import HostNames, is_loopback
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.store import lock
-from stretto_app.launch.assemble.specs import engines_of_folder, socket_folder
+from stretto_app.launch.assemble.specs import engines_of_folder
 from stretto_app.launch.commands.serve import (
     KEEP_ALIVE_SECONDS,
     PATIENCE_SECONDS,

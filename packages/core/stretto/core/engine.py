@@ -98,6 +98,10 @@ class Engine(Protocol):
         """Give up a request; its `generate` ends with EngineLost."""
         ...
 
+    async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """The log-probabilities of all tokens but the first of each text by the version in use, at temperature 1."""
+        ...
+
     async def health(self) -> EngineHealth:
         """Version, queue and counters."""
         ...

@@ -99,6 +99,15 @@ class Backend(Protocol):
         """
         ...
 
+    async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """The log-probabilities of all tokens but the first of each text by the version in use, at temperature 1.
+
+        Raises:
+            RefusedRequest: a text is none that the model can read.
+            EngineLost: the engine does not answer.
+        """
+        ...
+
     async def health(self) -> EngineHealth:
         """Version, queue and counters."""
         ...

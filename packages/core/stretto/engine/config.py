@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from stretto.doors.door import Door, Section
+from stretto.engine.spec import ENGINE_ROLE, EXTERNAL_ENGINE_ROLE
 
 #: Classes that satisfy `stretto_servers.make.Make`, each for one make of server.
 MAKES = Door(
@@ -85,6 +86,11 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     def cache_bytes(self) -> int:
         """`cache_gib` in bytes."""
         return int(self.cache_gib * 2**30)
+
+    @property
+    def role(self) -> str:
+        """The module of an engine's process."""
+        return ENGINE_ROLE if self.kind == "native" else EXTERNAL_ENGINE_ROLE
 
     def in_rounds(self, synchronous: bool) -> bool:
         """Whether groups begin and end together in a run without a workflow."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 from stretto.core.records import Record
+
+ENGINE_ROLE, EXTERNAL_ENGINE_ROLE = "stretto.engine.role", "stretto_servers.role"
+_LONGEST_SOCKET_FOLDER = 70
 
 #: Environment variable with the key that an engine's clients have to send; unset for none.
 ENGINE_KEY = "STRETTO_ENGINE_KEY"
@@ -37,3 +43,9 @@ class EngineSpec(Record, frozen=True):
     start_seconds: float = 600.0
     broadcast: bool = False
     path: str = ""
+
+
+def socket_folder() -> Path:
+    """A new folder with a short path: that of a socket has 107 bytes at most."""
+    root = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))

@@ -6,6 +6,7 @@
     POST /update_weights   UpdateRequest     →  Loaded (`core.canary`), when the weights are loaded and proven or not
     POST /abort            AbortRequest      →  EngineHealth
     POST /partials         PartialsRequest   →  Partials: the tokens of unfinished completions beyond the known ones
+    POST /score            ScoreRequest      →  [[float]]: the log-probability of each token but the first of each text
     GET  /health                             →  EngineHealth
     GET  /spans                              →  [Span] since the last call
 
@@ -40,6 +41,12 @@ class PartialsRequest(Record, frozen=True):
     """The known tokens of each member, by request; other requests are left out."""
 
     known: dict[str, list[int]]
+
+
+class ScoreRequest(Record, frozen=True):
+    """Compute the log-probabilities of the tokens of these texts by the version in use."""
+
+    texts: tuple[tuple[int, ...], ...]
 
 
 class Refusal(Record, frozen=True):

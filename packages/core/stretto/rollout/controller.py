@@ -32,6 +32,8 @@ from stretto.rollout.pacing import Continuous, Pacing
 from stretto.rollout.pressure import AdaptiveInFlight, Pressure, decided, measured
 from stretto.rollout.prompts import Draw, Position, PromptStream
 
+CONTROLLER = "standing"  #: the fact of a ledger that holds the `ControllerState`
+
 
 class TooManyFailures(StrettoError):
     """More groups failed in a row than `rollout.max_failures_in_a_row` allows."""
@@ -69,7 +71,13 @@ class ControllerState(Record, frozen=True):
 
 class Ticket(Record, frozen=True):
     """A group in flight: its prompt, the version and the bound under which it was admitted, and one random seed for
-    each member."""
+    each member.
+
+    Example::
+
+        ticket = stretto.Scheduler([(2, 3)], batch_size=1, group_size=2).admit()
+        print(ticket.prompt.token_ids, len(ticket.seeds), ticket.admitted_version)
+    """
 
     order: int
     group_id: str
@@ -77,6 +85,10 @@ class Ticket(Record, frozen=True):
     admitted_version: int
     seeds: tuple[int, ...]
     max_staleness: Staleness = math.inf
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.draw.prompt
 
     @property
     def members(self) -> range:

@@ -16,8 +16,9 @@ class Datum:
     """Tokens as the model reads them, and for each of them the token that is to follow. A position whose weight is 0 is
     no part of a loss.
 
-    Example: the completion (4, 2) of the prompt (5, 12), and a completion that was sampled::
+    Example::
 
+        # The completion (4, 2) of the prompt (5, 12), and a completion that was sampled.
         told = stretto.Datum.of((5, 12), (4, 2))
         assert told.targets == (12, 4, 2) and told.weights == (0, 1, 1)
         sampled = stretto.Datum.of((5, 12), (4, 2), logprobs=(-0.7, -0.1), advantages=0.5)

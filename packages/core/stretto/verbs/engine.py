@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
 from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest
-from stretto.core.records import Completion, GenerateRequest, Likeliest, Record, Sampling, derive_seed
+from stretto.core.records import Completion, GenerateRequest, Sampling, derive_seed
 from stretto.doors.mistakes import checked
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
@@ -19,31 +19,14 @@ from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.verbs.background import background
+from stretto.verbs.completion import TextCompletion
+from stretto.verbs.processes import SourceApart
 from stretto.verbs.prompts import Asked, prompt_of, prompts_of
-from stretto.verbs.sampler import Sampler, SamplerHere
 from stretto.verbs.shared_model import Lora, SharedModel, lora_of
-from stretto.verbs.weights import Weights, mark_of
+from stretto.verbs.source import CompletionSource, SourceHere
+from stretto.verbs.weights import PolicyWeights, mark_of
 
 _CHAT = 'a conversation is a list of messages such as {"role": "user", "content": "3+4="}'
-
-
-class TextCompletion(Record, frozen=True):
-    """What followed a prompt; `text` is without special tokens, `logprobs` are of the distribution sampled from.
-
-    Example::
-
-        completion = stretto.Engine.load("model").generate("3+4=", max_tokens=8)[0]
-        assert len(completion.token_ids) == len(completion.logprobs)
-        print(completion.text, completion.stop_reason, completion.versions)
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    stop_reason: str  # "stop": it came to its end; "length": it was cut off
-    versions: tuple[int, ...] = ()  # of the weights that sampled each token
-    interrupted: int = 0  # times that weights were changed meanwhile
-    top_logprobs: tuple[Likeliest, ...] = ()  # likeliest tokens at each place, where they were asked for
 
 
 class SamplingSettings(TypedDict, total=False):
@@ -72,18 +55,20 @@ class LocalEngine:
         print(len(later.result()), engine.version)
     """
 
-    def __init__(self, sampler: Sampler, tokenizer: Tokenizer) -> None:
-        self._sampler, self.tokenizer = sampler, tokenizer
+    def __init__(self, source: CompletionSource, tokenizer: Tokenizer) -> None:
+        self._source, self.tokenizer = source, tokenizer
         self._requests = 0
         self._mark = ""
-        self._end = weakref.finalize(self, sampler.close)
+        self._end = weakref.finalize(self, source.close)
 
     @classmethod
-    def load(cls, model: str | Path | SharedModel, *, lora: Lora = None, **settings: Any) -> Self:
+    def load(cls, model: str | Path | SharedModel, *, lora: Lora = None, apart: bool = False, **settings: Any) -> Self:
         """An engine for a model folder, or for one model in memory that several engines share.
 
         Args:
             lora: the rank of the adapters that `update` will bring, for a shared model.
+            apart: in a process of its own; so are several (`count`), and servers of other makes (`kind="vllm"`,
+                `python=...`; docs/engines.md).
             **settings: keys of a recipe's section ``[engine]``, such as ``slots``.
 
         Raises:
@@ -91,29 +76,35 @@ class LocalEngine:
             RecipeError: a setting is not what it should be.
         """
         config = checked(settings, "Engine.load", EngineConfig)
-        if config.kind != "native":
-            raise RecipeError([Problem("Engine.load: kind", f"{config.kind!r}", "not yet")])
         adapters = lora_of(lora, "Engine.load: lora")
+        apart = apart or config.count > 1 or config.kind != "native"
         if isinstance(model, SharedModel):
+            if apart:
+                told, remedy = (
+                    "a model in the memory of this process",
+                    "give its folder, or leave `apart` out",
+                )
+                raise RecipeError([Problem("Engine.load: model", told, remedy)])
             if adapters is not None:  # B is published with its scale
                 adapters = adapters.model_copy(update={"alpha": adapters.rank})
             tokenizer = model.tokenizer
             view = model.view(adapters, CACHED_ATTENTION)
             grammars = partial(Grammars, lambda: tokenizer)
             engine = NativeEngine(view, config, detokenizer=lambda: tokenizer, grammars=grammars)
-            return cls(SamplerHere(engine), tokenizer)
+            return cls(SourceHere(engine), tokenizer)
         if adapters is not None:
             told, remedy = "is for a shared model", "leave it out: the engine takes adapters of any rank"
             raise RecipeError([Problem("Engine.load: lora", told, remedy)])
         folder = Path(model).expanduser()
-        return cls(SamplerHere(NativeEngine.load(folder, config)), load_tokenizer(folder))
+        tokenizer = load_tokenizer(folder)
+        return cls(SourceApart(folder, config) if apart else SourceHere(NativeEngine.load(folder, config)), tokenizer)
 
     @property
     def version(self) -> int:
         """Of the weights that sample the next token; 0 are those of the folder."""
-        return background().call(self._sampler.version())
+        return background().call(self._source.version())
 
-    def update(self, weights: Weights) -> int:
+    def update(self, weights: PolicyWeights) -> int:
         """Sample by these weights from the next token on, in completions under way too; returns their version.
 
         Raises:
@@ -125,7 +116,7 @@ class LocalEngine:
         if weights.tokenizer and weights.tokenizer != self._mark:
             remedy = "engine and trainer begin with one model folder"
             raise DataError([Problem("update", "these weights are of a model with another tokenizer", remedy)])
-        background().call(self._sampler.update(weights))
+        background().call(self._source.update(weights))
         return weights.version
 
     def sample(
@@ -153,7 +144,7 @@ class LocalEngine:
             StrettoError: the model's logits are not finite.
         """
         request = self._request(prompt_of("prompt", prompt), _seeds(n, seed, seeds), sampling)
-        return self._texts([request], background().call(self._sampler.generate([request])))
+        return self._texts([request], background().call(self._source.generate([request])))
 
     def submit(
         self,
@@ -170,7 +161,7 @@ class LocalEngine:
         return background().start(self._sampled(request))
 
     async def _sampled(self, request: GenerateRequest) -> list[TextCompletion]:
-        return self._texts([request], await self._sampler.generate([request]))
+        return self._texts([request], await self._source.generate([request]))
 
     def generate(
         self,
@@ -211,7 +202,7 @@ class LocalEngine:
         first = secrets.randbits(63) if seed is None else seed
         asked = enumerate(prompts_of(prompts))
         requests = [self._request(prompt, (derive_seed(first, at),), sampling) for at, prompt in asked]
-        return self._texts(requests, background().call(self._sampler.generate(requests)) if requests else [])
+        return self._texts(requests, background().call(self._source.generate(requests)) if requests else [])
 
     def chat(
         self,
@@ -253,7 +244,7 @@ class LocalEngine:
             RefusedRequest, DataError: as for `generate`.
         """
         tokens = [self._tokens(text) for text in prompts_of(texts)]
-        return background().call(self._sampler.score(tokens))
+        return background().call(self._source.score(tokens))
 
     def close(self) -> None:
         """Give up what is sampled, and the memory of the engine."""

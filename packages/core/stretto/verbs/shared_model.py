@@ -26,8 +26,9 @@ Lora = int | LoraConfig | dict[str, Any] | None
 class SharedModel:
     """The weights of a model folder, which are never changed: adapters beside them are.
 
-    Example: two policies that are trained apart, and one base model in memory::
+    Example::
 
+        # Two policies that are trained apart, and one base model in memory.
         shared = stretto.SharedModel("model")
         first, second = (stretto.Trainer(shared, lora=8) for _ in range(2))
         engine = stretto.Engine.load(shared, lora=8)

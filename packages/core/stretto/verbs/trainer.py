@@ -53,8 +53,9 @@ from stretto.verbs.loss import (
     wanted,
 )
 from stretto.verbs.shared_model import Lora, SharedModel, lora_of
-from stretto.verbs.weights import Weights, mark_of
+from stretto.verbs.weights import PolicyWeights, mark_of
 
+_CHECKPOINTS = "checkpoints"  # the folder inside of that of a run
 #: What is learnt from: groups of completions with rewards, or sequences with numbers of their own.
 Data = Batch | Sequence[Datum]
 
@@ -78,8 +79,9 @@ class Forward:
 class LocalTrainer:
     """The policy of a model folder, and what changes it.
 
-    Example: two steps towards a completion, the policy for an engine, and all of it on disk::
+    Example::
 
+        # Two steps towards a completion, the policy for an engine, and all of it on disk.
         trainer = stretto.Trainer("model", lora=8, learning_rate=1e-3)
         told = [stretto.Datum.of((2, 3, 4), (5, 1))]
         for _ in range(2):
@@ -115,7 +117,8 @@ class LocalTrainer:
         self._settings = checked(settings, "Trainer", OptimizerConfig)
         self._lora = lora_of(lora, "Trainer: lora")
         self._sampling = _sampling(sampling)
-        torch.set_num_threads(max(torch.get_num_threads(), self._settings.threads))
+        if "threads" in settings:
+            torch.set_num_threads(self._settings.threads)
         if isinstance(model, SharedModel):
             if self._lora is None:
                 remedy = "give lora=16, or the folder of the model"
@@ -191,14 +194,14 @@ class LocalTrainer:
         if chosen.own is not None:
             seen = samples if isinstance(data, Batch) else data
             value, metrics, found = own_gradient(self._learner, part, samples, seen, chosen, place)
-            return Forward(_plain(found), value, metrics, tuple(sample.id for sample in samples))
+            return Forward(_plain(found), value, metrics | _rewards(data), tuple(sample.id for sample in samples))
         gradients = Gradients(self._learner, chosen.algorithm, self._reference(chosen.algorithm, place))
         before = None if proximal is None else self._proximal(part, samples, proximal, place)
         meter = Meter()
         columns = gradients.accumulate(part, meter, first=before is None, proximal=before)
         metrics = meter.metrics(ALONE)
         measured = metrics if chosen.sampled else {name: metrics[name] for name in ("entropy",) if name in metrics}
-        measured.pop("bad_steps", None)
+        measured = {name: value for name, value in measured.items() if name != "bad_steps"} | _rewards(data)
         value = metrics.get("loss", math.nan)
         return self._forward(part, samples, columns, value, {**measured, "tokens": float(part.loss_tokens)})
 
@@ -239,14 +242,14 @@ class LocalTrainer:
 
     # ── the policy ───────────────────────────────────────────────────────────────────────────────
 
-    def weights(self) -> Weights:
+    def weights(self) -> PolicyWeights:
         """A copy of the policy as it is now, for `Engine.update`; of adapters these alone."""
         self._settle()
         model = self._learner.model
         named = adapter_parameters(model) if self._adapted else model.named_parameters()
         tensors = {name: scaled(self._adapted, name, one.detach()).clone() for name, one in named}
         self._mark = self._mark or mark_of(self.tokenizer)
-        return Weights(self._published, tensors, self._mark)
+        return PolicyWeights(self._published, tensors, self._mark)
 
     def save(self, folder: str | Path) -> Path:
         """Write the policy, or its adapters, with the state of the optimizer: whole or not at all, checksums beside
@@ -257,25 +260,25 @@ class LocalTrainer:
             StoreError: the disk is full.
         """
         self._settle()
-        place = Path(folder).expanduser()
+        place = Path(folder).expanduser() / _CHECKPOINTS
         self._hold(place)
         return Checkpoints(place).save(
             self._published, checkpoint.TrainerState.of(self._learner, self._published).write
         )
 
     def load(self, folder: str | Path, *, optimizer: bool = True) -> int:
-        """Go on from what `save` has written last, and is whole; returns its version. `optimizer` False: with an
-        optimizer that is new.
+        """Go on from what `save` has written last, and is whole, or from the last checkpoint of a run folder; returns
+        its version. `optimizer` False: with an optimizer that is new.
 
         Raises:
             RunFolderError: nothing was saved there.
             StoreError: nothing there is whole, or it is of another model, or of other adapters.
         """
-        place = Path(folder).expanduser()
+        place = Path(folder).expanduser() / _CHECKPOINTS
         found = Checkpoints(place).latest()
         if found is None:
             remedy = "give a folder that `save` has written"
-            raise RunFolderError([Problem(str(place), "holds nothing that a trainer has saved", remedy)])
+            raise RunFolderError([Problem(str(folder), "holds nothing that a trainer has saved", remedy)])
         self._published, self._stepped = checkpoint.load(found.path, self._learner), False
         if not optimizer:
             self._learner.adamw.state.clear()
@@ -416,6 +419,13 @@ class LocalTrainer:
             model = self._load(Path(folder))
             self._references[folder] = ReferencePolicy(model, self._settings, self._sampling)
         return self._references[folder]
+
+
+def _rewards(data: Data) -> dict[str, float]:
+    """The mean reward of a batch."""
+    groups = data.groups if isinstance(data, Batch) else ()
+    rewards = [trajectory.reward for group in groups for trajectory in group.trajectories]
+    return {"reward_mean": sum(rewards) / len(rewards)} if rewards else {}
 
 
 def _of_loss(sample: Sample, scored: Sequence[float]) -> list[float]:

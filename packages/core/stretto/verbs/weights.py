@@ -13,7 +13,7 @@ from stretto.model.hf.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Weights:
+class PolicyWeights:
     """The parameters of a version by name, or its adapters: copies, which further training leaves alone.
 
     Example::

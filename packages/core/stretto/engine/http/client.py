@@ -18,7 +18,7 @@ from stretto.core.events import Span
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.engine.http.connections import Connections
-from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, UpdateRequest
+from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, ScoreRequest, UpdateRequest
 
 Message = TypeVar("Message")
 
@@ -122,6 +122,17 @@ class HttpEngine:
         message = PartialsRequest(known={request: list(counts) for request, counts in known.items()})
         body = await self._exchange("/partials", message, "the tokens of unfinished completions", self._health_seconds)
         return decoded(body, Partials)
+
+    async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """The log-probabilities of all tokens but the first of each text by the version in use, at temperature 1.
+
+        Raises:
+            RefusedRequest: a text is none that the model can read.
+            EngineLost: as for `generate`.
+        """
+        message = ScoreRequest(texts=tuple(map(tuple, texts)))
+        body = await self._exchange("/score", message, "the scores of texts", self._answer_seconds)
+        return decoded(body, list[tuple[float, ...]])
 
     async def health(self) -> EngineHealth:
         """Version, queue and counters."""

@@ -36,6 +36,7 @@ from stretto.engine.wire import (
     AbortRequest,
     PartialsRequest,
     Refusal,
+    ScoreRequest,
     UpdateRequest,
     split_address,
 )
@@ -50,6 +51,7 @@ _HEADERS = [(b"content-type", MSGPACK.encode())]
 _UPDATE = msgspec.msgpack.Decoder(UpdateRequest)
 _ABORT = msgspec.msgpack.Decoder(AbortRequest)
 _PARTIALS = msgspec.msgpack.Decoder(PartialsRequest)
+_SCORE = msgspec.msgpack.Decoder(ScoreRequest)
 _REQUESTS = Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
 _DOCUMENTED = "see stretto.engine.wire"
 _KEEP_ALIVE_SECONDS = 24 * 3600  # an idle client is not a gone one; a gone one closes its socket
@@ -96,6 +98,7 @@ class EngineApp:
             Route("/update_weights", _Exchange(self.update_weights, largest), methods=["POST"]),
             Route("/abort", _Exchange(self.abort, largest), methods=["POST"]),
             Route("/partials", _Exchange(self.partials, largest), methods=["POST"]),
+            Route("/score", _Exchange(self.score, largest), methods=["POST"]),
             Route("/health", _Exchange(self.health, largest)),
             Route("/spans", _Exchange(self.spans, largest)),
         ]
@@ -156,6 +159,10 @@ class EngineApp:
     async def partials(self, body: bytes) -> Partials:
         """What unfinished completions have beyond their known tokens."""
         return self._backend.partials(_PARTIALS.decode(body).known)
+
+    async def score(self, body: bytes) -> list[tuple[float, ...]]:
+        """The log-probabilities of texts."""
+        return await self._backend.score(_SCORE.decode(body).texts)
 
     async def health(self, _: bytes) -> EngineHealth:
         return msgspec.structs.replace(await self._backend.health(), resident=resident_bytes(os.getpid()))

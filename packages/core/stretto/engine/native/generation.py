@@ -254,6 +254,14 @@ class Generation:
         self._work.set()
         return Loaded(self.engine.version, scores)
 
+    async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """The log-probabilities of all tokens but the first of each text by the version in use, between two steps.
+
+        Raises:
+            RefusedRequest: a text is none that the model can read.
+        """
+        return self.engine.score(texts)
+
     async def health(self) -> EngineHealth:
         """Version, queue and counters."""
         checked = 0 if self._mailbox is None else self._mailbox.checked

@@ -25,7 +25,7 @@ from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RoleDied, Ro
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment
 from stretto.core.tasks import NamedTasks, gather_or_cancel, gather_to_the_end
-from stretto.engine.spec import EngineSpec
+from stretto.engine.spec import ENGINE_ROLE, EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.proving import Proving
@@ -35,7 +35,6 @@ from stretto.processes.run_role import users_mistake
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.rollout.pressure import Pressure
 
-ENGINE_ROLE = "stretto.engine.role"
 _LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL of an engine that leaves
 
 
@@ -288,6 +287,19 @@ class EnginePool:
             engine.open -= ids
             engine.given_up -= ids
             self._router.finish(name, completions)
+            self._free.set()
+
+    async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        """The log-probabilities of all tokens but the first of each text, by the least-loaded engine.
+
+        Raises:
+            EngineLost, RefusedRequest: as for `generate`.
+        """
+        name = await self._free_engine(len(texts))
+        try:
+            return await self._engines[name].client.score(texts)
+        finally:
+            self._router.finish(name, len(texts))
             self._free.set()
 
     async def _free_engine(self, completions: int) -> str:

@@ -12,10 +12,10 @@ from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import SharedGeneration
 from stretto.verbs.background import background
-from stretto.verbs.weights import Weights
+from stretto.verbs.weights import PolicyWeights
 
 
-class Sampler(Protocol):
+class CompletionSource(Protocol):
     """All of it is called in the thread of `background`."""
 
     async def version(self) -> int:
@@ -35,7 +35,7 @@ class Sampler(Protocol):
         """The log-probabilities of all tokens of each text but the first."""
         ...
 
-    async def update(self, weights: Weights) -> None:
+    async def update(self, weights: PolicyWeights) -> None:
         """Interrupt what is sampled, and go on by these weights.
 
         Raises:
@@ -49,8 +49,8 @@ class Sampler(Protocol):
         ...
 
 
-class SamplerHere:
-    """The native engine, stepped in the thread of `background` (satisfies `Sampler`)."""
+class SourceHere:
+    """The native engine, stepped in the thread of `background` (satisfies `CompletionSource`)."""
 
     def __init__(self, engine: NativeEngine) -> None:
         self._generation = SharedGeneration(engine)
@@ -74,7 +74,7 @@ class SamplerHere:
         self._check_open()
         return self._generation.engine.score(texts)
 
-    async def update(self, weights: Weights) -> None:
+    async def update(self, weights: PolicyWeights) -> None:
         self._check_open()
         self._generation.engine.update(weights.version, weights.tensors)
 

@@ -1,0 +1,70 @@
+"""GRPO asynchronously: completions are sampled while the policy is trained, new weights interrupt them in the middle,
+and no token is trained that is more than two versions old. Killed and run again, it goes on from its folder and trains
+nothing twice. Run it: ``python examples/grpo_async.py FOLDER``.
+
+    tickets ─► engine ─► judge ─► scheduler ─► batch ─► trainer ─► weights ─► engine
+"""
+
+import asyncio
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import stretto
+
+LENGTH = 12
+
+
+def judge(prompt: str, completion: str) -> float:
+    """The share of digits that are one more than the digit before them: after 3 comes 456789012345."""
+    digits = [int(digit) for digit in prompt + completion]
+    return sum((before + 1) % 10 == digit for before, digit in pairwise(digits)) / LENGTH
+
+
+async def generate(engine: stretto.Engine, scheduler: stretto.Scheduler) -> None:
+    """Start each group as soon as the bound allows it, and judge those that have ended."""
+
+    async def answer(ticket: stretto.Ticket) -> None:
+        sampled = engine.submit(ticket.prompt.token_ids, seeds=ticket.seeds, max_tokens=LENGTH)
+        answers = await asyncio.wrap_future(sampled)
+        scheduler.finish(ticket, answers, [judge(ticket.prompt.text, one.text) for one in answers])
+
+    async with asyncio.TaskGroup() as groups:
+        async for ticket in scheduler.tickets():
+            groups.create_task(answer(ticket))
+
+
+async def train(
+    trainer: stretto.Trainer, engine: stretto.Engine, scheduler: stretto.Scheduler, folder: Path, steps: int
+) -> None:
+    while trainer.version < steps:
+        batch = await scheduler.batch()
+        learnt = await asyncio.to_thread(trainer.forward_backward, batch, "decoupled_ppo")
+        trainer.optim_step()
+        engine.update(trainer.weights())  # in mid-completion: the next token is by these
+        scheduler.advance(trainer.version, learnt.metrics)
+        if trainer.version % 10 == 0:
+            trainer.save(folder)
+            made = [len(set(one.versions)) > 1 for group in batch.groups for one in group.trajectories]
+            print(f"step {trainer.version}: {learnt.metrics['reward_mean']:.1%} right; {sum(made)} by several versions")
+
+
+async def main(folder: Path, steps: int = 100) -> None:
+    if not (folder / "model").exists():
+        stretto.build_model(folder / "model", seed=1, alphabet="0123456789", hidden_size=32, layers=1, head_dim=16)
+    trainer, engine = stretto.Trainer(folder / "model", learning_rate=5e-3), stretto.Engine.load(folder / "model")
+    if (folder / "checkpoints").exists():
+        print(f"going on from version {trainer.load(folder)}")
+    engine.update(trainer.weights())
+    with stretto.Ledger(folder) as ledger:
+        bounds = {"batch_size": 8, "group_size": 8, "max_in_flight": 4, "max_staleness": 2}
+        own = {"tokenizer": engine.tokenizer, "ledger": ledger, "version": trainer.version}
+        scheduler = stretto.Scheduler(list("0123456789"), **own, **bounds)
+        generating = asyncio.create_task(generate(engine, scheduler))
+        await train(trainer, engine, scheduler, folder, steps)
+        generating.cancel()
+        print(ledger.balance())
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))

@@ -1,0 +1,116 @@
+"""Engines in processes of their own behind `stretto.Engine`: native ones, or servers of vLLM and SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from stretto.core.errors import EngineLost, StrettoError
+from stretto.core.records import Completion, GenerateRequest
+from stretto.core.tasks import cancel_and_wait
+from stretto.engine.config import EngineConfig
+from stretto.engine.spec import EngineSpec, socket_folder
+from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.pool import EnginePool
+from stretto.verbs.background import background
+from stretto.verbs.weights import PolicyWeights
+from stretto.weights.folder import remove
+from stretto.weights.shared_memory import SharedMemoryPublisher
+
+_GRACE_SECONDS = 1.0
+
+
+class SourceApart:
+    """One engine or several (satisfies `CompletionSource`); one that dies is replaced, and what it had begins anew."""
+
+    def __init__(self, model: Path, config: EngineConfig) -> None:
+        """Start them; returns when they are ready.
+
+        Raises:
+            RoleError: one of them has not come up; the message names its log.
+        """
+        self._folder = socket_folder()
+        self._name = self._folder.name.removeprefix("stretto-")
+        self._publisher = SharedMemoryPublisher(self._name, self._folder)
+        deadlines = DeadlinesConfig()
+        specs = [self._spec(model.resolve(), config, number, deadlines) for number in range(config.count)]
+        self._pool = EnginePool(specs, self._folder, deadlines, config.role, config.load_interval, kind=config.kind)
+        self._in_flight = InFlight(self._pool, journal=None)
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._changing = asyncio.Lock()
+        self._closed = False
+        try:
+            background().call(self._start())
+        except BaseException:
+            background().call(self._stop(keep_logs=True))
+            raise
+
+    def _spec(self, model: Path, config: EngineConfig, number: int, deadlines: DeadlinesConfig) -> EngineSpec:
+        return EngineSpec(
+            name=f"engine-{number}",
+            address=f"unix:{self._folder}/engine-{number}.sock",
+            model=str(model),
+            mailbox=self._name,
+            mailbox_folder=str(self._folder),
+            config=config.model_dump_json(),
+            threads=config.threads,
+            publication_seconds=0.0,
+            server=config.addresses[number] if number < len(config.addresses) else None,
+            scratch=str(self._folder / f"engine-{number}"),
+            token_seconds=deadlines.answer / 2,
+            load_seconds=deadlines.load,
+            start_seconds=deadlines.start,
+        )
+
+    async def _start(self) -> None:
+        await self._pool.start(0)
+        loops: list[Coroutine[Any, Any, Any]] = [self._pool.supervise(), self._pool.keep_loaded()]
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+
+    async def version(self) -> int:
+        return self._pool.published
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        self._check_open()
+        return [one for found in await asyncio.gather(*map(self._generated, requests)) for one in found]
+
+    async def _generated(self, request: GenerateRequest) -> list[Completion]:
+        try:
+            return [completion async for completion in self._in_flight.generate(request)]
+        finally:
+            self._in_flight.forget(request.id)
+
+    async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        self._check_open()
+        return await self._pool.score(texts)
+
+    async def update(self, weights: PolicyWeights) -> None:
+        self._check_open()
+        async with self._changing:
+            tensors = weights.tensors.items()
+            await asyncio.to_thread(self._publisher.publish, weights.version, tensors)
+            self._pool.publish(weights.version)
+            await self._pool.reach(weights.version)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            background().start(self._stop()).result(2 * _GRACE_SECONDS + 5)
+
+    async def _stop(self, *, keep_logs: bool = False) -> None:
+        await cancel_and_wait(self._tasks)
+        await self._pool.stop(_GRACE_SECONDS)
+        remove(self._name, self._folder)
+        if not keep_logs:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineLost("engine", "is closed; load another one")
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error if isinstance(error, StrettoError) else StrettoError(str(error)) from error

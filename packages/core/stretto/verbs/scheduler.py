@@ -1,0 +1,279 @@
+"""`stretto.Scheduler`: which prompt may start, and which completions are trained on next."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from stretto.core.admission import BoundChange
+from stretto.core.errors import DataError, Problem, RunFolderError, StoreError
+from stretto.core.records import (
+    Batch,
+    Group,
+    Outcome,
+    Prompt,
+    Segment,
+    State,
+    Trajectory,
+    Update,
+    Verdict,
+    trajectory_id,
+)
+from stretto.doors.mistakes import checked
+from stretto.model.hf.tokenizer import Tokenizer
+from stretto.rollout.config import RolloutConfig
+from stretto.rollout.controller import CONTROLLER, Controller, ControllerState, Ticket
+from stretto.rollout.pacing import pacing_of
+from stretto.rollout.prompts import PromptStream
+from stretto.verbs.completion import TextCompletion
+from stretto.verbs.ledger import FolderLedger
+from stretto.verbs.prompts import Asked, prompt_of
+
+#: One answer to a prompt: a completion, or turns of a conversation, those that were given as token ids.
+Answer = TextCompletion | Sequence[TextCompletion | Sequence[int]]
+_SEED = "seed"
+
+
+class GroupScheduler:
+    """Groups of completions from their admission to a batch, under a bound on staleness.
+
+    Example::
+
+        # Two prompts with two completions each make a batch.
+        scheduler = stretto.Scheduler([(2, 3), (4, 5)], batch_size=2, group_size=2, max_staleness=0)
+        engine = stretto.Engine.load("model")
+        while ticket := scheduler.admit():
+            completions = engine.sample(ticket.prompt.token_ids, seeds=ticket.seeds, max_tokens=4)
+            scheduler.finish(ticket, completions, rewards=[len(one.text) for one in completions])
+        print(len(scheduler.take().groups))
+
+    All of it is called in one thread. With a ledger, a scheduler that is made again goes on where the one before it was
+    killed: batches behind the trainer's version come again as they were, then the groups that nobody has trained.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Asked | Prompt | Mapping[str, str]],
+        *,
+        tokenizer: Tokenizer | None = None,
+        ledger: FolderLedger | None = None,
+        version: int = 0,
+        seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        """
+        Args:
+            prompts: texts, token ids, rows with "prompt" and "answer", or `Prompt`s; each is asked once an epoch.
+            tokenizer: that of the engine, for texts.
+            ledger: where each change is on record before it takes effect.
+            version: of the trainer, by which batches are trained.
+            seed: the order of the prompts, and the seeds of their completions, follow from it.
+            **settings: keys of a recipe's section ``[rollout]``: `batch_size` (groups), `group_size` (completions of a
+                group), `max_staleness`, `max_in_flight`, `filter`, …
+
+        Raises:
+            DataError: something is no prompt.
+            RecipeError: a setting is not what it should be.
+            RunFolderError: the ledger is of another run: other prompts, or another seed.
+            StoreError: the ledger is behind the trainer, or not whole.
+        """
+        config = checked(settings, "Scheduler", RolloutConfig)
+        asked = [_prompt(one, at, tokenizer) for at, one in enumerate(prompts)]
+        if not asked:
+            raise DataError([Problem("Scheduler: prompts", "there is none", "give one at least")])
+        self._ledger, self._again = ledger, deque[Batch]()
+        self._changed = asyncio.Event()
+        self._restored = deque[Ticket]()
+        state = self._resume(ledger, version, seed) if ledger is not None else None
+        self._controller = Controller(
+            config,
+            PromptStream(asked, seed, state.position if state is not None else None),
+            ledger if ledger is not None else _Forgetful(),
+            seed,
+            version=self._again[-1].version + 1 if self._again else version,
+            pacing=pacing_of(config, in_rounds=False),
+            state=state,
+        )
+        self._version = version
+        if ledger is not None and state is not None:
+            self._restore(ledger, state)
+            ledger.watch(CONTROLLER, self._controller.state)
+
+    @property
+    def version(self) -> int:
+        """By which the next batch is trained."""
+        return self._version
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that were admitted and are not finished."""
+        return self._controller.in_flight
+
+    @property
+    def buffered(self) -> int:
+        """Groups that are finished and wait for a batch."""
+        return self._controller.buffered
+
+    def admit(self) -> Ticket | None:
+        """The next group that may start; None while it would break the bound, or while batches of a killed run are
+        trained again."""
+        if self._again:
+            return None
+        return self._restored.popleft() if self._restored else self._controller.admit()
+
+    async def tickets(self) -> AsyncIterator[Ticket]:
+        """The groups that may start, as soon as each may; endless."""
+        while True:
+            while (ticket := self.admit()) is not None:
+                yield ticket
+            await self._change()
+
+    def finish(self, ticket: Ticket, answers: Sequence[Answer], rewards: Sequence[float | None]) -> None:
+        """The answers of a group, one for each of its seeds, with their rewards; None: not to be judged. An answer of
+        several turns is a list: what the engine returned, and between it token ids that were given, such as the result
+        of a tool.
+
+        Raises:
+            DataError: they are too few or too many, lack log-probabilities, or come from a version that is not trained
+                yet.
+        """
+        place = f"finish: group {ticket.group_id}"
+        wanted = len(ticket.seeds)
+        for name, given in (("answers", answers), ("rewards", rewards)):
+            if len(given) != wanted:
+                raise DataError([Problem(f"{place}: {name}", f"{len(given)} are given", f"{wanted} are needed")])
+        found = list[Trajectory]()
+        for member, (answer, reward) in enumerate(zip(answers, rewards, strict=True)):
+            turns = [answer] if isinstance(answer, TextCompletion) else list(answer)
+            where = f"{place}: answers[{member}]"
+            segments = tuple(self._segment(turn, f"{where}[{at}]") for at, turn in enumerate(turns))
+            text = "".join(turn.text for turn in turns if isinstance(turn, TextCompletion))
+            name, verdict = trajectory_id(ticket.group_id, member), _verdict(reward, f"{place}: rewards[{member}]")
+            found.append(Trajectory(name, segments, verdict, text))
+        self._controller.finish(ticket, found)
+        self._changed.set()
+
+    def lose(self, ticket: Ticket, reason: str) -> None:
+        """Give a group up whose completions did not come; its prompt is asked again."""
+        self._controller.lose(ticket, reason)
+        self._changed.set()
+
+    def take(self) -> Batch | None:
+        """The next batch, on record before this returns; None while it has to wait for groups."""
+        if self._again:
+            return self._again[0]
+        return self._controller.take()
+
+    async def batch(self) -> Batch:
+        """The next batch, as soon as there is one."""
+        while (batch := self.take()) is None:
+            await self._change()
+        return batch
+
+    def advance(self, version: int, metrics: Mapping[str, float] | None = None) -> None:
+        """The batch that was taken is trained: `version` trains the next one, and the engines have it.
+
+        Raises:
+            DataError: no batch was taken that leads to this version.
+        """
+        if version != self._version + 1:
+            told = f"version {version}, and the batch that was taken last leads to version {self._version + 1}"
+            raise DataError([Problem("advance", told, "call it once after each batch, with the trainer's version")])
+        self._version = version
+        if self._ledger is not None:
+            self._ledger.record_update(Update(version, version, 0, 0, dict(metrics or {})))
+        if self._again:
+            self._again.popleft()
+        else:
+            self._controller.observe(version, metrics or {})
+            self._controller.publish(version)
+            self._controller.load(version)
+            for ticket in self._controller.overdue():
+                self._controller.expire(ticket)
+        self._changed.set()
+
+    async def _change(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
+
+    def _segment(self, turn: TextCompletion | Sequence[int], place: str) -> Segment:
+        if not isinstance(turn, TextCompletion):
+            return Segment(token_ids=tuple(turn))
+        tokens = len(turn.token_ids)
+        if not len(turn.logprobs) == len(turn.versions) == tokens:
+            told = f"{tokens} tokens, {len(turn.logprobs)} log-probabilities, {len(turn.versions)} versions"
+            raise DataError([Problem(place, told, "give the completion as the engine returned it")])
+        if (newest := max(turn.versions, default=0)) > self._version:
+            told = f"was sampled by version {newest}, and the scheduler is at version {self._version}"
+            raise DataError([Problem(place, told, "call `advance` before the engine samples by a new version")])
+        return turn.segment
+
+    def _resume(self, ledger: FolderLedger, version: int, seed: int) -> ControllerState:
+        """What a scheduler that was killed has left."""
+        last = ledger.last_step()
+        if (known := ledger.get(_SEED, int)) not in (None, seed):
+            told = f"was begun with seed {known}, not {seed}"
+            raise RunFolderError([Problem(str(ledger.folder), told, f"give seed={known}, or another folder")])
+        ledger.put(_SEED, seed)
+        if last is not None and last < version:
+            found = f"its newest batch is that of version {last - 1}, and the trainer is at version {version}"
+            raise StoreError(f"{ledger.folder}: {found}: the two are of different runs, or the disk has lost a part")
+        self._again.extend(ledger.batches(version) if last is not None else ())
+        return ledger.get(CONTROLLER, ControllerState) or ControllerState()
+
+    def _restore(self, ledger: FolderLedger, state: ControllerState) -> None:
+        for group in ledger.unfinished():
+            try:
+                ticket = self._controller.restore(
+                    group.id,
+                    group.admitted_version,
+                    group.trajectories,
+                    state.failures.get(group.id, 0),
+                    group.max_staleness,
+                )
+            except KeyError as error:
+                told = f"has a group of prompt {error.args[0]!r}, which is none of these prompts"
+                raise RunFolderError([Problem(str(ledger.folder), told, "give the prompts of that run")]) from None
+            if not group.trajectories:
+                self._restored.append(ticket)
+
+
+class _Forgetful:
+    """The journal of a scheduler without a ledger."""
+
+    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None: ...
+
+    def buffer(self, group: Group) -> None: ...
+
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None: ...
+
+    def commit_batch(self, batch: Batch) -> None: ...
+
+    def change_bound(self, change: BoundChange) -> None: ...
+
+
+def _prompt(given: Any, number: int, tokenizer: Tokenizer | None) -> Prompt:
+    if isinstance(given, Prompt):
+        return given
+    place, answer = f"Scheduler: prompts[{number}]", ""
+    if isinstance(given, Mapping):
+        if "prompt" not in given:
+            raise DataError([Problem(place, "has no key 'prompt'", 'a row is {"prompt": ..., "answer": ...}')])
+        answer, given = str(given.get("answer", "")), given["prompt"]
+    asked = prompt_of(place, given)
+    if not isinstance(asked, str):
+        return Prompt(id=str(number), token_ids=asked, text="", answer=answer)
+    if tokenizer is None:
+        raise DataError([Problem(place, "is a text, and there is no tokenizer", "give tokenizer=engine.tokenizer")])
+    return Prompt(id=str(number), token_ids=tokenizer.encode(asked), text=asked, answer=answer)
+
+
+def _verdict(reward: float | None, place: str) -> Verdict:
+    if reward is None:
+        return Verdict(Outcome.UNDECIDED, None, "not judged")
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise DataError([Problem(place, f"{reward!r}", "a finite number, or None")])
+    return Verdict(Outcome.RIGHT if reward > 0 else Outcome.WRONG, float(reward))

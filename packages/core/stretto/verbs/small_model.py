@@ -1,0 +1,30 @@
+"""`stretto.build_model`: a model of one's own shape to try things with, in a moment and without a download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stretto.doors.mistakes import checked
+from stretto.model.hf.build import build_policy
+from stretto.model.hf.config import BuildConfig
+
+
+def build_model(folder: str | Path, *, seed: int = 0, **settings: Any) -> Path:
+    """Write a new model with random weights, one token a character, as a Hugging Face folder; returns the folder.
+
+    Example::
+
+        folder = stretto.build_model("tiny", alphabet="0123456789", layers=1, hidden_size=32)
+        print(stretto.Engine.load(folder).sample("3", max_tokens=4)[0].text)
+
+    Args:
+        **settings: keys of a recipe's section ``[model.build]``: `alphabet`, `layers`, `hidden_size`, `heads`, …
+
+    Raises:
+        RecipeError: a setting is not what it should be.
+        OSError: the folder cannot be written.
+    """
+    place = Path(folder).expanduser()
+    build_policy(checked(settings, "build_model", BuildConfig), place, seed)
+    return place
