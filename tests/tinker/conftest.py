@@ -10,8 +10,8 @@ import pytest
 from stretto.model.hf.build import build_policy
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.serve import TinkerServer
-from tests.tiny_policy import TINY
 from tests.tinker.speaking import backend_of, serving
+from tests.tiny_policy import TINY
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def output_of(raw: bytes) -> Output:
         numbers = np.frombuffer(named.value.data, np.float32)
         ends = np.frombuffer(named.value.offsets, np.int64) // 4
         shape = tuple(named.value.trailing_shape)
-        rows += [numbers[a:b].reshape(-1, *shape) for a, b in zip(ends, ends[1:], strict=False)]
+        rows += [numbers[a:b].reshape(-1, *shape) for a, b in pairwise(ends)]
     return Output(rows, {one.key: one.value for one in message.metrics})
 
 

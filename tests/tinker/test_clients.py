@@ -36,7 +36,9 @@ def test_nothing_of_another_key_is_there(address: str) -> None:
         bob.get(f"training_runs/{id}/checkpoints"),
         bob.get(f"samplers/{sampler}"),
         bob.delete(f"training_runs/{id}/checkpoints/weights/mine"),
-        bob.post("create_sampling_session", {"session_id": bob.opened(), "sampling_session_seq_id": 0, "model_path": path}),
+        bob.post(
+            "create_sampling_session", {"session_id": bob.opened(), "sampling_session_seq_id": 0, "model_path": path}
+        ),
     ]
     assert [reply.status_code for reply in foreign] == [404] * len(foreign)
     assert told(bob.get("training_runs"))["training_runs"] == []
@@ -166,3 +168,19 @@ def test_sampled_logprobs_score_again_to_1e_4(address: str, stop: object) -> Non
             assert not ended
         if stop == [5] and ended:
             assert tokens[-1] in (5, 1)
+
+
+def test_what_only_an_ended_session_knows_is_removed(backend: LocalBackend, tmp_path: Path) -> None:
+    with serving(backend, tmp_path) as (address, server):
+        client = Client(address)
+        id = client.create()
+        client.save(id, 1, None, "save_weights_for_sampler", sampling_session_seq_id=0)
+        client.save(id, 2, "kept")
+        asked = client.forward_backward(id, 3, data_for("cross_entropy"))
+        client.output(asked)
+        told(client.post(f"sessions/{client.session}/finish", {"reason": {"type": "success"}}))
+        assert [one["checkpoint_id"] for one in told(client.get("checkpoints"))["checkpoints"]] == ["weights/kept"]
+        assert not list((tmp_path / "weights").rglob("unnamed-*"))
+        assert client.output(asked).loss > 0
+        server.record.forget_sessions(-1.0)
+        assert client.fetch(asked).status_code == 410

@@ -37,7 +37,9 @@ def train(client: Client, id: str, first: int, last: int) -> list[str]:
     """Send the requests of some steps; their ids."""
     asked = []
     for step in range(first, last):
-        asked.append(client.forward_backward(id, 2 * step + 1, data_for("importance_sampling", step), "importance_sampling"))
+        asked.append(
+            client.forward_backward(id, 2 * step + 1, data_for("importance_sampling", step), "importance_sampling")
+        )
         asked.append(client.step(id, 2 * step + 2))
     return asked
 
@@ -49,9 +51,7 @@ def results(client: Client, asked: list[str]) -> list[Any]:
 
 
 def final(client: Client, id: str) -> Output:
-    return client.output(
-        client.forward_backward(id, 2 * _STEPS + 1, data_for("cross_entropy", 99), forward_only=True)
-    )
+    return client.output(client.forward_backward(id, 2 * _STEPS + 1, data_for("cross_entropy", 99), forward_only=True))
 
 
 def test_a_server_killed_twice_gives_what_one_that_lives_gives(model: Path, tmp_path: Path) -> None:

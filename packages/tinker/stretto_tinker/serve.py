@@ -24,6 +24,7 @@ class TinkerServer:
 
     Attributes:
         app: for an ASGI server.
+        record: all that is on disk beside the weights.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class TinkerServer:
             found = f"cannot be made: {error.strerror}"
             raise RunFolderError([Problem(str(folder), found, "give another folder")]) from None
         self._lock = lock.acquire(folder)
-        self._record = Record(folder / RECORD)
-        if (base := self._record.fact("base", str(backend.folder))) != str(backend.folder):
+        self.record = Record(folder / RECORD)
+        if (base := self.record.fact("base", str(backend.folder))) != str(backend.folder):
             raise RunFolderError([Problem(str(folder), f"is the record of {base}", "give another folder")])
         weights, self._changes = Weights(folder), Changes()
-        self.worker = Worker(backend, self._record, weights, self._changes.settled)
-        self._service = Service(backend, self._record, weights, self.worker, self._changes, keys)
+        self.worker = Worker(backend, self.record, weights, self._changes.settled)
+        self._service = Service(backend, self.record, weights, self.worker, self._changes, keys)
         self.app = TinkerApp(self._service, names)
         self.stopping = False
 
@@ -65,5 +66,5 @@ class TinkerServer:
     def close(self) -> None:
         """End the worker, and give the folder back."""
         self.worker.stop()
-        self._record.close()
+        self.record.close()
         os.close(self._lock)

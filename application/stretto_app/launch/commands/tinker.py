@@ -57,7 +57,9 @@ def tinker(
     say(f"{backend.name}: {backend.architecture}, {backend.parameters:,} parameters, context {backend.context:,}")
     if not keys and not is_loopback(bound):
         say("warning: other machines may use this server with any key; give --key (docs/tinker.md)")
-    say(f"export TINKER_BASE_URL=http://{shown}:{bound.getsockname()[1]} TINKER_API_KEY={keys[0] if keys else 'tml-me'}")
+    say(
+        f"export TINKER_BASE_URL=http://{shown}:{bound.getsockname()[1]} TINKER_API_KEY={keys[0] if keys else 'tml-me'}"
+    )
     try:
         uvloop.run(run_app(http, [bound], server))
     finally:

@@ -46,9 +46,7 @@ class SharedModel:
         use_onednn(self._model, TRAINING)
         self.tokenizer: Tokenizer = load_tokenizer(self.folder)
 
-    def view(
-        self, lora: LoraConfig | None, attention: str = PACKED_ATTENTION, **adapters: Any
-    ) -> PreTrainedModel:
+    def view(self, lora: LoraConfig | None, attention: str = PACKED_ATTENTION, **adapters: Any) -> PreTrainedModel:
         """The model with modules and adapters of its own, whose other weights are these. `adapters`: keywords of
         `trainer.parallel.lora.adapt`."""
         kernels = [module.kernel for module in self._model.modules() if isinstance(module, OneDnnLinear)]

@@ -9,8 +9,7 @@ from typing import Protocol
 import msgspec
 
 from stretto.core.errors import StrettoError
-from stretto_tinker.wire.bodies import Adam, Lora
-from stretto_tinker.wire.bodies import Sampler as SamplerSettings
+from stretto_tinker.wire.bodies import Adam, Lora, SamplingParams
 from stretto_tinker.wire.datums import Datum
 from stretto_tinker.wire.outputs import Computed, Floats, Likeliest, SampledTokens
 
@@ -70,12 +69,20 @@ class Wish(msgspec.Struct, frozen=True):
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
-    settings: SamplerSettings
+    settings: SamplingParams
     likeliest: int = 0  # tokens to tell at each sampled position
 
 
 class SampledModel(Protocol):
     """A model that is sampled from."""
+
+    def take(self, folder: Path) -> bool:
+        """While nothing is open: take over other weights; False where they are of another shape.
+
+        Raises:
+            StoreError: they are not whole; these are unusable from then on.
+        """
+        ...
 
     def add(self, id: str, wish: Wish) -> None:
         """Begin to sample.
@@ -110,7 +117,7 @@ class SampledModel(Protocol):
         """Log-probabilities of any tokens: row i is at position i + 1; 0 where the token is -1."""
         ...
 
-    def draw(self, prompt: Sequence[int], width: int, settings: SamplerSettings, seed: int) -> Likeliest:
+    def draw(self, prompt: Sequence[int], width: int, settings: SamplingParams, seed: int) -> Likeliest:
         """Tokens drawn at every position after the first, with their log-probabilities."""
         ...
 

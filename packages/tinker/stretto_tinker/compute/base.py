@@ -102,18 +102,40 @@ class LocalBackend:
     def sampled(self, folder: Path | None) -> Sampler:
         """See `Backend`."""
         tokenizer = self._shared.tokenizer
-        shape = None if folder is None else self.shape_of(folder)
-
-        def view(attention: str) -> PreTrainedModel:
-            if shape is None or folder is None:
-                return self._shared.view(None, attention)
-            if shape.lora is None:
-                return load_policy(folder / POLICY, attention=attention, device=self._config.device)
-            model = self._view(shape, attention)
-            read_adapters(folder, model)
-            return model.requires_grad_(False)
-
+        views = _Views(self, None if folder is None else self.shape_of(folder), folder)
         grammars = partial(Grammars, lambda: tokenizer)
-        model = view(CACHED_ATTENTION)
+        model = views.view(CACHED_ATTENTION)
         engine = NativeEngine(model, self._config, detokenizer=lambda: tokenizer, grammars=grammars)
-        return Sampler(engine, lambda: view(PACKED_ATTENTION), tokenizer, self.context)
+        return Sampler(engine, views, tokenizer, self.context)
+
+    def view(self, shape: Shape | None, folder: Path | None, attention: str) -> PreTrainedModel:
+        """A model to sample from."""
+        if shape is None or folder is None:
+            return self._shared.view(None, attention)
+        if shape.lora is None:
+            return load_policy(folder / POLICY, attention=attention, device=self._config.device)
+        model = self._view(shape, attention)
+        read_adapters(folder, model)
+        return model.requires_grad_(False)
+
+
+class _Views:
+    """The same weights for the engine and for the packed forward (satisfies `sampler.Views`)."""
+
+    def __init__(self, backend: LocalBackend, shape: Shape | None, folder: Path | None) -> None:
+        self._backend, self._shape, self._folder = backend, shape, folder
+        self._models: list[PreTrainedModel] = []
+
+    def view(self, attention: str) -> PreTrainedModel:
+        """See `Views`."""
+        self._models.append(self._backend.view(self._shape, self._folder, attention))
+        return self._models[-1]
+
+    def take(self, folder: Path) -> bool:
+        """See `Views`."""
+        if self._shape is None or self._shape.lora is None or self._backend.shape_of(folder).lora != self._shape.lora:
+            return False
+        for model in self._models:
+            read_adapters(folder, model)
+        self._folder = folder
+        return True

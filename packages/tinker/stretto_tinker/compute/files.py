@@ -1,9 +1,9 @@
 """Weights in a folder: adapters as peft reads them, or a whole model; and the optimizer beside them.
 
-    adapter_model.safetensors, adapter_config.json     adapters
-    policy/                                            a whole model, as transformers reads it
-    optimizer.safetensors                              AdamW's moments and steps
-    shape.json                                         what is trained, and of which base model
+adapter_model.safetensors, adapter_config.json     adapters
+policy/                                            a whole model, as transformers reads it
+optimizer.safetensors                              AdamW's moments and steps
+shape.json                                         what is trained, and of which base model
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def read_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{folder.name} has no optimizer that is whole: {error}") from None
     for name, parameter in _trained(model):
-        state = {kind: found[f"{kind}.{name}"] for kind in ("step", "exp_avg", "exp_avg_sq") if f"{kind}.{name}" in found}
+        state = {
+            kind: found[f"{kind}.{name}"] for kind in ("step", "exp_avg", "exp_avg_sq") if f"{kind}.{name}" in found
+        }
         if state and (len(state) != 3 or state["exp_avg"].shape != parameter.shape):
             raise StoreError(f"{folder.name}: the optimizer is of another model, by {name}")
         if state:

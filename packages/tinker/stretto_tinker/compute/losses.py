@@ -98,7 +98,7 @@ LOSSES: dict[str, Loss] = {
 }
 _NOT_SERVED = {
     "stable_reinforce": "it reads what the sampler of its makers records; no formula of it is published",
-    "custom": "custom losses run on the client's side here (forward_backward_custom), which needs no loss of the server",
+    "custom": "custom losses run on the client's side (forward_backward_custom with a function)",
 }
 
 

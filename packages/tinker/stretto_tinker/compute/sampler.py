@@ -6,7 +6,9 @@ Axes: P prompt token, V vocabulary.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,9 +20,10 @@ from stretto.core.records import Completion, GenerateRequest, Sampling, StopReas
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.sampling import BrokenLogits
 from stretto.model.hf.tokenizer import Tokenizer
+from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import hidden_states, pack_tokens, token_logprobs
 from stretto_tinker.compute.backend import Ended, Wish
-from stretto_tinker.wire.bodies import Sampler as Settings
+from stretto_tinker.wire.bodies import SamplingParams
 from stretto_tinker.wire.outputs import Floats, Likeliest, SampledTokens
 
 _UNCHANGED = Sampling(max_tokens=1)
@@ -28,14 +31,28 @@ _NONE = -99_999.0  # the SDK's log-probability of no token
 _ROWS = 256  # of logits that are alive at once
 
 
+class Views(Protocol):
+    """Where the weights are from."""
+
+    def view(self, attention: str) -> PreTrainedModel:
+        """A model with these weights and this attention."""
+        ...
+
+    def take(self, folder: Path) -> bool:
+        """Give all models that were made other weights; False where these are of another shape.
+
+        Raises:
+            StoreError: they are not whole.
+        """
+        ...
+
+
 class Sampler:
     """An engine, and the same weights by a packed forward, for prompts that are scored."""
 
-    def __init__(
-        self, engine: NativeEngine, packed: Callable[[], PreTrainedModel], tokenizer: Tokenizer, context: int
-    ) -> None:
-        """`packed` gives the model with the packed attention; it is called once, if ever."""
-        self._engine, self._packed, self._tokenizer, self._context = engine, packed, tokenizer, context
+    def __init__(self, engine: NativeEngine, views: Views, tokenizer: Tokenizer, context: int) -> None:
+        """`views` has made the model of the engine."""
+        self._engine, self._views, self._tokenizer, self._context = engine, views, tokenizer, context
         self._model: PreTrainedModel | None = None
         self._open: OrderedDict[str, tuple[Wish, dict[int, SampledTokens]]] = OrderedDict()
 
@@ -43,6 +60,10 @@ class Sampler:
     def idle(self) -> bool:
         """See `SampledModel`."""
         return not self._open
+
+    def take(self, folder: Path) -> bool:
+        """See `SampledModel`."""
+        return self._views.take(folder)
 
     def add(self, id: str, wish: Wish) -> None:
         """See `SampledModel`."""
@@ -102,7 +123,7 @@ class Sampler:
             found[start - 1 : start - 1 + len(rows_PV)] = values.cpu().numpy()
         return found
 
-    def draw(self, prompt: Sequence[int], width: int, settings: Settings, seed: int) -> Likeliest:
+    def draw(self, prompt: Sequence[int], width: int, settings: SamplingParams, seed: int) -> Likeliest:
         """See `SampledModel`."""
         shape = (max(0, len(prompt) - 1), width)
         ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -130,7 +151,7 @@ class Sampler:
 
     def _forward(self) -> PreTrainedModel:
         if self._model is None:
-            self._model = self._packed()
+            self._model = self._views.view(PACKED_ATTENTION)
         return self._model
 
 
@@ -147,7 +168,7 @@ def _tokens(completion: Completion, width: int) -> SampledTokens:
     return SampledTokens(completion.token_ids, completion.behavior_logprobs, stopped, likeliest)
 
 
-def sampling_of(settings: Settings, end: tuple[int, ...], room: int) -> Sampling:
+def sampling_of(settings: SamplingParams, end: tuple[int, ...], room: int) -> Sampling:
     """How an engine samples. An end of sequence ends a completion too, unless the list of stops is empty.
 
     Raises:

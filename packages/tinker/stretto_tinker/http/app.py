@@ -47,7 +47,9 @@ class TinkerApp:
         parts = [Sessions(service), Training(service), SamplingHandlers(service), Futures(service), archive]
         kept: dict[str, Handler] = {name: handler for part in parts for name, handler in part.routes().items()}
         opened = {"GET /api/v1/healthz": _healthy, "GET /health": _healthy, **archive.open_routes()}
-        refused = [Route(f"/api/v1/{path}", self._refusing(path, why), methods=_ALL) for path, why in _NOT_SERVED.items()]
+        refused = [
+            Route(f"/api/v1/{path}", self._refusing(path, why), methods=_ALL) for path, why in _NOT_SERVED.items()
+        ]
         routes = [*self._routes(kept, keyed=True), *self._routes(opened, keyed=False), *refused]
         self._app = Starlette(routes=[*routes, Route("/{path:path}", self._unknown, methods=_ALL)])
 

@@ -89,7 +89,9 @@ class Archive:
 
     async def _of_run(self, call: Call) -> Response:
         row = self._service.model(call.path("run"), call.owner, open=False)
-        return told({"checkpoints": [_checkpoint(one) for one in _shown(self._service.record.checkpoints(model=row.id))]})
+        return told(
+            {"checkpoints": [_checkpoint(one) for one in _shown(self._service.record.checkpoints(model=row.id))]}
+        )
 
     async def _of_user(self, call: Call) -> Response:
         limit, offset = call.number("limit", 100, _MOST), call.number("offset", 0, 10**9)
@@ -137,7 +139,9 @@ class Archive:
         until = int(now()) + _URL_SECONDS
         at = f"{until}/{self._seal(until, place)}/{place.model}/{place.kind}/{place.name}"
         base = str(call.request.base_url).rstrip("/")
-        urls = {name: f"{base}/files/{at}/{name}" for name in files_of(self._service.weights.folder(Place.of(row.path)))}
+        urls = {
+            name: f"{base}/files/{at}/{name}" for name in files_of(self._service.weights.folder(Place.of(row.path)))
+        }
         return told({"urls": urls, "expires": written(until)})
 
     async def _archive(self, call: Call) -> Response:
@@ -172,7 +176,10 @@ class Archive:
 
     async def _tar(self, call: Call) -> Response:
         folder = self._sealed(call)
-        with tempfile.NamedTemporaryFile(suffix=".tar", delete=False) as whole, tarfile.open(fileobj=whole, mode="w") as tar:
+        with (
+            tempfile.NamedTemporaryFile(suffix=".tar", delete=False) as whole,
+            tarfile.open(fileobj=whole, mode="w") as tar,
+        ):
             for name, file in files_of(folder).items():
                 tar.add(file, name)
         path = Path(whole.name)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
 from stretto_tinker.compute.backend import Backend
 from stretto_tinker.http.exchange import NotServed
 from stretto_tinker.record.checkpoints import Place, Weights
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _SILENT_SECONDS = 300.0
 _SWEEP_SECONDS = 15.0
+_KEPT_SECONDS = 86_400.0  # results of sessions that have ended
 
 Found = TypeVar("Found")
 
@@ -178,15 +181,20 @@ class Service:
         """End a session: what was acknowledged is computed, then its models leave the memory."""
         self.record.end_session(row.id, how)
         self._seen.pop(row.id, None)
-        self._leave(row.id, "the session has ended")
+        for model in self._leave(row.id, "the session has ended"):
+            for checkpoint in self.record.checkpoints(model=model):
+                if msgspec.json.decode(checkpoint.body)["unnamed"]:  # nothing but samplers of the session knows them
+                    self.drop(checkpoint)
 
-    def _leave(self, session: str, why: str) -> None:
+    def _leave(self, session: str, why: str) -> list[str]:
+        """Let the models of a session leave the memory; their ids."""
         for sampler in self.record.samplers(session):
             self.worker.end_samples(sampler.id, why)
         row = self.record.session(session)
-        for model in [] if row is None else self.record.models(row.owner):
-            if model.session == session:
-                self.worker.retire(model.id, why)
+        models = [one.id for one in ([] if row is None else self.record.models(row.owner)) if one.session == session]
+        for model in models:
+            self.worker.retire(model, why)
+        return models
 
     async def sweep(self) -> None:
         """Look after sessions that are silent and checkpoints that have expired, until cancelled."""
@@ -197,9 +205,13 @@ class Service:
                 log.info("session %s is silent", id)
                 del self._seen[id]
                 self._leave(id, f"its client was silent for {_SILENT_SECONDS:g} s")
-            for row in self.record.checkpoints():
-                if row.expires is not None and row.expires < now():
-                    self.drop(row)
+            try:
+                for row in self.record.checkpoints():
+                    if row.expires is not None and row.expires < now():
+                        self.drop(row)
+                self.record.forget_sessions(_KEPT_SECONDS)
+            except sqlite3.OperationalError as error:
+                log.error("the record cannot be written: %s", error)
 
     def drop(self, row: CheckpointRow) -> None:
         """Remove a checkpoint."""

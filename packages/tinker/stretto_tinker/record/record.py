@@ -32,7 +32,7 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, asked TEXT NOT NULL, created REAL NOT NULL, body BLOB NOT NULL,
-    ended TEXT, UNIQUE (owner, asked)
+    ended TEXT, ended_at REAL, UNIQUE (owner, asked)
 );
 CREATE TABLE IF NOT EXISTS models (
     id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, created REAL NOT NULL, body BLOB NOT NULL,
@@ -129,9 +129,7 @@ class CheckpointRow:
 
 
 _REQUEST = "SELECT id, lane, seq, owner, kind, body, state, result, form, proof FROM requests"
-_CHECKPOINT = (
-    "SELECT path, model, owner, kind, name, created, size, public, expires, request, body FROM checkpoints"
-)
+_CHECKPOINT = "SELECT path, model, owner, kind, name, created, size, public, expires, request, body FROM checkpoints"
 
 
 class Record:
@@ -195,7 +193,9 @@ class Record:
     def open_session(self, id: str, owner: str, asked: str, body: bytes) -> str:
         """Open a session; `asked` names the request, which may come again: then its session is found."""
         with self.together():
-            self._all("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, NULL)", id, owner, asked, now(), body)
+            self._all(
+                "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, NULL, NULL)", id, owner, asked, now(), body
+            )
             [(found,)] = self._all("SELECT id FROM sessions WHERE owner = ? AND asked = ?", owner, asked)
         return str(found)
 
@@ -211,7 +211,16 @@ class Record:
 
     def end_session(self, id: str, how: str) -> None:
         """Say how a session ended; the first word counts."""
-        self._all("UPDATE sessions SET ended = ? WHERE id = ? AND ended IS NULL", how, id)
+        self._all("UPDATE sessions SET ended = ?, ended_at = ? WHERE id = ? AND ended IS NULL", how, now(), id)
+
+    def forget_sessions(self, seconds: float) -> None:
+        """Drop the requests and results of sessions that ended so long ago; their checkpoints stay."""
+        ended = "SELECT id FROM sessions WHERE ended_at < ?"
+        lanes = (
+            f"SELECT id FROM models WHERE session IN ({ended}) UNION SELECT id FROM samplers WHERE session IN ({ended})"
+        )
+        sql = "UPDATE requests SET state = 'forgotten', result = NULL, body = NULL WHERE state IN ('done', 'failed')"
+        self._all(f"{sql} AND lane IN ({lanes})", now() - seconds, now() - seconds)
 
     # Models and samplers
 

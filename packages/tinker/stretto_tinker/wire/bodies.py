@@ -176,7 +176,7 @@ class PromptTokens(msgspec.Struct, frozen=True):
         return tuple(token for chunk in self.chunks for token in chunk.tokens)
 
 
-class Sampler(msgspec.Struct, frozen=True):
+class SamplingParams(msgspec.Struct, frozen=True):
     """How a completion is sampled."""
 
     max_tokens: int | None = None
@@ -201,7 +201,7 @@ class Sample(msgspec.Struct, frozen=True):
     """``asample``"""
 
     prompt: PromptTokens
-    sampling_params: Sampler
+    sampling_params: SamplingParams
     num_samples: int = 1
     base_model: str | None = None
     model_path: str | None = None

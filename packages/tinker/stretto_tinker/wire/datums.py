@@ -15,7 +15,7 @@ from stretto_tinker.wire import schema
 
 Array = NDArray[Any]
 FLOAT32, INT64 = 1, 2
-_DTYPES = {FLOAT32: np.dtype(np.float32), INT64: np.dtype(np.int64)}
+_DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype(np.float32), INT64: np.dtype(np.int64)}
 _INT64 = np.dtype(np.int64)
 _MOST_CELLS = 1 << 26  # of one array that arrives sparse: its rows and columns are any two numbers
 
@@ -130,9 +130,7 @@ def _numbers(raw: bytes, dtype: np.dtype[Any], place: str) -> Array:
     return np.frombuffer(raw, dtype)
 
 
-def check(
-    datums: Sequence[Datum], takes: Mapping[str, bool], vocabulary: int, context: int, *, several: bool
-) -> None:
+def check(datums: Sequence[Datum], takes: Mapping[str, bool], vocabulary: int, context: int, *, several: bool) -> None:
     """Refuse data that a loss cannot be computed of.
 
     Args:

@@ -78,7 +78,7 @@ def _pool() -> descriptor_pool.DescriptorPool:
             added = described.field.add(
                 name=field, number=number, label=_REPEATED if kind.startswith("*") else _OPTIONAL
             )
-            added.type = _KINDS.get(plain, _KINDS["message"])  # type: ignore[assignment]
+            added.type = _KINDS.get(plain, _KINDS["message"])
             if plain in _MESSAGES:
                 added.type_name = f".{_PACKAGE}.{plain}"
     pool = descriptor_pool.DescriptorPool()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from stretto_tinker.wire.bodies import Sample, TargetIds
 from stretto_tinker.wire.outputs import Floats, Likeliest, Sampled, encode_sampled
 
 _TURN_SECONDS = 0.05
-_MOST_ENGINES = 16
+_FEWEST_IDLE = 3
 _MOST_SAMPLES = 1024
 _MOST_WIDTH = 1024
 
@@ -34,7 +35,8 @@ class Seeded(msgspec.Struct, frozen=True):
 
 
 class Engines:
-    """The sampled models in memory; those that were not used for longest make room for others."""
+    """The sampled models in memory. To make one takes longer than a small sample: so the one that was not used for
+    longest takes over new weights of its shape, once there are some."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -47,16 +49,24 @@ class Engines:
             StoreError: they are not whole.
         """
         if name not in self._engines:
-            self._engines[name] = self._backend.sampled(folder)
+            self._engines[name] = self._reused(folder) or self._backend.sampled(folder)
         self._engines.move_to_end(name)
-        idle = [other for other, engine in self._engines.items() if engine.idle and other not in ("", name)]
-        for other in idle[: max(0, len(self._engines) - _MOST_ENGINES)]:
-            del self._engines[other]
         return self._engines[name]
 
+    def _reused(self, folder: Path | None) -> SampledModel | None:
+        idle = [name for name, engine in self._engines.items() if engine.idle and name]
+        if len(idle) < _FEWEST_IDLE or folder is None:
+            return None
+        engine = self._engines.pop(idle[0])
+        return engine if engine.take(folder) else None
+
     def drop(self, name: str) -> None:
-        """Take an engine from memory."""
-        self._engines.pop(name, None)
+        """Forget the engine of some weights."""
+        if name in self._engines and not self._engines[name].idle:
+            del self._engines[name]
+        elif name in self._engines:  # its weights are gone; its place is the first that is taken
+            self._engines[f"{name} (gone)"] = self._engines.pop(name)
+            self._engines.move_to_end(f"{name} (gone)", last=False)
 
 
 class Sampling:
@@ -182,7 +192,7 @@ def dense_targets(targets: TargetIds, prompt: int) -> list[list[int]]:
     dense = np.full(shape, -1, np.int64)
     if len(rows) != shape[0] + 1 or rows[-1] != len(targets.data) or len(columns) != len(targets.data):
         raise RefusedRequest(field, "indices that do not fit together", "rows and columns in order")
-    if any(a > b for a, b in zip(rows, rows[1:], strict=False)) or not all(0 <= c < shape[1] for c in columns):
+    if any(a > b for a, b in pairwise(rows)) or not all(0 <= c < shape[1] for c in columns):
         raise RefusedRequest(field, "indices out of order or out of range", f"columns 0 to {shape[1] - 1}")
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = targets.data
     return dense.tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,89 @@
+"""Programs of Tinker's cookbook, unchanged, before a server of ours: they run, and they learn."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+
+from tests.real_tinker.conftest import NAME, Bench
+
+_SMALL = ("group_size=4", "groups_per_batch=8", "learning_rate=1e-2", "lora_rank=8", "max_tokens=5")
+_SHORT = ("eval_every=0", "save_every=0")
+
+
+def test_sl_loop_learns(bench: Bench) -> None:
+    words = ("batch_size=16", "learning_rate=1e-2", "lora_rank=8", "max_steps=15", "save_every=10")
+    nll = [row["train_mean_nll"] for row in bench.recipe("sl_loop", "sl", *words) if "train_mean_nll" in row]
+    assert len(nll) == 15
+    assert nll[-1] < nll[0] / 3
+
+
+def test_rl_loop_learns_what_sl_loop_left(bench: Bench) -> None:
+    """It goes on from the checkpoint that the other loop left in its folder."""
+    log = bench.folder / "logs" / "sl"
+    if not (log / "checkpoints.jsonl").exists():
+        pytest.skip("sl_loop has not run")
+    (bench.folder / "logs" / "rl").mkdir()
+    line = (log / "checkpoints.jsonl").read_text().splitlines()[-1].replace('"batch": 20', '"batch": 0')
+    (bench.folder / "logs" / "rl" / "checkpoints.jsonl").write_text(line + "\n")
+    words = ("batch_size=4", "group_size=8", "learning_rate=1e-2", "lora_rank=8", "max_steps=12", "max_tokens=12")
+    rewards = [
+        row["reward/total"] for row in bench.recipe("rl_loop", "rl", *words, "save_every=0") if "reward/total" in row
+    ]
+    assert len(rewards) == 12
+    assert fmean(rewards[-3:]) > fmean(rewards[:3])
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("synchronous", ("max_steps=10",)),
+        ("asynchronous", ("max_steps=5", "max_steps_off_policy=1")),
+        (
+            "streaming",
+            (
+                "max_steps=3",
+                "stream_minibatch_config.groups_per_batch=8",
+                "stream_minibatch_config.num_minibatches=2",
+            ),
+        ),
+    ],
+)
+def test_rl_train_in_each_mode_on_arithmetic(mode: str, words: tuple[str, ...], bench: Bench) -> None:
+    rows = bench.recipe("math_rl.train", mode, "env=arithmetic", *_SMALL, *_SHORT, *words)
+    rewards = [row["env/all/reward/total"] for row in rows if "env/all/reward/total" in row]
+    assert len(rewards) >= 3
+    kl = [row["optim/kl_sample_train_v1"] for row in rows if "optim/kl_sample_train_v1" in row]
+    if mode == "synchronous":
+        assert max(map(abs, kl)) < 1e-3  # what is trained on is what was sampled
+        assert fmean(rewards[-3:]) > fmean(rewards[:3])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("multiplayer_rl.guess_number.train", ("group_size=2", "batch_size=2", "max_steps=1", "max_tokens=8", *_SHORT)),
+        (
+            "preference.shorter.train",
+            ("batch_size=2", "group_size=4", "max_tokens=16", "renderer_name=qwen3", "max_steps=2", "eval_every=0"),
+        ),
+        ("preference.dpo.train", ("dataset=hhh", "batch_size=8", "learning_rate=1e-3", "max_steps=5")),
+        (
+            "distillation.on_policy_distillation",
+            (
+                f"teacher_model={NAME}",
+                "group_size=2",
+                "groups_per_batch=4",
+                "lora_rank=8",
+                "max_tokens=16",
+                "max_steps=2",
+                *_SHORT,
+            ),
+        ),
+    ],
+)
+def test_recipes_of_several_turns_preferences_and_distillation_run(
+    recipe: str, words: tuple[str, ...], bench: Bench
+) -> None:
+    assert bench.recipe(recipe, recipe, *words)
