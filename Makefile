@@ -48,7 +48,7 @@ tests: .venv/ready-test  ## the tests alone; up to three that fail run once more
 	$(PYTEST) || $(RUN) tests.alone $$?
 
 # The rooms of each package; tests/ mirrors them.
-core := core conversation doors engine loop measures model processes rewards rollout store trainer weights worlds
+core := core conversation doors engine loop measures model processes rewards rollout store trainer verbs weights worlds
 report := audit dashboard outlets watch
 foresight := planner simulator
 

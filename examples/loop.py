@@ -9,36 +9,15 @@ only thing it is told is the share of its steps that were right. Run it: ``pytho
 (`stretto train`) has the same parts, each in a process of its own, with a ledger, checkpoints and spare parts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile
-from collections.abc import Iterable
 from itertools import pairwise
 
-from torch import Tensor
+import stretto
 
-from stretto.core import records
-from stretto.core.records import Batch, Completion, Group, Prompt, Trajectory
-from stretto.engine.config import EngineConfig
-from stretto.engine.native.engine import NativeEngine
-from stretto.model.hf.build import build_policy
-from stretto.model.hf.config import BuildConfig
-from stretto.model.hf.folder import load_policy
-from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from stretto.model.packed.attention import PACKED_ATTENTION
-from stretto.rollout.config import RolloutConfig
-from stretto.rollout.controller import Controller, Ticket
-from stretto.rollout.prompts import PromptStream
-from stretto.trainer.config import TrainerConfig
-from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.trainer import Trainer
-from stretto.weights.mailbox import Gather, as_it_is
-
-MODEL = BuildConfig(hidden_size=32, layers=1, heads=2, kv_heads=2, head_dim=16, alphabet="0123456789")
-ROLLOUT = RolloutConfig(batch_size=8, group_size=8, max_in_flight=4, max_staleness=2)
 LENGTH = 12
+BOUNDS = {"batch_size": 8, "group_size": 8, "max_in_flight": 4, "max_staleness": 2}
 
 
 def judge(prompt: str, completion: str) -> float:
@@ -47,103 +26,55 @@ def judge(prompt: str, completion: str) -> float:
     return sum((before + 1) % 10 == digit for before, digit in pairwise(digits)) / LENGTH
 
 
-class Mailbox:
-    """Where the trainer puts a version of the weights, and the engine finds it. Neither knows the other."""
+async def generate(engine: stretto.Engine, scheduler: stretto.Scheduler) -> None:
+    """Until it is cancelled: start each group that may start, judge it when its last completion has ended."""
 
-    version, tensors = 0, dict[str, Tensor]()
+    async def answer(ticket: stretto.Ticket) -> None:
+        # The engine samples one token of everything that is under way, in a thread of its own: the trainer computes
+        # meanwhile in another. The completions of one prompt are a group: they are compared with each other.
+        future = engine.submit(ticket.prompt.token_ids, seeds=ticket.seeds, max_tokens=LENGTH)
+        answers = await asyncio.wrap_future(future)
+        scheduler.finish(ticket, answers, [judge(ticket.prompt.text, one.text) for one in answers])
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
-        self.version, self.tensors = version, {name: gather(name, one).detach().clone() for name, one in tensors}
-
-
-class Counts:
-    """The journal: the controller writes each change of state here before it takes effect. A run's is a ledger."""
-
-    issued = trained = 0
-
-    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
-        self.issued += members
-
-    def buffer(self, group: Group) -> None: ...
-
-    def settle(self, id: str, state: records.State, reason: str, trajectory: Trajectory | None = None) -> None: ...
-
-    def commit_batch(self, batch: Batch) -> None:
-        self.trained += sum(len(group.trajectories) for group in batch.groups)
-
-    def change_bound(self, change: object) -> None: ...
-
-
-async def generate(engine: NativeEngine, controller: Controller, mailbox: Mailbox, tokenizer: Tokenizer) -> None:
-    """Until it is cancelled: load new weights, admit what may start, sample one token of everything, judge."""
-    sampling = records.Sampling(max_tokens=LENGTH)
-    groups: dict[str, tuple[Ticket, list[Completion]]] = {}
-    while True:
-        if mailbox.version > engine.version:
-            # Completions under way stop here; their next tokens are sampled by the new weights, and say so.
-            engine.update(mailbox.version, mailbox.tensors)
-            controller.load(engine.version)
+    async with asyncio.TaskGroup() as groups:  # what fails in one of them ends all
         # Equation 3: of N groups ever started, floor(N / batch) <= version + staleness. Beyond it, generation waits.
-        while (ticket := controller.admit()) is not None:
-            prompt = ticket.draw.prompt.token_ids
-            engine.add(records.GenerateRequest(ticket.group_id, prompt, ticket.seeds, sampling))
-            groups[ticket.group_id] = ticket, []
-        # One token for every completion, in a thread: the trainer computes meanwhile in another.
-        for completion in await asyncio.to_thread(engine.step):
-            ticket, group = groups[completion.request]
-            group.append(completion)
-            if len(group) == ROLLOUT.group_size:
-                controller.finish(ticket, judged(ticket, group, tokenizer))
-                del groups[completion.request]
-        if engine.idle:
-            await asyncio.sleep(0.001)  # nothing may start before the trainer's next version
+        async for ticket in scheduler.tickets():
+            groups.create_task(answer(ticket))
 
 
-def judged(ticket: Ticket, group: list[Completion], tokenizer: Tokenizer) -> list[Trajectory]:
-    """The completions of one prompt with their rewards: the group among which they are compared."""
-    trajectories = []
-    for completion in group:
-        text = tokenizer.decode(completion.token_ids)
-        reward = judge(ticket.draw.prompt.text, text)
-        verdict = records.Verdict(records.Outcome.RIGHT if reward == 1 else records.Outcome.WRONG, reward)
-        name = records.trajectory_id(ticket.group_id, completion.member)
-        trajectories.append(Trajectory(name, (completion.segment,), verdict, text))
-    return trajectories
-
-
-async def train(trainer: Trainer, controller: Controller, mailbox: Mailbox, steps: int) -> list[float]:
-    """Take the oldest finished groups, learn from them, publish the next version. Returns the mean rewards."""
-    rewards: list[float] = []
+async def train(
+    trainer: stretto.Trainer, engine: stretto.Engine, scheduler: stretto.Scheduler, steps: int
+) -> tuple[list[float], list[int]]:
+    """Take the oldest finished groups, learn from them, load the next version. Returns the mean rewards, and how many
+    versions old each token was."""
+    rewards, ages = list[float](), list[int]()
     while trainer.version < steps:
-        if (batch := controller.take()) is None:
-            await asyncio.sleep(0.001)  # too few groups are finished
-            continue
-        update = await asyncio.to_thread(trainer.train, batch)
-        trainer.publish(mailbox)
-        controller.publish(update.version)
+        batch = await scheduler.batch()
+        learnt = await asyncio.to_thread(trainer.forward_backward, batch, "decoupled_ppo", advantages="group")
+        trainer.optim_step()
+        # Completions under way stop here; their next tokens are sampled by the new weights, and say so.
+        engine.update(trainer.weights())
+        scheduler.advance(trainer.version)
         learned = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        rewards.append(sum(trajectory.reward for trajectory in learned) / len(learned))
-        if update.version % 10 == 0:
+        rewards.append(learnt.metrics["reward_mean"])
+        ages += [batch.version - version for trajectory in learned for version in trajectory.versions]
+        if trainer.version % 10 == 0:
             mixed = sum(len(set(trajectory.versions)) > 1 for trajectory in learned)
-            print(f"step {update.version:4}: {rewards[-1]:6.1%} right; {mixed} of {len(learned)} by several versions")
-    return rewards
+            print(f"step {trainer.version:4}: {rewards[-1]:6.1%} right; {mixed} of {len(learned)} by several versions")
+    return rewards, ages
 
 
-async def main(steps: int = 150) -> tuple[list[float], Counts]:
+async def main(steps: int = 150) -> tuple[list[float], list[int]]:
     with tempfile.TemporaryDirectory() as folder:
-        build_policy(MODEL, folder, seed=1)
-        tokenizer = load_tokenizer(folder)
-        engine = NativeEngine.load(folder, EngineConfig(slots=128, cache_gib=0.1))
-        policy = load_policy(folder, attention=PACKED_ATTENTION)
-    trainer = Trainer(policy, TrainerConfig(steps=steps, minibatches=1, learning_rate=5e-3), AlgorithmConfig())
-    prompts = [Prompt(id=digit, token_ids=tokenizer.encode(digit), text=digit, answer="") for digit in "0123456789"]
-    counts, mailbox = Counts(), Mailbox()
-    controller = Controller(ROLLOUT, PromptStream(prompts, seed=1), counts, seed=1)
-    async with asyncio.TaskGroup() as both:  # what fails in one of them ends the other
-        generating = both.create_task(generate(engine, controller, mailbox, tokenizer))
-        rewards = await train(trainer, controller, mailbox, steps)
+        stretto.build_model(folder, seed=1, alphabet="0123456789", hidden_size=32, layers=1, head_dim=16)
+        trainer = stretto.Trainer(folder, learning_rate=5e-3)
+        engine = stretto.Engine.load(folder, cache_gib=0.1)
+    scheduler = stretto.Scheduler(list("0123456789"), tokenizer=engine.tokenizer, seed=1, **BOUNDS)
+    async with asyncio.TaskGroup() as both:
+        generating = both.create_task(generate(engine, scheduler))
+        learnt = await train(trainer, engine, scheduler, steps)
         generating.cancel()
-    return rewards, counts
+    return learnt
 
 
 if __name__ == "__main__":

@@ -1,55 +1,60 @@
-"""An agent with a tool: the policy may ask for a number that it cannot know, and learns to ask and to use the answer.
-Run it: ``python examples/tool_agent.py``.
+"""An agent with a tool: it may have a die thrown, and is to say what the die shows. Demonstrations, most of them wrong,
+show how one asks; that the answer is worth repeating it learns from the reward. Run it: ``python
+examples/tool_agent.py``. What the tool says is in the context, and no part of the loss.
 
-Two letters go in. If the first thing that the policy says is "?", the tool answers with a digit; then the policy says
-one digit more, and is right if that is the number of the letters. What the tool says is no part of the loss.
+    r ─► "?" (policy) ─► "=4" (tool) ─► "4" (policy) ─► reward 1
 """
 
+import random
 import sys
 import tempfile
 
 import stretto
 
-LETTERS = "abcdefgh"
+Turns = list[stretto.TextCompletion | tuple[int, ...]]
 
 
-def secret(question: str) -> str:
-    """The tool: a number of two letters."""
-    first, second = map(LETTERS.index, question)
-    return str((7 * first + 3 * second) % 10)
+def demonstration(trainer: stretto.Trainer, draw: random.Random) -> stretto.Datum:
+    """A question to the tool, its answer, and what is said then: one time in three what the die shows."""
+    shows = draw.randint(1, 6)
+    said = draw.choice((shows, draw.randint(1, 6), draw.randint(1, 6)))
+    tokens = trainer.tokenizer.encode(f"r?={shows}{said}")
+    return stretto.Datum(tokens[:-1], tokens[1:], weights=(1.0, 0.0, 0.0, 1.0))
 
 
-def converse(
-    engine: stretto.Engine, ticket: stretto.Ticket, seed: int
-) -> tuple[list[stretto.TextCompletion | tuple[int, ...]], float]:
-    """One trajectory: what was said, the result of the tool between it, and the reward."""
-    history, question = ticket.prompt.token_ids, ticket.prompt.text
+def converse(engine: stretto.Engine, history: tuple[int, ...], seed: int) -> tuple[Turns, float]:
+    """One trajectory: what was said, the answer of the tool between it, and the reward."""
     [first] = engine.sample(history, seeds=[seed], max_tokens=1)
     if first.text != "?":
-        return [first], float(first.text == secret(question))
-    result = engine.tokenizer.encode(f"={secret(question)}")
-    [second] = engine.sample((*history, *first.token_ids, *result), seeds=[seed], max_tokens=1)
-    return [first, result, second], 0.2 + 0.8 * (second.text == secret(question))
+        return [first], 0.0
+    shows = str(random.Random(seed).randint(1, 6))
+    answer = engine.tokenizer.encode(f"={shows}")
+    [second] = engine.sample((*history, *first.token_ids, *answer), seeds=[seed], max_tokens=1)
+    return [first, answer, second], float(second.text == shows)
 
 
-def main(steps: int = 60) -> list[float]:
+def main(steps: int = 30) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
-        alphabet = "0123456789?=" + LETTERS
-        stretto.build_model(folder, seed=1, alphabet=alphabet, hidden_size=32, layers=2, head_dim=16)
+        stretto.build_model(folder, seed=1, alphabet="123456?=r", hidden_size=32, layers=2, head_dim=16)
         trainer, engine = stretto.Trainer(folder, learning_rate=5e-3), stretto.Engine.load(folder)
-    questions = [first + second for first in LETTERS for second in LETTERS]
-    scheduler = stretto.Scheduler(questions, tokenizer=engine.tokenizer, batch_size=8, group_size=16, max_staleness=0)
-    rewards = list[float]()
-    while trainer.version < steps:
+    draw, rewards = random.Random(1), list[float]()
+    for _ in range(60):
+        trainer.forward_backward([demonstration(trainer, draw) for _ in range(32)], "cross_entropy")
+        trainer.optim_step()
+    start = trainer.weights()
+    engine.update(start)
+    bounds = {"batch_size": 4, "group_size": 16, "max_staleness": 0}
+    scheduler = stretto.Scheduler(["r"], tokenizer=engine.tokenizer, version=start.version, **bounds)
+    while len(rewards) < steps:
         for ticket in iter(scheduler.admit, None):
-            made = [converse(engine, ticket, seed) for seed in ticket.seeds]
+            made = [converse(engine, ticket.prompt.token_ids, seed) for seed in ticket.seeds]
             scheduler.finish(ticket, [turns for turns, _ in made], [reward for _, reward in made])
         learnt = trainer.forward_backward(scheduler.take(), "ppo")
-        trainer.optim_step()
+        trainer.optim_step(learning_rate=2e-3)
         engine.update(trainer.weights())
         scheduler.advance(trainer.version)
         rewards.append(learnt.metrics["reward_mean"])
-        print(f"step {trainer.version}: mean reward {rewards[-1]:.2f}")
+        print(f"step {len(rewards)}: {rewards[-1]:.0%} say what the die shows")
     return rewards
 
 

@@ -1,6 +1,8 @@
 """What a beginner reads first does what it says.
 
 - ``examples/loop.py`` fits on a page and learns; updates interrupt completions, and no token is older than the bound.
+- Each example of the verbs learns, is short, and imports of stretto its public names alone; the asynchronous one is
+  killed, goes on, and has trained no trajectory twice.
 - ``examples/first_run.ipynb`` runs from its first cell to its last within an event loop, as in a kernel, draws a curve,
   and its policy is nearer to the right answers than any single answer is.
 """
@@ -8,8 +10,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import runpy
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +25,80 @@ import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
+from stretto.store.ledger.reading import read_batches
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LONGEST_PAGE = 150
+#: The most lines of each.
+LONGEST = {"loop": 100, "grpo_sync": 50, "grpo_async": 80, "sft": 50, "own_loss": 70, "distill": 80, "tool_agent": 80}
 ALWAYS_FOUR = 2.5  #: mean distance to the sums and differences of the notebook
 
 
+def page(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+@pytest.mark.parametrize(("name", "most"), LONGEST.items())
+def test_an_example_is_short_and_imports_the_public_names_alone(name: str, most: int) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= most
+    assert re.findall(r"^\s*(?:import|from) (stretto\S*)", text, re.MULTILINE) == ["stretto"]
+
+
 def test_the_loop_on_one_page_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len((EXAMPLES / "loop.py").read_text().splitlines()) <= LONGEST_PAGE
-    page = runpy.run_path(str(EXAMPLES / "loop.py"))
-    assert page["judge"]("3", "456789012345") == 1
-    assert page["judge"]("3", "456789012346") == pytest.approx(11 / 12)
-    assert page["judge"]("3", "4") == pytest.approx(1 / 12)
-    rewards, counts = asyncio.run(page["main"](60))
+    loop = page("loop")
+    assert loop["judge"]("3", "456789012345") == 1
+    assert loop["judge"]("3", "456789012346") == pytest.approx(11 / 12)
+    assert loop["judge"]("3", "4") == pytest.approx(1 / 12)
+    rewards, ages = asyncio.run(loop["main"](60))
     assert len(rewards) == 60
-    assert counts.trained == 60 * 8 * 8  # steps x groups x completions
-    assert counts.trained <= counts.issued <= (60 + 1 + 2) * 8 * 8  # equation 3, at the last version
+    assert 0 <= min(ages) < max(ages) <= 2
     assert max(rewards[:5]) < 0.25  # guessing: one in ten, and the empty tokens
     assert min(rewards[-5:]) > 0.4
     several = [int(line.split("; ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
     assert len(several) == 6
     assert sum(several) > 0  # weights arrived in mid-completion
+
+
+def test_the_synchronous_loop_learns() -> None:
+    rewards = page("grpo_sync")["main"](40)
+    assert max(rewards[:3]) < 0.25 < 0.4 < min(rewards[-3:])
+
+
+def test_the_asynchronous_loop_goes_on_from_a_kill_and_trains_nothing_twice(tmp_path: Path) -> None:
+    program = [sys.executable, str(EXAMPLES / "grpo_async.py"), str(tmp_path), "16"]
+    with subprocess.Popen(program, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}) as killed:
+        end = time.monotonic() + 120
+        while not (tmp_path / "checkpoints" / "step-000010").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        killed.kill()
+    assert killed.returncode == -signal.SIGKILL
+    asyncio.run(page("grpo_async")["main"](tmp_path, 16))
+    trained = [
+        trajectory.id
+        for batch in read_batches(tmp_path / "ledger.sqlite", 0, 16)
+        for group in batch.groups
+        for trajectory in group.trajectories
+    ]
+    assert len(trained) == len(set(trained)) == 16 * 8 * 8
+
+
+def test_supervised_fine_tuning_reproduces_what_was_shown() -> None:
+    assert page("sft")["main"](100) == 1
+
+
+def test_a_loss_of_ones_own_brings_pairs_into_order() -> None:
+    accuracies = page("own_loss")["main"](20)
+    assert min(accuracies[-5:]) > 0.9
+
+
+def test_a_student_comes_nearer_to_its_teacher() -> None:
+    divergences = page("distill")["main"](30)
+    assert divergences[-1] < 0.85 * divergences[0]
+
+
+def test_an_agent_learns_to_listen_to_its_tool() -> None:
+    rewards = page("tool_agent")["main"](14)
+    assert max(rewards[:2]) < 0.45 < 0.55 < min(rewards[-2:])
 
 
 def test_the_notebook_goes_from_nothing_to_a_learning_curve(

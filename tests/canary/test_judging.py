@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,9 @@ class Prover(SimulatedClient):
     def __init__(self, name: str, machine: Machine) -> None:
         super().__init__(name, machine, lambda name, request, version: None)
         self.asked: list[int] = []
+
+    async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        raise AssertionError("nobody asks for scores here")
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
         challenge = await ask(version) if ask is not None else None

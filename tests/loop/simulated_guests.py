@@ -191,6 +191,9 @@ class SimulatedClient:
                     found.setdefault(id, {})[member] = piece.after(counts[member])
         return found
 
+    async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+        raise AssertionError("nobody asks for scores here")
+
     async def health(self) -> EngineHealth:
         await self._reply()
         zeros = ("running", "waiting", "prefilled", "recomputed", "interrupted", "preempted", "updates")

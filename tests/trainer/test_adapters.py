@@ -91,10 +91,10 @@ def test_the_policy_at_the_start_is_the_reference_without_a_second_model(build: 
     second = ReferencePolicy(build(), CONFIG, UNCHANGED)
     kl = [trainer.train(batch(version)).metrics["kl_reference"] for version in range(3)]
     assert kl[2] > rounding(FORWARD)
-    assert trainer._reference is not None
-    assert torch.equal(trainer._reference.logprobs(PACKED), second.logprobs(PACKED))
+    assert trainer._gradients._reference is not None
+    assert torch.equal(trainer._gradients._reference.logprobs(PACKED), second.logprobs(PACKED))
     assert not torch.equal(trainer.learner.logprobs(PACKED).logprobs, second.logprobs(PACKED))
-    assert trainer._reference.token_logprobs(batch(0)) == second.token_logprobs(batch(0))
+    assert trainer._gradients._reference.token_logprobs(batch(0)) == second.token_logprobs(batch(0))
 
 
 def test_a_checkpoint_holds_the_adapters_and_goes_on(build: Build, tmp_path: Path) -> None:

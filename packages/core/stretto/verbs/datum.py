@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from stretto.core.errors import DataError, Problem
+from stretto.core.records import Batch
 from stretto.trainer.batch.samples import Sample
 
 
@@ -107,7 +108,34 @@ def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
         raise DataError(problems)
 
 
-def _problems(one: Datum, vocabulary: int, longest: int, number: int, place: str) -> list[Problem]:
+def check_batch(batch: Batch, version: int, vocabulary: int, place: str) -> None:
+    """Refuse a batch that a trainer at this version cannot have: of later versions, or of another tokenizer.
+
+    Raises:
+        DataError: with everything that is wrong.
+    """
+    problems = list[Problem]()
+    if batch.version > version:
+        told = f"is for version {batch.version}, and this trainer has come to version {version}"
+        problems.append(Problem(f"{place}: batch", told, "load the checkpoint of that version first"))
+    for group in batch.groups:
+        tokens = [*group.prompt.token_ids]
+        for trajectory in group.trajectories:
+            tokens += trajectory.token_ids
+            where = f"{place}: trajectory {trajectory.id}"
+            if (newest := max(trajectory.versions, default=0)) > version:
+                told = f"was sampled by version {newest}, which this trainer, at {version}, has not made yet"
+                problems.append(Problem(where, told, "give it to the trainer whose weights the engine has"))
+            if len(trajectory.behavior_logprobs) != len(trajectory.versions):
+                problems.append(Problem(where, "lacks log-probabilities", "keep those that the engine gave"))
+        if outside := [token for token in tokens if not 0 <= token < vocabulary]:
+            told, remedy = f"token {outside[0]} is none of this model's {vocabulary}", "encode prompts by its tokenizer"
+            problems.append(Problem(f"{place}: group {group.id}", told, remedy))
+    if problems:
+        raise DataError(problems)
+
+
+def _problems(one: object, vocabulary: int, longest: int, number: int, place: str) -> list[Problem]:
     where, found = f"{place}: data[{number}]", list[Problem]()
     if not isinstance(one, Datum):
         return [Problem(where, f"is a {type(one).__name__}", "give a stretto.Datum")]

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
@@ -15,9 +16,11 @@ from stretto.core.records import Completion, GenerateRequest, Sampling, derive_s
 from stretto.doors.mistakes import checked
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
+from stretto.loop.config import DeadlinesConfig
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.trainer.config import LoraConfig
 from stretto.verbs.background import background
 from stretto.verbs.completion import TextCompletion
 from stretto.verbs.processes import SourceApart
@@ -62,42 +65,41 @@ class LocalEngine:
         self._end = weakref.finalize(self, source.close)
 
     @classmethod
-    def load(cls, model: str | Path | SharedModel, *, lora: Lora = None, apart: bool = False, **settings: Any) -> Self:
+    def load(
+        cls,
+        model: str | Path | SharedModel,
+        *,
+        lora: Lora = None,
+        apart: bool = False,
+        deadlines: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> Self:
         """An engine for a model folder, or for one model in memory that several engines share.
 
         Args:
             lora: the rank of the adapters that `update` will bring, for a shared model.
             apart: in a process of its own; so are several (`count`), and servers of other makes (`kind="vllm"`,
                 `python=...`; docs/engines.md).
+            deadlines: keys of a recipe's section ``[deadlines]``, for engines that are apart.
             **settings: keys of a recipe's section ``[engine]``, such as ``slots``.
 
         Raises:
             ModelFolderError: the folder cannot be loaded.
             RecipeError: a setting is not what it should be.
+            RoleError: an engine that is apart has not come up.
         """
         config = checked(settings, "Engine.load", EngineConfig)
-        adapters = lora_of(lora, "Engine.load: lora")
+        waits = checked(deadlines or {}, "Engine.load: deadlines", DeadlinesConfig)
         apart = apart or config.count > 1 or config.kind != "native"
+        adapters = lora_of(lora, "Engine.load: lora")
+        _check_place(config, shared=isinstance(model, SharedModel), apart=apart, lora=adapters is not None)
         if isinstance(model, SharedModel):
-            if apart:
-                told, remedy = (
-                    "a model in the memory of this process",
-                    "give its folder, or leave `apart` out",
-                )
-                raise RecipeError([Problem("Engine.load: model", told, remedy)])
-            if adapters is not None:  # B is published with its scale
-                adapters = adapters.model_copy(update={"alpha": adapters.rank})
-            tokenizer = model.tokenizer
-            view = model.view(adapters, CACHED_ATTENTION)
-            grammars = partial(Grammars, lambda: tokenizer)
-            engine = NativeEngine(view, config, detokenizer=lambda: tokenizer, grammars=grammars)
-            return cls(SourceHere(engine), tokenizer)
-        if adapters is not None:
-            told, remedy = "is for a shared model", "leave it out: the engine takes adapters of any rank"
-            raise RecipeError([Problem("Engine.load: lora", told, remedy)])
+            return cls(SourceHere(_beside(model, adapters, config)), model.tokenizer)
         folder = Path(model).expanduser()
         tokenizer = load_tokenizer(folder)
-        return cls(SourceApart(folder, config) if apart else SourceHere(NativeEngine.load(folder, config)), tokenizer)
+        if apart:
+            return cls(SourceApart(folder, config, waits), tokenizer)
+        return cls(SourceHere(NativeEngine.load(folder, config)), tokenizer)
 
     @property
     def version(self) -> int:
@@ -292,6 +294,37 @@ class LocalEngine:
             interrupted=found.interrupted,
             top_logprobs=found.top_logprobs,
         )
+
+
+def _beside(model: SharedModel, lora: LoraConfig | None, config: EngineConfig) -> NativeEngine:
+    """An engine whose adapters are beside the weights of a shared model; B is published with its scale."""
+    own = None if lora is None else lora.model_copy(update={"alpha": lora.rank})
+    view, tokenizer = model.view(own, CACHED_ATTENTION), model.tokenizer
+    return NativeEngine(view, config, detokenizer=lambda: tokenizer, grammars=partial(Grammars, lambda: tokenizer))
+
+
+def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool) -> None:
+    """Refuse settings that do not go together.
+
+    Raises:
+        RecipeError: with each of them.
+    """
+    found = list[Problem]()
+    if shared and apart:
+        told = "a model in the memory of this process"
+        found.append(Problem("Engine.load: model", told, "give its folder, or leave `apart`, `count` and `kind` out"))
+    if lora and not shared:
+        remedy = "leave it out: the engine takes adapters of any rank"
+        found.append(Problem("Engine.load: lora", "is for a shared model", remedy))
+    of_servers = [name for name in ("python", "arguments", "addresses") if getattr(config, name)]
+    if config.kind == "native":
+        told, remedy = "is given, and the engine is stretto's own", 'give kind="vllm" or "sglang" with it'
+        found += [Problem(f"Engine.load: {name}", told, remedy) for name in of_servers]
+    elif find_spec("stretto_servers") is None:
+        told, remedy = f"{config.kind!r} is part of a package that is not installed", "pip install stretto-servers"
+        found.append(Problem("Engine.load: kind", told, remedy))
+    if found:
+        raise RecipeError(found)
 
 
 def _seeds(n: int, seed: int | None, seeds: Sequence[int] | None) -> tuple[int, ...]:

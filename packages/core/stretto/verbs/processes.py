@@ -8,6 +8,8 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from stretto.core.errors import EngineLost, StrettoError
 from stretto.core.records import Completion, GenerateRequest
 from stretto.core.tasks import cancel_and_wait
@@ -16,8 +18,9 @@ from stretto.engine.spec import EngineSpec, socket_folder
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
+from stretto.model.hf.folder import load_policy
 from stretto.verbs.background import background
-from stretto.verbs.weights import PolicyWeights
+from stretto.verbs.weights import PolicyWeights, merged
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher
 
@@ -27,7 +30,7 @@ _GRACE_SECONDS = 1.0
 class SourceApart:
     """One engine or several (satisfies `CompletionSource`); one that dies is replaced, and what it had begins anew."""
 
-    def __init__(self, model: Path, config: EngineConfig) -> None:
+    def __init__(self, model: Path, config: EngineConfig, deadlines: DeadlinesConfig) -> None:
         """Start them; returns when they are ready.
 
         Raises:
@@ -36,10 +39,11 @@ class SourceApart:
         self._folder = socket_folder()
         self._name = self._folder.name.removeprefix("stretto-")
         self._publisher = SharedMemoryPublisher(self._name, self._folder)
-        deadlines = DeadlinesConfig()
         specs = [self._spec(model.resolve(), config, number, deadlines) for number in range(config.count)]
         self._pool = EnginePool(specs, self._folder, deadlines, config.role, config.load_interval, kind=config.kind)
         self._in_flight = InFlight(self._pool, journal=None)
+        # Servers of other makes load whole policies and nothing else: what adapters are added to is kept for them.
+        self._base = dict[str, Tensor]() if config.kind == "native" else _parameters(model)
         self._tasks: list[asyncio.Task[Any]] = []
         self._changing = asyncio.Lock()
         self._closed = False
@@ -58,7 +62,7 @@ class SourceApart:
             mailbox_folder=str(self._folder),
             config=config.model_dump_json(),
             threads=config.threads,
-            publication_seconds=0.0,
+            publication_seconds=0.0 if config.kind == "native" else deadlines.start,
             server=config.addresses[number] if number < len(config.addresses) else None,
             scratch=str(self._folder / f"engine-{number}"),
             token_seconds=deadlines.answer / 2,
@@ -67,6 +71,8 @@ class SourceApart:
         )
 
     async def _start(self) -> None:
+        if self._base:
+            await asyncio.to_thread(self._publisher.publish, 0, self._base.items())
         await self._pool.start(0)
         loops: list[Coroutine[Any, Any, Any]] = [self._pool.supervise(), self._pool.keep_loaded()]
         self._tasks = [asyncio.create_task(loop) for loop in loops]
@@ -91,8 +97,8 @@ class SourceApart:
     async def update(self, weights: PolicyWeights) -> None:
         self._check_open()
         async with self._changing:
-            tensors = weights.tensors.items()
-            await asyncio.to_thread(self._publisher.publish, weights.version, tensors)
+            tensors = merged(self._base, weights.tensors) if self._base else weights.tensors
+            await asyncio.to_thread(self._publisher.publish, weights.version, tensors.items())
             self._pool.publish(weights.version)
             await self._pool.reach(weights.version)
 
@@ -114,3 +120,8 @@ class SourceApart:
         for task in self._tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error if isinstance(error, StrettoError) else StrettoError(str(error)) from error
+
+
+def _parameters(folder: Path) -> dict[str, Tensor]:
+    """The parameters of a model folder, by name."""
+    return {name: parameter.detach() for name, parameter in load_policy(folder).named_parameters()}

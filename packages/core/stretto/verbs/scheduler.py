@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto.core.admission import BoundChange
 from stretto.core.errors import DataError, Problem, RunFolderError, StoreError
@@ -23,7 +23,6 @@ from stretto.core.records import (
     trajectory_id,
 )
 from stretto.doors.mistakes import checked
-from stretto.model.hf.tokenizer import Tokenizer
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import CONTROLLER, Controller, ControllerState, Ticket
 from stretto.rollout.pacing import pacing_of
@@ -31,6 +30,9 @@ from stretto.rollout.prompts import PromptStream
 from stretto.verbs.completion import TextCompletion
 from stretto.verbs.ledger import FolderLedger
 from stretto.verbs.prompts import Asked, prompt_of
+
+if TYPE_CHECKING:  # which loads transformers; token ids need none
+    from stretto.model.hf.tokenizer import Tokenizer
 
 #: One answer to a prompt: a completion, or turns of a conversation, those that were given as token ids.
 Answer = TextCompletion | Sequence[TextCompletion | Sequence[int]]

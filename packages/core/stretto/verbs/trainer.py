@@ -41,7 +41,7 @@ from stretto.trainer.parallel.adapters import (
 from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
-from stretto.verbs.datum import Datum, check_data, check_sampled, sample_of
+from stretto.verbs.datum import Datum, check_batch, check_data, check_sampled, sample_of
 from stretto.verbs.loss import (
     CROSS_ENTROPY,
     Loss,
@@ -119,6 +119,7 @@ class LocalTrainer:
         self._sampling = _sampling(sampling)
         if "threads" in settings:
             torch.set_num_threads(self._settings.threads)
+        trained: Any
         if isinstance(model, SharedModel):
             if self._lora is None:
                 remedy = "give lora=16, or the folder of the model"
@@ -134,7 +135,7 @@ class LocalTrainer:
         self._learner = Learner(trained, self._settings, self._sampling)
         self._adapted = adapted_layers(trained)
         text = trained.config.get_text_config()
-        self._vocabulary = trained.get_input_embeddings().weight.shape[0]
+        self._vocabulary: int = trained.get_input_embeddings().weight.shape[0]
         self._longest: int = text.max_position_embeddings
         self._published, self._stepped = 0, False
         self._references: dict[str, Reference] = {}
@@ -345,7 +346,7 @@ class LocalTrainer:
         return [sample_of(one, number, sampled=sampled) for number, one in enumerate(data)]
 
     def _of_batch(self, batch: Batch, loss: Wanted, place: str) -> list[Sample]:
-        self._check_batch(batch, place)
+        check_batch(batch, self.version, self._vocabulary, place)
         longest = self._sampling.max_tokens
         reference = self._reference(loss.algorithm, place)
         if loss.algorithm.divergence("reward") is not None and reference is not None:
@@ -353,29 +354,6 @@ class LocalTrainer:
         else:
             found = samples_of(batch, loss.algorithm, longest)
         return as_likelihood(found.samples) if loss.name == CROSS_ENTROPY else list(found.samples)
-
-    def _check_batch(self, batch: Batch, place: str) -> None:
-        problems = list[Problem]()
-        if batch.version > self.version:
-            told = f"is for version {batch.version}, and this trainer has come to version {self.version}"
-            problems.append(Problem(f"{place}: batch", told, "load the checkpoint of that version first"))
-        for group in batch.groups:
-            tokens = [*group.prompt.token_ids]
-            for trajectory in group.trajectories:
-                tokens += trajectory.token_ids
-                if (newest := max(trajectory.versions, default=0)) > self.version:
-                    told = f"was sampled by version {newest}, which this trainer, at {self.version}, has not made yet"
-                    remedy = "give it to the trainer whose weights the engine has"
-                    problems.append(Problem(f"{place}: trajectory {trajectory.id}", told, remedy))
-                if len(trajectory.behavior_logprobs) != len(trajectory.versions):
-                    remedy = "keep those that the engine gave"
-                    problems.append(Problem(f"{place}: trajectory {trajectory.id}", "lacks log-probabilities", remedy))
-            if outside := [token for token in tokens if not 0 <= token < self._vocabulary]:
-                told = f"token {outside[0]} is none of this model's {self._vocabulary}"
-                remedy = "encode prompts by the tokenizer of the model that is trained"
-                problems.append(Problem(f"{place}: group {group.id}", told, remedy))
-        if problems:
-            raise DataError(problems)
 
     def _part(self, samples: Sequence[Sample], aggregation: Any) -> Minibatch:
         device, longest = self._learner.model.device, self._sampling.max_tokens

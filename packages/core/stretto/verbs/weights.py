@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from stretto.core.errors import TornPublication
 from stretto.model.hf.tokenizer import Tokenizer
+from stretto.weights.mailbox import LORA_A, LORA_B
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,21 @@ class PolicyWeights:
     def bytes(self) -> int:
         """Their size in memory."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def merged(base: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A whole policy: the tensors themselves, or, of adapters, W + B A for each W of `base` that has some.
+
+    Raises:
+        TornPublication: there is no such W.
+    """
+    layers = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
+    if not layers:
+        return tensors
+    if missing := [layer for layer in layers if f"{layer}.weight" not in base]:
+        raise TornPublication(f"these adapters are not of this model: it has no layer {missing[0]}")
+    sums = {f"{one}.weight": base[f"{one}.weight"] + tensors[one + LORA_B] @ tensors[one + LORA_A] for one in layers}
+    return {**base, **sums}
 
 
 def mark_of(tokenizer: Tokenizer) -> str:

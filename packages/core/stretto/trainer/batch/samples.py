@@ -150,7 +150,8 @@ def _sample(
         staleness=tuple([version - one for one in _chosen(path.versions, scored.trained)]),
         advantages=tuple(advantages),
         engine=path.engine,
-        **targets,
+        values=targets.get("values", ()),
+        returns=targets.get("returns", ()),
     )
 
 

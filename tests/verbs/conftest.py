@@ -1,0 +1,31 @@
+"""One small model folder for all tests of the verbs."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+import stretto
+from stretto.model.hf.build import build_policy
+from tests.tiny_policy import TINY
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("verbs") / "model"
+    build_policy(TINY, path, seed=1)
+    return path
+
+
+@pytest.fixture(scope="session")
+def data() -> list[stretto.Datum]:
+    """Five completions with log-probabilities and advantages that nobody has made."""
+    draw, made = random.Random(1), list[stretto.Datum]()
+    for _ in range(5):
+        prompt, completion = (tuple(draw.choices(range(2, 22), k=draw.randint(2, 6))) for _ in range(2))
+        logprobs = [draw.gauss(-3, 0.4) for _ in completion]
+        advantages = [draw.gauss(0, 1) for _ in completion]
+        made.append(stretto.Datum.of(prompt, completion, logprobs=logprobs, advantages=advantages))
+    return made

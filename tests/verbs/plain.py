@@ -1,0 +1,21 @@
+"""What is compared with: transformers' own forward, and torch's own log-probabilities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import stretto
+
+
+def plain_model(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def plain_logprobs(model: PreTrainedModel, datum: stretto.Datum) -> Tensor:
+    logits = model(torch.tensor([datum.token_ids])).logits[0]
+    return logits.log_softmax(-1).gather(1, torch.tensor(datum.targets)[:, None])[:, 0]

@@ -1,0 +1,117 @@
+"""`stretto.Engine` with weights that change.
+
+- New weights interrupt a completion: its tokens name the version that sampled them, and have its log-probabilities.
+- Under adapters that share a model an engine says what one with the merged weights says.
+- Scores are the model's own log-probabilities; seeds, several completions, stop tokens and top log-probabilities.
+- An engine in a process of its own says the same as one in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import stretto
+from tests.verbs.plain import plain_model
+
+PROMPT = (5, 12, 8)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> stretto.Engine:
+    return stretto.Engine.load(folder, cache_gib=0.05)
+
+
+def trained(folder: Path, data: list[stretto.Datum], **settings: object) -> stretto.Trainer:
+    trainer = stretto.Trainer(folder, learning_rate=3e-2, **settings)
+    for _ in range(3):
+        trainer.forward_backward(data)
+        trainer.optim_step()
+    return trainer
+
+
+def scored(trainer: stretto.Trainer, tokens: tuple[int, ...]) -> tuple[float, ...]:
+    return trainer.forward([stretto.Datum(tokens[:-1], tokens[1:])]).logprobs[0]
+
+
+def test_new_weights_interrupt_completions_and_each_token_is_of_its_version(
+    folder: Path, data: list[stretto.Datum]
+) -> None:
+    engine = stretto.Engine.load(folder, cache_gib=0.05)
+    before, after = stretto.Trainer(folder), trained(folder, data)
+    weights = after.weights()
+    future = engine.submit(PROMPT, n=8, max_tokens=180, seed=1, stop_token_ids=())
+    time.sleep(0.05)
+    assert engine.update(weights) == engine.version == 1
+    mixed = [one for one in future.result(60) if set(one.versions) == {0, 1}]
+    assert mixed, "the weights came before the first token, or after the last"
+    for one in mixed[:2]:
+        assert one.interrupted == 1
+        assert list(one.versions) == sorted(one.versions)
+        expected = [scored(trainer, (*PROMPT, *one.token_ids))[len(PROMPT) - 1 :] for trainer in (before, after)]
+        assert list(one.logprobs) == pytest.approx(
+            [expected[version][at] for at, version in enumerate(one.versions)], abs=1e-4
+        )
+
+
+def test_adapters_beside_a_shared_model_are_the_merged_policy(folder: Path, data: list[stretto.Datum]) -> None:
+    shared = stretto.SharedModel(folder)
+    trainers = [stretto.Trainer(shared, lora=rank, learning_rate=3e-2) for rank in (2, 4)]
+    engines = [stretto.Engine.load(shared, lora=rank, cache_gib=0.02) for rank in (2, 4)]
+    for trainer in trainers:
+        trainer.forward_backward(data)
+        trainer.optim_step()
+        trainers[0].forward_backward(data)
+        trainers[0].optim_step()
+    found = []
+    for trainer, engine in zip(trainers, engines, strict=True):
+        engine.update(trainer.weights())
+        merged = stretto.Engine.load(folder, cache_gib=0.02)
+        merged.update(trainer.weights())
+        own, theirs = engine.score([(*PROMPT, 3, 4)]), merged.score([(*PROMPT, 3, 4)])
+        assert own[0] == pytest.approx(theirs[0], abs=1e-5)
+        assert own[0] == pytest.approx(scored(trainer, (*PROMPT, 3, 4)), abs=1e-5)
+        assert [one.token_ids for one in engine.sample(PROMPT, n=3, seed=1, max_tokens=8)] == [
+            one.token_ids for one in merged.sample(PROMPT, n=3, seed=1, max_tokens=8)
+        ]
+        found.append(own[0])
+    assert found[0] != found[1]
+
+
+def test_scores_are_the_log_probabilities_of_the_model(engine: stretto.Engine, folder: Path) -> None:
+    text = tuple(2 + 7 * at % 20 for at in range(150))
+    logits = plain_model(folder)(torch.tensor([text])).logits[0].log_softmax(-1)
+    expected = logits[:-1].gather(1, torch.tensor(text[1:])[:, None])[:, 0].tolist()
+    found = engine.score([text, (5,), "3+4="])
+    assert found[0] == pytest.approx(expected, abs=1e-4)
+    assert found[1] == ()
+    assert len(found[2]) == 3
+
+
+def test_completions_of_one_prompt(engine: stretto.Engine) -> None:
+    several = engine.sample(PROMPT, n=3, seed=4, max_tokens=6)
+    assert len({one.token_ids for one in several}) > 1
+    assert several == engine.sample(PROMPT, n=3, seed=4, max_tokens=6)
+    first = engine.sample(PROMPT, seeds=[9], max_tokens=6, stop_token_ids=())[0]
+    assert engine.sample(PROMPT, seeds=[8, 9], max_tokens=6, stop_token_ids=())[1].token_ids == first.token_ids
+    stopped = engine.sample(PROMPT, seeds=[9], max_tokens=6, stop_token_ids=[first.token_ids[2]])[0]
+    assert stopped.token_ids == first.token_ids[: first.token_ids.index(first.token_ids[2]) + 1]
+    likeliest = engine.sample(PROMPT, seeds=[9], max_tokens=2, top_logprobs=3)[0].top_logprobs
+    assert [len(one) for one in likeliest] == [3, 3]
+
+
+def test_an_engine_in_a_process_of_its_own_says_the_same(
+    engine: stretto.Engine, folder: Path, data: list[stretto.Datum]
+) -> None:
+    with stretto.Engine.load(folder, apart=True, cache_gib=0.05) as apart:
+        told = {"n": 3, "seed": 1, "max_tokens": 8}
+        assert [one.token_ids for one in apart.sample(PROMPT, **told)] == [
+            one.token_ids for one in engine.sample(PROMPT, **told)
+        ]
+        trainer = trained(folder, data, lora=4)
+        assert apart.update(trainer.weights()) == apart.version == 1
+        assert apart.score([(*PROMPT, 3, 4)])[0] == pytest.approx(scored(trainer, (*PROMPT, 3, 4)), abs=1e-4)
+        assert set(apart.sample(PROMPT, max_tokens=4)[0].versions) == {1}

@@ -1,0 +1,179 @@
+"""Mistakes in loops of one's own are told with their place, what was found, and what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stretto
+from tests.verbs.test_scheduler import said
+
+ROOT = Path(__file__).parents[2]
+TOLD = stretto.Datum.of((2, 3), (4, 5))
+SAMPLED = stretto.Datum.of((2, 3), (4, 5), logprobs=(-1.0, -1.0), advantages=1.0)
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: Path) -> stretto.Trainer:
+    return stretto.Trainer(folder)
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "settings", "message"),
+    [
+        (
+            [stretto.Datum.of((2, 3), (4, 99))],
+            None,
+            {},
+            r"data\[0\].targets: token 99 is none of this model's",
+        ),
+        ([TOLD, stretto.Datum((2, 3), (3,))], None, {}, r"data\[1\].targets: 1 values; 2 are needed, one a token"),
+        ([stretto.Datum((), ())], None, {}, r"data\[0\].token_ids: 0 tokens; 1 to 192, the context of the model"),
+        ([TOLD], "ppo", {}, r'data\[0\].logprobs: is missing; the loss "ppo" needs it: those that the engine gave'),
+        ([stretto.Datum((2,), (3,), (float("nan"),))], None, {}, r"data\[0\].weights: nan; finite numbers are needed"),
+        ([3], None, {}, r"data\[0\]: is a int; give a stretto.Datum"),
+        ([SAMPLED], "poo", {}, r"forward_backward: loss: kind 'poo' is unknown.*did you mean 'ppo'\?"),
+        (
+            [SAMPLED],
+            "ppo",
+            {"agregation": "sum"},
+            r"forward_backward: agregation: unknown key; did you mean 'agg",
+        ),
+        ([SAMPLED], "ppo", {"advantages": "group"}, r"advantages: is for a batch of groups, .*; leave it out"),
+        ([TOLD], lambda logprobs, data: 3.0, {}, r"loss: <lambda> returned 3.0; one number is needed, a tensor"),
+        ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
+    ],
+)
+def test_data_and_losses(
+    trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(stretto.UserError, match=message) as told:
+        trainer.forward_backward(data, loss, **settings)
+    assert told.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda folder: stretto.Trainer(folder, learning_rat=1), "Trainer: learning_rat: unknown key; did you mean"),
+        (
+            lambda folder: stretto.Trainer(folder, lora=0),
+            "Trainer: lora: rank: 0; input should be greater",
+        ),
+        (lambda folder: stretto.Trainer(folder, lora="x"), "Trainer: lora: 'x'; give a rank, such as 16"),
+        (
+            lambda folder: stretto.Trainer(folder, sampling={"top": 1}),
+            "Trainer: sampling.top: unknown key; allowed",
+        ),
+        (
+            lambda folder: stretto.Trainer(stretto.SharedModel(folder)),
+            "lora: is missing: a shared model",
+        ),
+        (
+            lambda folder: stretto.Trainer(folder).optim_step(-1.0),
+            "optim_step: learning_rate: -1.0; input should",
+        ),
+        (lambda folder: stretto.Trainer(folder).load("nowhere"), "nowhere: holds nothing that a trainer has saved"),
+        (
+            lambda folder: stretto.Trainer(folder).export("x", adapters_only=True),
+            "this trainer has none",
+        ),
+        (lambda folder: stretto.Trainer("nowhere"), "nowhere: no such folder"),
+        (lambda folder: stretto.Engine.load(folder, slot=3), "Engine.load: slot: unknown key; did you mean 'slots'?"),
+        (lambda folder: stretto.Engine.load(folder, lora=3), "Engine.load: lora: is for a shared model; leave it out"),
+        (lambda folder: stretto.Engine.load(folder, python="python3"), "python: is given, and the engine is stretto's"),
+        (
+            lambda folder: stretto.Engine.load(stretto.SharedModel(folder), apart=True),
+            "model: a model in the",
+        ),
+        (lambda folder: stretto.Engine.load(folder, deadlines={"strat": 3}), "deadlines: strat: unknown key; did you"),
+        (lambda folder: stretto.Scheduler([]), "Scheduler: prompts: there is none; give one at least"),
+        (
+            lambda folder: stretto.Scheduler(["3+4="]),
+            r"prompts\[0\]: is a text, and there is no tokenizer",
+        ),
+        (lambda folder: stretto.Scheduler([(2,)], batchsize=3), "Scheduler: batchsize: unknown key; did you mean"),
+        (lambda folder: stretto.Scheduler([{"question": "3"}]), r"prompts\[0\]: has no key 'prompt'; a row is"),
+        (lambda folder: stretto.build_model("x", layer=1), "build_model: layer: unknown key; did you mean 'layers'?"),
+    ],
+)
+def test_settings(folder: Path, act: Callable[[Path], object], message: str) -> None:
+    with pytest.raises(stretto.UserError, match=message):
+        act(folder)
+
+
+def test_a_version_from_the_future(trainer: stretto.Trainer) -> None:
+    scheduler = stretto.Scheduler([(2, 3)], batch_size=1, group_size=1)
+    ticket = scheduler.admit()
+    assert ticket is not None
+    with pytest.raises(stretto.DataError, match="was sampled by version 3, and the scheduler is at version 0"):
+        scheduler.finish(ticket, [said(3)], [1.0])
+    ahead = stretto.Scheduler([(2, 3)], batch_size=1, group_size=1, version=3)
+    ticket = ahead.admit()
+    assert ticket is not None
+    ahead.finish(ticket, [said(3)], [1.0])
+    with pytest.raises(stretto.DataError, match="batch: is for version 3, and this trainer has come to version 0"):
+        trainer.forward_backward(ahead.take())  # type: ignore[arg-type]
+    with pytest.raises(stretto.DataError, match="advance: version 9, and the batch that was taken last"):
+        ahead.advance(9)
+
+
+def test_answers_that_do_not_fit_their_group() -> None:
+    scheduler = stretto.Scheduler([(2, 3)], batch_size=1, group_size=2)
+    ticket = scheduler.admit()
+    assert ticket is not None
+    with pytest.raises(stretto.DataError, match=r"group 0\.0\.0: answers: 1 are given; 2 are needed"):
+        scheduler.finish(ticket, [said(0)], [1.0, 1.0])
+    bare = stretto.TextCompletion("ab", (4, 4), (), "stop", ())
+    with pytest.raises(stretto.DataError, match="2 tokens, 0 log-probabilities, 0 versions; give the"):
+        scheduler.finish(ticket, [said(0), bare], [1.0, 1.0])
+    with pytest.raises(stretto.DataError, match=r"rewards\[1\]: nan; a finite number, or None"):
+        scheduler.finish(ticket, [said(0), said(0)], [1.0, float("nan")])
+    scheduler.finish(ticket, [said(0), said(0)], [1.0, None])  # all of it can be said again
+
+
+def test_a_closed_engine_and_weights_of_others(folder: Path, tmp_path: Path) -> None:
+    engine = stretto.Engine.load(folder, cache_gib=0.02)
+    other = stretto.Trainer(stretto.build_model(tmp_path / "other", alphabet="01", hidden_size=32, layers=1))
+    with pytest.raises(stretto.DataError, match="these weights are of a model with another tokenizer"):
+        engine.update(other.weights())
+    with pytest.raises(stretto.RefusedRequest, match="n: 0; at least 1"):
+        engine.sample("3+4=", n=0)
+    with pytest.raises(stretto.RefusedRequest, match=r"texts\[0\]: token 99; 0 to 21, the vocabulary"):
+        engine.score([(2, 99)])
+    engine.close()
+    for act in (lambda: engine.sample("3+4="), lambda: engine.score(["3+4="]), lambda: engine.update(other.weights())):
+        with pytest.raises(stretto.StrettoError, match=r"is closed; load another one|another tokenizer"):
+            act()
+
+
+def test_two_writers_of_one_folder(folder: Path, tmp_path: Path) -> None:
+    first, second = stretto.Trainer(folder, lora=2), stretto.Trainer(folder, lora=2)
+    first.save(tmp_path)
+    with pytest.raises(stretto.RunFolderError, match=f"is in use by process {os.getpid()}"):
+        second.save(tmp_path)
+    first.close()
+    second.save(tmp_path)
+    with pytest.raises(stretto.StoreError, match="is of another model; these parameters differ"):
+        stretto.Trainer(folder, lora=4).load(tmp_path)
+    with stretto.Ledger(tmp_path), pytest.raises(stretto.RunFolderError, match="is in use by process"):
+        stretto.Ledger(tmp_path)
+    with stretto.Ledger(tmp_path) as ledger:
+        stretto.Scheduler([(2, 3)], ledger=ledger, seed=1)
+        with pytest.raises(stretto.RunFolderError, match="was begun with seed 1, not 2; give seed=1"):
+            stretto.Scheduler([(2, 3)], ledger=ledger, seed=2)
+
+
+def test_a_mistake_ends_a_program_with_its_message(folder: Path) -> None:
+    program = f"import stretto; stretto.Engine.load({str(folder)!r}, slots=0)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        "stretto.core.errors.RecipeError: Engine.load: slots: 0; input should be greater than or equal to 1"
+    )

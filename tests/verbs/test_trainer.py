@@ -1,0 +1,132 @@
+"""`stretto.Trainer`.
+
+- A step is AdamW's with the numbers that are given for it; a gradient that is not finite changes nothing.
+- Adapters of one model in memory are trained apart; what is saved goes on bit for bit; peft loads what is exported.
+- A version is what `weights` gives out, however many steps it took.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import stretto
+from stretto.store.lock import is_held
+from stretto.verbs.weights import merged
+from tests.verbs.plain import plain_logprobs, plain_model
+
+
+def test_steps_are_those_of_adamw_with_their_own_numbers(folder: Path, data: list[stretto.Datum]) -> None:
+    trainer, model = stretto.Trainer(folder, weight_decay=0.0), plain_model(folder)
+    groups = [
+        {"params": [p for p in model.parameters() if (p.dim() >= 2) == matrices], "weight_decay": 0.0}
+        for matrices in (True, False)
+    ]
+    adamw = torch.optim.AdamW(groups)
+    for rate, betas, eps, decay, clip in [
+        (1e-3, (0.9, 0.95), 1e-8, 0.1, 0.1),
+        (3e-3, (0.8, 0.9), 1e-5, 0.0, math.inf),
+        (1e-3, (0.9, 0.999), 1e-6, 0.2, 1.0),
+    ]:
+        trainer.forward_backward(data, "cross_entropy", aggregation="sum")
+        step = trainer.optim_step(rate, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay, max_grad_norm=clip)
+        loss = -sum((plain_logprobs(model, one) * torch.tensor(one.weights)).sum() for one in data)
+        loss.backward()  # type: ignore[union-attr,no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), clip)
+        for group, own in zip(adamw.param_groups, (decay, 0.0), strict=True):
+            group.update(lr=rate, betas=betas, eps=eps, weight_decay=own)
+        adamw.step()
+        adamw.zero_grad()
+        assert step.taken
+        assert step.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    theirs = dict(model.named_parameters())
+    for name, parameter in trainer._learner.model.named_parameters():
+        assert torch.allclose(parameter, theirs[name], atol=2e-5), name
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, data: list[stretto.Datum]) -> None:
+    trainer = stretto.Trainer(folder)
+    before = trainer.forward(data).logprobs
+    trainer.forward_backward(data, lambda logprobs, _: logprobs[0].sum() * math.inf)
+    assert not trainer.optim_step().taken
+    assert trainer.forward(data).logprobs == before
+
+
+def test_adapters_of_one_model_are_trained_apart(folder: Path, data: list[stretto.Datum]) -> None:
+    shared = stretto.SharedModel(folder)
+    first, second = stretto.Trainer(shared, lora=4, learning_rate=1e-2), stretto.Trainer(shared, lora=8)
+    places = [
+        {name: p.data_ptr() for name, p in one._learner.model.named_parameters() if "lora_" not in name}
+        for one in (first, second)
+    ]
+    assert places[0] == places[1]
+    before = second.forward(data).logprobs
+    for _ in range(3):
+        first.forward_backward(data)
+        first.optim_step()
+    assert first.forward(data).logprobs != before
+    assert second.forward(data).logprobs == before
+    assert first.weights().bytes < second.weights().bytes  # adapters alone, of another rank
+
+
+@pytest.mark.parametrize("lora", [None, 4], ids=["whole", "adapters"])
+def test_what_is_saved_goes_on_bit_for_bit(
+    folder: Path, data: list[stretto.Datum], tmp_path: Path, lora: int | None
+) -> None:
+    first = stretto.Trainer(folder, lora=lora, learning_rate=1e-2)
+    for _ in range(2):
+        first.forward_backward(data)
+        first.optim_step()
+    first.save(tmp_path)
+    first.forward_backward(data)
+    first.optim_step()
+    again, new = (stretto.Trainer(folder, lora=lora, learning_rate=1e-2) for _ in range(2))
+    assert again.load(tmp_path) == again.version == 1
+    new.load(tmp_path, optimizer=False)
+    assert again.forward(data).logprobs == new.forward(data).logprobs
+    for one in (again, new):
+        one.forward_backward(data)
+        one.optim_step()
+    assert again.forward(data).logprobs == first.forward(data).logprobs
+    assert new.forward(data).logprobs != first.forward(data).logprobs
+    first.close()
+    assert not is_held(tmp_path / "checkpoints")
+
+
+def test_a_version_is_what_is_given_out(folder: Path, data: list[stretto.Datum]) -> None:
+    trainer = stretto.Trainer(folder)
+    assert trainer.version == trainer.weights().version == 0
+    for _ in range(2):
+        trainer.forward_backward(data)
+        trainer.optim_step()
+        assert trainer.version == 1
+    assert trainer.weights().version == trainer.weights().version == 1
+    trainer.optim_step()
+    assert trainer.version == 2
+
+
+def test_what_is_exported_is_the_policy_and_peft_loads_the_adapters(
+    folder: Path, data: list[stretto.Datum], tmp_path: Path
+) -> None:
+    trainer = stretto.Trainer(folder, lora={"rank": 4, "target_modules": ["q_proj", "down_proj"]}, learning_rate=1e-2)
+    for _ in range(2):
+        trainer.forward_backward(data)
+        trainer.optim_step()
+    trainer.export(tmp_path / "whole")
+    trainer.export(tmp_path / "adapters", adapters_only=True)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    models = [plain_model(tmp_path / "whole"), PeftModel.from_pretrained(base, tmp_path / "adapters").eval()]
+    for model in models:
+        for datum, expected in zip(data, trainer.forward(data).logprobs, strict=True):
+            assert plain_logprobs(model, datum).tolist() == pytest.approx(expected, abs=1e-4)
+    base_parameters = dict(plain_model(folder).named_parameters())
+    whole = merged(base_parameters, trainer.weights().tensors)  # what servers of other makes get
+    exported = dict(plain_model(tmp_path / "whole").named_parameters())
+    assert whole.keys() == exported.keys()
+    assert all(torch.allclose(whole[name], one, atol=1e-6) for name, one in exported.items())
+    assert any(not torch.equal(one, base_parameters[name]) for name, one in exported.items())
