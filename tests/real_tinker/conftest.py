@@ -29,6 +29,7 @@ collect_ignore = ["programs"]
 NAME = "Qwen/Qwen3-8B"  # of the registry of renderers; the model behind it is a small one
 PROGRAMS = Path(__file__).parent / "programs"
 SECONDS = 600.0
+_SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 
 
 @pytest.fixture(scope="session")
@@ -73,14 +74,20 @@ def write_data(folder: Path, splits: dict[str, list[dict[str, Any]]], config: st
 
 
 def write_all_data(folder: Path) -> None:
-    """What the recipes load: sums to say, digits to guess, a longer and a shorter reply."""
+    """What the recipes load: a coin to toss and a side to bet on, a longer and a shorter reply, numbers to ask for."""
     random.seed(0)
     digits = [random.randrange(10) for _ in range(320)]
-    sums = [
-        {"messages": [{"role": "user", "content": f"{a}+1"}, {"role": "assistant", "content": f"\\boxed{{{a + 1}}}"}]}
-        for a in digits
+    asked = [f"say {a}.{_SUFFIX}" for a in digits]
+    said = [
+        {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": f"\\boxed{{{random.choice('67')}}}"},
+            ]
+        }
+        for question in asked
     ]
-    write_data(folder / "HuggingFaceH4" / "no_robots", {"train": sums, "test": sums[:8]})
+    write_data(folder / "HuggingFaceH4" / "no_robots", {"train": said, "test": said[:8]})
     questions = [{"question": f"say {a}.", "answer": "so #### 7"} for a in digits]
     write_data(folder / "openai" / "gsm8k", {"train": questions, "test": questions[:8]}, "main")
     pairs = [
@@ -88,8 +95,8 @@ def write_all_data(folder: Path) -> None:
         for a in digits
     ]
     write_data(folder / "Anthropic" / "hh-rlhf", {"train": pairs, "test": pairs[:8]})
-    asked = [{"question": f"What is {a}?", "final_answer": str(a)} for a in digits]
-    write_data(folder / "zwhe99" / "DeepMath-103K", {"train": asked})
+    problems = [{"question": f"What is {a}?", "final_answer": str(a)} for a in digits]
+    write_data(folder / "zwhe99" / "DeepMath-103K", {"train": problems})
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _STEPS = 12
 @contextmanager
 def tinker(model: Path, folder: Path, *words: str) -> Iterator[tuple[WarmCommand, str]]:
     """The command, and its address once it listens."""
-    more = ("--port", "0", "--name", "base", "--folder", folder, *words)
+    more: tuple[str | Path, ...] = ("--port", "0", "--name", "base", "--folder", folder, *words)
     with service("tinker", model, *more, serving=_BEGUN) as (process, said):
         (line,) = (line for line in said if line.startswith(_BEGUN))
         yield process, line.removeprefix(_BEGUN).split()[0]

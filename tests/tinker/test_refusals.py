@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import RefusedRequest
-from stretto.model.hf import folder as folders
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.http.exchange import LARGEST_BODY
 from stretto_tinker.wire.datums import parse_job
@@ -219,7 +218,7 @@ def test_a_full_disk_fails_the_checkpoint_and_nothing_else(
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
             mkdir(self, *args, **more)
 
-        monkeypatch.setattr(folders.Path, "mkdir", full)
+        monkeypatch.setattr(Path, "mkdir", full)
         failed = client.save(id, 3, "late")
         monkeypatch.undo()
         assert failed["category"] == "server"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import peft
@@ -78,10 +79,10 @@ def read_adapters(folder: Path, model: PreTrainedModel) -> None:
     Raises:
         StoreError: they are not whole, or of another shape.
     """
-    ours = {}
+    ours: dict[str, Tensor] = {}
     for name, layer in adapted_layers(model).items():
         for kind, both in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
-            ours[f"{_PEFT}{name}.{kind}.weight"] = both[ADAPTER].weight
+            ours[f"{_PEFT}{name}.{kind}.weight"] = cast(nn.Linear, both[ADAPTER]).weight
     _copy(ours, folder / ADAPTERS)
 
 

@@ -85,7 +85,7 @@ class Learner:
             found = token_logprobs(self._model, packed, _UNCHANGED).logprobs.split([one.targets.size for one in chosen])
             value = sum_of(loss, found, chosen, config)
         if backward:
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
         for at, one, row in zip(part, chosen, found, strict=True):
             logprobs[at] = row.detach().cpu().numpy().reshape(one.targets.shape)
         return float(value.detach())

@@ -44,8 +44,13 @@ class TinkerApp:
         """`names` of this server; requests to another ``Host`` are refused. None allows every name."""
         self._service, self._names = service, names
         archive = Archive(service)
-        parts = [Sessions(service), Training(service), SamplingHandlers(service), Futures(service), archive]
-        kept: dict[str, Handler] = {name: handler for part in parts for name, handler in part.routes().items()}
+        kept: dict[str, Handler] = {
+            **Sessions(service).routes(),
+            **Training(service).routes(),
+            **SamplingHandlers(service).routes(),
+            **Futures(service).routes(),
+            **archive.routes(),
+        }
         opened = {"GET /api/v1/healthz": _healthy, "GET /health": _healthy, **archive.open_routes()}
         refused = [
             Route(f"/api/v1/{path}", self._refusing(path, why), methods=_ALL) for path, why in _NOT_SERVED.items()
