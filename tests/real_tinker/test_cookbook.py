@@ -58,12 +58,14 @@ def test_rl_train_in_each_mode_on_arithmetic(mode: str, words: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("multiplayer_rl.guess_number.train", ("group_size=2", "batch_size=2", "max_steps=1", "max_tokens=8", *_SHORT)),
+        (
+            "multiplayer_rl.guess_number.train",
+            ("renderer_name=qwen3", "group_size=2", "batch_size=2", "max_steps=1", "max_tokens=8", *_SHORT),
+        ),
         (
             "preference.shorter.train",
             ("batch_size=2", "group_size=4", "max_tokens=16", "renderer_name=qwen3", "max_steps=2", "eval_every=0"),
         ),
-        ("preference.dpo.train", ("dataset=hhh", "batch_size=8", "learning_rate=1e-3", "max_steps=5")),
         (
             "distillation.on_policy_distillation",
             (
@@ -82,3 +84,9 @@ def test_recipes_of_several_turns_preferences_and_distillation_run(
     recipe: str, words: tuple[str, ...], bench: Bench
 ) -> None:
     assert bench.recipe(recipe, recipe, *words)
+
+
+def test_dpo_learns(bench: Bench) -> None:
+    words = ("dataset=hhh", "batch_size=8", "learning_rate=1e-3", "max_steps=6")
+    losses = [row["dpo_loss"] for row in bench.recipe("preference.dpo.train", "dpo", *words) if "dpo_loss" in row]
+    assert losses[-1] < losses[0] / 2
