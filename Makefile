@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test test-core test-report test-gateway test-servers test-cluster test-foresight test-verify test-long test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
+.PHONY: help setup demo smollm2 test test-core test-report test-gateway test-servers test-cluster test-foresight test-verify test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -100,6 +100,12 @@ test-agents: agent-environments  ## the tests with real agents and environments 
 
 test-outlets: .venv/ready-test  ## the tests with the real W&B, MLflow and trackio, offline, in an environment of their own
 	$(RUN) pytest tests/real_outlets
+
+tinker-environment: .venv/ready-test  ## the environment of Tinker's SDK and cookbook, once, in the user's cache
+	-$(RUN) benchmarks.peers.environment tinker
+
+test-tinker: tinker-environment  ## the tests of packages/tinker, with Tinker's SDK and cookbook as published
+	$(RUN) pytest tests/tinker tests/real_tinker packages/tinker
 
 test-clusters: .venv/ready-test  ## the tests on a real Ray cluster of three nodes, on this machine
 	$(RUN) pytest tests/real_clusters

@@ -28,7 +28,9 @@ MOST_FILES = 14
 LONGEST_FILE = 480
 WALL_CLOCK = frozenset({"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"})
 #: Where the date is written down for a reader, and nothing is decided by it.
-WRITES_DATES = frozenset({"gateway/agents/groups", "gateway/app", "gateway/sessions/sessions", "store/ledger/ledger"})
+WRITES_DATES = frozenset(
+    {"gateway/agents/groups", "gateway/app", "gateway/sessions/sessions", "store/ledger/ledger", "tinker/record/dates"}
+)
 
 
 #: The modules that may ask for what only Linux has, one for each ability; `verify` stands alone.
@@ -397,6 +399,7 @@ def undeclared(package: Path, dependencies: list[str]) -> list[str]:
     """Imports of other packages, ours or third parties', that are no dependency in pyproject.toml."""
     declared = {re.split(r"[^\w.-]", line)[0].lower().replace("-", "_") for line in dependencies}
     declared |= {PACKAGE} if "stretto_core" in declared else set()
+    declared |= {"google"} if "protobuf" in declared else set()
     return [
         f"{found.place}: imports {found.third_party}, which is no dependency of {package.name}"
         for found in imports(package)

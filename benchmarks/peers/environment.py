@@ -4,7 +4,7 @@ Peers never share stretto's environment: their pins are theirs, and a comparison
 
     python benchmarks/peers/environment.py PEER    makes it and prints its interpreter
 
-PEER is one of trl, vllm, sglang, verifiers, agents, worlds, outlets and ray.
+PEER is one of trl, vllm, sglang, verifiers, agents, worlds, outlets, ray and tinker.
 
 Beside this file: ``requirements-<peer>.txt``; ``requirements-<peer>-alone.txt``, packages whose own pins are wrong for
 this machine, installed without what they ask for; ``overlay/<peer>``, files laid over the installed packages.

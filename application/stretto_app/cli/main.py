@@ -275,6 +275,32 @@ def gateway(
         )
 
 
+@app.command()
+def tinker(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder.")],
+    overrides: EngineOverrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8020,
+    folder: Annotated[Path, typer.Option(help="Folder of requests, results and weights.")] = Path("tinker"),
+    name: Annotated[
+        str | None, typer.Option(help="Name of the base model for clients [default: the folder's path].")
+    ] = None,
+    key: Annotated[
+        Optional[list[str]],  # noqa: UP045 - as above
+        typer.Option(metavar="tml-...", envvar="STRETTO_TINKER_KEY", help="Key that is let in (repeatable)."),
+    ] = None,
+) -> None:
+    """Serve the interface of Tinker's SDK until Ctrl-C: training and sampling, each client with its adapters.
+
+    Programs find it by TINKER_BASE_URL. What was acknowledged survives a kill: start it again on the same folder.
+    """
+    check_packages("stretto tinker", "stretto_tinker")
+    with importing():
+        from stretto_app.extensions.commands.tinker import tinker
+
+    tinker(model, host=host, port=port, folder=folder, name=name, keys=key or [], overrides=overrides or [])
+
+
 app.command()(engine)
 app.command()(rank)
 app.command()(watch)

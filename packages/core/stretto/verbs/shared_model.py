@@ -46,14 +46,15 @@ class SharedModel:
         use_onednn(self._model, TRAINING)
         self.tokenizer: Tokenizer = load_tokenizer(self.folder)
 
-    def view(self, lora: LoraConfig | None, attention: str = PACKED_ATTENTION) -> PreTrainedModel:
-        """The model with modules and adapters of its own, whose other weights are these."""
+    def view(self, lora: LoraConfig | None, attention: str = PACKED_ATTENTION, **adapters: Any) -> PreTrainedModel:
+        """The model with modules and adapters of its own, whose other weights are these. `adapters`: keywords of
+        `trainer.parallel.lora.adapt`."""
         kernels = [module.kernel for module in self._model.modules() if isinstance(module, OneDnnLinear)]
         shared = [*self._model.parameters(), *self._model.buffers(), *kernels]
         model = copy.deepcopy(self._model, {id(one): one for one in shared})
         model.set_attn_implementation(attention)
         if lora is not None:
-            adapt(model, lora)
+            adapt(model, lora, **adapters)
         return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -19,11 +20,16 @@ from stretto.trainer.parallel.ranks import Ranks
 _SEED = 20_210_617  # A is the same on every rank and after every restart
 
 
-def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Freeze the model, and add an adapter to each linear layer that `config` names."""
+def adapt(model: PreTrainedModel, config: LoraConfig, *, seed: int = _SEED, head: bool = False) -> None:
+    """Freeze the model, and add an adapter to each linear layer that `config` names; with `head`, to the output matrix
+    too. A is drawn from `seed`."""
     wanted = [name for name in linear_layers(model) if config.targets(name)]
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(_SEED)
+    if head:
+        wanted += [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        # An embedding that shares the output matrix stays as it is: the adapter is beside that matrix alone.
+        warnings.filterwarnings("ignore", message=".*ensure_weight_tying")
+        torch.manual_seed(seed)
         peft.inject_adapter_in_model(_peft_config(config, wanted), model)
 
 

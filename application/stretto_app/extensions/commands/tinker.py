@@ -1,0 +1,71 @@
+"""`stretto tinker`: one model folder for programs that are written against Tinker's SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import uvloop
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
+from stretto.launch.preflight.engines import check_embedded
+from stretto.processes.http.names import HostNames, is_loopback
+from stretto_app.extensions.commands.serve import (
+    KEEP_ALIVE_SECONDS,
+    allow_many_connections,
+    recipe_of_engines,
+    say_aloud,
+)
+from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.serve import TinkerServer
+
+_PREFIX = "tml-"
+_PATIENCE_SECONDS = 1.0
+
+
+def tinker(
+    model: Path,
+    *,
+    host: str,
+    port: int,
+    folder: Path,
+    name: str | None = None,
+    keys: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    say: Callable[[str], None] = say_aloud,
+) -> None:
+    """Serve a Hugging Face folder until SIGINT or SIGTERM; what was acknowledged goes on with the next start.
+
+    Args:
+        folder: where requests, results and weights are kept.
+        name: the base model's name for clients; by default the folder, which the SDK loads the tokenizer from.
+        keys: those that are let in; without any, each key is a client of its own.
+
+    Raises:
+        UserError: a folder, a key, an override or the address is wrong.
+    """
+    recipe = recipe_of_engines(model, overrides, {"count": "one engine is served"}, ("engine", "trainer"))
+    check_embedded(recipe.engine)
+    if wrong := [key for key in keys if not key.startswith(_PREFIX) or not key.isascii() or not key.isprintable()]:
+        raise RecipeError([Problem("--key", f"{wrong[0][:8]!r}...", f"the SDK sends keys that begin with {_PREFIX!r}")])
+    bound = bind(host, port, "--port")
+    torch.set_num_threads(recipe.engine.threads)
+    backend = LocalBackend(model, name or str(model.resolve()), recipe.engine, recipe.trainer.micro_batch_tokens)
+    names = HostNames(host, loopback=True) if not keys and is_loopback(bound) else None
+    server = TinkerServer(backend, folder, frozenset(keys), names)
+    http = GracefulServer(server.app, server, keep_alive_seconds=KEEP_ALIVE_SECONDS, patience=_PATIENCE_SECONDS)
+    allow_many_connections()
+    bound.listen()  # from here on connections wait instead of being refused
+    shown = f"[{host}]" if ":" in host else host
+    say(f"{backend.name}: {backend.architecture}, {backend.parameters:,} parameters, context {backend.context:,}")
+    if not keys and not is_loopback(bound):
+        say("warning: other machines may use this server with any key; give --key (docs/tinker.md)")
+    say(
+        f"export TINKER_BASE_URL=http://{shown}:{bound.getsockname()[1]} TINKER_API_KEY={keys[0] if keys else 'tml-me'}"
+    )
+    try:
+        uvloop.run(run_app(http, [bound], server))
+    finally:
+        server.close()

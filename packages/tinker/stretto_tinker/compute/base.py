@@ -1,0 +1,141 @@
+"""One base model in memory, and the models of clients beside it (satisfies `backend.Backend`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from stretto.core.errors import RefusedRequest
+from stretto.engine.config import EngineConfig
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.decode.policy import CACHED_ATTENTION
+from stretto.model.hf.folder import load_policy
+from stretto.model.hf.grammar import Grammars
+from stretto.model.hf.inspection import inspect_model_folder
+from stretto.model.hf.layers import linear_layers
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.model.packed.logprobs import check_policy
+from stretto.trainer.config import LoraConfig
+from stretto.verbs.shared_model import SharedModel
+from stretto_tinker.compute.backend import Shape
+from stretto_tinker.compute.files import (
+    ALPHA,
+    POLICY,
+    read_adapters,
+    read_policy,
+    read_shape,
+    write_adapters,
+    write_policy,
+    write_shape,
+)
+from stretto_tinker.compute.learner import Files, Learner
+from stretto_tinker.compute.sampler import Sampler
+from stretto_tinker.wire.bodies import Lora
+
+_MOST_RANK = 1_024
+
+
+class LocalBackend:
+    """The model of a Hugging Face folder, on this machine."""
+
+    def __init__(self, folder: Path, name: str, config: EngineConfig, micro_batch_tokens: int) -> None:
+        """
+        Raises:
+            ModelFolderError: the folder cannot be loaded, or its model not be trained here.
+        """
+        about = inspect_model_folder(folder)
+        self.folder, self.name = folder.resolve(), name
+        self.architecture, self.context, self.vocabulary = about.architecture, about.context_length, about.vocab_size
+        self.parameters = about.parameters
+        self._config, self._tokens = config, micro_batch_tokens
+        self._shared = SharedModel(folder, device=config.device)
+        plain = self._shared.view(None)
+        check_policy(plain)
+        self._attends = {name.rsplit(".", 1)[-1]: "attn" in name for name in linear_layers(plain)}
+
+    def check(self, shape: Shape) -> None:
+        """See `Backend`."""
+        lora = shape.lora
+        if lora is None:
+            return
+        if not 1 <= lora.rank <= _MOST_RANK:
+            raise RefusedRequest("lora_config.rank", str(lora.rank), f"1 to {_MOST_RANK:,}")
+        if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+            raise RefusedRequest("lora_config", "nothing is trained", "one of train_attn, train_mlp, train_unembed")
+
+    def create(self, shape: Shape) -> Learner:
+        """See `Backend`."""
+
+        def write(model: PreTrainedModel, folder: Path) -> None:
+            if shape.lora is None:
+                write_policy(folder, model, self.folder)
+            else:
+                write_adapters(folder, model, shape.lora.rank, self.folder)
+            write_shape(folder, shape, self.folder)
+
+        def read(model: PreTrainedModel, folder: Path) -> None:
+            (read_policy if shape.lora is None else read_adapters)(folder, model)
+
+        if shape.lora is None:
+            model = load_policy(self.folder, attention=PACKED_ATTENTION, device=self._config.device)
+        else:
+            model = self._view(shape, PACKED_ATTENTION)
+        return Learner(model, self._tokens, Files(write, read))
+
+    def _view(self, shape: Shape, attention: str) -> PreTrainedModel:
+        """The base model with adapters beside it."""
+        assert shape.lora is not None
+        config = LoraConfig(rank=shape.lora.rank, alpha=ALPHA, target_modules=self._targets(shape.lora))
+        return self._shared.view(config, attention, seed=shape.seed, head=shape.lora.train_unembed)
+
+    def _targets(self, lora: Lora) -> tuple[str, ...]:
+        """The last parts of the names of the layers that get adapters."""
+        chosen = [last for last, attends in self._attends.items() if (lora.train_attn if attends else lora.train_mlp)]
+        return tuple(sorted(chosen)) or ("none",)  # an empty choice would be all of them
+
+    def shape_of(self, folder: Path) -> Shape:
+        """See `Backend`."""
+        return read_shape(folder, self.folder)
+
+    def sampled(self, folder: Path | None) -> Sampler:
+        """See `Backend`."""
+        tokenizer = self._shared.tokenizer
+        views = _Views(self, None if folder is None else self.shape_of(folder), folder)
+        grammars = partial(Grammars, lambda: tokenizer)
+        model = views.view(CACHED_ATTENTION)
+        engine = NativeEngine(model, self._config, detokenizer=lambda: tokenizer, grammars=grammars)
+        return Sampler(engine, views, tokenizer, self.context)
+
+    def view(self, shape: Shape | None, folder: Path | None, attention: str) -> PreTrainedModel:
+        """A model to sample from."""
+        if shape is None or folder is None:
+            return self._shared.view(None, attention)
+        if shape.lora is None:
+            return load_policy(folder / POLICY, attention=attention, device=self._config.device)
+        model = self._view(shape, attention)
+        read_adapters(folder, model)
+        return model.requires_grad_(False)
+
+
+class _Views:
+    """The same weights for the engine and for the packed forward (satisfies `sampler.Views`)."""
+
+    def __init__(self, backend: LocalBackend, shape: Shape | None, folder: Path | None) -> None:
+        self._backend, self._shape, self._folder = backend, shape, folder
+        self._models: list[PreTrainedModel] = []
+
+    def view(self, attention: str) -> PreTrainedModel:
+        """See `Views`."""
+        self._models.append(self._backend.view(self._shape, self._folder, attention))
+        return self._models[-1]
+
+    def take(self, folder: Path) -> bool:
+        """See `Views`."""
+        if self._shape is None or self._shape.lora is None or self._backend.shape_of(folder).lora != self._shape.lora:
+            return False
+        for model in self._models:
+            read_adapters(folder, model)
+        self._folder = folder
+        return True

@@ -1,0 +1,167 @@
+"""Weights in a folder: adapters as peft reads them, or a whole model; and the optimizer beside them.
+
+adapter_model.safetensors, adapter_config.json     adapters
+policy/                                            a whole model, as transformers reads it
+optimizer.safetensors                              AdamW's moments and steps
+shape.json                                         what is trained, and of which base model
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import peft
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from stretto.core.errors import StoreError
+from stretto.model.hf.folder import save_policy
+from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers, adapter_parameters
+from stretto.weights.mailbox import LORA_A, LORA_B
+from stretto_tinker.compute.backend import Shape
+
+ADAPTERS, OPTIMIZER, SHAPE, POLICY = "adapter_model.safetensors", "optimizer.safetensors", "shape.json", "policy"
+_PEFT = "base_model.model."
+#: The scale of adapters is this / rank, as it is with the makers of the SDK.
+ALPHA = 32
+
+Named = Mapping[str, Tensor]
+
+
+def write_shape(folder: Path, shape: Shape, base: Path) -> None:
+    """Say what the weights in a folder are."""
+    (folder / SHAPE).write_bytes(msgspec.json.encode({"base": str(base), "shape": shape}))
+
+
+def read_shape(folder: Path, base: Path) -> Shape:
+    """What the weights in a folder are.
+
+    Raises:
+        StoreError: they are of another base model, or the folder is not whole.
+    """
+    try:
+        found = json.loads((folder / SHAPE).read_bytes())
+        if found["base"] != str(base):
+            raise StoreError(f"{folder.name} is of another base model, {found['base']}")
+        return msgspec.convert(found["shape"], Shape)
+    except (OSError, KeyError, ValueError, msgspec.ValidationError) as error:
+        raise StoreError(f"{folder.name} is not whole: {error}") from None
+
+
+def write_adapters(folder: Path, model: PreTrainedModel, rank: int, base: Path) -> None:
+    """Write the adapters of a model, as peft does."""
+    tensors = {}
+    for name, tensor in adapter_parameters(model):
+        for kind, told in ((LORA_A, ".lora_A"), (LORA_B, ".lora_B")):
+            if name.endswith(kind):
+                tensors[f"{_PEFT}{name.removesuffix(kind)}{told}.weight"] = tensor.detach().cpu().contiguous()
+    _save(tensors, folder / ADAPTERS)
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=ALPHA,
+        target_modules=sorted(adapted_layers(model)),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(base),
+    )
+    config.save_pretrained(str(folder))
+
+
+def read_adapters(folder: Path, model: PreTrainedModel) -> None:
+    """Take over adapters that `write_adapters` wrote.
+
+    Raises:
+        StoreError: they are not whole, or of another shape.
+    """
+    ours: dict[str, Tensor] = {}
+    for name, layer in adapted_layers(model).items():
+        for kind, both in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+            ours[f"{_PEFT}{name}.{kind}.weight"] = cast(nn.Linear, both[ADAPTER]).weight
+    _copy(ours, folder / ADAPTERS)
+
+
+def write_policy(folder: Path, model: PreTrainedModel, tokenizer: Path) -> None:
+    """Write a whole model."""
+    save_policy(model, tokenizer, folder / POLICY)
+
+
+def read_policy(folder: Path, model: PreTrainedModel) -> None:
+    """Take over a whole model.
+
+    Raises:
+        StoreError: it is not whole, or of another shape.
+    """
+    found: dict[str, Tensor] = {}
+    try:
+        for file in sorted((folder / POLICY).glob("*.safetensors")):
+            found |= load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{folder.name} is not whole: {error}") from None
+    _take({name: one for name, one in model.named_parameters() if name in found or one.requires_grad}, found, folder)
+
+
+def write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write the state of AdamW, none before its first step."""
+    tensors = {
+        f"{kind}.{name}": torch.as_tensor(value).detach().cpu().contiguous()
+        for name, parameter in _trained(model)
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+    _save(tensors, folder / OPTIMIZER)
+
+
+def read_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take over the state of AdamW.
+
+    Raises:
+        StoreError: it is not there, or not of this model.
+    """
+    optimizer.state.clear()
+    try:
+        with safe_open(folder / OPTIMIZER, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{folder.name} has no optimizer that is whole: {error}") from None
+    for name, parameter in _trained(model):
+        state = {
+            kind: found[f"{kind}.{name}"] for kind in ("step", "exp_avg", "exp_avg_sq") if f"{kind}.{name}" in found
+        }
+        if state and (len(state) != 3 or state["exp_avg"].shape != parameter.shape):
+            raise StoreError(f"{folder.name}: the optimizer is of another model, by {name}")
+        if state:
+            optimizer.state[parameter] = state
+
+
+def _trained(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def _save(tensors: Named, file: Path) -> None:
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except SafetensorError as error:  # how safetensors reports an error of the system
+        raise OSError(f"{file.name} cannot be written: {error}") from error
+
+
+def _copy(ours: Named, file: Path) -> None:
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{file.parent.name} is not whole: {error}") from None
+    _take(ours, found, file.parent)
+
+
+@torch.no_grad()
+def _take(ours: Named, found: Named, folder: Path) -> None:
+    differing = [name for name, one in ours.items() if name not in found or found[name].shape != one.shape]
+    if differing or found.keys() - ours.keys():
+        wrong = (differing or sorted(found.keys() - ours.keys()))[0]
+        raise StoreError(f"{folder.name} is of a model of another shape, by {wrong}")
+    for name, one in ours.items():
+        one.copy_(found[name])

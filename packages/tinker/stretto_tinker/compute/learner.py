@@ -1,0 +1,144 @@
+"""A model of a client that is trained (satisfies `backend.TrainedModel`).
+
+Axes: N position, K target of a position.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stretto.core.errors import RefusedRequest
+from stretto.core.records import Sampling
+from stretto.model.packed.logprobs import pack_tokens, token_logprobs
+from stretto.trainer.batch.packing import micro_batches
+from stretto.weights.shared_memory import digest_of_tensor
+from stretto_tinker.compute.files import read_optimizer, write_optimizer
+from stretto_tinker.compute.losses import as_tensors, loss_of
+from stretto_tinker.wire.bodies import Adam
+from stretto_tinker.wire.datums import Datum
+from stretto_tinker.wire.outputs import Computed, Floats
+
+_UNCHANGED = Sampling(max_tokens=1)
+
+
+@dataclass(frozen=True)
+class Files:
+    """How the weights of a model are written and read."""
+
+    write: Callable[[PreTrainedModel, Path], None]
+    read: Callable[[PreTrainedModel, Path], None]
+
+
+class Learner:
+    """Forward and backward passes in micro-batches, and AdamW."""
+
+    def __init__(self, model: PreTrainedModel, micro_batch_tokens: int, files: Files) -> None:
+        """`model` is loaded with the packed attention; what needs a gradient is trained."""
+        self._model, self._tokens, self._files = model, micro_batch_tokens, files
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._adamw = torch.optim.AdamW(self._parameters, fused=True)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss: str, config: Mapping[str, float], *, backward: bool
+    ) -> Computed:
+        """See `TrainedModel`."""
+        held = [parameter.grad for parameter in self._parameters]
+        self._adamw.zero_grad(set_to_none=True)
+        logprobs: dict[int, Floats] = {}
+        total = 0.0
+        try:
+            for part in micro_batches([datum.targets.size for datum in data], self._tokens):
+                total += self._micro_batch(data, part, loss, config, logprobs, backward=backward)
+            if not math.isfinite(total):
+                raise RefusedRequest("data", f"the loss is {total}", "data of which it is finite")
+        except BaseException:
+            self._grow(held, keep_new=False)
+            raise
+        self._grow(held, keep_new=backward)
+        return Computed([logprobs[at] for at in range(len(data))], {"loss:sum": total})
+
+    def _micro_batch(
+        self,
+        data: Sequence[Datum],
+        part: Sequence[int],
+        loss: str,
+        config: Mapping[str, float],
+        logprobs: dict[int, Floats],
+        *,
+        backward: bool,
+    ) -> float:
+        chosen, device = [data[at] for at in part], self._model.device
+        # The last target stands behind the inputs, so that every target is that of a position after the first.
+        sequences = [[*one.tokens.tolist(), int(one.targets.flat[-1])] for one in chosen]
+        wanted = [np.repeat(np.arange(1, len(one.tokens) + 1), one.width).tolist() for one in chosen]
+        packed = pack_tokens(sequences, wanted, device, targets=[one.targets.ravel().tolist() for one in chosen])
+        with torch.set_grad_enabled(backward):
+            found = token_logprobs(self._model, packed, _UNCHANGED).logprobs.split([one.targets.size for one in chosen])
+            value = sum_of(loss, found, chosen, config)
+        if backward:
+            value.backward()
+        for at, one, row in zip(part, chosen, found, strict=True):
+            logprobs[at] = row.detach().cpu().numpy().reshape(one.targets.shape)
+        return float(value.detach())
+
+    def _grow(self, held: Sequence[Tensor | None], *, keep_new: bool) -> None:
+        """Add the gradient of this request, or not, to that of those before it."""
+        for parameter, before in zip(self._parameters, held, strict=True):
+            new = parameter.grad if keep_new else None
+            parameter.grad = before if new is None else new if before is None else before.add_(new)
+
+    def optim_step(self, adam: Adam) -> Mapping[str, float]:
+        """See `TrainedModel`."""
+        limit = adam.grad_clip_norm if adam.grad_clip_norm > 0 else math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
+        if not math.isfinite(norm):
+            self.clear()
+            raise RefusedRequest("optim_step", f"the gradient's norm is {norm}", "a finite one; it was cleared")
+        [group] = self._adamw.param_groups
+        group |= {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps}
+        group["weight_decay"] = adam.weight_decay
+        self._adamw.step()
+        self.clear()
+        return {"grad_norm": norm}
+
+    def clear(self) -> None:
+        """See `TrainedModel`."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def digest(self) -> str:
+        """See `TrainedModel`."""
+        whole = hashlib.blake2b(digest_size=16)
+        for parameter in self._parameters:
+            whole.update(str(digest_of_tensor(parameter.detach()).checksum).encode())
+        return whole.hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """See `TrainedModel`."""
+        self._files.write(self._model, folder)
+        write_optimizer(folder, self._model, self._adamw)
+
+    def load(self, folder: Path, *, optimizer: bool) -> None:
+        """See `TrainedModel`."""
+        self._files.read(self._model, folder)
+        self._adamw.state.clear()
+        if optimizer:
+            read_optimizer(folder, self._model, self._adamw)
+
+
+def sum_of(name: str, logprobs: Sequence[Tensor], data: Sequence[Datum], config: Mapping[str, float]) -> Tensor:
+    """The sum of a loss over some sequences."""
+    loss, device = loss_of(name), logprobs[0].device
+    values = [
+        loss.of(one.reshape(datum.targets.shape), as_tensors(datum.inputs, device), config)
+        for one, datum in zip(logprobs, data, strict=True)
+    ]
+    return torch.stack(values).sum()

@@ -1,0 +1,124 @@
+"""The losses of the SDK, each a sum over tokens (`docs/tinker.md` has the formulas).
+
+Axes: N position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.core.errors import RefusedRequest, nearest
+
+Inputs = Mapping[str, Tensor]
+Config = Mapping[str, float]
+
+_CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_POLICY = {"target_tokens": True, "logprobs": True, "advantages": True}
+_CLIPPED = {**_POLICY, "clip_low_threshold": False, "clip_high_threshold": False}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss: what it reads of a datum (True: needed), its settings with their defaults, and its value."""
+
+    takes: Mapping[str, bool]
+    settings: Mapping[str, float]
+    of: Callable[[Tensor, Inputs, Config], Tensor]
+    several: bool = False  # targets a position
+
+    def configured(self, name: str, given: Mapping[str, float | str]) -> dict[str, float]:
+        """The settings.
+
+        Raises:
+            RefusedRequest: an unknown one, or no finite number.
+        """
+        for key, value in given.items():
+            if key not in self.settings:
+                known = nearest(key, self.settings) if self.settings else "none: the loss has no setting"
+                raise RefusedRequest(f"loss_fn_config.{key}", f"no setting of {name}", known)
+            if isinstance(value, str) or not np.isfinite(value):
+                raise RefusedRequest(f"loss_fn_config.{key}", repr(value), "a finite number")
+        return {**self.settings, **{key: float(value) for key, value in given.items()}}
+
+
+def _cross_entropy(logprobs_N: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    weights_N = inputs.get("weights")
+    return -(logprobs_N if weights_N is None else logprobs_N * weights_N).sum()
+
+
+def _importance_sampling(logprobs_N: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    return -(torch.exp(logprobs_N - inputs["logprobs"]) * inputs["advantages"]).sum()
+
+
+def _clipped(ratio_N: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    low, high = (inputs.get(name, ratio_N.new_tensor(config[name])) for name in _CLIPS)
+    return torch.minimum(torch.maximum(ratio_N, low), high)
+
+
+def _ppo_of(ratio_N: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    advantages_N = inputs["advantages"]
+    return -torch.minimum(ratio_N * advantages_N, _clipped(ratio_N, inputs, config) * advantages_N).sum()
+
+
+def _ppo(logprobs_N: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    return _ppo_of(torch.exp(logprobs_N - inputs["logprobs"]), inputs, config)
+
+
+def _cispo(logprobs_N: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    ratio_N = torch.exp(logprobs_N.detach() - inputs["logprobs"])
+    return -(_clipped(ratio_N, inputs, config) * logprobs_N * inputs["advantages"]).sum()
+
+
+def _dro(logprobs_N: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    penalty_N = 0.5 * config["beta"] * (logprobs_N - inputs["logprobs"]) ** 2
+    return -(logprobs_N * inputs["advantages"] - penalty_N).sum()
+
+
+def _gspo(logprobs_N: Tensor, inputs: Inputs, config: Config) -> Tensor:
+    """GSPO-token (arXiv 2507.18071, section 4.3): each token has the ratio of its sequence, and its own gradient."""
+    inside_N = inputs["sequence_ratio_mask"] != 0
+    gaps = (logprobs_N.detach() - inputs["logprobs"])[inside_N]
+    mean = gaps.mean() if len(gaps) else logprobs_N.new_zeros(())
+    return _ppo_of(torch.exp(mean + logprobs_N - logprobs_N.detach()), inputs, config)
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": Loss({"target_tokens": True, "weights": False}, {}, _cross_entropy, several=True),
+    "importance_sampling": Loss(_POLICY, {}, _importance_sampling),
+    "ppo": Loss(_CLIPPED, _CLIPS, _ppo),
+    "cispo": Loss(_CLIPPED, _CLIPS, _cispo),
+    "dro": Loss(_POLICY, {"beta": 0.05}, _dro),
+    "gspo": Loss({**_CLIPPED, "sequence_ratio_mask": True}, _CLIPS, _gspo),
+}
+_NOT_SERVED = {
+    "stable_reinforce": "it reads what the sampler of its makers records; no formula of it is published",
+    "custom": "custom losses run on the client's side (forward_backward_custom with a function)",
+}
+
+
+def loss_of(name: str) -> Loss:
+    """The loss of this name.
+
+    Raises:
+        RefusedRequest: there is none, or it is not served; says why.
+    """
+    if name in _NOT_SERVED:
+        raise RefusedRequest("loss_fn", f"{name} is not served: {_NOT_SERVED[name]}", ", ".join(LOSSES))
+    if name not in LOSSES:
+        raise RefusedRequest("loss_fn", repr(name[:80]), nearest(name, LOSSES))
+    return LOSSES[name]
+
+
+def as_tensors(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """The inputs of a loss, without the targets."""
+    return {
+        name: torch.from_numpy(np.array(array, np.float32)).to(device)
+        for name, array in inputs.items()
+        if name != "target_tokens"
+    }

@@ -1,0 +1,193 @@
+"""Weights that are sampled from (satisfies `backend.SampledModel`).
+
+Axes: P prompt token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from stretto.core.errors import RefusedRequest, StrettoError
+from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
+from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.sampling import BrokenLogits
+from stretto.model.hf.tokenizer import Tokenizer
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.model.packed.logprobs import hidden_states, pack_tokens, token_logprobs
+from stretto_tinker.compute.backend import Ended, Wish
+from stretto_tinker.wire.bodies import SamplingParams
+from stretto_tinker.wire.outputs import Floats, Likeliest, SampledTokens
+
+_UNCHANGED = Sampling(max_tokens=1)
+_NONE = -99_999.0  # the SDK's log-probability of no token
+_ROWS = 256  # of logits that are alive at once
+
+
+class Views(Protocol):
+    """Where the weights are from."""
+
+    def view(self, attention: str) -> PreTrainedModel:
+        """A model with these weights and this attention."""
+        ...
+
+    def take(self, folder: Path) -> bool:
+        """Give all models that were made other weights; False where these are of another shape.
+
+        Raises:
+            StoreError: they are not whole.
+        """
+        ...
+
+
+class Sampler:
+    """An engine, and the same weights by a packed forward, for prompts that are scored."""
+
+    def __init__(self, engine: NativeEngine, views: Views, tokenizer: Tokenizer, context: int) -> None:
+        """`views` has made the model of the engine."""
+        self._engine, self._views, self._tokenizer, self._context = engine, views, tokenizer, context
+        self._model: PreTrainedModel | None = None
+        self._open: OrderedDict[str, tuple[Wish, dict[int, SampledTokens]]] = OrderedDict()
+
+    @property
+    def idle(self) -> bool:
+        """See `SampledModel`."""
+        return not self._open
+
+    def take(self, folder: Path) -> bool:
+        """See `SampledModel`."""
+        return self._views.take(folder)
+
+    def add(self, id: str, wish: Wish) -> None:
+        """See `SampledModel`."""
+        sampling = sampling_of(wish.settings, self._tokenizer.eos_token_ids, self._context - len(wish.prompt))
+        self._engine.add(GenerateRequest(id, wish.prompt, wish.seeds, sampling, top_logprobs=wish.likeliest))
+        self._open[id] = (wish, {})
+
+    def abort(self, id: str) -> None:
+        """See `SampledModel`."""
+        if self._open.pop(id, None) is not None:
+            self._engine.abort(id)
+
+    def step(self) -> dict[str, Ended]:
+        """See `SampledModel`."""
+        try:
+            completions = self._engine.step()
+        except BrokenLogits as broken:
+            self._engine.give_up(broken.requests)
+            for id in broken.requests:
+                self._open.pop(id, None)
+            return {id: StrettoError(str(broken)) for id in broken.requests}
+        ended: dict[str, Ended] = {}
+        for completion in completions:
+            wish, found = self._open[completion.request]
+            found[completion.member] = _tokens(completion, wish.likeliest)
+            if len(found) == len(wish.seeds):
+                del self._open[completion.request]
+                ended[completion.request] = [found[member] for member in range(len(found))]
+        return ended
+
+    @torch.no_grad()
+    def score(self, prompt: Sequence[int], first: int) -> Floats:
+        """See `SampledModel`."""
+        found = np.full(len(prompt), np.nan, np.float32)
+        if first < len(prompt):
+            packed = pack_tokens([prompt], [range(first, len(prompt))], self._forward().device)
+            found[first:] = token_logprobs(self._forward(), packed, _UNCHANGED).logprobs.cpu().numpy()
+        return found
+
+    def likeliest(self, prompt: Sequence[int], first: int, width: int) -> Likeliest:
+        """See `SampledModel`."""
+        ids = np.zeros((len(prompt), width), np.int32)
+        logprobs = np.full((len(prompt), width), _NONE, np.float32)
+        for start, rows_PV in self._rows(prompt, first):
+            top = rows_PV.topk(min(width, rows_PV.shape[-1]))
+            ids[start : start + len(rows_PV), : top.indices.shape[1]] = top.indices.cpu().numpy()
+            logprobs[start : start + len(rows_PV), : top.indices.shape[1]] = top.values.cpu().numpy()
+        return Likeliest(ids, logprobs)
+
+    def score_targets(self, prompt: Sequence[int], targets: Sequence[Sequence[int]]) -> Floats:
+        """See `SampledModel`."""
+        wanted = torch.tensor(targets)
+        found = np.zeros(wanted.shape, np.float32)
+        for start, rows_PV in self._rows(prompt, 1):
+            ids = wanted[start - 1 : start - 1 + len(rows_PV)].to(rows_PV.device)
+            values = rows_PV.gather(1, ids.clamp_min(0)).masked_fill(ids < 0, 0.0)
+            found[start - 1 : start - 1 + len(rows_PV)] = values.cpu().numpy()
+        return found
+
+    def draw(self, prompt: Sequence[int], width: int, settings: SamplingParams, seed: int) -> Likeliest:
+        """See `SampledModel`."""
+        shape = (max(0, len(prompt) - 1), width)
+        ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        random = torch.Generator().manual_seed(seed % 2**63)
+        for start, rows_PV in self._rows(prompt, 1):
+            if settings.temperature > 0:
+                weights = (rows_PV / settings.temperature).softmax(-1).cpu()
+                drawn = torch.multinomial(weights, width, replacement=True, generator=random)
+            else:
+                drawn = rows_PV.argmax(-1, keepdim=True).expand(-1, width).cpu()
+            at = slice(start - 1, start - 1 + len(rows_PV))
+            ids[at], logprobs[at] = drawn.numpy(), rows_PV.cpu().gather(1, drawn).numpy()
+        return Likeliest(ids, logprobs)
+
+    @torch.no_grad()
+    def _rows(self, prompt: Sequence[int], first: int) -> list[tuple[int, Tensor]]:
+        """log-probabilities of all tokens [.., V] at the positions of a prompt from `first` on, in parts, each with its
+        first position."""
+        model = self._forward()
+        packed = pack_tokens([prompt], [range(min(first, len(prompt)), len(prompt))], model.device)
+        hidden = hidden_states(model, packed).index_select(0, packed.before)
+        head = model.get_output_embeddings()
+        parts = hidden.split(_ROWS) if len(hidden) else ()
+        return [(first + at * _ROWS, head(part).float().log_softmax(-1)) for at, part in enumerate(parts)]
+
+    def _forward(self) -> PreTrainedModel:
+        if self._model is None:
+            self._model = self._views.view(PACKED_ATTENTION)
+        return self._model
+
+
+def _tokens(completion: Completion, width: int) -> SampledTokens:
+    likeliest = None
+    if width:
+        ids = np.zeros((len(completion.token_ids), width), np.int32)
+        logprobs = np.full(ids.shape, _NONE, np.float32)
+        for at, row in enumerate(completion.top_logprobs):
+            for rank, (token, logprob) in enumerate(row[:width]):
+                ids[at, rank], logprobs[at, rank] = token, logprob
+        likeliest = Likeliest(ids, logprobs)
+    stopped = completion.stop_reason == StopReason.STOP
+    return SampledTokens(completion.token_ids, completion.behavior_logprobs, stopped, likeliest)
+
+
+def sampling_of(settings: SamplingParams, end: tuple[int, ...], room: int) -> Sampling:
+    """How an engine samples. An end of sequence ends a completion too, unless the list of stops is empty.
+
+    Raises:
+        RefusedRequest: stops of two kinds, or no room.
+    """
+    stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop
+    texts = tuple(one for one in stop or () if isinstance(one, str))
+    ids = tuple(one for one in stop or () if isinstance(one, int))
+    if texts and ids:
+        raise RefusedRequest("sampling_params.stop", "texts and token ids together", "all texts, or all token ids")
+    if settings.max_tokens is not None and settings.max_tokens < 1:
+        raise RefusedRequest("sampling_params.max_tokens", str(settings.max_tokens), "at least 1")
+    if room < 1:
+        raise RefusedRequest("prompt", f"it fills the context, {1 - room} tokens too many", "a shorter one")
+    return Sampling(
+        max_tokens=room if settings.max_tokens is None else min(settings.max_tokens, room),
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=max(0, settings.top_k),
+        stop_token_ids=() if stop == [] else tuple(dict.fromkeys((*ids, *end))),
+        stop=texts,
+    )

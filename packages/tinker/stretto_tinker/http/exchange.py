@@ -1,0 +1,104 @@
+"""One request to the server, and what it answers."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stretto.core.deadlines import deadline
+from stretto.core.errors import DeadlineExceeded
+from stretto.processes.http.asgi import read_body
+from stretto_tinker.wire.bodies import parse
+
+JSON, PROTO = "application/json", "application/x-protobuf"
+#: A longer body is refused before it is read to its end. The SDK sends at most 5 MB, unless one sequence is longer.
+LARGEST_BODY = 64 << 20
+_BODY_SECONDS = 60.0
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class NotServed(Exception):
+    """The error that a request gets: a status of HTTP, and a sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(status, message)
+        self.status, self.message = status, message
+
+
+@dataclass
+class Call:
+    """One request."""
+
+    request: Request
+    owner: str
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def near(self) -> bool:
+        """Whether the client is on this machine."""
+        client = self.request.client
+        try:
+            return client is not None and ipaddress.ip_address(client.host).is_loopback
+        except ValueError:
+            return False
+
+    def path(self, name: str) -> str:
+        """A part of the path."""
+        return str(self.request.path_params[name])
+
+    def number(self, name: str, default: int, most: int) -> int:
+        """A number of the query.
+
+        Raises:
+            NotServed: it is none.
+        """
+        text = self.request.query_params.get(name, str(default))
+        if not text.isdecimal() or int(text) > most:
+            raise NotServed(400, f"{name}: {text!r:.40}; 0 to {most:,}")
+        return int(text)
+
+    async def body(self) -> bytes:
+        """The body.
+
+        Raises:
+            NotServed: it is too long, too slow, or of an encoding that is not served.
+        """
+        coded = self.request.headers.get("content-encoding", "identity")
+        if coded != "identity":
+            raise NotServed(415, f"content-encoding: {coded!r:.40} is not served; send the body as it is")
+        try:
+            async with deadline("the server", "the body of a request", _BODY_SECONDS):
+                raw = await read_body(self.request.scope, self.request.receive, LARGEST_BODY)
+        except DeadlineExceeded:
+            raise NotServed(408, f"the body did not come within {_BODY_SECONDS:g} s") from None
+        if raw is None:
+            raise NotServed(413, f"body: more than {LARGEST_BODY:,} bytes, which is the limit; send fewer datums")
+        return raw
+
+    async def parsed(self, kind: type[Body]) -> Body:
+        """The body as a record.
+
+        Raises:
+            NotServed, RefusedRequest: there is none, or a field of it is wrong.
+        """
+        return parse(await self.body(), kind)
+
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+def told(found: Any, status: int = 200) -> Response:
+    """A reply in JSON."""
+    return Response(msgspec.json.encode(found), status, media_type=JSON)
+
+
+def encoded(body: bytes, media: str = JSON) -> Response:
+    """A reply that is encoded already."""
+    return Response(body, media_type=media)

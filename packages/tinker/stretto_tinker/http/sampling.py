@@ -1,0 +1,106 @@
+"""Requests for samples."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+from starlette.responses import Response
+
+from stretto.core.errors import RefusedRequest
+from stretto_tinker.http.exchange import Call, Handler, NotServed, told
+from stretto_tinker.http.service import Service
+from stretto_tinker.record.checkpoints import EXTERNAL, Place
+from stretto_tinker.record.dates import now
+from stretto_tinker.record.record import Asked, SamplerRow
+from stretto_tinker.wire.bodies import JoinSampler, OfRequest, OpenSampler, Sample
+from stretto_tinker.work.sampling import Seeded, check_sample
+from stretto_tinker.work.saving import sampler_id
+from stretto_tinker.work.worker import SAMPLE
+
+#: Requests that may wait or be open; the SDK tries again for as long as there are more.
+_MOST_WAITING = 100_000
+#: Requests of one client of a sampling session; those of the next begin here.
+CLONE = 1_000_000_000
+
+
+class SamplingHandlers:
+    """The handlers of samplers."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> dict[str, Handler]:
+        """Handlers by method and path."""
+        return {
+            "POST /api/v1/create_sampling_session": self._open,
+            "POST /api/v1/join_sampling_session": self._join,
+            "GET /api/v1/samplers/{id}": self._show,
+            "POST /api/v1/asample": self._sample,
+            "POST /api/v1/cancel_future": self._cancel,
+        }
+
+    async def _open(self, call: Call) -> Response:
+        body = await call.parsed(OpenSampler)
+        self._service.session(body.session_id, call.owner)
+        path = self._weights(body.model_path, body.base_model, call.owner)
+        if body.sampling_session_seq_id < 0:
+            raise RefusedRequest("sampling_session_seq_id", str(body.sampling_session_seq_id), "0 or more")
+        id = sampler_id(body.session_id, body.sampling_session_seq_id)
+        row = SamplerRow(id, body.session_id, call.owner, now(), path, None)
+        self._service.guarded(lambda: self._service.record.add_sampler(row))
+        if self._service.sampler(id, call.owner).path != path:
+            raise NotServed(422, f"sampling_session_seq_id: {body.sampling_session_seq_id} is another sampler already")
+        return told({"type": "create_sampling_session", "sampling_session_id": id})
+
+    def _weights(self, path: str | None, base: str | None, owner: str) -> str | None:
+        """The weights that are wanted, which are there; None for those of the base model."""
+        self._service.knows(base)
+        if path is None:
+            if base is None:
+                raise RefusedRequest("model_path", "neither model_path nor base_model", "one of them")
+            return None
+        place = Place.of(path, "model_path")
+        if place.kind == EXTERNAL:
+            raise RefusedRequest("model_path", f"{path!r:.160} are for others to read", "weights or sampler_weights")
+        return self._service.checkpoint(place.path, owner).path
+
+    async def _join(self, call: Call) -> Response:
+        body = await call.parsed(JoinSampler)
+        row = self._service.sampler(body.sampling_session_id, call.owner)
+        number = self._service.guarded(lambda: self._service.record.join_sampler(row.id))
+        return told({"type": "join_sampling_session", "client_counter": number})
+
+    async def _show(self, call: Call) -> Response:
+        row = self._service.sampler(call.path("id"), call.owner, open=False)
+        return told({"sampler_id": row.id, "base_model": self._service.backend.name, "model_path": row.path})
+
+    async def _sample(self, call: Call) -> Response:
+        body = await call.parsed(Sample)
+        if body.sampling_session_id is None or body.seq_id is None:
+            raise RefusedRequest("sampling_session_id", "missing", "a sampling session, and seq_id")
+        row = self._service.sampler(body.sampling_session_id, call.owner)
+        check_sample(body, body.prompt.token_ids())
+        if self._service.worker.waiting >= _MOST_WAITING:
+            raise NotServed(429, f"{_MOST_WAITING:,} requests wait already")
+        id = f"{row.id}:{body.seq_id}"
+        seed = body.sampling_params.seed
+        held = self._service.record.request(id)
+        if held is not None and held.owner == call.owner and held.body is not None:
+            drawn = msgspec.json.decode(held.body, type=Seeded)
+            seeded = msgspec.structs.replace(drawn, sample=body)
+        else:
+            seeded = Seeded(body, secrets.randbits(62) if seed is None else seed % 2**62, row.path)
+        if held is None:
+            asked = Asked(id, row.id, body.seq_id, call.owner, SAMPLE, msgspec.json.encode(seeded))
+            self._service.accept(asked)
+        elif held.body is not None and msgspec.json.encode(seeded) != held.body:
+            raise NotServed(422, f"seq_id: {body.seq_id} of {row.id} is another request already")
+        ids = [f"{id}:{member}" for member in range(body.num_samples)]
+        return told({"request_id": id, "sample_sequence_ids": ids})
+
+    async def _cancel(self, call: Call) -> Response:
+        asked = self._service.asked((await call.parsed(OfRequest)).request_id, call.owner)
+        if asked.kind == SAMPLE:
+            self._service.worker.cancel(asked.id)
+        return told({})

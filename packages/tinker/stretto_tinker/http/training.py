@@ -1,0 +1,138 @@
+"""Requests that train: accepted here, computed by the worker, fetched as futures."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+import msgspec
+from starlette.responses import Response
+
+from stretto.core.errors import RefusedRequest
+from stretto_tinker.http.exchange import Call, Handler, NotServed, told
+from stretto_tinker.http.service import Service
+from stretto_tinker.record.checkpoints import Place
+from stretto_tinker.record.dates import now
+from stretto_tinker.record.record import Asked, ModelRow
+from stretto_tinker.wire.bodies import CreateModel, LoadWeights, OfModel, OptimizerKind, OptimStep, SaveWeights, parse
+from stretto_tinker.wire.datums import parse_job
+from stretto_tinker.work.models import BACKWARD, CREATE, FORWARD, LOAD, STEP, ModelFacts, facts_of
+from stretto_tinker.work.saving import SAVE, SAVE_EXTERNAL, SAVE_FOR_SAMPLER
+
+_TTL = (3_600, 10 * 366 * 86_400)
+_MOST_SEQ = 2**31
+_ID = re.compile(r"[0-9a-f-]{36}")
+
+
+class Training:
+    """The handlers of models."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> dict[str, Handler]:
+        """Handlers by method and path."""
+        saves = {f"POST /api/v1/{kind}": self._saving(kind) for kind in (SAVE, SAVE_FOR_SAMPLER, SAVE_EXTERNAL)}
+        return {
+            "POST /api/v1/create_model": self._create,
+            "POST /api/v1/get_info": self._info,
+            "POST /api/v1/unload_model": self._unload,
+            "POST /api/v1/forward_backward": self._forward_backward,
+            "POST /api/v1/optim_step": self._step,
+            "POST /api/v1/load_weights": self._load,
+            **saves,
+        }
+
+    async def _create(self, call: Call) -> Response:
+        raw = await call.body()
+        body = parse(raw, CreateModel)
+        self._service.session(body.session_id, call.owner)
+        self._service.knows(body.base_model)
+        _check_optimizer(body.optimizer_config)
+        facts = facts_of(body, secrets.randbits(63))
+        facts = msgspec.structs.replace(facts, base_model=self._service.backend.name)
+        return self._first(call, body.session_id, body.model_seq_id, facts, CREATE, raw)
+
+    def _first(self, call: Call, session: str, seq: int, facts: ModelFacts, kind: str, raw: bytes) -> Response:
+        """The request that makes a model, number 0 of it."""
+        if not 0 <= seq < _MOST_SEQ:
+            raise RefusedRequest("model_seq_id", str(seq), "0 or more")
+        model = f"{session}:train:{seq}"
+        self._service.backend.check(facts.shape)
+        row = ModelRow(model, session, call.owner, now(), msgspec.json.encode(facts), -1)
+        self._service.guarded(lambda: self._service.record.add_model(row))
+        return self._accept(call, model, 0, kind, raw)
+
+    def _accept(self, call: Call, model: str, seq: int | None, kind: str, raw: bytes) -> Response:
+        if seq is None or not 0 <= seq < _MOST_SEQ:
+            raise RefusedRequest("seq_id", str(seq), "1, 2, ... in the order of the requests of a model")
+        asked = self._service.accept(Asked(f"{model}:{seq}", model, seq, call.owner, kind, raw))
+        return told({"request_id": asked.id, "model_id": model})
+
+    async def _info(self, call: Call) -> Response:
+        row = self._service.model((await call.parsed(OfModel)).model_id, call.owner, open=False)
+        facts, backend = msgspec.json.decode(row.body, type=ModelFacts), self._service.backend
+        tokenizer = str(backend.folder) if call.near else backend.name
+        lora = facts.shape.lora
+        data = {"arch": backend.architecture, "model_name": backend.name, "tokenizer_id": tokenizer}
+        about = {"is_lora": lora is not None, "lora_rank": None if lora is None else lora.rank}
+        return told({"type": "get_info", "model_id": row.id, "model_data": data, "model_name": backend.name, **about})
+
+    async def _unload(self, call: Call) -> Response:
+        raw = await call.body()
+        row = self._service.model(parse(raw, OfModel).model_id, call.owner, open=False)
+        self._service.worker.retire(row.id, "the model was unloaded")
+        raise NotServed(501, "unload_model is not served: models leave the memory when their session ends")
+
+    async def _forward_backward(self, call: Call) -> Response:
+        raw = await call.body()
+        job = parse_job(raw)
+        model = self._service.model(job.model_id, call.owner)
+        if job.seq_id < 1:
+            raise RefusedRequest("seq_id", str(job.seq_id), "1 or more")
+        return self._accept(call, model.id, job.seq_id, FORWARD if job.forward_only else BACKWARD, raw)
+
+    async def _step(self, call: Call) -> Response:
+        raw = await call.body()
+        body = parse(raw, OptimStep)
+        model = self._service.model(body.model_id, call.owner)
+        return self._accept(call, model.id, body.seq_id, STEP, raw)
+
+    def _saving(self, kind: str) -> Handler:
+        async def save(call: Call) -> Response:
+            raw = await call.body()
+            body = parse(raw, SaveWeights)
+            model = self._service.model(body.model_id, call.owner)
+            if body.ttl_seconds is not None and not _TTL[0] <= body.ttl_seconds <= _TTL[1]:
+                raise RefusedRequest("ttl_seconds", str(body.ttl_seconds), f"{_TTL[0]:,} to {_TTL[1]:,}")
+            return self._accept(call, model.id, body.seq_id, kind, raw)
+
+        return save
+
+    async def _load(self, call: Call) -> Response:
+        raw = await call.body()
+        body = parse(raw, LoadWeights)
+        source = self._service.checkpoint(body.path, call.owner)
+        folder = self._service.weights.folder(Place.of(source.path))
+        shape = self._service.worker.models.shape_at(folder)
+        if body.session_id is None or body.model_seq_id is None:
+            if body.model_id is None:
+                raise RefusedRequest("model_id", "missing", "a model and seq_id, or session_id and model_seq_id")
+            model = self._service.model(body.model_id, call.owner)
+            return self._accept(call, model.id, body.seq_id, LOAD, raw)
+        self._service.session(body.session_id, call.owner)
+        self._service.knows(body.base_model)
+        if body.optimizer_config is not None:
+            _check_optimizer(body.optimizer_config)
+        facts = ModelFacts(self._service.backend.name, shape, body.user_metadata)
+        return self._first(call, body.session_id, body.model_seq_id, facts, LOAD, raw)
+
+
+def _check_optimizer(kind: OptimizerKind) -> None:
+    """
+    Raises:
+        RefusedRequest: the optimizer is not served.
+    """
+    if kind.type != "adamw":
+        told = f"{kind.type!r:.40} is not served: its step is not published"
+        raise RefusedRequest("optimizer_config.type", told, "adamw")

@@ -1,0 +1,391 @@
+"""The durable record of a server: who has asked for what, and what the answer is.
+
+    asked ─► queued ─► done | failed        one row a request; a row is on disk before its request is acknowledged
+
+Work is acknowledged once its row is committed, and a result is told once it is. So after `kill -9` a client that asks
+again finds its request, or its result: what was acknowledged is computed once as far as anybody can tell, because the
+state of a model is a function of the rows (`work.models`). SQLite's log survives the end of the process without a sync
+to disk; a loss of power may take the last moments, and never tears a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.core.errors import Problem, RunFolderError
+from stretto_tinker.record.dates import now
+
+QUEUED, DONE, FAILED, FORGOTTEN = "queued", "done", "failed", "forgotten"
+#: Kinds of results: how the SDK decodes them.
+PROTO, JSON = "proto", "json"
+_FORMAT = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, asked TEXT NOT NULL, created REAL NOT NULL, body BLOB NOT NULL,
+    ended TEXT, ended_at REAL, UNIQUE (owner, asked)
+);
+CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, created REAL NOT NULL, body BLOB NOT NULL,
+    snapshot INTEGER NOT NULL DEFAULT -1
+);
+CREATE TABLE IF NOT EXISTS samplers (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, owner TEXT NOT NULL, created REAL NOT NULL, path TEXT,
+    model TEXT, clones INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS requests (
+    id TEXT PRIMARY KEY, lane TEXT NOT NULL, seq INTEGER NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL,
+    digest BLOB NOT NULL, body BLOB, state TEXT NOT NULL, result BLOB, form TEXT, place INTEGER, asked REAL NOT NULL,
+    proof TEXT NOT NULL DEFAULT ''
+);
+CREATE INDEX IF NOT EXISTS requests_of_lane ON requests (lane, seq);
+CREATE INDEX IF NOT EXISTS requests_done ON requests (lane, place);
+CREATE INDEX IF NOT EXISTS requests_queued ON requests (state) WHERE state = 'queued';
+CREATE TABLE IF NOT EXISTS checkpoints (
+    path TEXT PRIMARY KEY, model TEXT NOT NULL, owner TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL,
+    created REAL NOT NULL, size INTEGER NOT NULL, public INTEGER NOT NULL DEFAULT 0, expires REAL,
+    request TEXT NOT NULL, body BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS checkpoints_of_model ON checkpoints (model);
+"""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request on record."""
+
+    id: str
+    lane: str  # the model, or the sampler, that it is for
+    seq: int
+    owner: str
+    kind: str
+    body: bytes | None
+    state: str = QUEUED
+    result: bytes | None = None
+    form: str | None = None  # how the SDK decodes the result
+    proof: str = ""  # checksum of the weights after a step
+
+
+@dataclass(frozen=True)
+class SessionRow:
+    """A session of a client."""
+
+    id: str
+    owner: str
+    created: float
+    body: bytes
+    ended: str | None
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """A model that is trained. `snapshot` is the last request whose effect is in a file, -1 for none."""
+
+    id: str
+    session: str
+    owner: str
+    created: float
+    body: bytes
+    snapshot: int
+
+
+@dataclass(frozen=True)
+class SamplerRow:
+    """A sampling session. `path` is that of its weights, None for those of the base model; `model` is set while it
+    follows a model's newest weights."""
+
+    id: str
+    session: str
+    owner: str
+    created: float
+    path: str | None
+    model: str | None
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """Weights that a client saved under a name. `body` holds what it said about them."""
+
+    path: str
+    model: str
+    owner: str
+    kind: str
+    name: str
+    created: float
+    size: int
+    public: bool
+    expires: float | None
+    request: str
+    body: bytes
+
+
+_REQUEST = "SELECT id, lane, seq, owner, kind, body, state, result, form, proof FROM requests"
+_CHECKPOINT = "SELECT path, model, owner, kind, name, created, size, public, expires, request, body FROM checkpoints"
+
+
+class Record:
+    """The one writer of ``tinker.sqlite``; for any thread."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            RunFolderError: the file is none of this version, or cannot be opened.
+        """
+        self._lock = threading.RLock()
+        try:
+            self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+            self._connection.executescript(_SCHEMA)
+            found = self.fact("format", str(_FORMAT))
+        except sqlite3.Error as error:
+            raise RunFolderError([Problem(str(path), f"is no record: {error}", "give another folder")]) from None
+        if found != str(_FORMAT):
+            told = f"is of format {found}, this version writes {_FORMAT}"
+            raise RunFolderError([Problem(str(path), told, "give another folder")])
+        [(self._place,)] = self._connection.execute("SELECT COALESCE(MAX(place), 0) FROM requests")
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._connection.close()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """One transaction: all of it is written, or nothing."""
+        with self._lock:
+            if self._connection.in_transaction:
+                yield
+                return
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+
+    def _all(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._connection.execute(sql, values).fetchall()
+
+    def _one(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
+        found = self._all(sql, *values)
+        return found[0] if found else None
+
+    def fact(self, name: str, value: str) -> str:
+        """A fact about the whole record; `value` if none is on record, which it is from then on."""
+        self._all("INSERT OR IGNORE INTO facts VALUES (?, ?)", name, value)
+        [(found,)] = self._all("SELECT value FROM facts WHERE name = ?", name)
+        return str(found)
+
+    # Sessions
+
+    def open_session(self, id: str, owner: str, asked: str, body: bytes) -> str:
+        """Open a session; `asked` names the request, which may come again: then its session is found."""
+        with self.together():
+            self._all(
+                "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, NULL, NULL)", id, owner, asked, now(), body
+            )
+            [(found,)] = self._all("SELECT id FROM sessions WHERE owner = ? AND asked = ?", owner, asked)
+        return str(found)
+
+    def session(self, id: str) -> SessionRow | None:
+        """The session with this id."""
+        found = self._one("SELECT id, owner, created, body, ended FROM sessions WHERE id = ?", id)
+        return None if found is None else SessionRow(*found)
+
+    def sessions(self, owner: str) -> list[SessionRow]:
+        """All sessions of an owner, the newest first."""
+        sql = "SELECT id, owner, created, body, ended FROM sessions WHERE owner = ? ORDER BY created DESC, id"
+        return [SessionRow(*found) for found in self._all(sql, owner)]
+
+    def end_session(self, id: str, how: str) -> None:
+        """Say how a session ended; the first word counts."""
+        self._all("UPDATE sessions SET ended = ?, ended_at = ? WHERE id = ? AND ended IS NULL", how, now(), id)
+
+    def forget_sessions(self, seconds: float) -> None:
+        """Drop the requests and results of sessions that ended so long ago; their checkpoints stay."""
+        ended = "SELECT id FROM sessions WHERE ended_at < ?"
+        lanes = (
+            f"SELECT id FROM models WHERE session IN ({ended}) UNION SELECT id FROM samplers WHERE session IN ({ended})"
+        )
+        sql = "UPDATE requests SET state = 'forgotten', result = NULL, body = NULL WHERE state IN ('done', 'failed')"
+        self._all(f"{sql} AND lane IN ({lanes})", now() - seconds, now() - seconds)
+
+    # Models and samplers
+
+    def add_model(self, row: ModelRow) -> None:
+        """Add a model; one that is there already stays."""
+        values = (row.id, row.session, row.owner, row.created, row.body, row.snapshot)
+        self._all("INSERT OR IGNORE INTO models VALUES (?, ?, ?, ?, ?, ?)", *values)
+
+    def model(self, id: str) -> ModelRow | None:
+        """The model with this id."""
+        found = self._one("SELECT id, session, owner, created, body, snapshot FROM models WHERE id = ?", id)
+        return None if found is None else ModelRow(*found)
+
+    def models(self, owner: str) -> list[ModelRow]:
+        """All models of an owner, the newest first."""
+        sql = "SELECT id, session, owner, created, body, snapshot FROM models WHERE owner = ? ORDER BY created DESC, id"
+        return [ModelRow(*found) for found in self._all(sql, owner)]
+
+    def describe_model(self, id: str, body: bytes) -> None:
+        """Replace what is known of a model."""
+        self._all("UPDATE models SET body = ? WHERE id = ?", body, id)
+
+    def snapshotted(self, id: str, seq: int) -> None:
+        """The effect of all requests of a model up to `seq` is in a file: their bodies are not needed any more."""
+        with self.together():
+            self._all("UPDATE models SET snapshot = ? WHERE id = ?", seq, id)
+            self._all("UPDATE requests SET body = NULL WHERE lane = ? AND seq <= ? AND state != 'queued'", id, seq)
+
+    def add_sampler(self, row: SamplerRow) -> None:
+        """Add a sampling session; one that is there already stays."""
+        values = (row.id, row.session, row.owner, row.created, row.path, row.model)
+        self._all("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?, 0)", *values)
+
+    def sampler(self, id: str) -> SamplerRow | None:
+        """The sampling session with this id."""
+        found = self._one("SELECT id, session, owner, created, path, model FROM samplers WHERE id = ?", id)
+        return None if found is None else SamplerRow(*found)
+
+    def samplers(self, session: str) -> list[SamplerRow]:
+        """All sampling sessions of a session."""
+        sql = "SELECT id, session, owner, created, path, model FROM samplers WHERE session = ? ORDER BY created, id"
+        return [SamplerRow(*found) for found in self._all(sql, session)]
+
+    def follow(self, model: str, path: str) -> None:
+        """All samplers that follow a model have new weights."""
+        self._all("UPDATE samplers SET path = ? WHERE model = ?", path, model)
+
+    def join_sampler(self, id: str) -> int:
+        """A number for a further client of a sampling session, 1 for the first."""
+        with self.together():
+            self._all("UPDATE samplers SET clones = clones + 1 WHERE id = ?", id)
+            [(clones,)] = self._all("SELECT clones FROM samplers WHERE id = ?", id)
+        return int(clones)
+
+    # Requests
+
+    def ask(self, asked: Asked) -> tuple[Asked, bool, bool]:
+        """Put a request on record, unless it is. Returns the one on record, whether it is the same, and whether it is
+        new."""
+        digest = hashlib.blake2b(asked.body or b"", digest_size=16, person=asked.kind.encode()[:16]).digest()
+        with self.together():
+            found = self.request(asked.id)
+            if found is None:
+                self._all(
+                    "INSERT INTO requests (id, lane, seq, owner, kind, digest, body, state, asked)"
+                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    *(asked.id, asked.lane, asked.seq, asked.owner, asked.kind, digest, asked.body, QUEUED, now()),
+                )
+                return asked, True, True
+            [(held,)] = self._all("SELECT digest FROM requests WHERE id = ?", asked.id)
+        return found, held == digest, False
+
+    def request(self, id: str) -> Asked | None:
+        """The request with this id."""
+        found = self._one(f"{_REQUEST} WHERE id = ?", id)
+        return None if found is None else Asked(*found)
+
+    def queued(self) -> list[Asked]:
+        """All requests that wait, in the order in which they came."""
+        return [Asked(*found) for found in self._all(f"{_REQUEST} WHERE state = 'queued' ORDER BY asked, seq")]
+
+    def settled(self, lane: str, after: int, kinds: Iterable[str]) -> list[Asked]:
+        """The requests of a model, of some kinds, that were settled and come after one of them, in order."""
+        rows = self._all(f"{_REQUEST} WHERE lane = ? AND seq > ? AND state != 'queued' ORDER BY seq", lane, after)
+        return [asked for asked in (Asked(*found) for found in rows) if asked.kind in kinds]
+
+    def next_seq(self, lane: str) -> int | None:
+        """The first number of a model that is not settled, counted from the last settled one; None if none is."""
+        [(last,)] = self._all("SELECT MAX(seq) FROM requests WHERE lane = ? AND state != 'queued'", lane)
+        return None if last is None else int(last) + 1
+
+    def last_asked(self, lane: str) -> float | None:
+        """When the newest request of a model came."""
+        [(found,)] = self._all("SELECT MAX(asked) FROM requests WHERE lane = ?", lane)
+        return None if found is None else float(found)
+
+    def settle(
+        self, id: str, state: str, result: bytes, form: str, *, proof: str = "", keep_body: bool = False
+    ) -> None:
+        """Say what became of a request. The first word counts."""
+        with self.together():
+            self._place += 1
+            body = "" if keep_body else ", body = NULL"
+            sql = f"UPDATE requests SET state = ?, result = ?, form = ?, place = ?, proof = ?{body}"
+            self._all(f"{sql} WHERE id = ? AND state = 'queued'", state, result, form, self._place, proof, id)
+
+    def settled_after(self, lane: str, place: int, first: int, last: int) -> list[tuple[str, str, int, int]]:
+        """Id, state, bytes of the result and place of the requests of a sampler with numbers from `first` to `last`
+        that were settled after `place`."""
+        sql = (
+            "SELECT id, state, LENGTH(result), place FROM requests"
+            " WHERE lane = ? AND place > ? AND seq BETWEEN ? AND ? ORDER BY place"
+        )
+        return [(id, state, size or 0, at) for id, state, size, at in self._all(sql, lane, place, first, last)]
+
+    def forget_results(self, lane: str, ids: Iterable[str]) -> None:
+        """Drop results that their client has."""
+        with self.together():
+            for id in ids:
+                self._all(
+                    "UPDATE requests SET state = 'forgotten', result = NULL, body = NULL"
+                    " WHERE id = ? AND lane = ? AND state IN ('done', 'failed')",
+                    id,
+                    lane,
+                )
+
+    # Checkpoints
+
+    def add_checkpoint(self, row: CheckpointRow) -> None:
+        """Add a checkpoint, or replace the one of its path."""
+        values = (row.path, row.model, row.owner, row.kind, row.name, row.created, row.size, row.public)
+        self._all(
+            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            *values,
+            row.expires,
+            row.request,
+            row.body,
+        )
+
+    def checkpoint(self, path: str) -> CheckpointRow | None:
+        """The checkpoint of this path, expired ones too."""
+        found = self._one(f"{_CHECKPOINT} WHERE path = ?", path)
+        return None if found is None else CheckpointRow(*found)
+
+    def checkpoints(self, *, owner: str | None = None, model: str | None = None) -> list[CheckpointRow]:
+        """The checkpoints of an owner, or of a model, or all of them; the newest first."""
+        where, values = ("owner = ?", owner) if owner is not None else ("model = ?", model)
+        if values is None:
+            return [CheckpointRow(*found) for found in self._all(f"{_CHECKPOINT} ORDER BY created DESC")]
+        return [
+            CheckpointRow(*found) for found in self._all(f"{_CHECKPOINT} WHERE {where} ORDER BY created DESC", values)
+        ]
+
+    def change_checkpoint(self, path: str, *, public: bool | None = None, expires: float | None = None) -> None:
+        """Change who may read a checkpoint, or with `public` None until when it is kept."""
+        if public is None:
+            self._all("UPDATE checkpoints SET expires = ? WHERE path = ?", expires, path)
+        else:
+            self._all("UPDATE checkpoints SET public = ? WHERE path = ?", public, path)
+
+    def drop_checkpoint(self, path: str) -> None:
+        """Forget a checkpoint."""
+        self._all("DELETE FROM checkpoints WHERE path = ?", path)
+
+
+def encode(value: object) -> bytes:
+    """A value as JSON."""
+    return msgspec.json.encode(value)

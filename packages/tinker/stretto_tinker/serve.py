@@ -1,0 +1,70 @@
+"""A server as a whole: the folder with its record, the worker, the application."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from stretto.core.errors import Problem, RunFolderError
+from stretto.processes.http.names import HostNames
+from stretto.store import lock
+from stretto_tinker.compute.backend import Backend
+from stretto_tinker.http.app import TinkerApp
+from stretto_tinker.http.service import Changes, Service
+from stretto_tinker.record.checkpoints import Weights
+from stretto_tinker.record.record import Record
+from stretto_tinker.work.worker import Worker
+
+RECORD = "tinker.sqlite"
+
+
+class TinkerServer:
+    """The parts of a server, for the loop that serves it (satisfies `OpenWork` and `Runner`).
+
+    Attributes:
+        app: for an ASGI server.
+        record: all that is on disk beside the weights.
+    """
+
+    def __init__(
+        self, backend: Backend, folder: Path, keys: frozenset[str] = frozenset(), names: HostNames | None = None
+    ) -> None:
+        """
+        Raises:
+            RunFolderError: another server has the folder, it cannot be written, or it is of another base model.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            found = f"cannot be made: {error.strerror}"
+            raise RunFolderError([Problem(str(folder), found, "give another folder")]) from None
+        self._lock = lock.acquire(folder)
+        self.record = Record(folder / RECORD)
+        if (base := self.record.fact("base", str(backend.folder))) != str(backend.folder):
+            raise RunFolderError([Problem(str(folder), f"is the record of {base}", "give another folder")])
+        weights, self._changes = Weights(folder), Changes()
+        self.worker = Worker(backend, self.record, weights, self._changes.settled)
+        self._service = Service(backend, self.record, weights, self.worker, self._changes, keys)
+        self.app = TinkerApp(self._service, names)
+        self.stopping = False
+
+    @property
+    def open_requests(self) -> int:
+        """None keeps the server: what was acknowledged is on record."""
+        return 0
+
+    def break_off(self) -> None:
+        """See `OpenWork`."""
+
+    async def run(self) -> None:
+        """Compute until cancelled."""
+        self._changes.bind(asyncio.get_running_loop())
+        self.worker.start()
+        await self._service.sweep()
+
+    def close(self) -> None:
+        """End the worker, and give the folder back."""
+        self.worker.stop()
+        self.record.close()
+        os.close(self._lock)

@@ -1,0 +1,180 @@
+"""What a request trains on: sequences of tokens, each with the arrays that its loss reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.core.errors import RefusedRequest, nearest
+from stretto_tinker.wire import schema
+
+Array = NDArray[Any]
+FLOAT32, INT64 = 1, 2
+_DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype(np.float32), INT64: np.dtype(np.int64)}
+_INT64 = np.dtype(np.int64)
+_MOST_CELLS = 1 << 26  # of one array that arrives sparse: its rows and columns are any two numbers
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence: position i of `tokens` predicts row i of ``inputs["target_tokens"]``."""
+
+    tokens: NDArray[np.int64]  # [N]
+    inputs: Mapping[str, Array]  # each [N], or [N, K] for several targets a position
+
+    @property
+    def targets(self) -> Array:
+        return self.inputs["target_tokens"]
+
+    @property
+    def width(self) -> int:
+        """Targets of a position."""
+        return self.targets.shape[1] if self.targets.ndim == 2 else 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A decoded request for a forward, or for a forward and a backward pass."""
+
+    model_id: str
+    seq_id: int
+    loss: str
+    config: Mapping[str, float | str]
+    forward_only: bool
+    data: tuple[Any, ...]  # messages `Datum`: decoded when their turn comes
+
+    def datums(self) -> list[Datum]:
+        """The sequences.
+
+        Raises:
+            RefusedRequest: one of them is none; names it and its field.
+        """
+        if not self.data:
+            raise RefusedRequest("data", "no datum", "at least one")
+        return [_datum(message, f"data[{at}]") for at, message in enumerate(self.data)]
+
+
+def parse_job(raw: bytes) -> Job:
+    """The request in a body.
+
+    Raises:
+        RefusedRequest: the body is no such message.
+    """
+    message = schema.parse("ForwardBackwardRequest", raw)
+    config: dict[str, float | str] = {pair.key: pair.value for pair in message.loss_fn_config}
+    for pair in message.loss_fn_config_v2:
+        config[pair.key] = pair.value.text if pair.value.HasField("text") else pair.value.number
+    return Job(
+        message.model_id, message.seq_id, message.loss_fn, config, bool(message.forward_only), tuple(message.data)
+    )
+
+
+def _datum(message: Any, place: str) -> Datum:
+    parts: list[Array] = []
+    for at, chunk in enumerate(message.model_input):
+        if not chunk.HasField("encoded_text"):
+            kind = "image" if chunk.HasField("image") else "dmel" if chunk.HasField("dmel") else "empty"
+            allowed = "encoded_text: the models served here read text alone"
+            raise RefusedRequest(f"{place}.model_input[{at}]", f"a chunk of the kind {kind}", allowed)
+        parts.append(_numbers(chunk.encoded_text.tokens, np.dtype(np.int32), f"{place}.model_input[{at}]"))
+    tokens = np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+    inputs = {pair.key: _array(pair.value, f"{place}.{pair.key}") for pair in message.loss_fn_inputs}
+    return Datum(tokens, inputs)
+
+
+def _array(message: Any, place: str) -> Array:
+    """The array of a message, dense."""
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None:
+        raise RefusedRequest(place, f"numbers of the type {message.dtype}", "float32 (1) or int64 (2)")
+    shape = tuple(message.shape)
+    if any(size < 0 for size in shape):
+        raise RefusedRequest(place, f"the shape {shape}", "sizes of 0 or more")
+    if message.HasField("sparse_csr"):
+        return _dense(message.sparse_csr, dtype, shape, place)
+    flat = _numbers(message.dense, dtype, place)
+    if shape and math.prod(shape) != len(flat):
+        raise RefusedRequest(place, f"{len(flat)} numbers for the shape {shape}", f"{math.prod(shape)} numbers")
+    return flat.reshape(shape) if shape else flat
+
+
+def _dense(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], place: str) -> Array:
+    """The dense array of a compressed one; cells that it does not list are 0."""
+    if len(shape) != 2 or math.prod(shape) > _MOST_CELLS:
+        raise RefusedRequest(place, f"a sparse array of the shape {shape}", f"two axes, at most {_MOST_CELLS:,} cells")
+    values = _numbers(csr.values, dtype, place)
+    rows, columns = (_numbers(part, _INT64, place) for part in (csr.crow_indices, csr.col_indices))
+    whole = (
+        len(rows) == shape[0] + 1
+        and len(columns) == len(values)
+        and rows[0] == 0
+        and rows[-1] == len(values)
+        and bool((np.diff(rows) >= 0).all())
+        and (not len(columns) or 0 <= columns.min() <= columns.max() < shape[1])
+    )
+    if not whole:
+        raise RefusedRequest(place, "a sparse array whose indices do not fit together", "rows and columns in order")
+    dense: Array = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense
+
+
+def _numbers(raw: bytes, dtype: np.dtype[Any], place: str) -> Array:
+    if len(raw) % dtype.itemsize:
+        raise RefusedRequest(place, f"{len(raw)} bytes", f"a multiple of {dtype.itemsize}, the size of {dtype}")
+    return np.frombuffer(raw, dtype)
+
+
+def check(datums: Sequence[Datum], takes: Mapping[str, bool], vocabulary: int, context: int, *, several: bool) -> None:
+    """Refuse data that a loss cannot be computed of.
+
+    Args:
+        takes: the inputs of the loss, each with whether it is needed.
+        several: whether a position may have several targets.
+
+    Raises:
+        RefusedRequest: with the datum, the field, what it holds and what is allowed.
+    """
+    for at, datum in enumerate(datums):
+        place = f"data[{at}]"
+        length = len(datum.tokens)
+        if not 1 <= length <= context:
+            raise RefusedRequest(f"{place}.model_input", f"{length} tokens", f"1 to {context}, the context")
+        _check_ids(f"{place}.model_input", datum.tokens, vocabulary)
+        for name in datum.inputs:
+            if name not in takes:
+                raise RefusedRequest(f"{place}.{name}", "an input that this loss does not read", nearest(name, takes))
+        for name, needed in takes.items():
+            if needed and name not in datum.inputs:
+                raise RefusedRequest(f"{place}.{name}", "missing", f"the loss needs it, of the shape ({length},)")
+        _check_inputs(datum, place, vocabulary, several=several)
+
+
+def _check_inputs(datum: Datum, place: str, vocabulary: int, *, several: bool) -> None:
+    length = len(datum.tokens)
+    targets = datum.inputs["target_tokens"]
+    shape = targets.shape
+    if not (shape == (length,) or (several and len(shape) == 2 and shape[0] == length and shape[1] > 0)):
+        allowed = f"({length},), one for each input token" + (f", or ({length}, K)" if several else "")
+        raise RefusedRequest(f"{place}.target_tokens", f"the shape {shape}", allowed)
+    if targets.dtype != np.int64:
+        raise RefusedRequest(f"{place}.target_tokens", f"numbers of the type {targets.dtype}", "int64")
+    _check_ids(f"{place}.target_tokens", targets, vocabulary)
+    for name, array in datum.inputs.items():
+        if name == "target_tokens":
+            continue
+        if array.shape != shape:
+            raise RefusedRequest(f"{place}.{name}", f"the shape {array.shape}", f"{shape}, as target_tokens")
+        if not bool(np.isfinite(array).all()):
+            raise RefusedRequest(f"{place}.{name}", "a number that is NaN or infinite", "finite numbers")
+
+
+def _check_ids(place: str, ids: Array, vocabulary: int) -> None:
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
+        outside = ids[(ids < 0) | (ids >= vocabulary)].ravel()[0]
+        raise RefusedRequest(place, f"token {outside}", f"0 to {vocabulary - 1}, the vocabulary")

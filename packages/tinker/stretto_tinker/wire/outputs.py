@@ -1,0 +1,115 @@
+"""Results as the SDK decodes them: protobuf for log-probabilities and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto_tinker.wire import schema
+from stretto_tinker.wire.datums import FLOAT32
+
+_STOP, _LENGTH = 0, 1
+_INT32 = 3
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The result of a forward pass: log-probabilities of each datum's targets, and numbers about all of them."""
+
+    logprobs: Sequence[Floats]  # each [N] or [N, K]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """The likeliest tokens of each position, the likeliest first; rows without any hold token 0 and -99999."""
+
+    token_ids: NDArray[np.int32]  # [N, K]
+    logprobs: Floats  # [N, K]
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """One sampled sequence."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    stopped: bool  # by its end, not by its length
+    likeliest: Likeliest | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The result of a request for samples."""
+
+    sequences: Sequence[SampledTokens]
+    prompt_logprobs: Floats | None = None  # [P], NaN where there is none
+    prompt_likeliest: Likeliest | None = None
+    target_logprobs: Floats | None = None  # [P - 1, K]
+    drawn: Likeliest | None = None  # tokens drawn at each prompt position, [P - 1, K]
+    cached_tokens: int = 0
+
+
+def encode_computed(computed: Computed) -> bytes:
+    """The message of a forward pass; arrays of one width make one record."""
+    message = schema.new("ForwardBackwardOutput")
+    message.loss_fn_output_type = "ArrayRecord"
+    for name, number in computed.metrics.items():
+        message.metrics.add(key=name, value=float(number))
+    start = 0
+    while start < len(computed.logprobs):
+        trailing = computed.logprobs[start].shape[1:]
+        end = start
+        while end < len(computed.logprobs) and computed.logprobs[end].shape[1:] == trailing:
+            end += 1
+        part = [np.ascontiguousarray(array, np.float32) for array in computed.logprobs[start:end]]
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(part))
+        named = record.fields.add(key="logprobs")
+        named.value.data = b"".join(array.tobytes() for array in part)
+        named.value.offsets = np.cumsum([0, *(array.nbytes for array in part)], dtype=np.int64).tobytes()
+        named.value.dtype = FLOAT32
+        named.value.trailing_shape.extend(trailing)
+        start = end
+    return cast(bytes, message.SerializeToString())
+
+
+def encode_sampled(sampled: Sampled) -> bytes:
+    """The message of samples."""
+    message = schema.new("SampleResponse")
+    for sequence in sampled.sequences:
+        added = message.sequences.add(
+            stop_reason=_STOP if sequence.stopped else _LENGTH,
+            tokens=np.asarray(sequence.token_ids, np.int32).tobytes(),
+            logprobs=np.asarray(sequence.logprobs, np.float32).tobytes(),
+        )
+        if sequence.likeliest is not None:
+            _fill_likeliest(added.topk_sampled_logprobs, sequence.likeliest)
+    if sampled.prompt_logprobs is not None:
+        message.prompt_logprobs = sampled.prompt_logprobs.astype(np.float32).tobytes()
+    if sampled.prompt_likeliest is not None:
+        _fill_likeliest(message.topk_prompt_logprobs, sampled.prompt_likeliest)
+    if sampled.target_logprobs is not None:
+        _fill_tensor(message.target_prompt_logprobs, sampled.target_logprobs, FLOAT32)
+    if sampled.drawn is not None:
+        _fill_tensor(message.prompt_alt_tokens.tokens, sampled.drawn.token_ids, _INT32)
+        _fill_tensor(message.prompt_alt_tokens.logprobs, sampled.drawn.logprobs, FLOAT32)
+    message.prompt_cache_hit_tokens = sampled.cached_tokens
+    return cast(bytes, message.SerializeToString())
+
+
+def _fill_likeliest(message: Any, likeliest: Likeliest) -> None:
+    message.length, message.k = likeliest.token_ids.shape
+    message.token_ids = np.ascontiguousarray(likeliest.token_ids, np.int32).tobytes()
+    message.logprobs = np.ascontiguousarray(likeliest.logprobs, np.float32).tobytes()
+
+
+def _fill_tensor(message: Any, array: NDArray[Any], dtype: int) -> None:
+    message.dense = np.ascontiguousarray(array).tobytes()
+    message.dtype = dtype
+    message.shape.extend(array.shape)

@@ -1,0 +1,93 @@
+"""Weights under a name: for training again, for samplers, for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from stretto.core.errors import RefusedRequest
+from stretto_tinker.record.checkpoints import EXTERNAL, SAMPLER, TRAINING, Place, Weights, checked_name
+from stretto_tinker.record.dates import now
+from stretto_tinker.record.record import Asked, CheckpointRow, Record, SamplerRow
+from stretto_tinker.wire.bodies import SaveWeights, parse
+from stretto_tinker.work.models import Live
+
+SAVE, SAVE_FOR_SAMPLER, SAVE_EXTERNAL = "save_weights", "save_weights_for_sampler", "save_weights_external"
+_KINDS = {SAVE: TRAINING, SAVE_FOR_SAMPLER: SAMPLER, SAVE_EXTERNAL: EXTERNAL}
+SAVES = frozenset(_KINDS)
+_UNNAMED = "unnamed-"
+_OPTIMIZER = "optimizer.*"
+
+
+class Saving:
+    """Carries out requests to save."""
+
+    def __init__(self, record: Record, weights: Weights) -> None:
+        self._record, self._weights = record, weights
+
+    def save(self, live: Live, asked: Asked) -> bytes:
+        """Write the weights; the result.
+
+        Raises:
+            RefusedRequest: there is no such name, or the name is taken.
+            OSError: they cannot be written; nothing is left of them.
+        """
+        body = parse(asked.body or b"", SaveWeights)
+        kind = _KINDS[asked.kind]
+        unnamed = body.path is None
+        if unnamed and asked.kind != SAVE_FOR_SAMPLER:
+            raise RefusedRequest("path", "missing", "a name")
+        place = Place(asked.lane, kind, f"{_UNNAMED}{asked.seq}" if body.path is None else checked_name(body.path))
+        self._check(place, body, asked)
+        size = self._weights.write(self._weights.folder(place), _written(live, kind))
+        expires = None if body.ttl_seconds is None else now() + body.ttl_seconds
+        described = msgspec.json.encode({"user_metadata": body.user_metadata, "unnamed": unnamed})
+        row = CheckpointRow(
+            place.path, place.model, asked.owner, kind, place.name, now(), size, False, expires, asked.id, described
+        )
+        with self._record.together():
+            self._record.add_checkpoint(row)
+            if not unnamed:
+                return msgspec.json.encode({"path": place.path, "size_bytes": size, "type": asked.kind})
+            sampler = self._open(body, place, asked)
+        return msgspec.json.encode({"sampling_session_id": sampler, "type": asked.kind})
+
+    def _check(self, place: Place, body: SaveWeights, asked: Asked) -> None:
+        held = self._record.checkpoint(place.path)
+        if held is not None and held.request != asked.id and not body.overwrite:
+            told = f"{place.path} is there already"
+            raise RefusedRequest("path", told, "another name, or overwrite")
+        if body.age_encryption_recipients:
+            told = "encryption (age) is not served: this server is the client's own"
+            raise RefusedRequest("age_encryption_recipients", told, "none")
+
+    def _open(self, body: SaveWeights, place: Place, asked: Asked) -> str:
+        """The sampling session of weights without a name."""
+        session = asked.lane.partition(":")[0]
+        if body.sampling_session_seq_id is None:
+            raise RefusedRequest("sampling_session_seq_id", "missing", "a number, where there is no path")
+        sampler = sampler_id(session, body.sampling_session_seq_id)
+        follows = asked.lane if body.kind == "inflight" else None
+        self._record.add_sampler(SamplerRow(sampler, session, asked.owner, now(), place.path, follows))
+        if follows is not None:
+            self._record.follow(follows, place.path)
+        return sampler
+
+
+def sampler_id(session: str, seq: int) -> str:
+    """The id of a sampling session: the same for a request that comes again."""
+    return f"{session}:sample:{seq}"
+
+
+def _written(live: Live, kind: str) -> Callable[[Path], None]:
+    """What writes the weights; the optimizer is for training alone."""
+
+    def write(folder: Path) -> None:
+        live.model.save(folder)
+        if kind != TRAINING:
+            for file in folder.glob(_OPTIMIZER):
+                file.unlink()
+
+    return write

@@ -1,0 +1,144 @@
+"""The environment of Tinker's SDK and cookbook; a model with the name of one they know; data of the names that the
+cookbook loads, in folders beside it, so that its programs run as they are and without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks.peers.environment import Environment, PeerUnavailable
+from stretto.engine.config import EngineConfig
+from stretto.model.hf.folder import quiet_transformers
+from stretto_tinker.compute.base import LocalBackend
+from tests.gateway.serving import tokenizer_of
+from tests.tinker.speaking import serving
+
+#: Run under another interpreter.
+collect_ignore = ["programs"]
+
+NAME = "Qwen/Qwen3-8B"  # of the registry of renderers; the model behind it is a small one
+PROGRAMS = Path(__file__).parent / "programs"
+SECONDS = 600.0
+_SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
+
+
+@pytest.fixture(scope="session")
+def python() -> Path:
+    """The interpreter that has the SDK. Where it cannot be installed, its tests are skipped."""
+    try:
+        return Environment("tinker").ensure()
+    except PeerUnavailable as problem:
+        pytest.skip(f"Tinker's SDK cannot be installed: {problem}")
+
+
+def build_model(folder: Path) -> None:
+    """A small Qwen3 with random weights that reads ChatML in bytes."""
+    tokenizer = tokenizer_of("qwen2_5")
+    config = Qwen3Config(
+        vocab_size=len(tokenizer.vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_ids[0],
+        initializer_range=0.05,
+    )
+    with torch.random.fork_rng(devices=()), quiet_transformers():
+        torch.manual_seed(5)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer._whole.save_pretrained(folder)
+
+
+def write_data(folder: Path, splits: dict[str, list[dict[str, Any]]], config: str = "default") -> None:
+    """A dataset as `datasets.load_dataset` finds it in a folder."""
+    (folder / config).mkdir(parents=True)
+    files = []
+    for split, rows in splits.items():
+        (folder / config / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files.append(f"  - split: {split}\n    path: {config}/{split}.jsonl\n")
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{''.join(files)}---\n")
+
+
+def write_all_data(folder: Path) -> None:
+    """What the recipes load: a coin to toss and a side to bet on, a longer and a shorter reply, numbers to ask for."""
+    random.seed(0)
+    digits = [random.randrange(10) for _ in range(320)]
+    asked = [f"say {a}.{_SUFFIX}" for a in digits]
+    said = [
+        {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": f"\\boxed{{{random.choice('67')}}}"},
+            ]
+        }
+        for question in asked
+    ]
+    write_data(folder / "HuggingFaceH4" / "no_robots", {"train": said, "test": said[:8]})
+    questions = [{"question": f"say {a}.", "answer": "so #### 7"} for a in digits]
+    write_data(folder / "openai" / "gsm8k", {"train": questions, "test": questions[:8]}, "main")
+    pairs = [
+        {"chosen": f"\n\nHuman: say {a}\n\nAssistant: yes {a}", "rejected": f"\n\nHuman: say {a}\n\nAssistant: no"}
+        for a in digits
+    ]
+    write_data(folder / "Anthropic" / "hh-rlhf", {"train": pairs, "test": pairs[:8]})
+    problems = [{"question": f"What is {a}?", "final_answer": str(a)} for a in digits]
+    write_data(folder / "zwhe99" / "DeepMath-103K", {"train": problems})
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A server, and programs that run before it."""
+
+    python: Path
+    address: str
+    folder: Path
+
+    def run(self, *words: str, key: str = "tml-cook", seconds: float = SECONDS) -> str:
+        """What a program of the environment prints."""
+        kept = {
+            name: value for name, value in os.environ.items() if "proxy" not in name.lower() and name != "PYTHONPATH"
+        }
+        own = {"TINKER_BASE_URL": self.address, "TINKER_API_KEY": key, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        home = {"HOME": str(self.folder), "HF_HOME": str(self.folder / "hub"), "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run(
+            [str(self.python), "-W", "ignore", *words],
+            env={**kept, **own, **home},
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+        return done.stdout
+
+    def recipe(self, recipe: str, log: str, *words: str) -> list[dict[str, Any]]:
+        """Run a recipe of the cookbook; its metrics, a row a step."""
+        path = self.folder / "logs" / log
+        told = (f"model_name={NAME}", f"log_path={path}", *words)
+        self.run("-m", f"tinker_cookbook.recipes.{recipe}", *told)
+        return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def bench(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("cookbook")
+    build_model(folder / NAME)
+    write_all_data(folder)
+    backend = LocalBackend(folder / NAME, NAME, EngineConfig(cache_gib=0.5, device="cpu"), 4096)
+    with serving(backend, folder / "state") as (address, _):
+        yield Bench(python, address, folder)

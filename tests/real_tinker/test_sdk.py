@@ -1,0 +1,44 @@
+"""Tinker's SDK as published, and its command line, before a server of ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tests.real_tinker.conftest import NAME, PROGRAMS, Bench
+
+_VERSION = "0.38.0"
+
+
+def test_the_whole_surface_of_the_sdk(bench: Bench) -> None:
+    said = bench.run(str(PROGRAMS / "surface.py"), NAME)
+    assert said.splitlines()[-1] == "done", said
+
+
+def test_the_version_that_was_tried_is_the_one_that_is_named(bench: Bench) -> None:
+    assert bench.run("-c", "import tinker; print(tinker.__version__)").strip() == _VERSION
+    told = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text()
+    assert f"`tinker` {_VERSION}" in told
+
+
+def test_the_sdks_command_line_lists_downloads_and_deletes(bench: Bench) -> None:
+    key = "tml-line"
+    said = bench.run(str(PROGRAMS / "surface.py"), NAME, key=key)
+    run, state = (re.search(rf"^{word} (\S+)$", said, re.MULTILINE)[1] for word in ("run", "state"))  # type: ignore[index]
+
+    def tinker(*words: str) -> str:
+        return bench.run("-m", "tinker.cli", *words, key=key)
+
+    assert NAME in tinker("model", "list")
+    assert run in tinker("-f", "json", "run", "list")
+    listed = json.loads(tinker("-f", "json", "checkpoint", "list", "--run-id", run))
+    assert state in json.dumps(listed)
+    assert NAME in tinker("run", "info", run)
+    tinker("checkpoint", "info", state)
+    tinker("checkpoint", "download", state, "--output", str(bench.folder / "downloaded"))
+    [config] = (bench.folder / "downloaded").rglob("adapter_config.json")
+    again = bench.run(str(PROGRAMS / "surface.py"), NAME, str(config.parent), key="tml-peft")
+    assert "peft " in again
+    tinker("checkpoint", "delete", state, "-y")
+    assert state not in tinker("-f", "json", "checkpoint", "list", "--run-id", run)

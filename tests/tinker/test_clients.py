@@ -1,0 +1,186 @@
+"""Clients beside each other: what is another's is not there, and turns are fair."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.work.turns import Turns
+from tests.tinker.speaking import Client, job, serving, tokens_of, told
+from tests.tinker.test_training import data_for
+
+
+def test_nothing_of_another_key_is_there(address: str) -> None:
+    ann, bob = Client(address, "tml-ann"), Client(address, "tml-bob")
+    id = ann.create()
+    asked = ann.forward_backward(id, 1, data_for("cross_entropy"))
+    ann.output(asked)
+    path = ann.save(id, 2, "mine")["path"]
+    sampler = ann.sampler(0, path)
+    sample = ann.sample(sampler, 0, [3, 4])
+    foreign = [
+        bob.post("forward_backward", job(id, 3, data_for("cross_entropy"))),
+        bob.post("optim_step", {"model_id": id, "seq_id": 3, "adam_params": {}}),
+        bob.post("get_info", {"model_id": id}),
+        bob.post("retrieve_future", {"request_id": asked}),
+        bob.post("cancel_future", {"request_id": sample}),
+        bob.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "timeout": 0}),
+        bob.post("session_heartbeat", {"session_id": ann.session}),
+        bob.post(f"sessions/{ann.session}/finish", {"reason": {"type": "success"}}),
+        bob.post("weights_info", {"tinker_path": path}),
+        bob.get(f"training_runs/{id}"),
+        bob.get(f"training_runs/{id}/checkpoints"),
+        bob.get(f"samplers/{sampler}"),
+        bob.delete(f"training_runs/{id}/checkpoints/weights/mine"),
+        bob.post(
+            "create_sampling_session", {"session_id": bob.opened(), "sampling_session_seq_id": 0, "model_path": path}
+        ),
+    ]
+    assert [reply.status_code for reply in foreign] == [404] * len(foreign)
+    assert told(bob.get("training_runs"))["training_runs"] == []
+    assert told(bob.get("checkpoints"))["checkpoints"] == []
+    assert ann.session not in told(bob.get("sessions"))["sessions"]
+    assert len(told(ann.get("checkpoints"))["checkpoints"]) == 1
+
+
+def test_published_weights_may_be_read_by_others_and_changed_by_none(address: str) -> None:
+    ann, bob = Client(address, "tml-ann2"), Client(address, "tml-bob2")
+    id = ann.create()
+    path = ann.save(id, 1, "shared", "save_weights_for_sampler")["path"]
+    at = f"training_runs/{id}/checkpoints/sampler_weights/shared"
+    assert bob.post("weights_info", {"tinker_path": path}).status_code == 404
+    told(ann.post(f"{at}/publish"))
+    assert told(bob.post("weights_info", {"tinker_path": path}))["lora_rank"] == 4
+    assert len(bob.sampled(bob.sample(bob.sampler(0, path), 0, [3, 4])).sequences) == 1
+    assert bob.delete(at).status_code == 404
+    told(ann.delete(f"{at}/publish"))
+    assert bob.post("weights_info", {"tinker_path": path}).status_code == 404
+
+
+def test_only_keys_that_were_given_are_let_in(backend: LocalBackend, tmp_path: Path) -> None:
+    with serving(backend, tmp_path, ["tml-in"]) as (address, _):
+        assert Client(address, "tml-in").get("get_server_capabilities").status_code == 200
+        for key in ("tml-out", "", "tml-i"):
+            reply = Client(address, key).get("get_server_capabilities")
+            assert (reply.status_code, reply.json()["detail"]) == (401, "X-API-Key: the key is missing or wrong")
+
+
+def test_the_weights_of_a_sampler_are_those_of_its_name(address: str) -> None:
+    client = Client(address)
+    id = client.create()
+    data = data_for("cross_entropy")
+    told_by, path = [], ""
+    for step in range(3):
+        client.forward_backward(id, 3 * step + 1, data)
+        client.step(id, 3 * step + 2, learning_rate=0.05)
+        path = client.save(id, 3 * step + 3, f"step-{step}", "save_weights_for_sampler")["path"]
+        told_by.append(client.sampler(step, path))
+    prompt = [3, 4, 5, 6, 7, 8]
+    scores = [client.sampled(client.sample(one, 0, prompt, prompt_logprobs=True)).prompt_logprobs for one in told_by]
+    assert len(set(scores)) == 3
+    again = client.sampler(9, path)
+    assert client.sampled(client.sample(again, 0, prompt, prompt_logprobs=True)).prompt_logprobs == scores[2]
+    assert "is there already" in client.save(id, 10, "step-0", "save_weights_for_sampler")["error"]
+
+
+def test_samplers_in_flight_follow_the_newest_weights(address: str) -> None:
+    client = Client(address)
+    id = client.create()
+    first = client.save(id, 1, None, "save_weights_for_sampler", sampling_session_seq_id=0, kind="inflight")
+    frozen = client.save(id, 2, None, "save_weights_for_sampler", sampling_session_seq_id=1)
+    sampler, kept = first["sampling_session_id"], frozen["sampling_session_id"]
+    prompt = [3, 4, 5, 6]
+
+    def score(one: str, seq: int) -> bytes:
+        return bytes(client.sampled(client.sample(one, seq, prompt, prompt_logprobs=True)).prompt_logprobs)
+
+    before = score(sampler, 0)
+    client.forward_backward(id, 3, data_for("cross_entropy"))
+    client.step(id, 4, learning_rate=0.05)
+    client.save(id, 5, None, "save_weights_for_sampler", sampling_session_seq_id=2, kind="inflight")
+    assert score(sampler, 1) != before
+    assert score(kept, 0) == before
+
+
+def test_a_small_client_is_not_kept_waiting_by_a_large_one(address: str) -> None:
+    large, small = Client(address, "tml-large"), Client(address, "tml-small")
+    busy, quick = large.create(), small.create()
+    data = data_for("cross_entropy", sequences=64)
+    asked = [large.forward_backward(busy, seq, data) for seq in range(1, 41)]
+    began = time.monotonic()
+    for seq in range(1, 6):
+        small.output(small.forward_backward(quick, seq, data_for("cross_entropy", sequences=1)))
+    waited = time.monotonic() - began
+    large.output(asked[-1])
+    assert waited < (time.monotonic() - began) / 2
+
+
+def test_the_client_with_least_computed_is_next() -> None:
+    turns = Turns()
+    lanes = {"a": ["ann"], "b": ["bob"]}
+    order = []
+    for _ in range(6):
+        lane = turns.choose(lanes)
+        order.append(lane)
+        turns.spent(lanes[lane], 1.0 if lane == "a" else 0.25)
+    assert order == ["a", "b", "b", "b", "b", "a"]
+    turns.choose({**lanes, "c": ["eve"]})
+    turns.spent(["eve"], 0.1)
+    assert turns.choose({**lanes, "c": ["eve"]}) in ("b", "c")  # the newcomer is owed no past
+
+
+def test_a_client_that_finishes_leaves_its_work_done_and_its_session_closed(address: str) -> None:
+    client = Client(address, "tml-done")
+    id = client.create()
+    asked = client.forward_backward(id, 1, data_for("cross_entropy"))
+    early = client.forward_backward(id, 7, data_for("cross_entropy"))  # 2 to 6 never come
+    told(client.post(f"sessions/{client.session}/finish", {"reason": {"type": "success"}}))
+    assert client.output(asked).loss > 0
+    assert client.post("forward_backward", job(id, 2, data_for("cross_entropy"))).status_code == 410
+    assert client.post("session_heartbeat", {"session_id": client.session}).status_code == 410
+    client.get("sessions")
+    reply = client.post("retrieve_future", {"request_id": early})
+    assert reply.status_code in (200, 408)
+
+
+@pytest.mark.parametrize("stop", [None, [], [5], "7"])
+def test_sampled_logprobs_score_again_to_1e_4(address: str, stop: object) -> None:
+    client = Client(address)
+    id = client.create()
+    client.forward_backward(id, 1, data_for("cross_entropy"))
+    client.step(id, 2, learning_rate=0.05)
+    sampler = client.save(id, 3, None, "save_weights_for_sampler", sampling_session_seq_id=0)["sampling_session_id"]
+    prompt = [3, 4, 5]
+    params = {"max_tokens": 40, "stop": stop} if stop is not None else {"max_tokens": 40}
+    found = client.sampled(client.sample(sampler, 0, prompt, n=4, params=params))
+    for at, sequence in enumerate(found.sequences):
+        tokens = tokens_of(sequence)
+        whole = client.sampled(client.sample(sampler, at + 1, [*prompt, *tokens], prompt_logprobs=True))
+        again = np.frombuffer(whole.prompt_logprobs, np.float32)[len(prompt) :]
+        np.testing.assert_allclose(again, np.frombuffer(sequence.logprobs, np.float32), atol=1e-4)
+        ended = len(tokens) < 40
+        assert sequence.stop_reason == (0 if ended else 1)
+        if stop == []:
+            assert not ended
+        if stop == [5] and ended:
+            assert tokens[-1] in (5, 1)
+
+
+def test_what_only_an_ended_session_knows_is_removed(backend: LocalBackend, tmp_path: Path) -> None:
+    with serving(backend, tmp_path) as (address, server):
+        client = Client(address)
+        id = client.create()
+        client.save(id, 1, None, "save_weights_for_sampler", sampling_session_seq_id=0)
+        client.save(id, 2, "kept")
+        asked = client.forward_backward(id, 3, data_for("cross_entropy"))
+        client.output(asked)
+        told(client.post(f"sessions/{client.session}/finish", {"reason": {"type": "success"}}))
+        assert [one["checkpoint_id"] for one in told(client.get("checkpoints"))["checkpoints"]] == ["weights/kept"]
+        assert not list((tmp_path / "weights").rglob("unnamed-*"))
+        assert client.output(asked).loss > 0
+        server.record.forget_sessions(-1.0)
+        assert client.fetch(asked).status_code == 410

@@ -1,0 +1,240 @@
+"""What is not right, torn, or not served: one sentence with the place, and never a 5xx."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.core.errors import RefusedRequest
+from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.http.exchange import LARGEST_BODY
+from stretto_tinker.wire.datums import parse_job
+from tests.tinker.speaking import Client, job, serving, told
+from tests.tinker.test_training import data_for
+
+_GOOD = data_for("cross_entropy")
+_TOKENS = {"target_tokens": [4, 5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "config", "sentence"),
+    [
+        ([([3, 4, 5], {"target_tokens": [4, 5]})], "cross_entropy", {}, "data[0].target_tokens: the shape (2,); (3,)"),
+        ([([3, 4, 5], {})], "cross_entropy", {}, "data[0].target_tokens: missing"),
+        ([([3, 4, 99], _TOKENS)], "cross_entropy", {}, "data[0].model_input: token 99; 0 to 21"),
+        ([([3, 4, -1], _TOKENS)], "cross_entropy", {}, "data[0].model_input: token -1"),
+        ([([], {"target_tokens": []})], "cross_entropy", {}, "data[0].model_input: 0 tokens; 1 to 192"),
+        ([([3] * 200, {"target_tokens": [3] * 200})], "cross_entropy", {}, "200 tokens; 1 to 192, the context"),
+        ([([3, 4, 5], {**_TOKENS, "weights": [1.0, float("nan"), 1.0]})], "cross_entropy", {}, "NaN or infinite"),
+        ([([3, 4, 5], {**_TOKENS, "weigths": [1.0, 1.0, 1.0]})], "cross_entropy", {}, "did you mean 'weights'?"),
+        ([([3, 4, 5], {"target_tokens": [4.0, 5.0, 6.5]})], "cross_entropy", {}, "type float32; int64"),
+        ([([3, 4, 5], _TOKENS)], "ppo", {}, "data[0].logprobs: missing"),
+        (_GOOD, "ppoo", {}, "did you mean 'ppo'?"),
+        (_GOOD, "stable_reinforce", {}, "stable_reinforce is not served: it reads what the sampler of its makers"),
+        (_GOOD, "custom", {}, "custom losses run on the client's side"),
+        (_GOOD, "cross_entropy", {"beta": 1.0}, "loss_fn_config.beta: no setting of cross_entropy"),
+        (data_for("dro"), "dro", {"betta": 1.0}, "did you mean 'beta'?"),
+        ([], "cross_entropy", {}, "data: no datum"),
+    ],
+)
+def test_wrong_data_fail_their_own_request_with_a_sentence(
+    data: Any, loss: str, config: dict[str, float], sentence: str, address: str
+) -> None:
+    client = Client(address)
+    id = client.create()
+    failed = client.result(client.forward_backward(id, 1, data, loss, **config))
+    assert failed["category"] == "user"
+    assert sentence in failed["error"]
+    assert client.output(client.forward_backward(id, 2, _GOOD)).loss > 0
+
+
+@pytest.mark.parametrize(
+    ("adam", "sentence"),
+    [
+        ({"learning_rate": -1.0}, "adam_params.learning_rate: -1.0"),
+        ({"beta1": 1.0}, "adam_params.beta1: 1.0"),
+        ({"eps": -1e-8}, "adam_params.eps"),
+    ],
+)
+def test_wrong_numbers_of_a_step_are_refused(adam: dict[str, float], sentence: str, address: str) -> None:
+    client = Client(address)
+    id = client.create()
+    client.forward_backward(id, 1, _GOOD)
+    assert sentence in client.result(client.step(id, 2, **adam))["error"]
+
+
+def test_bodies_that_are_none(address: str) -> None:
+    client = Client(address)
+    id = client.create()
+    whole = job(id, 1, _GOOD)
+    for raw in (b"", b"\xff\xff\xff", b"not protobuf at all", whole[: len(whole) // 2]):
+        reply = client.post("forward_backward", raw)
+        assert reply.status_code in (400, 404), (raw[:20], reply.text)
+    headers = {"x-api-key": client.key, "content-type": "application/json"}
+    for raw, sentence in (
+        (b"{", "no JSON"),
+        (b"[]", "body"),
+        (b'{"model_id": 3}', "model_id"),
+        (b"{}", "model_id: missing"),
+    ):
+        reply = httpx.post(f"{address}/api/v1/optim_step", content=raw, headers=headers)
+        assert reply.status_code == 400
+        assert sentence in reply.json()["detail"]
+    body = {"model_id": id, "seq_id": 1, "adam_params": {}, "momentum_of_tomorrow": 3}
+    assert "momentum_of_tomorrow: a field that is not served" in client.post("optim_step", body).json()["detail"]
+    told(client.post("get_info", {"model_id": id, "something_new": None}))
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_break_the_decoder(raw: bytes) -> None:
+    with contextlib.suppress(RefusedRequest):
+        parse_job(raw).datums()
+
+
+@given(st.data())
+def test_no_torn_request_breaks_the_decoder(data: st.DataObject) -> None:
+    whole = bytearray(job("m:train:0", 3, _GOOD))
+    for _ in range(data.draw(st.integers(1, 5))):
+        at = data.draw(st.integers(0, len(whole) - 1))
+        whole[at] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(RefusedRequest):
+        parse_job(bytes(whole)).datums()
+
+
+def test_a_body_of_a_gigabyte_is_refused_before_it_is_sent(address: str) -> None:
+    client = Client(address)
+
+    def gigabyte() -> Any:
+        for _ in range(1024):
+            yield bytes(1 << 20)
+
+    headers = {"x-api-key": client.key, "content-length": str(1 << 30), "expect": "100-continue"}
+    try:
+        reply = httpx.post(f"{address}/api/v1/forward_backward", content=gigabyte(), headers=headers, timeout=60)
+    except httpx.TransportError:
+        pass  # the connection was closed before all of it was sent
+    else:
+        assert reply.status_code == 413
+        assert f"{LARGEST_BODY:,} bytes, which is the limit" in reply.text
+    told(client.get("get_server_capabilities"))
+
+
+def test_futures_that_were_never_issued(address: str) -> None:
+    client = Client(address)
+    id = client.create()
+    for asked in (f"{id}:77", "nothing", "", "x" * 10_000, f"{client.session}:sample:0:0"):
+        reply = client.post("retrieve_future", {"request_id": asked})
+        assert reply.status_code == 404, reply.text
+        assert len(reply.text) < 500
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["tinker://../weights/x", "tinker://a/weights/../x", "tinker://a/b/c", "/etc/passwd", "tinker://a/weights/.x", ""],
+)
+def test_paths_that_are_none(path: str, address: str) -> None:
+    client = Client(address)
+    body = {"session_id": client.opened(), "model_seq_id": 5, "path": path, "optimizer": True}
+    assert client.post("load_weights", body).status_code in (400, 404)
+    assert client.post("weights_info", {"tinker_path": path}).status_code in (400, 404)
+    sampler = {"session_id": client.opened(), "sampling_session_seq_id": 5, "model_path": path}
+    assert client.post("create_sampling_session", sampler).status_code in (400, 404)
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "x" * 200, "naïve"])
+def test_names_that_are_none(name: str, address: str) -> None:
+    client = Client(address)
+    id = client.create()
+    assert "path" in client.save(id, 1, name)["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"num_samples": 0}, "num_samples: 0; 1 to"),
+        ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "x", "format": "png"}]}}, "a chunk of the kind 'image'"),
+        ({"record_stability_info": True}, "record_stability_info: is not served"),
+        ({"prompt_logprobs_last_n": 9}, "prompt_logprobs_last_n: 9"),
+    ],
+)
+def test_wrong_wishes_of_samples_are_refused_at_once(change: dict[str, Any], sentence: str, address: str) -> None:
+    client = Client(address)
+    body = {"sampling_session_id": client.sampler(0), "seq_id": 0, "prompt": {"chunks": [{"tokens": [3, 4]}]}}
+    reply = client.post("asample", {**body, "sampling_params": {"max_tokens": 3}, **change})
+    assert (reply.status_code, sentence in reply.json()["detail"]) == (400, True), reply.text
+
+
+def test_wrong_prompts_fail_their_own_request(address: str) -> None:
+    client = Client(address)
+    sampler = client.sampler(0)
+    asked = [client.sample(sampler, seq, prompt) for seq, prompt in enumerate([[], [99], [3] * 192, [3, 4]])]
+    errors = [client.fetch(one) for one in asked]
+    assert ["error" in reply.json() for reply in errors[:3]] == [True] * 3
+    assert "protobuf" in errors[3].headers["content-type"]
+
+
+def test_what_is_not_served_says_its_name_and_why(address: str) -> None:
+    client = Client(address)
+    for path in ("auth/token", "create_custom_loss", "copy_weights"):
+        detail = client.post(path).json()["detail"]
+        assert detail.startswith(f"{path} is not served: ")
+    assert "no such path is known here" in client.post("tomorrow").json()["detail"]
+    id = client.create()
+    dimuon = {
+        "session_id": client.session,
+        "model_seq_id": 3,
+        "base_model": "base",
+        "optimizer_config": {"type": "dimuon"},
+    }
+    assert "'dimuon' is not served" in client.post("create_model", dimuon).json()["detail"]
+    other = {"session_id": client.session, "model_seq_id": 3, "base_model": "Qwen/Qwen3-8B"}
+    assert "is not served here; the model is 'base'" in client.post("create_model", other).json()["detail"]
+    age = client.save(id, 1, "x", "save_weights_external", age_encryption_recipients=["age1..."])
+    assert "encryption (age) is not served" in age["error"]
+
+
+def test_a_full_disk_fails_the_checkpoint_and_nothing_else(
+    backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(backend, tmp_path) as (address, _):
+        client = Client(address)
+        id = client.create()
+        client.output(client.forward_backward(id, 1, _GOOD))
+        client.result(client.step(id, 2))
+        mkdir = Path.mkdir
+
+        def full(self: Path, *args: Any, **more: Any) -> None:
+            if self.name.endswith(".partial"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+            mkdir(self, *args, **more)
+
+        monkeypatch.setattr(Path, "mkdir", full)
+        failed = client.save(id, 3, "late")
+        monkeypatch.undo()
+        assert failed["category"] == "server"
+        assert "No space left on device" in failed["error"]
+        assert not list((tmp_path / "weights").rglob("late*"))
+        assert client.save(id, 4, "late")["path"].endswith("/late")
+        assert client.output(client.forward_backward(id, 5, _GOOD)).loss > 0
+
+
+def test_numbers_that_overflow_fail_the_request_and_leave_the_model(address: str) -> None:
+    client = Client(address)
+    id = client.create()
+    before = client.output(client.forward_backward(id, 1, _GOOD, forward_only=True)).loss
+    tokens, inputs = data_for("importance_sampling", sequences=1)[0]
+    wild = {**inputs, "advantages": np.full(len(tokens), 3e38, np.float32)}
+    assert (
+        "the loss is" in client.result(client.forward_backward(id, 2, [(tokens, wild)], "importance_sampling"))["error"]
+    )
+    assert client.output(client.forward_backward(id, 3, _GOOD, forward_only=True)).loss == before
