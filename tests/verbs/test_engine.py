@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import stretto
+from stretto.verbs.background import background
 from tests.verbs.plain import plain_model
 
 PROMPT = (5, 12, 8)
@@ -45,8 +46,16 @@ def test_new_weights_interrupt_completions_and_each_token_is_of_its_version(
     before, after = stretto.Trainer(folder), trained(folder, data)
     weights = after.weights()
     future = engine.submit(PROMPT, n=8, max_tokens=180, seed=1, stop_token_ids=())
-    time.sleep(0.05)
-    assert engine.update(weights) == engine.version == 1
+
+    async def change() -> None:
+        """In the thread of the engine: between two steps, and in mid-completion whatever else the machine does."""
+        source: Any = engine._source
+        while source._generation.engine.health().generated < 80:
+            await asyncio.sleep(0)
+        await source.update(weights)
+
+    background().call(change())
+    assert engine.version == 1
     mixed = [one for one in future.result(60) if set(one.versions) == {0, 1}]
     assert mixed, "the weights came before the first token, or after the last"
     for one in mixed[:2]:
