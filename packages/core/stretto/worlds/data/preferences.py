@@ -18,7 +18,10 @@ from stretto.worlds.data.task import Question
 
 @dataclass(frozen=True)
 class Pair:
-    """Example: ``Pair(Question(id="1", text="3+8=", answer="11"), rejected="12")``"""
+    """A question with its chosen completion (`answer`) and the rejected one.
+
+    Example: ``Pair(Question(id="1", text="3+8=", answer="11"), rejected="12")``
+    """
 
     question: Question  # its answer is the chosen completion
     rejected: str

@@ -10,11 +10,12 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Question:
-    """Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
+    """One prompt with its gold answer.
 
-    `messages` is the chat form of the text when the dataset has one; the tokenizer's template renders it, with the
-    `template_arguments`. `as_chat` is rendered where the tokenizer has a template. `place` is the file and the line
-    that it was read from.
+    `messages` is its chat form, if the dataset has one: the tokenizer's template renders it with `template_arguments`.
+    `as_chat`: render as a chat where the tokenizer has a template. `place`: file and line that it was read from.
+
+    Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
     """
 
     id: str
@@ -49,7 +50,7 @@ class Questions:
 
 
 class Task(Protocol):
-    """A validated section ``[task]`` of a recipe."""
+    """A validated section ``[task]`` of a recipe (Protocol)."""
 
     def questions(self, seed: int) -> Questions:
         """All questions; equal for equal seeds.

@@ -13,7 +13,7 @@ from stretto.core.jsonl import mistake
 
 
 def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
-    """``render(row, place)`` of a template; a name that the row has not is a mistake of that row.
+    """Compile a Jinja template to ``render(row, place)``; a name that the row lacks is a mistake of that row.
 
     >>> compiled("{{ question }}\\nAnswer:")({"question": "3+8="}, "rows.jsonl:1")
     '3+8=\\nAnswer:'
