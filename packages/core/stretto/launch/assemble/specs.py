@@ -1,4 +1,4 @@
-"""The specs of a run's roles, and their endpoints."""
+"""Specs (start-up settings) of a run's roles, and their endpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LONGEST_SOCKET_FOLDER = 70
 
 @dataclass(frozen=True)
 class Endpoints:
-    """What roles share: the mailbox of published weights, a folder for sockets, and the file of the kernels in use."""
+    """Resources that roles share: mailbox of published weights, folder for sockets, file of the kernels in use."""
 
     mailbox: str
     mailbox_folder: Path
@@ -36,23 +36,23 @@ class Endpoints:
 
 
 def socket_folder() -> Path:
-    """A new folder with a short path: that of a socket has 107 bytes at most."""
+    """Create a folder with a short path, since the path of a socket has at most 107 bytes."""
     root = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
 
 
 def engine_role(config: EngineConfig) -> str:
-    """The module of an engine's process."""
+    """Python module of an engine's process."""
     return ENGINE_ROLE if config.kind == "native" else EXTERNAL_ENGINE_ROLE
 
 
 def engine_specs(recipe: Recipe, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
-    """The engines that a run starts itself; `published` False: they serve the folder as it is."""
+    """Specs of the engines that the run starts itself; `published` False: they serve the model folder as it is."""
     return [engine_spec(recipe, model, endpoints, number, published) for number in range(recipe.local_engines)]
 
 
 def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
-    """One engine of a run, on the run's own machine."""
+    """Spec of one engine on the run's own machine."""
     config, deadlines = recipe.engine, recipe.deadlines
     unix = config.transport == "unix"
     return EngineSpec(
@@ -77,14 +77,14 @@ def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, 
 
 
 def engines_of_folder(recipe: Recipe, model: Path, folder: Path, logs: Path, spawner: Spawner) -> EnginePool:
-    """Engines that serve a model as it is, without a trainer, not started yet; `folder` is that of `socket_folder`."""
+    """Pool of engines, not started yet, that serve a model folder without a trainer; `folder`: see `socket_folder`."""
     endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # no weights are published
     specs = engine_specs(recipe, model, endpoints, published=False)
     return EnginePool(specs, logs, recipe.deadlines, engine_role(recipe.engine), spawner=spawner)
 
 
 def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) -> TrainerSpec:
-    """The trainer of a run; `tokens` is the folder for what becomes of each token."""
+    """Spec of the trainer; `tokens` is the folder for per-token data."""
     recipe, folder = plan.recipe, inspect_model_folder(model)
     kept = TokensSpec(folder=str(tokens), config=recipe.logging.model_dump_json(include=set(TokensConfig.model_fields)))
     return TrainerSpec(
@@ -112,7 +112,7 @@ def _rank_host(recipe: Recipe) -> str:
 
 
 def own_address() -> str:
-    """The address of this machine by which the machines of its network reach it; the loopback's without a network."""
+    """Address of this machine in its network; loopback if there is no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # no packet is sent: the kernel chooses the interface of the default route
@@ -123,8 +123,8 @@ def own_address() -> str:
 
 
 def _published(recipe: Recipe) -> str | None:
-    """The dtype that all engines round the weights to when they load them, if the trainer may as well. Adapters they
-    round after they have added them to the policy; how servers at given addresses compute, their flags say."""
+    """Dtype to which all engines round the weights on loading, if it is the same for all; the trainer may then round
+    before publishing. Adapters are rounded after merging; servers at given addresses decide by their own flags."""
     engine = recipe.engine
     if engine.dtype == "float32" or recipe.trainer.lora is not None or engine.addresses:
         return None
