@@ -1,4 +1,4 @@
-"""`stretto.Engine`: a policy in this process, for a look at what it says."""
+"""`stretto.Engine`: a policy in this process, to try out its completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHAT = 'a conversation is a list of messages such as {"role": "user", "content"
 
 
 class TextCompletion(Record, frozen=True):
-    """What followed a prompt; `text` is without special tokens, `logprobs` are of the distribution sampled from.
+    """Completion of a prompt. `text` has no special tokens; `logprobs` are of the distribution sampled from.
 
     Example::
 
@@ -54,11 +54,11 @@ class LocalEngine:
 
     @classmethod
     def load(cls, folder: str | Path, **settings: Any) -> Self:
-        """An engine for a model folder; `settings` are those of a recipe's section ``[engine]``, such as ``slots``.
+        """Load a model folder; `settings` are those of a recipe's section ``[engine]``, such as ``slots``.
 
         Raises:
             ModelFolderError: the folder cannot be loaded.
-            RecipeError: a setting is not what it should be.
+            RecipeError: a setting is invalid.
         """
         from stretto.engine.config import EngineConfig
         from stretto.engine.native.engine import NativeEngine
@@ -167,10 +167,10 @@ class LocalEngine:
 
 
 def _prompts(given: Asked | Sequence[Asked]) -> list[str | tuple[int, ...]]:
-    """All prompts; a text, or a list that begins with a token, is one.
+    """Normalise the argument to a list of prompts; a text, or a list that begins with a token, is a single one.
 
     Raises:
-        RefusedRequest: something is no prompt.
+        RefusedRequest: an item is no prompt.
     """
     plain = _plain(given)
     if isinstance(plain, str):

@@ -123,8 +123,9 @@ def own_address() -> str:
 
 
 def _published(recipe: Recipe) -> str | None:
-    """Dtype to which all engines round the weights on loading, if it is the same for all; the trainer may then round
-    before publishing. Adapters are rounded after merging; servers at given addresses decide by their own flags."""
+    """Dtype to which all engines round the weights on loading, so that the trainer may round before publishing; None if
+    they differ or do not round. Adapters are rounded after merging; servers at given addresses decide by their own
+    flags."""
     engine = recipe.engine
     if engine.dtype == "float32" or recipe.trainer.lora is not None or engine.addresses:
         return None

@@ -123,7 +123,7 @@ def _rank(section: str) -> int:
 
 
 def _guessed(section: object, models: Sequence[type[BaseModel]]) -> str:
-    """The only kind that has all given keys; "" if there is not exactly one."""
+    """Hint at the only kind that has all given keys; "" if there is not exactly one."""
     given = set(section) if isinstance(section, dict) else set()
     fitting = [model for model in models if given and given <= set(model.model_fields)]
     return f"; its other keys are those of {_kind(fitting[0])!r}" if len(fitting) == 1 else ""
