@@ -103,7 +103,8 @@ def _fields(kind: msgspec.inspect.Type, path: list[str]) -> Iterator[str]:
 
 
 def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
-    """Find a value that Python's json writes and JSON forbids (NaN): its field, the value, and what is allowed."""
+    """Find a value that Python's json accepts and JSON forbids (NaN, half of a surrogate pair): its field, the value,
+    and what is allowed."""
     try:
         tree = json.loads(raw)
         for field, value in tree.items() if isinstance(tree, dict) else ():
