@@ -1,4 +1,4 @@
-"""``join.json`` of a run folder: what a machine needs to join the run; without torch, as all of its agent."""
+"""``join.json`` of a run folder: how a machine joins the run. Imports no torch, like the whole agent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PATIENCE_SECONDS = 120.0
 
 
 class JoinFile(Record, frozen=True):
-    """``join.json``: addresses and token of a run, for machines that see its folder, and for `stretto scale`."""
+    """Content of ``join.json``: addresses and token of a run, for machines that see its folder, and for `stretto
+    scale`."""
 
     run: str
     token: str
@@ -27,10 +28,10 @@ class JoinFile(Record, frozen=True):
 
 
 def read_join_file(folder: Path) -> JoinFile:
-    """What a run has said of itself.
+    """Read the join file of a run.
 
     Raises:
-        RecipeError: it is not running, or not ours to read.
+        RecipeError: the run is not running, or the file is not readable for us.
     """
     try:
         return msgspec.json.decode((folder / JOIN).read_bytes(), type=JoinFile)

@@ -1,11 +1,10 @@
 """Anthropic's Messages.
 
-A message is a text or a list of *blocks*. A user's message with results of tools becomes one message per result, and
-one for its text. The interface grows by beta fields, so unknown top-level fields are ignored: they change nothing of
-the conversation. Unknown blocks would lose a part of it, and are refused by name.
+A message is a text or a list of *blocks*. A user message with tool results becomes one message per result, and one for
+its text. Unknown top-level fields are ignored, since the interface grows by beta fields that do not change the
+conversation. Unknown blocks are refused by name, since a part of the conversation would be lost.
 
-Claude Code sends its version in a block of its system prompt (``x-anthropic-billing-header``). It is no instruction to
-a model, and this dialect removes it.
+Claude Code sends its version in a block of its system prompt (``x-anthropic-billing-header``), which is removed.
 """
 
 from __future__ import annotations
@@ -245,7 +244,7 @@ def _assistant(message: AnthropicMessage, place: str) -> Message:
 
 
 def _others(message: AnthropicMessage, place: str) -> Iterator[Message]:
-    """The messages for one of the user or of the system: the results, which Anthropic wants first, then the text."""
+    """Messages for a user or system message: first the tool results, as Anthropic requires, then the text."""
     texts = list[TextBlock]()
     for block in message.content:
         if isinstance(block, ToolResultBlock):
@@ -310,14 +309,14 @@ def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call: a JSON object, as any other call is part of the text."""
+    """Arguments of a call as a JSON object (a call without one has been parsed as text)."""
     read = json.loads(arguments or "{}")
     assert isinstance(read, dict)
     return read
 
 
 def _events(turn: SampledTurn) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Types and fields of the events, with one delta for each block: events are made from the whole turn."""
+    """Types and fields of the events, with one delta per block, since the turn is complete."""
     started = {**_beginning(turn), "stop_reason": None, "stop_sequence": None, "usage": _usage(turn, sampled=0)}
     yield "message_start", {"message": started}
     calls = {call.id: call.arguments for call in turn.message.calls}

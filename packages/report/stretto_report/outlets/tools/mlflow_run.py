@@ -38,8 +38,8 @@ class MlflowRun:
         self._config: Mapping[str, Value] | None = about.config  # until MLflow has it
 
     def _begin(self) -> None:
-        """Create the run with its first points, after the cursor knows it, so that refused points do not create one run
-        after the other."""
+        """Log the settings before the first points. The cursor has the run id by then, so an error here does not create
+        a new run at each attempt."""
         if self._config is None:
             return
         self._client.update_run(self.run, status="RUNNING")

@@ -1,4 +1,4 @@
-"""What training did with the tokens of a trajectory: by the ledger, and where it is kept by the record of the step.
+"""Training of a trajectory's tokens, from the ledger and, where kept, the step's token file.
 
 Axes: S sampled token of the trajectory.
 """

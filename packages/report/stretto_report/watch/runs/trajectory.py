@@ -252,7 +252,7 @@ class Reader:
     def _segments(
         self, segments: Sequence[Segment], training: Training, first: int, last: int
     ) -> Iterator[ShownSegment]:
-        """Segments that overlap tokens [first, last); of any without tokens, only the beginning."""
+        """Segments that overlap tokens [first, last) or end at `first`, each with its tokens in that window."""
         begins = accumulate((len(segment.token_ids) for segment in segments), initial=0)
         sampled = accumulate((len(segment.versions) for segment in segments), initial=0)
         for index, (segment, begin, own) in enumerate(zip(segments, begins, sampled, strict=False)):

@@ -49,7 +49,7 @@ class NotThere(RefusedRequest):
 
 
 class Busy(RefusedRequest):
-    """Error: another comparison is in progress."""
+    """Error 429: another comparison is in progress."""
 
 
 _STATUS = {NotThere: 404, Busy: 429, NotAllowed: 403, BusyReplaying: 429}
