@@ -18,7 +18,8 @@ class CellSummary(Record, frozen=True):
     """Result of one cell. Intervals are over its finished runs, None without any; rates are tokens per second.
 
     `accuracy`: held-out, of the last version. `accuracy_at_clock`: newest one measured when the study's quickest run
-    ended. `seconds_to_target`: None if no run has reached the study's target; `reached`: number of runs that have.
+    ended. `seconds_to_target`: None unless every run has reached the study's target; `reached`: number of runs that
+    have.
     """
 
     name: str

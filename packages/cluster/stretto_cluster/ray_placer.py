@@ -81,7 +81,7 @@ class AgentHost:
             os._exit(1)
 
     def node(self) -> str:
-        """Name of its node."""
+        """Short id of its node."""
         return str(ray.get_runtime_context().get_node_id())[:8]
 
     def is_dismissed(self) -> bool:

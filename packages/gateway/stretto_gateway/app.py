@@ -156,7 +156,7 @@ class ChatServer(ABC):
         await call.show({"status": "ok", "model": self.model.name})
 
     def failed(self, call: ChatExchange, error: Exception) -> None:  # noqa: B027  # a hook: most servers need none
-        """Report an unexpected error (a bug); called before the client gets its reply."""
+        """Hook for unexpected errors (bugs)."""
 
     def error(self, call: ChatExchange, error: Exception) -> NotServed:
         """Error reply for an exception."""

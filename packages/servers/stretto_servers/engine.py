@@ -256,9 +256,9 @@ class ExternalEngine:
             self._changing.release()
 
     async def _sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
-        """Differences between log-probabilities of about `wanted` tokens of open completions, as sampled and as
-        recomputed with the current version. Completions with temperature or filters are left out, since a server scores
-        without them. Empty with "keep", where the cache has entries of earlier versions."""
+        """Pairs of log-probabilities (as sampled, as recomputed now with the current version) of about `wanted` tokens
+        of open completions. Completions with temperature or filters are left out, since a server scores without them.
+        Empty with "keep", where the cache has entries of earlier versions."""
         if self._keep or not wanted:
             return ()
         start, pairs, most = time.monotonic(), list[tuple[float, float]](), _AGAIN_TOKENS

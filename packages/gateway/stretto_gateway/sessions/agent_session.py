@@ -386,6 +386,6 @@ def shown(session: AgentSession) -> dict[str, Any]:
 
 
 def _whole(segment: Segment) -> Segment:
-    """Check that a turn has ended; raises otherwise."""
+    """The segment; for an unfinished turn, an empty one with its parent and cause."""
     unfinished = segment.sampled and segment.stop_reason is None
     return Segment(parent=segment.parent, cause=segment.cause) if unfinished else segment

@@ -1,4 +1,4 @@
-"""Denials: numbers that are named but are not the answer: "not 42", "42 is wrong", "more than 42", "twice 42"."""
+"""Denials: numbers that are mentioned but are not the answer: "not 42", "42 is wrong", "more than 42", "twice 42"."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _SEEN = 60, 40  # characters before and behind
 
 
 def denied(text: str, start: int, end: int) -> bool:
-    """Whether the text denies that its part from `start` to `end` is the answer, or uses it to describe another."""
+    """Whether the text denies that its part from `start` to `end` is the answer, or only uses it to describe another
+    number."""
     before, after = text[max(0, start - _SEEN[0]) : start], text[end : end + _SEEN[1]]
     return any(found is not None for found in (_BEFORE.search(before), _BESIDE.search(before), _AFTER.search(after)))
 

@@ -29,7 +29,7 @@ _MOST_WORDS: Final = 16
 
 
 def counted(words: str) -> Fraction | None:
-    """The number that is written in words; None if it is none.
+    """Number written in words; None if the text is no number.
 
     >>> str(counted("twelve")), str(counted("Two hundred and twenty-one")), str(counted("minus two thirds"))
     ('12', '221', '-2/3')
@@ -63,7 +63,7 @@ def _amount(parts: list[str]) -> Fraction | None:
 
 
 def _fraction(parts: list[str]) -> Fraction | None:
-    """``one half``, ``three quarters``: several parts are in the plural."""
+    """``one half``, ``three quarters``: plural for several parts."""
     if not parts:
         return None
     *above, below = parts
