@@ -1,8 +1,11 @@
 """Messages between the gate and agents, commands and other conductors, in frames of MessagePack.
 
-agent ──► gate      Join (in the handshake), MachineReady, Beat, Mirrored, RoleStarted, RoleEnded, LogText, Leaving gate
-──► agent      RunTerms, Echo, NewVersion, StartRole, StopRole, KillRole, Dismissed command ──► gate    Scale (in the
-handshake) conductor ──► gate  Look (in the handshake) gate ──► command    Answer gate ──► conductor  Tenure
+agent ──► gate      Join (in the handshake), MachineReady, Beat, Mirrored, RoleStarted, RoleEnded, LogText, Leaving
+gate ──► agent      RunTerms, Echo, NewVersion, StartRole, StopRole, KillRole, Dismissed
+command ──► gate    Scale (in the handshake)
+conductor ──► gate  Look (in the handshake)
+gate ──► command    Answer
+gate ──► conductor  Tenure
 """
 
 from __future__ import annotations

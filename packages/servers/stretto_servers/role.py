@@ -1,7 +1,7 @@
 """Process of an engine of another make: ``python -m stretto_servers.role SPEC``.
 
-conductor ◄─ engine's wire ─► this process ◄─ the server's own HTTP ─► vLLM or SGLang trainer ─► mailbox ─► this
-process: verified, staged ─► the server loads
+conductor ◄─ engine's wire ─► this process ◄─ the server's own HTTP ─► vLLM or SGLang
+trainer ─► mailbox ─► this process: verified, staged ─► the server loads
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _with_signal(groups: Sequence[EndedGroup]) -> int:
 
 
 class WatchedJournal(Protocol):
-    """Journal of a controller, behind a `SelectionWatch` (Protocol)."""
+    """Journal calls that a `SelectionWatch` observes and forwards (Protocol)."""
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None: ...
 

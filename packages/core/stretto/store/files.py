@@ -1,7 +1,7 @@
 """Files that are complete or absent at any moment, and synced to disk; and removal of unfinished ones after a kill:
 
-.NAME.part   .NAME.<pid>.part   .NAME.<pid>.partial      unfinished: `NAME` does not exist, or is older .NAME.old
-.NAME.<pid>.replaced                        complete: moved aside for its successor
+.NAME.part   .NAME.<pid>.part   .NAME.<pid>.partial      unfinished: `NAME` does not exist, or is older
+.NAME.old    .NAME.<pid>.replaced                        complete: moved aside for its successor
 
 Leftovers are never read, and may be as large as a policy.
 """

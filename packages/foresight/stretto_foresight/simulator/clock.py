@@ -14,7 +14,8 @@ class VirtualClock:
     >>> clock.call_at(2.0, lambda: print("two"))
     >>> clock.call_at(1.0, lambda: print("one"))
     >>> while clock.advance(): pass
-    one two
+    one
+    two
     >>> clock.now()
     2.0
     """

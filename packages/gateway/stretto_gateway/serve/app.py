@@ -1,8 +1,11 @@
 """An engine over HTTP without sessions, beside the engine's own token interface.
 
-GET  /v1/models  /v1/models/NAME POST /v1/completions  /v1/chat/completions      whole, or streamed token by token POST
-/v1/responses  /v1/messages  /v1/messages/count_tokens POST /inference/v1/generate                     vLLM's: token ids
-in, token ids with weight versions out GET  /health  /metrics  /openapi.json all other paths: the token interface
+GET  /v1/models  /v1/models/NAME
+POST /v1/completions  /v1/chat/completions      whole, or streamed token by token
+POST /v1/responses  /v1/messages  /v1/messages/count_tokens
+POST /inference/v1/generate                     vLLM's: token ids in, token ids with weight versions out
+GET  /health  /metrics  /openapi.json
+all other paths: the token interface
 """
 
 from __future__ import annotations

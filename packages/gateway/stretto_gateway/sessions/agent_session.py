@@ -1,7 +1,8 @@
 """Session of one agent: requests become turns, and a repeated request gets the same reply.
 
-the same request again (a retry) ─► the recorded reply, or the one in progress a request recorded by an earlier process
-─► its reply, byte for byte a new request ─► bridge ─► prompt ─► Session.turn ─► message
+the same request again (a retry) ─► the recorded reply, or the one in progress
+a request recorded by an earlier process ─► its reply, byte for byte
+a new request ─► bridge ─► prompt ─► Session.turn ─► message
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def destinations(config: OutletsConfig, run: Path, environment: Mapping[str, str
     variables tell.
 
     >>> destinations(OutletsConfig(to="tensorboard", prometheus_port=9400), Path("runs/first"), {})
-    ['shown in tensorboard: files in runs/first/tensorboard; tensorboard --logdir runs', 'shown in prometheus:
-    http://127.0.0.1:9400/metrics']
+    ['shown in tensorboard: files in runs/first/tensorboard; tensorboard --logdir runs', \
+'shown in prometheus: http://127.0.0.1:9400/metrics']
     """
     return [f"shown in {tool}: {_destination(tool, config, run, environment)}" for tool in config.tools]
 

@@ -2,8 +2,7 @@
 
 run(exchange) ─► a worker with room ─► its end
                      │ dies or hangs
-                     └─► it is replaced; its trajectories begin again and are replayed from the records of their
-                         sessions
+                     └─► it is replaced; its trajectories begin again, and their recorded turns are replayed
 
 It is not known which trajectory ended the process, so each of its trajectories is a suspect and runs again alone in a
 process; innocent ones finish there. New trajectories wait for them, or use workers that are busy already.

@@ -1,8 +1,8 @@
 """Filter language of the table.
 
-where   = clause { "and" clause } clause  = field operator value { "|" value }          state=trained|buffered and
-reward>=0.5 and text~"7+" value   = number | word | "quoted" | null             `|` with = and != only; `~` contains,
-for words only
+where   = clause { "and" clause }
+clause  = field operator value { "|" value }          state=trained|buffered and reward>=0.5 and text~"7+"
+value   = number | word | "quoted" | null             `|` with = and != only; `~` contains, for words only
 """
 
 from __future__ import annotations
