@@ -142,7 +142,7 @@ class Cluster:
         return spans
 
     async def close(self, why: str, again: bool) -> None:
-        """Dismiss every machine."""
+        """Dismiss every machine; `why` and `again` as in `Machines`."""
         if self.folder.is_ours():
             write_join_file(self.folder, self.identity)  # its name and token are those of the run when it goes on
         await self.gate.close(why, again)

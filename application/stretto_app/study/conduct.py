@@ -61,7 +61,7 @@ async def conduct(
                 progress.finished[run.digest] = outcome
                 told = f"accuracy {outcome.accuracy:.3f} in {outcome.seconds:.1f} s"
             elif stop.requested:
-                told = "stopped; the study goes on with it when it is started again"
+                told = "stopped; the study resumes it when it is started again"
             else:
                 progress.failed[run.digest] = failure or "it ended before its last evaluation"
                 told = f"failed: {progress.failed[run.digest]}; {folder.log(run)}"

@@ -24,7 +24,7 @@ class JoinFile(Record, frozen=True):
     tls: str = ""  # folder of certificates, where the run sees it; "" for none
     patience: float = PATIENCE_SECONDS  # how long the reply to `stretto scale` may take
     before: tuple[str, ...] = ()  # where other conductors have had the run, here or from a copy, that were not told yet
-    superseded: int = 0  # the epoch of a newer conductor, which has gone on with a copy of the folder; 0: none is known
+    superseded: int = 0  # the epoch of a newer conductor, which runs from a copy of the folder; 0: none known
 
 
 def read_join_file(folder: Path) -> JoinFile:

@@ -51,7 +51,7 @@ class RunSuperseded(StrettoError):
     def __str__(self) -> str:
         where = f" at {self.address}" if self.address else ""
         return (
-            f"a newer conductor goes on with run {self.run}{where} (epoch {self.epoch}), from a copy of its folder: "
+            f"a newer conductor continues run {self.run}{where} (epoch {self.epoch}), from a copy of its folder: "
             "this one ends"
         )
 
@@ -75,7 +75,7 @@ async def assert_alone(folder: Path, tls: str) -> None:
         found = f"is a copy of the folder of run {known.run}, whose conductor lives {where}"
         raise RunFolderError([Problem(str(folder), found, f"stop that one first; or {own_run}")])
     if known.superseded:
-        found = f"a newer conductor (epoch {known.superseded}) has gone on with run {known.run}, from a copy of it"
+        found = f"a newer conductor (epoch {known.superseded}) has continued run {known.run}, from a copy of it"
         raise RunFolderError([Problem(str(folder), found, f"go on with that copy; or {own_run}")])
 
 
@@ -100,7 +100,7 @@ async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str, seconds: 
         if theirs is not None:
             if theirs > tenure:
                 raise RunSuperseded(known.run, theirs.epoch, before)
-            told = f"the conductor at {before}, which went on with another copy of this run, was told to end"
+            told = f"the conductor at {before}, which continued another copy of this run, was told to end"
             return told if theirs < tenure else ""  # it is this one, at another of its addresses
         await asyncio.sleep(min(_PAUSE_SECONDS, seconds))
     raise DeadlineExceeded("the conductor", f"the one at {before}, to tell it that the run is here now", seconds)

@@ -90,7 +90,7 @@ class ToolFollower:
         self._ending = asyncio.Event()
         self._until: int | None = None  # our end of the pipe
         self._last = False  # the process was started when the run had ended
-        self._told = False  # it was said that the tool takes nothing, and it has taken nothing since
+        self._told = False  # reported that the tool receives nothing, and it has received nothing since
         self._before, self._fault, self._how = self._has(), "", ""
 
     async def run(self) -> None:
@@ -107,10 +107,10 @@ class ToolFollower:
             self._say(f"{self.tool} has not taken the end of the run: {death.how}")
 
     def _tell(self) -> None:
-        """Report that the tool takes nothing, once until it takes something again."""
+        """Report that the tool receives nothing, once until it receives something again."""
         if not self._told:
             self._say(
-                f"{self.tool} takes nothing: {self._how}; the run goes on without it, and tries again ({self._log})"
+                f"{self.tool} receives nothing: {self._how}; the run continues without it and retries ({self._log})"
             )
             self._told = True
 

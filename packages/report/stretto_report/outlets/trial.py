@@ -29,7 +29,7 @@ def outlet_faults(tool: str, config: OutletsConfig) -> Iterator[str]:
             yield f"has no method {', '.join(lacking)} (docs/doors/outlet.md)"
             return
         if not isinstance(getattr(outlet, "run", None), str):
-            yield "has no text 'run', the id by which another process goes on with the run"
+            yield "has no text 'run', the run id with which another process resumes logging"
         points = [MetricsPoint("step", step, float(step), {"reward": 0.5, "trainer/loss": 0.1}) for step in (1, 2)]
         outlet.send(points, 0)
         outlet.table(2, [_SAMPLE], 2)

@@ -50,7 +50,7 @@ _CHOICE = re.compile(
 _OTHER_CHOICE = re.compile(
     r"(?:\\text\{\s*)?(?:(?<![\w})^\]])\([A-J]\)|(?<![\w})^\](])[A-J][).](?=\s|$))|(?<=\))\([A-J]\)"
 )
-_SEPARATED = re.compile(r"[\s({]*(?:\\text\{\s*)?[,;]")  # what goes on with a list
+_SEPARATED = re.compile(r"[\s({]*(?:\\text\{\s*)?[,;]")  # continues a list
 _EQUATED = re.compile(  # sides of a choice's equation: AB, f(x), 2x+3y; no words, no other choice, no plain number
     r"(?=(?:\\(?!text)[a-zA-Z]+|[^\\a-zA-Z])*[a-zA-Z])(?:\\(?!text)[a-zA-Z]+|(?<![a-zA-Z])[A-J](?=[A-Z(_])|(?<=[A-Z])[A-J]"
     r"|(?<=[a-zA-Z]\()[A-J](?=\))|(?<![a-zA-Z])[a-zK-Z]{1,2}(?![a-z])|(?<=[A-Z])[K-Z]|[^\\a-zA-Z])+"
