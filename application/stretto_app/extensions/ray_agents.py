@@ -133,7 +133,7 @@ class RayAgents:
                 how = await self._process.last_words() if self._process.running else error.how
             except RoleFailed as error:
                 how = error.problem
-            except RecipeError as error:  # of the cluster, which has shrunk: the recipe was kept to before
+            except RecipeError as error:  # the cluster has shrunk: the recipe fitted before
                 how = str(error)
             else:
                 return

@@ -17,7 +17,7 @@ import msgspec
 from stretto.core.records import Record
 from stretto.loop.records.tenure import Tenure
 
-#: What a clock and a mirror can say; another number is a message that no agent sends.
+#: Valid range of clocks and byte counts; a message with another number is invalid.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
 Offset = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]

@@ -40,7 +40,7 @@ from stretto_servers.make import Make, Occupancy, canary_scores
 from stretto_servers.staging import compare, shapes_of
 
 _LOOK_SECONDS = 0.001
-_AGAIN_TOKENS = 4096  # that a server is given at most, to compute tokens again that it has sampled
+_AGAIN_TOKENS = 4096  # most tokens sent to a server to recompute sampled ones
 _DRAIN_SECONDS = 5.0  # for the last tokens of requests that a pause has ended
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 

@@ -31,7 +31,7 @@ from stretto_servers.worker.advance import FOLDER, read_of
 
 NEEDED = f"{CAPABILITIES['vllm'].needed}, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 _GENERATE = "/inference/v1/generate"
-_NO_PROBABILITY = -9000.0  # what is below was filtered out: vLLM writes -9999
+_NO_PROBABILITY = -9000.0  # smaller values were filtered out: vLLM writes -9999
 
 
 class _Top(msgspec.Struct):

@@ -24,7 +24,7 @@ MARKS: Final = (
     ("<|channel>thought", "<channel|>"),
     ("<unused94>thought", "<unused95>"),
 )
-#: What a tokenizer may count among its special tokens and a reader still has to see: marks, and parts of marks.
+#: Marks, and parts of marks, that must be decoded even if the tokenizer counts them as special tokens.
 PIECES: Final = frozenset(
     {mark for pair in MARKS for mark in pair} | {"<|channel|>", "<|message|>", "<|channel>", "<unused94>"}
 )

@@ -91,7 +91,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(_END_SECONDS)
     for end in (process.stdin, process.stdout):
         if end is not None:
-            with contextlib.suppress(BrokenPipeError):  # what was not sent
+            with contextlib.suppress(BrokenPipeError):  # unsent data
                 end.close()
 
 

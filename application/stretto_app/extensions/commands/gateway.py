@@ -47,7 +47,7 @@ from stretto_gateway.sessions.sessions import RecordedSessions
 from stretto_verify.thoughts import PIECES
 
 _STOP_SECONDS = 1.0
-_PROBE = [{"role": "user", "content": "1+1="}]  # whose tokens servers of other makes have to know
+_PROBE = [{"role": "user", "content": "1+1="}]  # prompt that other servers must tokenize alike
 
 
 class Turns:

@@ -37,7 +37,7 @@ _ANY = "h100"  # weights and activations are the same on every machine
 _SHOWN = 4096  # demonstrations whose lengths are taken
 _UNITS = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _REACHED = 0.8  # of a network's rate
-_ASSUMED_MEAN, _ASSUMED_SIGMA = 1 / 3, 0.8  # of completions that nothing is known of; the mean of sampling.max_tokens
+_ASSUMED_MEAN, _ASSUMED_SIGMA = 1 / 3, 0.8  # assumed mean length without data, as a share of sampling.max_tokens
 
 
 @dataclass(frozen=True)

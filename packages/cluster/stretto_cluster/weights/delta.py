@@ -37,7 +37,7 @@ _SAMPLES = 64
 _SAMPLED = 1 << 14  # elements of a sample
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-_MAKE_SECONDS = 8.0  # that a mirror is kept waiting for a delta: less than it waits for a byte
+_MAKE_SECONDS = 8.0  # seconds to wait for a delta: less than a mirror waits for a byte
 _REMEMBERED = 8
 
 #: A delta that is larger than this part of the whole does not pay.

@@ -52,7 +52,7 @@ class Transfer:
         self._stopped = threading.Event()
         self._socket: socket.socket | None = None
         self.tag = ""  #: the ETag of the last file
-        self.form = ""  #: what the server said of the form of the last file
+        self.form = ""  #: form of the last file, as told by the server
         self.newest: int | None = None  #: version at the server, by its last reply
         self.received = 0  #: bytes of all bodies
 
@@ -117,7 +117,7 @@ class Transfer:
             while left:
                 self.check_wanted()
                 with self._network():
-                    piece = response.read1(_PIECE)  # what is there, however little: it counts as progress
+                    piece = response.read1(_PIECE)  # any available bytes: they count as progress
                 if not (count := len(piece)):
                     raise _BrokenOff("broke off a transfer")
                 write_all(file, memoryview(piece))

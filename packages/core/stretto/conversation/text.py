@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-#: What decoders write for bytes that are no character, or not yet one.
+#: Replacement character that decoders write for incomplete or invalid bytes.
 NO_CHARACTER = "\ufffd"
 
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
@@ -55,7 +55,7 @@ class RunningText:
         self._tokens: list[int] = []  # the base, then newer ones
         self._base = 0  # of these tokens
         self._sent = 0  # characters of their text
-        self.pending = ""  #: what the tokens decode to beyond the text so far, and others to come may change
+        self.pending = ""  #: decoded text that later tokens may still change
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Append tokens; returns the characters that they complete."""

@@ -28,7 +28,7 @@ NameCall = Callable[[int], str]
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 _BETWEEN = re.compile(r"[; \n]*")
 _MISTRAL, _ARGUMENTS, _PYTHON = "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
-MOST_CALLS = 16  #: of one message that a grammar makes
+MOST_CALLS = 16  #: in one message made by a grammar
 
 
 class _Written(msgspec.Struct):

@@ -178,7 +178,7 @@ class Door(Generic[Kind]):
 
     key: str  # in the recipe
     what: str  # "loss"
-    arguments: tuple[str, ...]  # that a part is called with, by place
+    arguments: tuple[str, ...]  # positional arguments of a part
     built_in: Mapping[str, str]  # name: package.module:name
     section: type[Kind]
     words: tuple[str, ...] = ()
@@ -223,7 +223,7 @@ class Door(Generic[Kind]):
         section = value if isinstance(value, Section) else self(value)
         return section.bound(section.part)
 
-    # What pydantic asks of the type of a key.
+    # Hook of pydantic for the type of a key.
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         sections = isinstance(source, type) and issubclass(source, Section)

@@ -22,7 +22,7 @@ TRAINED, WAITING, MASKED, EXPIRED, FILTERED, RECOMPUTED, FAILED, IDLE = CATEGORI
     "idle",
 )
 
-_REST = {"trainer": "batch", "rewards": "completions", "conductor": "events"}  # what a role waits for between its work
+_REST = {"trainer": "batch", "rewards": "completions", "conductor": "events"}  # reason for which a role is idle
 _OF_ENGINES = "admission"
 #: Spans in which no token is made.
 _PAUSES = {"load": "loading", "prove": "proving", "publish": "publishing", "checkpoint": "checkpointing"}

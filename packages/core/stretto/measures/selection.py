@@ -57,12 +57,12 @@ class MaskedGroups(Record, frozen=True):
     """Trained groups of a window that are masked in part, and the share (0 to 1) of the learning signal that they
     carry."""
 
-    groups: int  # of the window, those that expired left out
-    masked: int  # of them, with a token that is context only, and not all of them
-    tokens: float  # of the sampled tokens of all groups, those that are context only
-    signal: float  # of the masked groups, those whose completions are not all worth the same
-    signal_others: float  # of the others
-    of_signal: float  # of the groups with a signal, those that are masked in part
+    groups: int  # groups of the window, without expired ones
+    masked: int  # groups of these with some, but not all, tokens masked
+    tokens: float  # share of masked tokens among the sampled ones of all groups
+    signal: float  # share of the masked groups with a signal (unequal rewards)
+    signal_others: float  # share of the other groups with a signal
+    of_signal: float  # share of partly masked groups among those with a signal
 
     def __str__(self) -> str:
         return (

@@ -117,7 +117,7 @@ class ForkServer:
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # what it cannot do an interpreter of the role's own does, or logs
+                stderr=subprocess.DEVNULL,  # if it fails, a fresh interpreter starts the role, or logs why not
                 env=environment(1) | {PARENT: str(os.getpid())},
                 pass_fds=(far.fileno(),),
                 start_new_session=True,

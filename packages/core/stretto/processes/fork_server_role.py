@@ -94,7 +94,7 @@ class Server:
             send(wire, NotSpawned(error.errno or 0, described(error)))
             os.close(wire)
             return -1
-        if pid == 0:  # what is the server's is not its child's
+        if pid == 0:  # a child keeps nothing of the server's
             self._wire.close()
             self._events.close()
             for other in self._children:
@@ -273,14 +273,14 @@ def fork_here(*, apart: bool = False) -> Spawner:
 
 def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apart: bool) -> int:
     die_with_parent(parent)
-    atexit._clear()  # what the original has to do at its end is not for the copy and its children to do
+    atexit._clear()  # exit functions of the original are not for the copy and its children
     for name in (HEARTBEAT, PARENT):
         os.environ.pop(name, None)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor in open_descriptors():
         if descriptor > 2 and descriptor != wire:
-            with contextlib.suppress(OSError):  # that of the list itself
+            with contextlib.suppress(OSError):  # the descriptor used for listing
                 os.close(descriptor)
     if apart:
         os.setsid()
@@ -304,7 +304,7 @@ def main(arguments: list[str]) -> int:
     with quick_imports():
         for module in msgspec.msgpack.decode(wire.recv(LONGEST_MESSAGE), type=tuple[str, ...]):
             importlib.import_module(module)
-        gc.freeze()  # what is here now is shared by all children, as long as nobody touches it
+        gc.freeze()  # existing objects stay in memory shared with all children, as long as nobody touches them
     return Server(wire).serve()
 
 

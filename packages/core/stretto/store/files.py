@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from stretto.core.errors import Problem, RunFolderError, naming
 
-#: What a file system says of an operation that it does not have, as the mount of a bucket of objects says of renames.
+#: Errors of a file system that lacks an operation, as mounts of object buckets lack renames.
 _LACKING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EPERM, errno.EMFILE})
 _UNFINISHED = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(part|partial)")
 _ASIDE = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(old|replaced)")

@@ -130,7 +130,7 @@ class Inspection(Record, frozen=True):
     masked_groups: MaskedGroups | None = (
         None  # of the newest whole window; None: there is none, or none is masked in part
     )
-    bounds: tuple[ChangedBound, ...] = ()  # what the run itself has changed
+    bounds: tuple[ChangedBound, ...] = ()  # changes made by the run itself
     canary: tuple[CanaryProof, ...] = ()  # by engine; empty for a run of an earlier stretto
     state: str = ""
     reason: str = ""

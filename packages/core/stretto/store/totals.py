@@ -70,7 +70,7 @@ class Membership(Record, frozen=True):
     name: str
     kind: str  # native, vllm or sglang
     host: str  # the name of its machine
-    version: int  # that it serves, or served last
+    version: int  # version that it serves, or served last
     joined_step: int
     left_step: int | None = None  # None: it was there to the end, or still is
     reason: str = ""  # why it left, or last left and came back

@@ -30,7 +30,7 @@ _STEPS = 9  # of a simulation at least
 _ROUNDS = 3  # until roles that share cores agree on how much they slow each other down
 _SIMULATED = 6  # candidates
 _PATIENCE = 30.0  # processor seconds, after which no simulation begins and none goes on beyond its first step
-_CHANCE = 1.0  # of the best step that was simulated; a longer estimate cannot win
+_CHANCE = 1.0  # factor on the best simulated step; a longer estimate cannot win
 _DRAWN = 4  # steps of a timeline
 _BUSY = 0.9  # share of a step; the trainer is what it waits for
 GOALS = ("time", "cost", "staleness")
@@ -62,7 +62,7 @@ class LayoutPrediction(Record, frozen=True):
     memory: Mapping[str, float]  # GiB of a device: trainer, engine, cache
     masked: float  # share of the trained completions' tokens
     recomputed: float  # tokens computed again, for each sampled one
-    waits_for: str  # what a step waits for: generation, judging or training
+    waits_for: str  # bottleneck of a step: generation, judging or training
     terms: Mapping[str, float]  # seconds of a step by role and work, and what they depend on
     timeline: tuple[Span, ...] = ()  # of the trainer and of one engine, over the last steps of the simulation
 

@@ -249,9 +249,9 @@ class AgentSession:
             raise RefusedRequest("messages", "another turn", f"at most {most:,} turns of one session")
         self._on_record[digest] -= recorded
         task = asyncio.create_task(self._watched(request, digest, attempt.key), name=f"a turn of {self.id}")
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # those who wait have it, if any
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # waiting clients get it, if any
         if known is not None and not known.task.done():
-            name = f"{attempt.attempt} {len(self._pending)}"  # of two equal turns under way, retries get the first
+            name = f"{attempt.attempt} {len(self._pending)}"  # of two equal turns in progress, retries get the first
         self._pending[name] = _PendingTurn(digest, task)
         return self._pending[name]
 
@@ -260,7 +260,7 @@ class AgentSession:
             turn = await self._turn(request, digest, key)
         except RefusedRequest:
             raise
-        except Exception as error:  # of an engine, of the record, or a bug: the agent may go on as if nothing had been
+        except Exception as error:  # error of an engine, of the record, or a bug: the agent may continue regardless
             self.unanswered[digest] = f"a turn gave no reply: {type(error).__name__}: {error}"
             raise
         self.unanswered.pop(digest, None)

@@ -21,7 +21,7 @@ from stretto_report.audit.bounds import Bounds, RecordedChange, read_bounds
 from stretto_report.audit.checksums import CHECKSUM_BYTES, broken_checksums, broken_files, payload_fits, segments_of
 
 FORMATS = (2, 3, 4, 5)  #: formats that can be checked
-PROMPT, NOTHING = -1, -2  #: what a segment is behind that is behind no other
+PROMPT, NOTHING = -1, -2  #: `parent` of a segment without one
 _FIRST_SEALED = 3
 _ENGINES, _PARENT = 5, 6  # their places in a segment
 
@@ -152,7 +152,7 @@ class History:
     broken_checksums: tuple[str, ...]
     broken_start: tuple[str, ...]  # files of the run's start that have changed
     edited: tuple[str, ...]  # keys of the recipe that differ from the record
-    notes: tuple[str, ...]  # what cannot be checked
+    notes: tuple[str, ...]  # records that cannot be checked
     lines: Mapping[int, RecordedLine]  # by step
     changes: tuple[RecordedChange, ...] = ()  # of bounds
     most_in_flight: Mapping[str, int] = field(

@@ -25,7 +25,7 @@ RECIPE = "recipe"  #: the name of the resolved recipe in the ledger
 #: Sections that a step does not depend on, or that are of the machines: a resume may change them.
 _NO_MATTER = frozenset({"evaluation", "store", "deadlines", "gateway", "logging", "cluster"})
 _NO_MATTER_OF_TRAINER = frozenset({"steps", "checkpoint_every", "keep_versions"})
-_OUTCOMES = frozenset({"step_seconds", "tokens_per_second"})  # which the other terms explain
+_OUTCOMES = frozenset({"step_seconds", "tokens_per_second"})  # sums of the other terms
 
 
 class Term(Record, frozen=True):

@@ -91,7 +91,7 @@ def _collect(folder: RunFolder, table: sqlite3.Connection) -> None:
     )
     with reading(folder.ledger) as connection:
         behind = [at - taken[step] for step, at in connection.execute(_COMMITTED) if step in taken]
-        if behind:  # what Unix seconds are on the clock of the spans
+        if behind:  # offset from Unix time to the spans' clock
             offset = median(behind)
             events = ((at - offset, name, "i", detail) for at, name, detail in connection.execute(_EVENTS))
             table.executemany("INSERT INTO moments VALUES (?, ?, ?, ?)", events)

@@ -44,7 +44,7 @@ class AlarmFollower:
             for line in lines:
                 if isinstance(line, StepMetrics):
                     self._watch.step(line)
-                elif type(line) is EvaluationLine:  # those of further sets raise none
+                elif type(line) is EvaluationLine:  # further sets raise no alarms
                     self._watch.evaluated(line)
             found |= bool(lines)
             if not self._lines.more:

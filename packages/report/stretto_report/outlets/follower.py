@@ -58,14 +58,14 @@ class LinesRead(Record, frozen=True):
 class Cursor(Record, frozen=True):
     """Progress of a tool: the lines, tables and alarms of a run that it has."""
 
-    project: str = ""  # of the tool, where the run is; empty: not recorded
+    project: str = ""  # project in the tool; empty: not recorded
     run: str = ""  # the tool's own name for the run
     began: float = 0.0  # when the run began, in seconds since 1970
     sent: Mapping[str, int] = {}  # curve: the newest step
     points: int = 0  # all of them
     tabled: int = -ROW_STEPS  # the step of the newest table
     metrics: LinesRead | None = None
-    samples: LinesRead | None = None  # those behind it are in no table yet
+    samples: LinesRead | None = None  # later samples are in no table yet
     alarms: Mapping[str, int] = {}  # by the title of each that the tool has: the step since which it held
     fault: str = ""  # the newest line that could not be read, and was left out
 

@@ -22,7 +22,7 @@ from typing import Any
 from stretto_verify.sandbox.values import TUPLE
 
 _RELATIVE, _ABSOLUTE = Fraction(1, 10**6), Fraction(1, 10**9)
-_PLACES = 6  # that computed numbers are good for
+_PLACES = 6  # reliable decimal places of computed numbers
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?", re.ASCII)
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)", re.ASCII)
 _PADDED = re.compile(r"[+-]?0[0-9]", re.ASCII)

@@ -31,11 +31,11 @@ class ProgramTests(Record, frozen=True):
 
     stdin: tuple[StdinTest, ...] = ()
     calls: tuple[CallTest, ...] = ()
-    prelude: str = ""  #: what a completion may use without importing it
-    preamble: str = ""  #: what the completion was given to go on from: imports, helpers, and the head of `entry_point`
+    prelude: str = ""  #: names that a completion may use without importing them
+    preamble: str = ""  #: text that the completion continues: imports, helpers, and the head of `entry_point`
     entry_point: str = ""
     alike: bool = False  #: whether values that Python calls equal are the same, as where the tests are from: 1 and True
-    setup: str = ""  #: what the tests do with the names of a program before they call it
+    setup: str = ""  #: code of the tests that runs after the program and before the calls
 
     @property
     def count(self) -> int:

@@ -131,7 +131,7 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         opinion = same(expected, found)
         plain = undeclared(spelled(given.text))
         if not opinion and plain != spelled(given.text) and undeclared(spelled(gold.text)) == spelled(gold.text):
-            other = _structure(plain)  # what the answer says of its names, the question may have said
+            other = _structure(plain)  # a declaration in the answer may be the question's
             opinion = opinion if other is None else same(expected, other)
         if opinion is not None:
             return opinion

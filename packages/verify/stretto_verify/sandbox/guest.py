@@ -91,7 +91,7 @@ class Guest:
         self._control = control
         _become(self._settings["uid"])
         _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # a program may send it to the first process of its namespace
-        for name in self._settings["loaded"]:  # what many programs import, once for all of them
+        for name in self._settings["loaded"]:  # modules that many programs import, loaded once
             __import__(name)
         gc.freeze()  # what a program leaves is looked for among its own objects
         self._ids = os.getuid(), os.getgid()

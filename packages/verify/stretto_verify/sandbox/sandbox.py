@@ -33,7 +33,7 @@ _KEPT_ERRORS = 4096  # bytes of the last errors, to be shown
 _READ = 1 << 16
 _LARGEST_REPLY = 1 << 16
 _STOP = b"k"  # anything that is no order
-_GUEST_BYTES, _GUEST_PROCESSES = 32 << 20, 2  # what the guest itself takes of its group
+_GUEST_BYTES, _GUEST_PROCESSES = 32 << 20, 2  # the guest's own share of its group's limits
 
 
 class SandboxFailed(Exception):
@@ -112,7 +112,7 @@ class Sandbox:
         self._user: SandboxUser | None = None
         self._guest: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._words: int | None = None  # what the guest and bubblewrap say on their standard error
+        self._words: int | None = None  # standard error of the guest and bubblewrap
 
     def start(self) -> None:
         """Start the guest, if it is not running.

@@ -36,7 +36,7 @@ def perform() -> int:
     if calls is None:
         return _concluded(lambda: _execute(task, "__main__"), "__main__")
     results = os.dup(1)
-    os.dup2(2, 1)  # what the program prints is no result
+    os.dup2(2, 1)  # printed text is no result
     return _concluded(lambda: _call_all(_execute(task, "program"), calls, results), "program")
 
 

@@ -37,7 +37,7 @@ _NEW_IPC, _NEW_NET, _NEW_UTS = 0x08000000, 0x40000000, 0x04000000
 _INSIDE_BWRAP = _NEW_USER | _NEW_PROCESSES | _NEW_MOUNTS  # queues and shared memory are refused as calls
 _ON_THE_HOST = _INSIDE_BWRAP | _NEW_IPC | _NEW_NET | _NEW_UTS
 
-_LANDLOCK_FILES = ((1 << 13) - 1, (1 << 14) - 1, (1 << 15) - 1)  # what ABI 1, 2 and 3 know to watch over
+_LANDLOCK_FILES = ((1 << 13) - 1, (1 << 14) - 1, (1 << 15) - 1)  # access rights known to ABI 1, 2 and 3
 _LANDLOCK_SCOPES_FROM, _LANDLOCK_SCOPES = 6, 3  # abstract sockets, signals
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _BEGINNING = """import _socket, marshal, sys

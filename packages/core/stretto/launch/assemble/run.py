@@ -63,8 +63,8 @@ class StartState:
     """Starting point of a run: version 0, or the state after the last recorded batch."""
 
     version: int = 0
-    saved_step: int = 0  # of the checkpoint from which the trainer gets there
-    broken: tuple[str, ...] = ()  # what is wrong with newer checkpoints
+    saved_step: int = 0  # step of the checkpoint from which the trainer reaches it
+    broken: tuple[str, ...] = ()  # faults of newer checkpoints
 
     def sentences(self) -> list[str]:
         """Log lines about the starting point."""

@@ -49,7 +49,7 @@ class AgentGateway(Protocol):
     ) -> Conversations: ...
 
 
-#: What makes trajectories of several turns, with its start and its end.
+#: Makes trajectories of several turns; has to be started and closed.
 Conversing = WorkflowPool | AgentGateway
 
 

@@ -32,7 +32,7 @@ from stretto.worlds.sources.readers import is_local
 
 _GYM = "reasoning-gym:"
 _GYM_QUESTIONS = 256
-_SEED = 20_250_530  # of the questions that are made: not that of a run, which is trained on others
+_SEED = 20_250_530  # seed of generated questions, different from that of a run
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,7 @@ class Prepared:
                 told = described(error) if isinstance(error, OSError) else str(error)
                 logbook.ends()
                 logbook.note(f"failed: {told}")
-                with suppress(StoreError, OSError):  # what ended the run may be the ledger, and is what the user hears
+                with suppress(StoreError, OSError):  # the ledger may have ended the run: report that error
                     self._record(Ending.of_error(error, told))
                 raise
             logbook.ends()

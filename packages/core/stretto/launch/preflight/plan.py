@@ -93,7 +93,7 @@ class Plan(Outline):
     demonstrations: tuple[Demonstration, ...]
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # by prompt and gold answer, for the rewards
     kept_apart_digest: str = ""  # of their texts and gold answers
-    details: QuestionDetails = field(default_factory=QuestionDetails)  # what a workflow gets beside the prompts
+    details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:

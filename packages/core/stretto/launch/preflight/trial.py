@@ -41,7 +41,7 @@ from stretto_verify.thoughts import closed
 _TRIED = 4
 _TRIED_BUILT_IN = 64  # built-in rewards are quick
 _PATIENCE = 10.0  # seconds for all calls together; one call may take as long
-_MOST_FAULTS = 3  # that are told of one part
+_MOST_FAULTS = 3  # reported for one part
 
 
 def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:

@@ -20,8 +20,8 @@ from stretto.doors.loading import is_own, with_colon
 _HINT = "; did you mean "
 #: Sections whose keys are meant first.
 _COMMON = ("trainer", "rollout", "sampling", "task", "engine", "rewards", "evaluation")
-_MOST_KEYS = 8  # that a message lists
-_NEAR = 0.85  # of two names, by difflib
+_MOST_KEYS = 8  # names listed in a message, at most
+_NEAR = 0.85  # similarity of two names (difflib)
 _WORD = re.compile(r"'([^']*)'")
 
 #: Names that other systems give to a key, or to a value.

@@ -27,7 +27,7 @@ OUTLETS = Door(
     section=Section,
 )
 
-#: What follows a run for Prometheus, as for a tool.
+#: Name of the follower that serves Prometheus.
 PROMETHEUS = "prometheus"
 _MOST_TAGS = 32
 

@@ -211,7 +211,7 @@ class RewardPool:
         assert slot.process is not None
         progress = slot.process.progress
         how = await slot.process.end()
-        # What wrote into the replies stands before its own reply: it is in the oldest chunk.
+        # The completion that wrote into the wire has no reply yet: it is in the oldest chunk.
         lost = blame(tuple(slot.outstanding.values()), slot.judged, 0 if how == FORGED else progress)
         slot.outstanding.clear()
         self._score_again(lost.innocent, how)

@@ -164,7 +164,7 @@ class Ledger:
         self._note(_UPDATE_STEP, update_columns(update))
         self._flush_if_due()
 
-    # What a trajectory in flight has so far, and payloads that are no longer needed.
+    # Trajectories in flight, and payloads that are no longer needed.
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None:
         """Append newly sampled tokens to segment `node` of a trajectory in flight, which is continued from them after a

@@ -14,7 +14,7 @@ from stretto.store.series.metrics import EvaluationLine, StepMetrics
 
 #: Characters of a line at most.
 LONGEST = 120
-#: What the words of a line mean.
+#: Meaning of the words in a progress line.
 LEGEND = (
     "held-out: accuracy on prompts never trained on | len: tokens | stale: versions/bound | gen, train: tokens/s, busy"
 )

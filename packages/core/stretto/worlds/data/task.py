@@ -41,7 +41,7 @@ class Questions:
     held_out: Sequence[Question]
     demonstrate: Callable[[], Sequence[Question]] = field(default=tuple, compare=False)
     weights: Mapping[str, float] = field(default_factory=dict)  # shares of an epoch by source; empty: all rows of all
-    notes: tuple[str, ...] = ()  # what was noticed while reading them
+    notes: tuple[str, ...] = ()  # remarks from reading them
 
     @cached_property
     def demonstrations(self) -> Sequence[Question]:

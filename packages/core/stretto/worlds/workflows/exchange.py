@@ -172,7 +172,7 @@ class Exchange:
     def trajectory(self, ended: MemberEnded) -> Trajectory:
         """The finished trajectory; undecided, with the reason, if the workflow failed."""
         session = self.session
-        nodes = session.returned  # what only an earlier process asked for has no place in the order, and no reward
+        nodes = session.returned  # turns that only an earlier process requested have no position and no reward
         failure, rewards = ended.failure, dict[int, float]()
         try:
             session.check_calls()

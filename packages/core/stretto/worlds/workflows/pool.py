@@ -59,8 +59,8 @@ class WorkflowPool:
         self.config = config
         self._log, self._hung, self._say, self._spawner, self._run = log, hung, say, spawner, run
         self._workers: dict[str, WorkflowProcess] = {}
-        self._alone: set[WorkflowProcess] = set()  # those that have a suspect
-        self._suspects = 0  # that wait for a process
+        self._alone: set[WorkflowProcess] = set()  # workers that run a suspect
+        self._suspects = 0  # suspects that wait for a process
         self._changed = asyncio.Event()
         self._kept = NamedTasks()
         self._watch: asyncio.Task[None] | None = None

@@ -319,7 +319,7 @@ class WorkflowProcess:
         except (CallInterrupted, Forged) as end:
             member.fail(str(end))
             return
-        except WorkerLost:  # which `run` hears of
+        except WorkerLost:  # `run` raises it
             return
         except (
             Exception

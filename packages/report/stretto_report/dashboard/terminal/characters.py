@@ -10,7 +10,7 @@ from rich.console import Console
 
 _NAMES = ("LC_ALL", "LC_CTYPE", "LANG")  # the first one that is set says the locale of characters
 _ASCII = frozenset({"C", "POSIX"})
-_COERCED = "C.UTF-8"  # what Python sets LC_CTYPE to where the user has set LANG to C
+_COERCED = "C.UTF-8"  # Python's value of LC_CTYPE if the user has set LANG to C
 
 
 class AsciiConsole(Console):

@@ -16,7 +16,7 @@ from stretto_report.outlets.points import MetricsPoint, Value
 from stretto_report.outlets.tools.rows import COLUMNS, row_of
 
 _PACKAGE = "mlflow"
-_METRICS, _PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # what one request may have
+_METRICS, _PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # limits of one request
 _STATUS: Mapping[How, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _STRANGE = re.compile(r"[^\w\-. :/]")  # in the name of a metric, a parameter or a tag
 #: A server that does not answer: this process waits no longer, and another one asks it again.

@@ -17,7 +17,7 @@ from stretto_report.audit.symptoms.evidence import Alarm
 from stretto_report.outlets.follower import About, How
 from stretto_report.outlets.points import MetricsPoint
 
-#: Of the maps of a step, what tells its numbers apart; a map without one, as that of the trainer, is part of the names.
+#: Label of the numbers in each map of a step; a map without a label, such as the trainer's, becomes part of the names.
 _LABELS = {
     "queues": "queue",
     "busy": "role",

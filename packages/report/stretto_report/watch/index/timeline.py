@@ -147,7 +147,7 @@ def _tiles(spans: Spans, rows: Column, first: float, pixel: float) -> Tiles:
     name, version = table["name"][rows], table["version"][rows]
     wide = end - start >= pixel
     at = np.floor((start - first) / pixel).clip(-_FAR, _FAR).astype(np.int64)
-    # What is wide stands alone; what is narrow stands with those of its pixel and name, wherever it is among others.
+    # Wide spans are tiles of their own; narrow ones are merged by pixel and name, even if others are in between.
     order = np.lexsort((np.arange(len(rows)), name, np.where(wide, np.arange(len(rows)), at), wide))
     at, name, wide = at[order], name[order], wide[order]
     fresh = np.ones(len(rows), bool)
@@ -206,7 +206,7 @@ def marks(
     behind = [at - started_at[step] for step, at in committed if step in started_at]
     steps = [Mark(at, "step", f"step {step}", step) for step, at in started_at.items() if first <= at <= last]
     found = steps if len(steps) <= most_steps else []
-    if behind:  # what Unix seconds are on the clock of the spans
+    if behind:  # offset from Unix time to the spans' clock
         offset = float(np.median(behind))
         for at, name, detail in events:
             if first <= at - offset <= last:

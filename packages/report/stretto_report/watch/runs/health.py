@@ -110,7 +110,7 @@ class Health(Record, frozen=True):
     reward_by_length: list[LengthBin]
     prompts: PromptCounts
     reasons: list[ReasonCount]
-    undecided: list[ReasonCount]  # those of `reasons` that are of completions without a verdict
+    undecided: list[ReasonCount]  # the part of `reasons` without a verdict
     duplicates: Duplicates
     indexed: float
 

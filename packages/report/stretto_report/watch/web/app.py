@@ -126,7 +126,7 @@ class Dashboard:
 
         return answer
 
-    # What is answered.
+    # Format of replies.
 
     async def _runs(self, request: Request) -> Any:
         return await self.read(lambda: pages.list_page(self._catalog))

@@ -44,7 +44,7 @@ _LOGIN = b"""<!doctype html>
 """
 PASSWORD = "STRETTO_WATCH_PASSWORD"  #: the environment variable that has the password
 _LARGEST_FORM = 4_096
-_WRONG_SECONDS = 0.5  # what a wrong token or password costs, one after the other
+_WRONG_SECONDS = 0.5  # seconds of delay for a wrong token or password, one after the other
 _FORM_HEADERS = ((b"referrer-policy", b"same-origin"),)  # with no-referrer, a browser hides the Origin of its form
 _MOST_FIELDS = 8
 _FORM_SECONDS = 10.0

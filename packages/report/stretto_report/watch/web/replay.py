@@ -34,7 +34,7 @@ _PROGRAM = (
     "import os; from stretto.processes.heartbeat import die_with_parent; "
     f"die_with_parent(int(os.environ.pop({PARENT!r}))); from stretto_app.cli.main import main; main()"
 )
-#: What is started; `stretto replay`'s own words follow. It ends with this process, whatever ends that.
+#: Command to start, followed by the arguments of `stretto replay`. The process ends with this one.
 COMMAND = (sys.executable, "-c", _PROGRAM)
 _GRACE_SECONDS = 5.0  # from the request to stop until it is killed
 _LOG_SHOWN = 32 << 10

@@ -46,7 +46,7 @@ def accepts(gold: str, answer: str) -> bool:
         Unreadable: math-verify cannot read one of them.
     """
     if not {*_WORD.findall(answer)} <= {*_WORD.findall(gold)}:
-        return False  # what math-verify reads of a word that the gold answer lacks is not in the gold answer
+        return False  # a result read from a word that the gold answer lacks is not in the gold answer
     one, other = parsed(gold), parsed(answer)
     if not verify(one, other, timeout_seconds=None) or not same_parsed(one[0], other[0]):
         return False

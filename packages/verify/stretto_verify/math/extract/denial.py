@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_TURN = r"\b(?:but|so|hence|thus|therefore|then|giving|which gives)\b"  # what a denial does not reach beyond
+_TURN = r"\b(?:but|so|hence|thus|therefore|then|giving|which gives)\b"  # words that end the scope of a denial
 _BEFORE = re.compile(
     r"(?:\b(?:not|non|pas|nicht)\b(?!-)|n't\b|\bnever\b|\bneither\b|\bnor\b|\bcannot be\b|\brather than\b"
     r"|\binstead of\b|\\neq?|≠|!="

@@ -78,7 +78,7 @@ def _fraction(parts: list[str]) -> Fraction | None:
 def _whole(parts: list[str]) -> int | None:
     """``two hundred and five thousand``."""
     total = group = 0
-    before = ""  # what the last word was: a digit, ten, hundred, large
+    before = ""  # kind of the last word: a digit, ten, hundred, large
     largest = 10**15
     for word in parts:
         if word == "and" and before in ("hundred", "large"):

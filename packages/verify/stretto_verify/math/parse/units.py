@@ -47,7 +47,7 @@ _SPELLINGS: Final = {
     "acre": "acre acres",
     "gal": "gal gallon gallons",
 }
-#: What a unit measures, and how much of it.
+#: Quantity that each unit measures, and its size.
 _SIZES: Final[Mapping[str, tuple[str, Fraction]]] = {
     unit: (kind, Fraction(size))
     for kind, sizes in {
@@ -62,7 +62,7 @@ _SIZES: Final[Mapping[str, tuple[str, Fraction]]] = {
     }.items()
     for unit, size in sizes.items()
 }
-#: Of an amount in two units, told in the smaller of them. A number without a unit is no such amount.
+#: Mark of an amount in two units, given in the smaller one, so that it differs from a number without a unit.
 TWO_UNITS: Final = " and more"
 KNOWN: Final = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _POWERS: Final = {"sq": "2", "square": "2", "squared": "2", "cu": "3", "cubic": "3", "cubed": "3"}
