@@ -53,7 +53,7 @@ def train(
         print(run.accuracy)
 
     Raises:
-        UserError: the recipe, the data, the model, the reward or the folder is not what it should be. The message is
+        UserError: the recipe, the data, the model, the reward or the folder is invalid. The message is
             that of the command line.
     """
     _check(on_step=on_step, run_dir=run_dir)
@@ -95,7 +95,7 @@ def evaluate(
         print(evaluation.accuracy, evaluation.right, evaluation.prompts)
 
     Raises:
-        UserError: the folder, the task or an override is not what it should be.
+        UserError: the folder, the task or an override is invalid.
         RoleError: an engine or a reward worker failed.
     """
     from stretto.launch.recipe.functions import with_named_reward

@@ -1,4 +1,4 @@
-"""What one layout of a run costs: seconds and bytes, by formulas whose numbers are the machine's.
+"""Costs of one layout of a run, in seconds and bytes: formulas with the machine's measured numbers.
 
 The *roofline* (Williams, Waterman, Patterson 2009): a piece of work takes the longer of its products at the rate of
 products and its bytes at the rate of memory. The formulas:

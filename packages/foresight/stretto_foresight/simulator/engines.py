@@ -33,7 +33,7 @@ class Durations(Protocol):
         """Computation of the KV cache for contexts, given by their lengths."""
 
     def transfer(self) -> float:
-        """From a publication until an engine can load it; generation continues meanwhile."""
+        """Seconds from a publication until an engine can load it; generation continues meanwhile."""
 
     def load(self) -> float:
         """Pause of an engine to load weights."""

@@ -60,7 +60,7 @@ class ToolUseBlock(Block, frozen=True, tag="tool_use", kw_only=True):
 
 
 class ToolReferenceBlock(Block, frozen=True, tag="tool_reference", kw_only=True):
-    """A tool that the client has found for the model, and offers from now on."""
+    """Reference to a tool that the client has found for the model and offers from now on."""
 
     tool_name: str
 
@@ -81,7 +81,7 @@ class AnthropicMessage(Record, frozen=True):
 
 
 class AnthropicTool(Record, frozen=True, forbid_unknown_fields=False):
-    """A tool that the client runs. Those that Anthropic's servers run have types of their own, and are refused."""
+    """A tool that the client runs. Tools of Anthropic's servers have other types and are refused."""
 
     name: Annotated[str, Meta(min_length=1)]
     input_schema: dict[str, Any]
@@ -108,7 +108,7 @@ class OutputConfig(Record, frozen=True):
 
 
 class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """POST /v1/messages/count_tokens, the fields of a prompt."""
+    """Body of POST /v1/messages/count_tokens: the fields of a prompt."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
@@ -117,7 +117,7 @@ class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """POST /v1/messages, the fields that have an effect."""
+    """Body of POST /v1/messages: the fields that have an effect."""
 
     max_tokens: MostTokens
     tool_choice: ToolChoice | None = None

@@ -1,13 +1,13 @@
-"""The reward service: worker processes that can be killed, scoring while generation goes on.
+"""The reward service: worker processes that can be killed, scoring while generation continues.
 
     score(items) ─► queue ─► least busy worker ─► verdicts
                       ▲           │ hangs or dies
                       └───────────┘ it is killed and replaced, the other items are scored again
 
 A thread cannot be stopped in the middle of ``9 ** 9 ** 9``; a process can. So a completion costs at most its timeout,
-the slot always comes back, and the completion that was the cause is undecided: a reason, and never a zero reward.
-The timeout is one of processor time, so that a verdict does not depend on what else the machine has to do. A reward
-that waits instead of computing has longer by the clock (`stretto_verify.clock.clock_limit`).
+the slot always comes back, and the completion that was the cause is undecided: a reason, and never a zero reward. The
+timeout is one of processor time, so that a verdict does not depend on what else the machine has to do. A reward that
+waits instead of computing has longer by the clock (`stretto_verify.clock.clock_limit`).
 """
 
 from __future__ import annotations

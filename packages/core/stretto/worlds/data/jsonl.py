@@ -22,7 +22,7 @@ def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> l
     `mistake` for a bad row.
 
     Raises:
-        DataError: the file is missing, empty or not text, or some of its rows are not what they should be.
+        DataError: the file is missing, empty or not text, or some of its rows are invalid.
     """
     return jsonl.read_rows(path, lambda line, number, place: read(object_of(line, place), number, place))
 

@@ -40,7 +40,7 @@ def read_pairs(path: Path, fields: Fields) -> list[Pair]:
     """All pairs of a file.
 
     Raises:
-        DataError: the file is missing, empty or not text, or some of its rows are not what they should be.
+        DataError: the file is missing, empty or not text, or some of its rows are invalid.
     """
     return jsonl.read_rows(path, lambda row, number, place: _pair(row, number, place, fields))
 

@@ -37,7 +37,7 @@ def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) 
     """The question of a row.
 
     Raises:
-        DataError: with each key that is missing, or whose value is not what it should be.
+        DataError: with each key that is missing, or whose value is invalid.
     """
     mistakes = Mistakes()
     text, messages, answer = "", tuple[dict[str, str], ...](), ""

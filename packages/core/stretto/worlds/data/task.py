@@ -56,6 +56,6 @@ class Task(Protocol):
         """All questions; equal for equal seeds.
 
         Raises:
-            DataError: every row that is not what it should be, with file and line.
+            DataError: every row that is invalid, with file and line.
         """
         ...
