@@ -115,7 +115,7 @@ def test_the_conductor_before_is_told_when_it_can_be_reached_and_not_before(
         async with hosted(home, listen=address) as host:
             assert (
                 await telling
-                == f"the conductor at {address}, which went on with another copy of this run, was told to end"
+                == f"the conductor at {address}, which continued another copy of this run, was told to end"
             )
             assert host.superseded == [(2, "here:7420")]
         with pytest.raises(DeadlineExceeded, match=rf"waited 0\.1 s for the one at {address}, to tell it"):
@@ -194,7 +194,7 @@ def test_a_folder_that_a_newer_conductor_went_on_with_is_refused_wherever_that_o
     """It has no address, its machine cannot be reached, or it has ended: nobody replies, and it has the later steps."""
     known = msgspec.structs.replace(KNOWN, address="", superseded=2, before=("127.0.0.1:1",))
     (tmp_path / JOIN).write_bytes(msgspec.json.encode(known))
-    with pytest.raises(RunFolderError, match=rf"newer conductor \(epoch 2\) has gone on with run {RUN}, from a copy"):
+    with pytest.raises(RunFolderError, match=rf"newer conductor \(epoch 2\) has continued run {RUN}, from a copy"):
         now(assert_alone(tmp_path, ""))
 
 
@@ -243,7 +243,7 @@ def test_two_conductors_on_copies_of_one_folder_become_one(laboratory: Laborator
             assert ended.code == 1
             there = read_join_file(copy).address
             ended.says(f"at {there} (epoch 2), from a copy of its folder: this one ends")
-            wait_until(lambda: "which went on with another copy of this run, was told to end" in said(copy), "its word")
+            wait_until(lambda: "which continued another copy of this run, was told to end" in said(copy), "its word")
             laboratory.run("train", "--resume", run_dir).refused(f"whose conductor lives at {there}")
             end_well(second, laboratory, copy)
-        laboratory.run("train", "--resume", run_dir).refused("a newer conductor (epoch 2) has gone on with run")
+        laboratory.run("train", "--resume", run_dir).refused("a newer conductor (epoch 2) has continued run")

@@ -81,7 +81,7 @@ def test_an_outage_a_hang_and_a_death_cost_a_sentence_each_and_no_line(run: Reco
         assert processes() == []
 
     asyncio.run(follow())
-    assert said[0].startswith("tensorboard takes nothing: FileExistsError")
+    assert said[0].startswith("tensorboard receives nothing: FileExistsError")
     faults = [sentence for sentence in said if "lacks a line of the run: metrics.jsonl: line 2" in sentence]
     assert len(faults) == 1
     outages = [sentence for sentence in said if sentence not in faults]
@@ -112,7 +112,7 @@ def test_a_package_that_cannot_be_imported_costs_a_sentence(
 
     asyncio.run(follow())
     assert "ImportError: a library of its is missing" in said[0]
-    assert "the run goes on without it" in said[0]
+    assert "the run continues without it" in said[0]
     assert sent(run) == 0
 
 

@@ -126,7 +126,7 @@ def test_a_template_writes_the_prompt_from_the_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        ("{{ levle }}", "the template asks for what the row has not ('levle' is undefined); did you mean 'level'?"),
+        ("{{ levle }}", "the template uses a name that the row lacks ('levle' is undefined); did you mean 'level'?"),
         ("{{ q / 2 }}", "the template cannot be rendered: TypeError"),
         ("{{ q.__class__.__mro__ }}", "SecurityError"),
         ("{{ '' }}", "a text is needed"),

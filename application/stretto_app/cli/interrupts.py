@@ -1,4 +1,4 @@
-"""Ctrl-C in the first seconds of a command, before a run listens to it: one line, exit code 130, nothing is left."""
+"""Ctrl-C in the first seconds of a command, before a run handles it: one line, exit code 130, nothing left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOPPED, _STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
 
 
 class Commands(TyperGroup):
-    """Ctrl-C before a run listens to it, or in another command, ends with one line."""
+    """Command group in which Ctrl-C, unless a run handles it, ends with one line."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -31,8 +31,8 @@ class Commands(TyperGroup):
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Ctrl-C ends the process at once, and the kernel its fork server: a library that is interrupted while it is
-    imported may raise an error of its own, or go on."""
+    """Within the block (imports), Ctrl-C ends the process at once, and the kernel ends its fork server: an interrupted
+    import may raise another error, or continue."""
 
     def end(number: int, frame: object) -> NoReturn:
         os.write(2, f"{_STOPPED}\n".encode())
@@ -52,8 +52,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def forking(modules: Sequence[str] = ()) -> Iterator[Spawner]:
-    """A fork server of the command: a copy of it as it is once it has imported the libraries of its roles, and
-    `modules`."""
+    """Fork server for the command, forked after the imports of its roles' libraries and `modules`."""
     with ExitStack() as ends:
         with importing():
             from stretto.processes.fork_server_role import fork_server

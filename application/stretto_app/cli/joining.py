@@ -1,4 +1,4 @@
-"""``stretto engine`` and ``stretto rank``: this machine joins a run that goes on elsewhere."""
+"""``stretto engine`` and ``stretto rank``: this machine joins a run on another machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line. Imports wait until a command runs, so that --help is quick."""
+"""Command line. Imports are deferred until a command runs, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder
 
 
 def _refuse_mistakes(recipe: Path, overrides: list[str]) -> tuple[str, ...]:
-    """Report the mistakes of a recipe before the imports of its command, which take seconds. The modules of
-    transformers that its model needs."""
+    """Report the mistakes of a recipe before the slow imports of its command; returns the modules of transformers that
+    its model needs."""
     from stretto.processes.imports import imports_of_roles
 
     if recipe.is_dir() and not (recipe := recipe / "recipe.toml").is_file():
@@ -390,8 +390,8 @@ _COMMAND = typer.main.get_command(app)
 
 
 def main() -> None:
-    """Run a command. A user's mistake exits with code 2, a refusal of the system (a full disk) with code 1; both with
-    one message and without a traceback."""
+    """Run a command. A user's mistake exits with code 2, a refusal of the system (a full disk) with code 1; both print
+    one message without a traceback."""
     try:
         check_packages("stretto", "stretto_app", "stretto_report", "stretto_verify")
         _COMMAND()

@@ -1,4 +1,4 @@
-"""`stretto plan`: what a run will take, and a machine measured for it."""
+"""`stretto plan`: prediction of a run, and calibration of a machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway of a run whose trajectories agents make, in the conductor's process."""
+"""Gateway of a run with agents, in the conductor's process."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from stretto_gateway.sessions.sessions import SessionTable
 
 
 class RunGateway:
-    """The gateway of a run. It has the methods of a `WorkflowPool` that a run needs to start and end one."""
+    """Gateway of a run, with the methods of a `WorkflowPool` with which a run starts and ends it."""
 
     def __init__(self, plan: Plan, config: AgentConfig, folder: RunFolder | None, say: Callable[[str], None]) -> None:
-        """`folder`: of the run, where its address is shown; None for an evaluation without a run."""
+        """`folder`: run folder in which its address is stored; None for an evaluation without a run."""
         self._plan, self._config, self._folder, self._say = plan, config, folder, say
         self._host, self._groups = WaitingSessions(), list[AgentGroups]()
         self._room, self._table = asyncio.Semaphore(config.parallel), SessionTable()
@@ -44,10 +44,10 @@ class RunGateway:
         self._open, self._address = contextlib.AsyncExitStack(), ""
 
     async def start(self) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
-            RecipeError: the address cannot be had, or is one of the network and there is no key.
+            RecipeError: the address cannot be bound, or is reachable from the network without a key.
         """
         config, key = self._plan.recipe.gateway, os.environ.get(KEY, "")
         bound = bind(config.host, config.port, "gateway.port")
@@ -60,20 +60,20 @@ class RunGateway:
         self._say(f"agents find the policy at {self._address}")
 
     async def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._folder is not None:
             self._folder.gateway.unlink(missing_ok=True)
         await self._open.aclose()
 
     @property
     def ended(self) -> int:
-        """Trajectories that have ended: a sign of progress."""
+        """Number of trajectories that have ended: a sign of progress."""
         return sum(groups.ended for groups in self._groups)
 
     def groups(
         self, open_session: Callable[[str, Tokens, int], Session], score: Score, verdict: Callable[[float], Verdict]
     ) -> AgentGroups:
-        """The groups of the run, or of an evaluation."""
+        """Maker of groups for the run, or for an evaluation."""
         details = self._plan.details
         services = AgentServices(
             table=self._table,
@@ -94,7 +94,7 @@ def check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Check the agent of `[workflow]`, and the address of `[gateway]`.
 
     Raises:
-        RecipeError: the gateway's address cannot be had, or is one of the network and there is no key.
+        RecipeError: the address cannot be bound, or is reachable from the network without a key.
         WorkflowError, ModelFolderError: as for `check_agent`.
     """
     assert isinstance(recipe.workflow, AgentConfig), "the caller has looked"

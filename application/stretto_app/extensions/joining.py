@@ -1,4 +1,4 @@
-"""Checks of `[cluster]`: whether machines that the run needs can join, and where."""
+"""Checks of `[cluster]`: whether needed machines can join, and where."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from stretto_cluster.placing import NO_RAY, PlaceAgents, RayPlacerSpec, has_ray,
 
 
 def check_cluster(recipe: Recipe) -> None:
-    """Raises RecipeError: machines that the run needs cannot join, or not where and how the recipe says."""
+    """Check that the machines that the run needs can join as the recipe says.
+
+    Raises:
+        RecipeError: they cannot.
+    """
     config = recipe.cluster
     problems = [NO_RAY] if config.placer == "ray" and not has_ray() else []
     if config.placer == "ray" and ":" in config.ray and (fault := unreachable(config.ray)):
@@ -41,7 +45,11 @@ def check_cluster(recipe: Recipe) -> None:
 
 
 def check_ray(recipe: Recipe) -> None:
-    """Raises RecipeError: the Ray cluster that is to start the engines is not there, or could never have them all."""
+    """Check that the Ray cluster that will start the engines is there and large enough.
+
+    Raises:
+        RecipeError: it is not.
+    """
     config, engine = recipe.cluster, recipe.engine
     if config.placer == "ray":
         spec = RayPlacerSpec("preflight", config.ray, (), cpus=engine.threads, gpus=config.gpus, seconds=config.wait)
@@ -49,7 +57,7 @@ def check_ray(recipe: Recipe) -> None:
 
 
 def _is_loopback(listen: str) -> bool:
-    """Whether an address, which can be had, is one of the loopback interface."""
+    """Whether a bindable address is loopback."""
     with bound(listen) as reserved:
         host: str = reserved.getsockname()[0]
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -1,4 +1,4 @@
-"""Other machines in a run: the gate where they join, the server of weights, and the engines that they bring."""
+"""Other machines in a run: gate, weights server, and their engines."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ _FIRST = asyncio.FIRST_COMPLETED
 
 @dataclass
 class Cluster:
-    """The machines of a run. `engines` may grow and shrink by `stretto scale`, and by machines that come and go."""
+    """Machines of a run (satisfies `Machines`). `engines` grow and shrink by `stretto scale`, and as machines come and
+    go."""
 
     plan: Plan
     folder: RunFolder
@@ -94,7 +95,7 @@ class Cluster:
         """Listen for commands, and for machines if the recipe says where.
 
         Raises:
-            RecipeError: an address cannot be had.
+            RecipeError: an address cannot be bound.
         """
         config, medium = self.plan.recipe.cluster, self.medium
         self.report(f"weights.medium is {medium.medium}: {medium.reason}")
@@ -121,11 +122,11 @@ class Cluster:
 
     @property
     def medium(self) -> ChosenMedium:
-        """How weights reach the engines, and why."""
+        """Chosen way for weights to reach the engines, with the reason."""
         return medium_of(self.plan.recipe)
 
     async def supervise(self) -> NoReturn:
-        """Keep the server of weights alive, and the placer of Ray.
+        """Keep the weights server and the Ray placer alive.
 
         Raises:
             RoleDied: one of them dies too often.
@@ -133,7 +134,7 @@ class Cluster:
         await self._tasks.watch()
 
     def drain_spans(self) -> list[Span]:
-        """What the mirrors of other machines did since the last call."""
+        """Spans of the mirrors on other machines since the last call."""
         spans = []
         for machine in self.gate.machines.values():
             spans += machine.spans
@@ -141,7 +142,7 @@ class Cluster:
         return spans
 
     async def close(self, why: str, again: bool) -> None:
-        """Dismiss every machine."""
+        """Dismiss every machine; `why` and `again` as in `Machines`."""
         if self.folder.is_ours():
             write_join_file(self.folder, self.identity)  # its name and token are those of the run when it goes on
         await self.gate.close(why, again)
@@ -168,7 +169,7 @@ class Cluster:
             self._tasks.add("superseded", self._give_way(epoch, address))
 
     def _remember(self, epoch: int, address: str) -> None:
-        """Put it into the run folder that a newer conductor has the run: a resume of this folder is refused."""
+        """Record in the run folder that a newer conductor has the run, so that a resume of this folder is refused."""
         before = _with(self.identity.before, address)
         self.identity = msgspec.structs.replace(self.identity, before=before, superseded=epoch)
         if self.folder.is_ours():
@@ -252,7 +253,7 @@ class Cluster:
         self._tasks.add(machine.name, self._look_after(machine, names))
 
     async def _let_go(self, machine: JoinedMachine) -> None:
-        """A machine of ranks may leave at any time: the trainer is then started anew with what is there."""
+        """Dismiss a machine of ranks, which may leave at any time: the trainer restarts with the remaining ones."""
         await first_of(machine.leaving, machine.lost)
         if not machine.lost.done():
             self.report(f"{machine.host} has left, with its rank(s) of the trainer: {machine.leaving.result()}")
@@ -281,7 +282,7 @@ class Cluster:
         return number
 
     async def _look_after(self, machine: JoinedMachine, names: list[str]) -> None:
-        """Drain a machine's engines when it asks for it, and let it go when it has none; returns when it is gone."""
+        """Drain a machine's engines when it asks for it, and dismiss it when it has none; returns when it is gone."""
         while not (machine.leaving.done() or machine.lost.done()):
             await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
             if not any(self.engines.has(name) for name in names):
@@ -298,10 +299,10 @@ class Cluster:
     # ── stretto scale ────────────────────────────────────────────────────────────────────────────
 
     async def scale(self, wanted: int) -> str:
-        """Bring the number of engines to `wanted`; the sentence for the user.
+        """Change the number of engines to `wanted`; returns a sentence for the user.
 
         Raises:
-            RecipeError: there cannot be so few, or the run cannot start more.
+            RecipeError: the number is too small, or the run cannot start more.
         """
         if not 1 <= wanted <= _MOST_ENGINES:
             raise RecipeError(
@@ -350,7 +351,7 @@ class Cluster:
 
 
 def cluster_of(parts: MachineParts) -> Cluster:
-    """The machines of a run, under the name and the token that its folder has."""
+    """Machines of a run, with the name and token recorded in its folder."""
     known = identity_of(parts.folder)
     return Cluster(
         parts.plan, parts.folder, parts.endpoints, parts.engines, parts.report, parts.spawner, known, parts.tenure
@@ -372,7 +373,7 @@ def _why_not(recipe: Recipe, join: Join) -> str:
 
 
 def write_join_file(folder: RunFolder, content: JoinFile) -> None:
-    """Write it, for our user alone."""
+    """Write ``join.json``, readable only for our user."""
     part = folder.path / f".{JOIN}.{os.getpid()}.part"
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
@@ -381,7 +382,7 @@ def write_join_file(folder: RunFolder, content: JoinFile) -> None:
 
 
 def identity_of(folder: RunFolder) -> JoinFile:
-    """Name and token of the run: those that it has, so that machines find it again after a crash."""
+    """Name and token of the run, kept so that machines find it again after a crash."""
     try:
         known = read_join_file(folder.path)
     except RecipeError:

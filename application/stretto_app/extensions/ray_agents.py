@@ -1,4 +1,4 @@
-"""Agents on a Ray cluster: the placer's process (`cluster.ray_placer`), started, asked and replaced."""
+"""Agents on a Ray cluster: starts, asks and replaces the placer's process (`cluster.ray_placer`)."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ _USERS_MISTAKE = RecipeError.exit_code
 
 
 def placing_seconds(wait: float) -> float:
-    """How long an order may take: Ray looks for room, starts agents and is asked for their nodes, `wait` seconds each
-    at most."""
+    """Time limit of an order: Ray finds room, starts agents and asks for their nodes, each within `wait` seconds."""
     return 3 * wait
 
 
 @dataclass
 class RayAgents:
-    """How many agents there are to be, and the process that sees to it.
+    """Number of agents to have, and the placer process that maintains it.
 
     Attributes:
-        module: that of the placer.
-        pause: seconds before an order that failed is given again; twice as many after each failure.
+        module: Python module of the placer.
+        pause: seconds before a failed order is repeated; doubled after each failure.
     """
 
     deadlines: DeadlinesConfig
@@ -62,8 +61,8 @@ class RayAgents:
         self._one = asyncio.Lock()
 
     async def place(self, engines: int, ranks: int) -> None:
-        """Have agents for as many engines and ranks; they join by themselves. A failure leaves the agents that are
-        there, unless the placer died.
+        """Place agents for this many engines and ranks; they join by themselves. A failure leaves the present agents,
+        unless the placer died.
 
         Raises:
             RecipeError: Ray is not there, or has too few resources.
@@ -99,7 +98,7 @@ class RayAgents:
         self.say(f"Ray has placed {order.engines} engine(s){ranks} on the nodes {nodes}")
 
     async def _reply(self, channel: ConductorEnd[FromPlacer], number: int) -> FromPlacer:
-        """The reply to an order; those to earlier ones, which came too late, are dropped."""
+        """Reply to an order; late replies to earlier orders are dropped."""
         async with deadline("conductor", f"{_NAME} to place agents", placing_seconds(self.spec.seconds)):
             while True:
                 reply = await channel.next()
@@ -110,14 +109,14 @@ class RayAgents:
         """Replace the placer when it dies, and its agents, which die with it.
 
         Raises:
-            RoleDied: it dies too often, or its agents cannot be placed anew.
+            RoleDied: it dies too often, or its agents cannot be placed again.
         """
         while True:
             await self._supervisor.replace(await self._process.ended())
             self._supervisor.restarts.progressed()
 
     async def _place_anew(self) -> None:
-        """Give the last order again, to a new placer unless one is there.
+        """Repeat the last order, with a new placer unless one is running.
 
         Raises:
             RoleDied: the order failed.
@@ -134,14 +133,14 @@ class RayAgents:
                 how = await self._process.last_words() if self._process.running else error.how
             except RoleFailed as error:
                 how = error.problem
-            except RecipeError as error:  # of the cluster, which has shrunk: the recipe was kept to before
+            except RecipeError as error:  # the cluster has shrunk: the recipe fitted before
                 how = str(error)
             else:
                 return
         raise RoleDied(_NAME, how)
 
     async def close(self) -> None:
-        """End the placer, and so its agents."""
+        """End the placer and so its agents."""
         if self._channel is not None:
             self._channel.close()
         await self._process.stop(_GRACE)

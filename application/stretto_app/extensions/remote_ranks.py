@@ -1,4 +1,4 @@
-"""The trainer's ranks on machines that have joined for them (satisfies `loop.learner.link.RankStarter`)."""
+"""Trainer ranks on machines that have joined for them (satisfies `loop.learner.link.RankStarter`)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from stretto_cluster.messages import AGENTS_TLS
 
 
 class RemoteRanks:
-    """Places for ranks, and the ranks in them; a place is taken in the order in which its machine joined."""
+    """Places for trainer ranks on joined machines, taken in the order of joining, and the ranks in them."""
 
     def __init__(self, seconds: float) -> None:
-        """`seconds`: how long a rank waits for a place."""
+        """`seconds`: how long to wait for places."""
         self._seconds = seconds
         self._machines: list[JoinedMachine] = []
         self._ranks: list[RemoteProcess] = []
         self._came = asyncio.Event()
 
     def joined(self, machine: JoinedMachine) -> None:
-        """A machine that takes ranks."""
+        """Add a machine that offers places for ranks."""
         self._machines.append(machine)
         self._came.set()
 
@@ -45,7 +45,7 @@ class RemoteRanks:
             raise RoleDied("trainer", f"lost a machine of its ranks: {loss}", spec.log) from None
 
     async def _places(self, count: int) -> list[tuple[JoinedMachine, int]]:
-        """Places on machines that are there.
+        """Wait for `count` places on machines.
 
         Raises:
             RoleDied: too few machines have joined in time.

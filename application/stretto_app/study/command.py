@@ -1,4 +1,4 @@
-"""`stretto study`: from a study file to a table, JSON and a picture."""
+"""`stretto study`: trains the runs of a study file, and writes table, JSON and picture."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def perform(
     jobs: int | None = None,
     runner: Callable[[StudyFolder], StudyRunner] = TrainProcesses,
 ) -> tuple[StudyResult, int]:
-    """Do what is left of a study, `jobs` runs at a time, and write its results; with the exit code: 0, 1 if runs have
-    failed, or 128 + the signal that stopped it.
+    """Train the remaining runs of a study, `jobs` at a time, and write its results; returns them with the exit code: 0,
+    1 if runs have failed, or 128 + the signal that stopped it.
 
     Raises:
-        UserError: with every mistake of the study, or of its folder.
-        SystemExit: with 130, where a second signal has cut it short; the runs under way have ended.
+        UserError: lists every mistake of the study, or of its folder.
+        SystemExit: with 130 after a second signal; the current runs have ended.
     """
     path = find_study(study)
     loaded = load_study(path, seeds, steps)
@@ -51,7 +51,7 @@ def perform(
 
 
 def find_study(study: str) -> Path:
-    """A file, or the name of a study that comes with stretto.
+    """Path of a study file, or of a built-in study by name.
 
     Raises:
         RecipeError: it is neither.

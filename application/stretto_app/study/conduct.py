@@ -1,4 +1,4 @@
-"""Brings the runs of a study to their end, as many at a time as there are cores for, and finished ones never again."""
+"""Training of a study's runs, as many at a time as cores allow; finished ones are never repeated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class StudyProgress:
-    """The runs of a study so far, by digest: those that are finished, and how others failed."""
+    """State of a study's runs, by digest: the finished ones, and how others failed."""
 
     finished: dict[str, RunOutcome] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -33,8 +33,8 @@ class StudyProgress:
 async def conduct(
     study: Study, folder: StudyFolder, runner: StudyRunner, say: Say, jobs: int | None = None
 ) -> StudyProgress:
-    """Train what is not finished yet, `jobs` runs at a time, until all runs are, or a stop is requested. A run whose
-    folder cannot be read has failed, and is left as it is."""
+    """Train unfinished runs, `jobs` at a time, until all are finished or a stop is requested. A run whose folder cannot
+    be read counts as failed, and is left as it is."""
     stop, progress, waiting = StopSignal(), StudyProgress(), deque[PlannedRun]()
     for run in study.runs:
         try:
@@ -61,7 +61,7 @@ async def conduct(
                 progress.finished[run.digest] = outcome
                 told = f"accuracy {outcome.accuracy:.3f} in {outcome.seconds:.1f} s"
             elif stop.requested:
-                told = "stopped; the study goes on with it when it is started again"
+                told = "stopped; the study resumes it when it is started again"
             else:
                 progress.failed[run.digest] = failure or "it ended before its last evaluation"
                 told = f"failed: {progress.failed[run.digest]}; {folder.log(run)}"
@@ -79,10 +79,11 @@ def _name(study: Study, run: PlannedRun) -> str:
 
 
 def side_by_side(recipes: Sequence[Recipe], asked: int | None = None) -> int:
-    """How many of these runs are trained at a time: as many as are `asked` for, or as the cores of this machine carry;
-    with ports of their own, or on a device, one.
+    """Number of runs to train at a time: `asked`, or as many as the cores of this machine allow; one if they have fixed
+    ports or use a device.
 
-    A run takes the cores of its engines and of its trainer; more at a time change what the clock says."""
+    A run uses the cores of its engines and its trainer; more runs at a time would distort their timing.
+    """
     if any(_is_alone(recipe) for recipe in recipes):
         return 1
     if asked is not None:

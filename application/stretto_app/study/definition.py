@@ -36,7 +36,7 @@ _MOST_CELLS = 1000
 
 
 class StudyFile(BaseModel, extra="forbid", frozen=True):
-    """The keys of a study."""
+    """Keys of a study file."""
 
     recipe: str = Field(min_length=1, description="file of the recipe, relative to the study")
     seeds: int = Field(5, ge=1, le=1000, description="runs of each cell; their seeds go on from the recipe's")
@@ -67,7 +67,8 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of settings, by axis: ``{"variant": "naive", "max_staleness": "8"}``; one run for each seed."""
+    """One combination of settings, by axis: ``{"variant": "naive", "max_staleness": "8"}``; it has one run for each
+    seed."""
 
     labels: Mapping[str, str]
     runs: tuple[PlannedRun, ...]
@@ -79,7 +80,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """Example: ``load_study(Path("staleness.toml"), seeds=3)``"""
+    """A validated study. Example: ``load_study(Path("staleness.toml"), seeds=3)``"""
 
     name: str
     text: str  # of the file
@@ -88,12 +89,13 @@ class Study:
 
     @property
     def digest(self) -> str:
-        """It depends on the recipe of every cell, and not on how many seeds there are."""
+        """Digest of the recipes of all cells, independent of the number of seeds."""
         return digest(*(cell.runs[0].digest for cell in self.cells))
 
     @property
     def runs(self) -> tuple[PlannedRun, ...]:
-        """All cells with the first seed, then all with the second: what was cut short still compares all cells."""
+        """All cells with the first seed, then all with the second, so that an interrupted study still compares all
+        cells."""
         return tuple(itertools.chain.from_iterable(zip(*(cell.runs for cell in self.cells), strict=True)))
 
 
@@ -104,10 +106,10 @@ class _Axis:
 
 
 def load_study(path: Path, seeds: int | None = None, steps: int | None = None) -> Study:
-    """Read a study and the recipe that it varies; `seeds` and `steps` (`trainer.steps`) replace what they say.
+    """Read a study and the recipe that it varies; `seeds` and `steps` (`trainer.steps`) override the file.
 
     Raises:
-        RecipeError: with every mistake of the study, and of its recipe.
+        RecipeError: lists every mistake of the study, and of its recipe.
     """
     tree, place = read_toml(path), str(path)
     problems: list[Problem] = []
@@ -131,7 +133,7 @@ def load_study(path: Path, seeds: int | None = None, steps: int | None = None) -
 
 
 def _or_raise(known: Mapping[str, Any], place: str, problems: Sequence[Problem]) -> StudyFile:
-    """The study without its unknown keys, so that the mistakes of its recipe are found as well."""
+    """The study without its unknown keys, so that mistakes of its recipe are found too."""
     try:
         return validated(known, place, StudyFile)
     except RecipeError:
@@ -194,9 +196,11 @@ def _name(labels: Mapping[str, str]) -> str:
 def _cells(
     path: Path, file: StudyFile, axes: Sequence[_Axis], more: Mapping[str, Any]
 ) -> tuple[list[tuple[Mapping[str, str], Recipe]], list[Problem]]:
-    """The labels and the recipe of every cell; a mistake of every cell is reported once, one of some with their names.
+    """Labels and recipe of every cell, and the problems. A mistake of every cell is reported once (at the recipe, if
+    that has it itself), a mistake of some with their names.
 
-    Where the recipe itself has it, that is its place."""
+    Where the recipe itself has it, that is its place.
+    """
     source = path.parent / file.recipe
     try:
         base = parse_recipe(source)
@@ -236,7 +240,8 @@ def _inherited(base: Mapping[str, Any], source: Path) -> dict[tuple[str, str], P
 
 
 def _unequal(path: Path, cells: Sequence[tuple[Mapping[str, str], Recipe]]) -> Iterator[Problem]:
-    """What would make the comparison unfair: every run trains the same number of trajectories, and to its end."""
+    """Problems that would make the comparison unfair: every run must train the same number of trajectories, to its
+    end."""
     trained: dict[int, str] = {}
     same: dict[str, str] = {}
     for labels, recipe in cells:

@@ -26,7 +26,7 @@ _KNOWN_BY = "study.json"
 
 
 class Identity(Record, frozen=True):
-    """``study.json``. Example: ``Identity(name="staleness", digest="0f3a")``"""
+    """Content of ``study.json``. Example: ``Identity(name="staleness", digest="0f3a")``"""
 
     name: str
     digest: str
@@ -41,7 +41,7 @@ class StudyFolder:
 
     @classmethod
     def take(cls, path: Path, study: Study) -> Self:
-        """A new folder, or that of the same study, to go on in it.
+        """Lock a new folder, or that of the same study to continue it.
 
         Raises:
             RunFolderError: it belongs to another study, holds other files, is in use, or cannot be written.
@@ -79,7 +79,7 @@ class StudyFolder:
         write_atomically(known_by, msgspec.json.encode(Identity(study.name, study.digest)))
 
     def recipe(self, run: PlannedRun) -> Path:
-        """The file of the run's recipe, which is written if it is not there."""
+        """Path of the run's recipe file, which is written if it is missing."""
         path = self.path / "recipes" / f"{run.digest}.toml"
         if not path.exists():
             write_atomically(path, run.text.encode())
@@ -92,7 +92,7 @@ class StudyFolder:
         return self.path / "logs" / f"{run.digest}.txt"
 
     def close(self) -> None:
-        """Let others in."""
+        """Release the lock."""
         os.close(self._lock)
 
     def __enter__(self) -> Self:

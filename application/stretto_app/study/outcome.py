@@ -1,4 +1,4 @@
-"""What one run of a study came to, read from its run folder."""
+"""Result of one run of a study, read from its run folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto_app.study.statistics import Evaluated
 
 
 class RunOutcome(Record, frozen=True):
-    """One finished run. Rates are over `seconds`, from the first admitted prompt to the last update."""
+    """Result of a finished run. Rates are over `seconds`, from the first admitted prompt to the last update."""
 
     seed: int
     digest: str
@@ -30,21 +30,21 @@ class RunOutcome(Record, frozen=True):
 
     @property
     def trained_per_second(self) -> float:
-        """Tokens: the effective throughput."""
+        """Trained tokens per second (effective throughput)."""
         return self.trained_tokens / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def generated_per_second(self) -> float:
-        """Tokens."""
+        """Generated tokens per second."""
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """Until an evaluation first had this held-out accuracy; None where none had."""
+        """Seconds until an evaluation first reached this held-out accuracy; None if none did."""
         return next((one.seconds for one in self.evaluations if one.accuracy >= accuracy), None)
 
 
 def read_outcome(path: Path, steps: int, seed: int, digest: str) -> RunOutcome | None:
-    """None: there is no run, or it has not finished, or was to do fewer steps.
+    """Read a run's outcome; None if there is no run, or it has not finished, or was set to fewer steps.
 
     Raises:
         StoreError: the run folder cannot be read.

@@ -1,4 +1,4 @@
-"""The picture of a study: the last accuracy of each cell, and accuracy against steps and against the clock."""
+"""Picture of a study: final accuracy of each cell, and accuracy over steps and over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run of a study is brought to its end: `stretto train`, in a process of its own."""
+"""Training of one run of a study by `stretto train`, in a process of its own."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class StudyRunner(Protocol):
     """Trains the runs of a study."""
 
     async def train(self, run: PlannedRun, stop: StopSignal) -> str | None:
-        """Bring the run to its end, from where it is; None, or how it failed. A stop ends it early."""
+        """Train or resume the run to its end; returns None, or how it failed. A stop ends it early."""
         ...
 
 
 class TrainProcesses:
-    """Starts ``stretto train``, or resumes what an earlier study has started. The processes end with this one.
-    They draw no plots: a study has its own."""
+    """Runs ``stretto train``, resuming what an earlier process of the study started. The processes end with this one
+    and draw no plots, since a study has its own."""
 
     def __init__(self, folder: StudyFolder) -> None:
         self._folder = folder
@@ -71,7 +71,8 @@ class TrainProcesses:
         return f"{describe_exit(code)}: {last}" if last else describe_exit(code)
 
     async def _ended(self, process: asyncio.subprocess.Process, run: PlannedRun, stop: StopSignal) -> int:
-        """The exit code. A run has deadlines and a watchdog of its own; once it is asked to stop it has `_STOPPING`."""
+        """Wait for the process; returns its exit code. A run has its own deadlines and watchdog; once asked to stop, it
+        has `_STOPPING` seconds."""
         owner, awaited = "study", f"the run {run.digest}"
         with waiting(owner, awaited, run.recipe.deadlines.still):
             code = await stop.unless(process.wait())
@@ -83,7 +84,7 @@ class TrainProcesses:
 
 
 def _reason(place: Path) -> str:
-    """Why a run failed, by its ledger; empty where it got none, as one that was refused, or was killed."""
+    """Why a run failed, from its ledger; empty if it has none, as for a refused or killed run."""
     try:
         ending = read_ending(RunFolder(place).ledger)
     except StoreError:  # it is said when the outcome is read

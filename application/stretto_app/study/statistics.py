@@ -1,7 +1,7 @@
-"""Mean and 95 % interval of a value over seeds, and of a curve over its steps or over the clock.
+"""Mean and 95 % interval of a value over seeds, and of a curve over steps or time.
 
-Intervals are Student's: mean ± t · s / √n with n - 1 degrees of freedom, for runs that are independent and about
-normally distributed. A bootstrap of a handful of runs would be too narrow.
+Intervals are Student's: mean ± t · s / √n with n - 1 degrees of freedom, for independent and about normally distributed
+runs. A bootstrap of a handful of runs would be too narrow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLOCK_POINTS = 40
 
 
 class Interval(Record, frozen=True):
-    """A mean over `runs` runs and its interval; without one (None) for a single run."""
+    """Mean over `runs` runs, with its interval (None for a single run)."""
 
     mean: float
     low: float | None
@@ -33,7 +33,7 @@ class Interval(Record, frozen=True):
 
 
 class CurvePoint(Record, frozen=True):
-    """A place of a curve: `at` is a step, or seconds."""
+    """Point of a curve; `at` is a step, or seconds."""
 
     at: float
     accuracy: Interval
@@ -65,7 +65,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 @cache
 def student_t(freedom: int) -> float:
-    """The t that a Student variable of `freedom` degrees stays within with a chance of 95 %.
+    """The t such that a Student variable of `freedom` degrees lies within ±t with probability 95 %.
 
     P(|T| > t) is the regularised incomplete beta function I_x(freedom / 2, 1 / 2) at x = freedom / (freedom + t²)
     (Abramowitz and Stegun, 26.7.1).
@@ -82,14 +82,14 @@ def student_t(freedom: int) -> float:
 
 
 def by_step(curves: Sequence[Curve]) -> tuple[CurvePoint, ...]:
-    """The curve over the steps at which every run was evaluated."""
+    """Mean curve over the steps at which every run was evaluated."""
     at = [{one.step: one.accuracy for one in curve} for curve in curves]
     shared = sorted(set.intersection(*map(set, at))) if at else []
     return tuple(CurvePoint(step, interval([accuracies[step] for accuracies in at])) for step in shared)
 
 
 def by_clock(curves: Sequence[Curve], seconds: float) -> tuple[CurvePoint, ...]:
-    """The curve over the clock from 0 to `seconds`: at each moment the newest accuracy that every run had measured."""
+    """Mean curve over time from 0 to `seconds`: at each moment the newest accuracy that every run had measured."""
     if not curves or seconds <= 0:
         return ()
     moments = [seconds * point / _CLOCK_POINTS for point in range(_CLOCK_POINTS + 1)]
@@ -101,7 +101,7 @@ def by_clock(curves: Sequence[Curve], seconds: float) -> tuple[CurvePoint, ...]:
 
 
 def accuracy_at(curve: Curve, seconds: float) -> float | None:
-    """The newest accuracy that was measured until then; None before the first."""
+    """Newest accuracy measured until then; None before the first."""
     ordered = sorted(curve, key=lambda one: one.seconds)
     known = bisect_right([one.seconds for one in ordered], seconds)
     return ordered[known - 1].accuracy if known else None

@@ -1,4 +1,4 @@
-"""The result of a study: each cell's values over its seeds, with intervals, as a record, and as a table of Markdown."""
+"""Result of a study: values of each cell over its seeds with intervals, as a record and a Markdown table."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ INTERVALS = "mean and 95 % interval over seeds (Student t)"
 
 
 class CellSummary(Record, frozen=True):
-    """One cell. Intervals are over its finished runs, and None without any; rates are tokens per second.
+    """Result of one cell. Intervals are over its finished runs, None without any; rates are tokens per second.
 
-    `accuracy` is held-out and of the last version, `accuracy_at_clock` the newest that was measured when the quickest
-    run of the study ended. `seconds_to_target` is None where a run has not come to the study's target; `reached` of
-    them have.
+    `accuracy`: held-out, of the last version. `accuracy_at_clock`: newest one measured when the study's quickest run
+    ended. `seconds_to_target`: None unless every run has reached the study's target; `reached`: number of runs that
+    have.
     """
 
     name: str
@@ -43,7 +43,7 @@ class CellSummary(Record, frozen=True):
 
 
 class StudyResult(Record, frozen=True):
-    """A study so far. `clock` is the shortest time that one of its runs took, in seconds of reinforcement learning."""
+    """Result of a study so far. `clock`: shortest time of a run, in seconds of reinforcement learning."""
 
     study: str
     digest: str
@@ -58,7 +58,7 @@ class StudyResult(Record, frozen=True):
 
 
 def summarise(study: Study, progress: StudyProgress) -> StudyResult:
-    """The result of the runs that are finished."""
+    """Compute the result from the finished runs."""
     finished = list(progress.finished.values())
     clock = min((run.seconds for run in finished), default=None)
     recipe = study.cells[0].runs[0].recipe
@@ -110,7 +110,7 @@ def _cell(study: Study, number: int, progress: StudyProgress, clock: float | Non
 
 
 def table(result: StudyResult) -> str:
-    """The table in Markdown, one row for each cell."""
+    """The result as a Markdown table, one row per cell."""
     axes = list(result.cells[0].labels)
     at = "-" if result.clock is None else f"{result.clock:.1f}"
     head = [*axes, "seeds", "accuracy", f"accuracy at {at} s", "seconds", "trained tokens/s", "mean staleness"]

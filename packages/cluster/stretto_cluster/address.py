@@ -1,4 +1,4 @@
-"""Addresses of a gate: a socket of one, and whether one expects TLS."""
+"""Addresses of a gate: binding a socket, and detecting TLS."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from stretto.processes.wire import connect
 
 
 def bound(listen: str, port: int | None = None) -> socket.socket:
-    """A socket that is bound to ``host:port`` of this machine, or to another port there; an empty host is every
-    interface.
+    """Bind a socket to ``host:port`` of this machine, or to another `port` there; an empty host means every interface.
 
     Raises:
-        RecipeError: it is no address, or cannot be had.
+        RecipeError: the address is malformed, or cannot be bound.
     """
     host, _, told = listen.rpartition(":")
     found = "is no host:port"

@@ -1,10 +1,10 @@
-"""The agent of a machine in a run: it joins, mirrors model and weights, and starts roles by order of the conductor.
+"""Agent of a machine in a run: joins, mirrors model and weights, and starts roles on orders of the conductor.
 
     gate ──NewVersion──► agent ──► mirror ──► the machine's shared memory ──► its engines
     gate ──StartRole───► agent ──► the role's process ──logs, its end──► gate
 
-The lease holds on both sides: an agent that hears nothing for that long ends its roles, since the conductor has given
-them up by then, and joins anew.
+The lease holds on both sides: an agent that hears nothing for that long ends its roles, which the conductor has given
+up by then, and joins again.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ _REMEMBERED = 16  # round trips, of which the shortest tells the clock
 
 @dataclass(frozen=True)
 class Offer:
-    """What a machine brings.
+    """Offer of a machine to a run.
 
     Attributes:
-        address: of the gate.
-        kind: of the roles, "engine" or "rank"; `count`: how many at a time.
-        advertised: the address by which others reach this machine; None: that by which it reaches the gate.
+        address: address of the gate.
+        kind: kind of roles, "engine" or "rank"; `count`: how many at a time.
+        advertised: address at which others reach this machine; None: the one from which it reaches the gate.
         tls: folder of certificates, "" for none.
-        patience: seconds to look for the gate, at first and after it was lost.
+        patience: seconds to look for the gate, at first and after a loss.
         gpu: whether this machine has a GPU.
-        environments: what the role of each place gets beside its orders: which GPUs are its own.
+        environments: additional environment variables for each place: its GPUs.
     """
 
     address: str
@@ -104,7 +104,7 @@ class Offer:
 
 @dataclass
 class _Seat:
-    """A place as the agent keeps it: a port that is bound, so that nobody else gets it, and the role in it."""
+    """A place of the agent: a bound port, reserved for it, and the role in it."""
 
     port: socket.socket
     scratch: Path
@@ -114,13 +114,13 @@ class _Seat:
 
 
 async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Event) -> str:
-    """Join a run, work for it, join again after a loss; returns why the work is over. `leave`, once set, asks the
+    """Join a run, work for it, and join again after a loss; returns why the work is over. `leave`, once set, asks the
     conductor to drain the roles first.
 
     Raises:
-        HandshakeRefused: the run does not want this machine: another token, run or release.
+        HandshakeRefused: the run refuses this machine: another token, run or release.
         MachineLost: no gate was found for `offer.patience` seconds.
-        RecipeError: an address or a certificate is not what it should be.
+        RecipeError: an address or a certificate is invalid.
     """
     join = Join(offer.kind, host=socket.gethostname(), count=offer.count, release=__version__, gpu=offer.gpu)
     since, told = time.monotonic(), ""
@@ -154,7 +154,7 @@ async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Eve
 
 @dataclass
 class _Session:
-    """From a handshake to the end of that connection."""
+    """One connection to the gate, from the handshake to its end."""
 
     offer: Offer
     terms: RunTerms
@@ -241,7 +241,7 @@ class _Session:
     # ── what it mirrors ──────────────────────────────────────────────────────────────────────────
 
     async def _mirror(self) -> str:
-        """Fetch the model, tell the conductor what is here, and pull every version that is published."""
+        """Fetch the model, report the places, and pull every published version."""
         gate_host = self.offer.address.rpartition(":")[0]
         source = f"{gate_host}:{self.terms.weights_port}"
         tls = Path(self.offer.tls) if self.offer.tls else None
@@ -279,7 +279,7 @@ class _Session:
             self.wire.send(Mirrored(version=wanted, size=pulled.bytes, seconds=pulled.seconds))
 
     async def _look_again(self) -> None:
-        """Soon, or as soon as another version is published."""
+        """Wait a short time, or until another version is published."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
                 await self._published.wait()
@@ -336,7 +336,7 @@ class _Session:
         return self.seats[place]
 
     async def _play(self, order: StartRole) -> None:
-        """One role, from its start to its end."""
+        """Run one role from start to end."""
         seat = self._seat(order.place)
         if seat.process is not None:
             await seat.process.stop(0.0)
@@ -381,7 +381,8 @@ class _Session:
             await asyncio.sleep(min(_BEAT_SECONDS, self.terms.lease / 5))
 
     def _tell_the_clock(self, sent: float, theirs: float) -> None:
-        """The gate's clock less ours, by the shortest of the last round trips: its middle is off by half of it."""
+        """Estimate the offset of the gate's clock from the shortest recent round trip; the error is at most half of
+        it."""
         now = time.monotonic()
         self._round_trips = [*self._round_trips, (now - sent, theirs - (sent + now) / 2)][-_REMEMBERED:]
         self.clock_offset = min(self._round_trips)[1]

@@ -1,12 +1,11 @@
-"""The conductor's gate: where other machines join a run, and commands reach it.
+"""Gate: port of the conductor where machines join a run and commands arrive.
 
     agent ──handshake: token, release, run─► gate ─RunTerms─► agent ─MachineReady─► JoinedMachine ─► its roles start
     stretto scale ──────handshake──────────► gate ──Answer──►
     another conductor ──handshake──────────► gate ──Tenure──►
 
-A caller without the token is told that it is wrong, and nothing else; one of another run or release is told which. A
-crowd of strangers costs a bounded number of connections: the newest takes the place of the one that has said nothing
-for longest.
+A caller without the token learns only that it is wrong; one of another run or release is told which. The number of
+strangers is bounded: a new one replaces the one that has been silent for longest.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ _QUIET_SECONDS = 10.0  # between two sentences about callers that were turned aw
 
 @dataclass(frozen=True)
 class Doors:
-    """What the run does with callers.
+    """Callbacks of the gate.
 
     Attributes:
-        terms: those of the run, now.
-        joined: takes a machine whose model is there.
-        scale: carries out `stretto scale`; its sentence, or a StrettoError.
+        terms: current terms of the run.
+        joined: takes a machine that has the model.
+        scale: carries out `stretto scale`; returns a sentence or raises StrettoError.
         say: takes a sentence for the log.
-        logs: the folder for the logs of roles on other machines.
+        logs: folder for the logs of roles on other machines.
         refuses: why a machine may not join; "" if it may.
-        superseded: a newer conductor of the run is there: takes its epoch, and its address or "".
+        superseded: called with epoch and address (or "") of a newer conductor of the run.
     """
 
     terms: Callable[[], RunTerms]
@@ -74,7 +73,7 @@ class Doors:
 
 
 class Gate:
-    """See the module."""
+    """Listener for machines, commands, and other conductors of the run."""
 
     def __init__(self, run: str, token: str, doors: Doors) -> None:
         self._run, self._token, self._doors = run, token, doors
@@ -85,10 +84,10 @@ class Gate:
         self.machines: dict[str, JoinedMachine] = {}
 
     async def open(self, listen: str, tls: str = "") -> str:
-        """Listen at ``host:port`` or ``unix:/path``, as often as wanted; returns the address, with its port.
+        """Listen at ``host:port`` or ``unix:/path`` (may be called several times); returns the address with its port.
 
         Raises:
-            RecipeError: the address cannot be had.
+            RecipeError: the address cannot be bound.
         """
         if listen.startswith("unix:"):
             greet = self._greeting(None)
@@ -99,12 +98,12 @@ class Gate:
         return f"{listen.rpartition(':')[0] or '0.0.0.0'}:{reserved.getsockname()[1]}"
 
     def publish(self, version: int) -> None:
-        """Tell every machine that a version can be pulled."""
+        """Tell every machine that `version` can be pulled."""
         for machine in self.machines.values():
             machine.publish(version)
 
     async def close(self, why: str, again: bool = False) -> None:
-        """Dismiss every machine, and take no more callers; `again`: the run may go on later."""
+        """Dismiss every machine and stop listening; `again`: the run may be resumed."""
         for server in self._servers:
             server.close()
         for machine in self.machines.values():
@@ -153,7 +152,7 @@ class Gate:
             writer.transport.abort()
 
     def _turned_away(self, refused: HandshakeRefused) -> None:
-        """Say it, but not as often as a stranger likes."""
+        """Log a refusal, at a limited rate."""
         self._unsaid += 1
         if (now := time.monotonic()) >= self._quiet_until:
             more = f", and {self._unsaid - 1} callers before it" if self._unsaid > 1 else ""
@@ -182,7 +181,8 @@ class Gate:
     # ── those who are admitted ───────────────────────────────────────────────────────────────────
 
     def _gives_way(self, other: Tenure | None, address: str = "") -> bool:
-        """Whether a caller is, or has served, a newer conductor of the run; this one ends then."""
+        """Whether the caller is a newer conductor of the run, or a machine that has served one; this conductor then
+        ends."""
         if other is None or other <= self._doors.terms().tenure:
             return False
         self._doors.superseded(other.epoch, address)
@@ -207,7 +207,7 @@ class Gate:
             machine.is_lost("was cut off")
 
     async def _introduce(self, machine: JoinedMachine) -> None:
-        """Hand a machine over once its model is there; the lease bounds the wait for one that has gone."""
+        """Pass a machine on once it has the model; the lease bounds the wait."""
         await first_of(machine.prepared, machine.leaving)
         if not machine.prepared.done():
             machine.dismiss(machine.leaving.result())
@@ -228,7 +228,7 @@ class Gate:
 
 
 async def _flushed(writer: asyncio.StreamWriter) -> None:
-    """Return when the caller has been sent everything, or does not take it."""
+    """Wait until everything is sent to the caller, or the caller does not read."""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(1.0):
             writer.close()

@@ -1,4 +1,4 @@
-"""An engine on a machine that has joined the run."""
+"""Engines on machines that have joined the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NEWS_SECONDS = 0.5
 
 
 class GuestEngine(HttpEngine):
-    """The client of an engine on another machine: a version is transferred there before the engine pauses for it."""
+    """Client of an engine on another machine; a version is transferred there before the engine pauses for it."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class GuestEngine(HttpEngine):
         context: ssl.SSLContext | None,
         newest: Callable[[], int],
     ) -> None:
-        """`newest` is the newest published version: no engine can have a newer one."""
+        """`newest` returns the newest published version, the upper limit of what an engine may claim."""
         super().__init__(
             spec.name,
             spec.address,
@@ -56,11 +56,11 @@ class GuestEngine(HttpEngine):
         self._pull_seconds, self._pulls = deadlines.longest_pull, False
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
-        """As `HttpEngine.generate`; an engine that does not answer is lost to the run, and does not end it.
+        """Same as `HttpEngine.generate`; an engine that does not answer is lost, without ending the run.
 
         Raises:
-            EngineLied: what it sent cannot be true.
-            EngineLeft: its machine is what was lost, or has fallen silent.
+            EngineLied: its reply is impossible.
+            EngineLeft: its machine is lost, or silent.
         """
         asked = {request.id: request for request in requests}
         try:
@@ -74,7 +74,11 @@ class GuestEngine(HttpEngine):
             raise (EngineLeft if await self._machine_is_gone() else EngineLost)(self.name, how) from None
 
     def _check(self, completion: Completion, request: GenerateRequest | None) -> None:
-        """Raises EngineLied: it is not what was asked for, or no engine of ours could have sampled it."""
+        """Check a completion against its request.
+
+        Raises:
+            EngineLied: it was not requested, or no engine of ours could have sampled it.
+        """
         if request is None or not 0 <= completion.member < len(request.seeds):
             raise EngineLied(self.name, f"sent a completion of {completion.request!r} that it was not asked for")
         prefix = request.prefixes[completion.member] if request.prefixes else Segment()
@@ -101,17 +105,17 @@ class GuestEngine(HttpEngine):
         return version
 
     async def health(self) -> EngineHealth:
-        """As `HttpEngine.health`.
+        """Same as `HttpEngine.health`.
 
         Raises:
-            WireError: it has a version that is not published.
+            WireError: it claims an unpublished version.
         """
         health = await super().health()
         self._published(health.version)
         return health
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """As `HttpEngine.partials`; what was not asked for is a WireError."""
+        """Same as `HttpEngine.partials`; completions that were not requested are a WireError."""
         found = await super().partials(known)
         for request, pieces in found.items():
             if any(member not in range(len(known.get(request, ()))) for member in pieces):
@@ -121,15 +125,15 @@ class GuestEngine(HttpEngine):
         return found
 
     async def _machine_is_gone(self) -> bool:
-        """When a machine goes, the connections to its engines may break before the one to its agent."""
+        """Wait briefly for the loss of the machine: connections to its engines may break before that of its agent."""
         if self._machine.silence > SILENT_SECONDS:
             return True
         await asyncio.wait([self._machine.lost], timeout=_NEWS_SECONDS)
         return self._machine.lost.done()
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """As `HttpEngine.update`; the machine may have pulled a newer version by then, which is loaded instead. A pull
-        may take as long as its machine's mirror allows: one that takes too long makes the engine lag."""
+        """Same as `HttpEngine.update`; a newer version that the machine has pulled meanwhile is loaded instead. The
+        pull has the time limit of the machine's mirror; a slow one makes the engine lag."""
         try:
             self._pulls = True
             version = await self._machine.until_mirrored(version, self._pull_seconds)
@@ -141,7 +145,7 @@ class GuestEngine(HttpEngine):
             raise EngineLost(self.name, str(loss)) from None
 
     async def moved(self) -> object:
-        """As `HttpEngine.moved`; before that the bytes that have come to its machine."""
+        """Same as `HttpEngine.moved`; before the load, the bytes that have arrived on its machine."""
         waits = self._pulls or self._machine.mirrored < 0
         return self._machine.moved if waits else await super().moved()
 
@@ -158,7 +162,7 @@ def guest(
     context: ssl.SSLContext | None,
     newest: Callable[[], int],
 ) -> EngineHandle:
-    """The engine in a place of a machine, not started yet; `role` is the module of its process, `newest` as for
+    """Handle of the engine in a place of a machine, not started yet; `role`: module of its process; `newest`: see
     `GuestEngine`."""
     key = secrets.token_hex(32)
     process = machine.role(place, spec.name, role, {ENGINE_KEY: key})

@@ -1,4 +1,4 @@
-"""``join.json`` of a run folder: what a machine needs to join the run; without torch, as all of its agent."""
+"""``join.json`` of a run folder: how a machine joins the run. Imports no torch, like the whole agent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PATIENCE_SECONDS = 120.0
 
 
 class JoinFile(Record, frozen=True):
-    """``join.json``: addresses and token of a run, for machines that see its folder, and for `stretto scale`."""
+    """Content of ``join.json``: addresses and token of a run, for machines that see its folder, and for `stretto
+    scale`."""
 
     run: str
     token: str
@@ -23,14 +24,14 @@ class JoinFile(Record, frozen=True):
     tls: str = ""  # folder of certificates, where the run sees it; "" for none
     patience: float = PATIENCE_SECONDS  # how long the reply to `stretto scale` may take
     before: tuple[str, ...] = ()  # where other conductors have had the run, here or from a copy, that were not told yet
-    superseded: int = 0  # the epoch of a newer conductor, which has gone on with a copy of the folder; 0: none is known
+    superseded: int = 0  # the epoch of a newer conductor, which runs from a copy of the folder; 0: none known
 
 
 def read_join_file(folder: Path) -> JoinFile:
-    """What a run has said of itself.
+    """Read the join file of a run.
 
     Raises:
-        RecipeError: it is not running, or not ours to read.
+        RecipeError: the run is not running, or the file is not readable for us.
     """
     try:
         return msgspec.json.decode((folder / JOIN).read_bytes(), type=JoinFile)

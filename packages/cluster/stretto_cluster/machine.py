@@ -1,4 +1,4 @@
-"""A machine that has joined, as the conductor sees it: its agent, its places, and the roles in them."""
+"""Conductor's view of a machine that has joined: its agent, its places, and the roles in them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _MOST_LOG = 64 << 20  # bytes of a role's log: a machine cannot fill our disk
 
 
 class JoinedMachine:
-    """See the module. `lost` holds how it was lost, or why it left."""
+    """A machine that has joined, with its places and roles. `lost`: how it was lost, or why it left."""
 
     def __init__(self, name: str, join: Join, wire: Wire[FromAgent], folder: Path) -> None:
-        """`folder` takes the logs of its roles."""
+        """`folder`: for the logs of its roles."""
         self.name, self.kind, self.host = name, join.kind, join.host
         self.clock_offset = 0.0
         self.mirrored = -1
@@ -63,7 +63,7 @@ class JoinedMachine:
         self._roles: dict[int, RemoteProcess] = {}
 
     async def serve(self, lease: float) -> str:
-        """Take its messages until it is lost; returns how."""
+        """Handle its messages until it is lost; returns how."""
         reading = asyncio.ensure_future(self._read())
         silent = asyncio.ensure_future(self._wire.watch(lease))
         try:
@@ -77,13 +77,13 @@ class JoinedMachine:
         return how
 
     def is_lost(self, how: str) -> None:
-        """It has gone, or counts as gone."""
+        """Mark the machine as lost; `how` says why."""
         if not self.lost.done():
             self.lost.set_result(how)
 
     @property
     def silence(self) -> float:
-        """Seconds since it was heard of."""
+        """Seconds since its last message."""
         return time.monotonic() - self._heard
 
     async def _read(self) -> str:
@@ -137,15 +137,15 @@ class JoinedMachine:
                     log.write(f"\n(its machine has more of this log: {_MOST_LOG:,} bytes are kept here)\n")
 
     def publish(self, version: int) -> None:
-        """A version can be pulled."""
+        """Tell the machine that `version` can be pulled."""
         self._wire.send(NewVersion(version=version))
 
     async def until_mirrored(self, version: int, seconds: float) -> int:
-        """Return when its mailbox has `version` or a newer one: the newest that it has.
+        """Wait until its mailbox has `version` or a newer one; returns the newest.
 
         Raises:
             MachineLost: it was lost.
-            DeadlineExceeded: nothing of it came for `seconds`.
+            DeadlineExceeded: no byte arrived for `seconds`.
         """
         async with standstill("conductor", f"{self.name} to pull version {version}", seconds, self._so_far):
             while self.mirrored < version:
@@ -168,7 +168,7 @@ class JoinedMachine:
         return not (self.lost.done() or self.leaving.done() or self.dismissed)
 
     def role(self, place: int, name: str, module: str, environment: Mapping[str, str]) -> RemoteProcess:
-        """The process of a role in one of its places."""
+        """Handle of a role's process in one of its places."""
         process = RemoteProcess(self, place, name, module, self._folder / f"{name}.txt", environment)
         self._roles[place] = process
         process.log.touch()
@@ -178,13 +178,13 @@ class JoinedMachine:
         self._wire.send(order)
 
     def dismiss(self, why: str, again: bool = False) -> None:
-        """Tell it that its work is over: it ends, or comes back."""
+        """Dismiss the machine: its agent ends or, with `again`, tries to join later."""
         self.dismissed = True
         self._wire.send(Dismissed(why=why, again=again))
 
 
 class RemoteProcess:
-    """A role's process on another machine, as `processes.role.RoleProcess` is one on this machine."""
+    """A role's process on another machine, with the interface of `processes.role.RoleProcess`."""
 
     def __init__(
         self, machine: JoinedMachine, place: int, name: str, module: str, log: Path, environment: Mapping[str, str]
@@ -197,7 +197,7 @@ class RemoteProcess:
 
     @property
     def clock_offset(self) -> float:
-        """Seconds from its clock to ours."""
+        """Difference of its clock to ours, in seconds."""
         return self._machine.clock_offset
 
     @property
@@ -210,7 +210,7 @@ class RemoteProcess:
         return self._end is not None and self._end.done() and self._end.result().killed
 
     async def start(self, spec: msgspec.Struct, threads: int) -> None:
-        """Start it; as `RoleProcess.start`.
+        """Start it, as `RoleProcess.start`.
 
         Raises:
             RoleDied: its machine cannot start it.
@@ -238,20 +238,20 @@ class RemoteProcess:
             raise RoleDied(self.name, f"cannot be started: {await self.ended()}", str(self.log))
 
     def has_started(self, turn: int) -> None:
-        """Its agent says so."""
+        """Note that its agent has reported start number `turn`."""
         if turn == self._turn and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
     def has_ended(self, end: RoleEnded) -> None:
-        """Its agent says so."""
+        """Note that its agent has reported its end."""
         if end.turn == self._turn and self._end is not None and not self._end.done():
             self._end.set_result(end)
 
     async def ended(self) -> str:
-        """Wait until it ends, and say how. Without a deadline, as `RoleProcess.ended`.
+        """Wait for its end; returns how it ended. No deadline, as for `RoleProcess.ended`.
 
         Raises:
-            MachineLost: the machine is lost, and it with it.
+            MachineLost: the machine is lost.
         """
         assert self._end is not None, "start() comes first"
         await first_of(self._end, self._machine.lost)
@@ -260,7 +260,7 @@ class RemoteProcess:
         return self._end.result().how
 
     async def stop(self, grace: float) -> None:
-        """SIGTERM, then SIGKILL after `grace` seconds; returns when it is gone, or its machine is lost."""
+        """Send SIGTERM, then SIGKILL after `grace` seconds; returns when it is gone or its machine lost."""
         if self.running:
             self._machine.send(StopRole(place=self._place, grace=grace))
             try:
@@ -270,7 +270,7 @@ class RemoteProcess:
                 return  # its agent, which has not replied, ends it when the lease is over
 
     def kill(self) -> None:
-        """SIGKILL. Not while its machine is silent: the order would kill it when a partition has healed; the lease ends
-        what does not heal."""
+        """Send SIGKILL, unless its machine is silent: after a partition, a late order would kill a healthy role. If the
+        machine stays silent, the lease ends the role."""
         if self.running and self._machine.silence < SILENT_SECONDS:
             self._machine.send(KillRole(place=self._place))

@@ -1,4 +1,4 @@
-"""What the conductor's gate and the agents of other machines say to each other, in frames of MessagePack.
+"""Messages between the gate and agents, commands and other conductors, in frames of MessagePack.
 
 agent ──► gate      Join (in the handshake), MachineReady, Beat, Mirrored, RoleStarted, RoleEnded, LogText, Leaving
 gate ──► agent      RunTerms, Echo, NewVersion, StartRole, StopRole, KillRole, Dismissed
@@ -17,7 +17,7 @@ import msgspec
 from stretto.core.records import Record
 from stretto.loop.records.tenure import Tenure
 
-#: What a clock and a mirror can say; another number is a message that no agent sends.
+#: Valid range of clocks and byte counts; a message with another number is invalid.
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e7)]
 Offset = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -30,8 +30,8 @@ AGENTS_TLS = "(the agent's folder of certificates)"
 
 
 class Join(Record, frozen=True, tag=True):
-    """A machine offers places for roles. `run` is the run that it had joined before, "" at first, and `served` the
-    conductor."""
+    """A machine offers places for roles. `run`: the run that it had joined before, "" at first; `served`: the newest
+    conductor that it served."""
 
     kind: str  # "engine" or "rank"
     host: str  # its name, for people
@@ -43,8 +43,8 @@ class Join(Record, frozen=True, tag=True):
 
 
 class Look(Record, frozen=True, tag=True):
-    """Another conductor of `run`, at `address`, which gets the tenure of this one; without a tenure of its own it
-    has not begun, and only asks."""
+    """Another conductor of `run`, at `address`, asks for this one's tenure; without a tenure of its own it has not
+    begun, and only asks."""
 
     run: str
     tenure: Tenure | None = None
@@ -52,21 +52,21 @@ class Look(Record, frozen=True, tag=True):
 
 
 class Scale(Record, frozen=True, tag=True):
-    """`stretto scale RUN engines=N`."""
+    """Request of `stretto scale RUN engines=N`."""
 
     engines: int
     release: str
 
 
 class Answer(Record, frozen=True, tag=True):
-    """The sentence that a command prints; it failed unless `done`."""
+    """Reply to a command: the sentence to print, and whether it succeeded (`done`)."""
 
     text: str
     done: bool = True
 
 
 class RunTerms(Record, frozen=True, tag=True):
-    """What a machine has to know of the run: where its weights are served, and how long silence may last."""
+    """Terms of the run for a machine: where its weights are served, and how long silence may last."""
 
     run: str
     mailbox: str  # the name of the run's files in shared memory
@@ -82,14 +82,14 @@ class RunTerms(Record, frozen=True, tag=True):
 
 
 class RolePlace(Record, frozen=True):
-    """Room for one role: the address at which it is to listen, and a folder of its own."""
+    """Place for one role: the address to listen at, and a folder."""
 
     address: str
     scratch: str
 
 
 class MachineReady(Record, frozen=True, tag=True):
-    """The model is there; roles can be started in these places."""
+    """The machine has the model; roles can be started in these places."""
 
     places: tuple[RolePlace, ...]
     model: str
@@ -97,8 +97,8 @@ class MachineReady(Record, frozen=True, tag=True):
 
 
 class Beat(Record, frozen=True, tag=True):
-    """A heartbeat: the sender's clock, and what it has found to be the gate's clock less its own, in seconds. `moved`:
-    bytes of versions that its mirror has taken, which grow while it pulls one."""
+    """Heartbeat with the sender's clock and its estimate of the gate's clock minus its own, in seconds. `moved`: bytes
+    of versions received, which grow during a pull."""
 
     sent: Offset
     clock_offset: Offset
@@ -106,7 +106,7 @@ class Beat(Record, frozen=True, tag=True):
 
 
 class Echo(Record, frozen=True, tag=True):
-    """The reply to a heartbeat: its own `sent`, and the gate's clock."""
+    """Reply to a heartbeat: its `sent`, and the gate's clock."""
 
     sent: float
     now: float
@@ -119,7 +119,7 @@ class NewVersion(Record, frozen=True, tag=True):
 
 
 class Mirrored(Record, frozen=True, tag=True):
-    """The machine's mailbox has a version, for `size` bytes over the network, in `seconds`."""
+    """The machine's mailbox has a version, after `size` bytes over the network in `seconds`."""
 
     version: Count
     size: Count
@@ -127,8 +127,9 @@ class Mirrored(Record, frozen=True, tag=True):
 
 
 class StartRole(Record, frozen=True, tag=True):
-    """Start ``python -m MODULE SPEC`` in a place. `turn` counts the starts there: what comes late of an earlier one is
-    told by it. A field of the spec that is `AGENTS_TLS` gets the agent's own folder of certificates."""
+    """Order to start ``python -m MODULE SPEC`` in a place. `turn` numbers the starts in the place, to recognise late
+    messages of earlier ones. A field of the spec with the value `AGENTS_TLS` is replaced by the agent's folder of
+    certificates."""
 
     place: int
     turn: int
@@ -163,7 +164,7 @@ class RoleEnded(Record, frozen=True, tag=True):
 
 
 class LogText(Record, frozen=True, tag=True):
-    """What a role has written to its log."""
+    """New text of a role's log."""
 
     name: str
     text: str

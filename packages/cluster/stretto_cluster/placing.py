@@ -1,4 +1,4 @@
-"""What the conductor and the placer of a Ray cluster (`cluster.ray_placer`) say to each other; without Ray."""
+"""Messages between the conductor and the placer of a Ray cluster (`cluster.ray_placer`); imports no Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START_RAY = "ray start --head on one machine, ray start --address=HOST:PORT on t
 
 
 def has_ray() -> bool:
-    """Whether Ray is installed here; it is not imported, which takes seconds."""
+    """Whether Ray is installed here; it is not imported, which would take seconds."""
     try:
         return importlib.util.find_spec("ray") is not None
     except (ImportError, ValueError):  # something keeps it from being found
@@ -31,11 +31,11 @@ def has_ray() -> bool:
 
 
 class RayPlacerSpec(Record, frozen=True):
-    """The spec of the placer.
+    """Spec of the placer.
 
-    `address` is that of the Ray cluster, "auto" for the one that runs, "local" for a new one on this machine. `join`
-    are the words of an agent's command line; the token is in the environment. `cpus` and `gpus` are those of one engine
-    or rank. `seconds`: how long the cluster may take to find room.
+    `address`: the Ray cluster, "auto" for the running one, "local" for a new one on this machine. `join`: command line
+    arguments of an agent; the token is in the environment. `cpus` and `gpus`: for one engine or rank. `seconds`: time
+    limit for the cluster to find room.
     """
 
     run: str
@@ -48,8 +48,8 @@ class RayPlacerSpec(Record, frozen=True):
 
 
 class PlaceAgents(Record, frozen=True, tag=True):
-    """Place `engines` agents for engines, spread over the nodes, and agents for ranks, packed; the reply is
-    `AgentsPlaced`. A reply has the `number` of its order: one that comes too late is not taken for that to the next."""
+    """Order for `engines` agents for engines, spread over the nodes, and `ranks` agents for ranks, packed; the reply is
+    `AgentsPlaced`. Replies carry the `number` of their order, to recognise late ones."""
 
     engines: int
     ranks: int = 0
@@ -57,15 +57,15 @@ class PlaceAgents(Record, frozen=True, tag=True):
 
 
 class AgentsPlaced(Record, frozen=True, tag=True):
-    """The nodes of the agents, in no order."""
+    """Reply: the nodes of the agents, in no order."""
 
     nodes: tuple[str, ...]
     number: int = 0
 
 
 class NotPlaced(Record, frozen=True, tag=True):
-    """The order cannot be carried out; the placer goes on with the agents that it has. `exit_code` is that of the
-    error: 2 where the cluster lacks what was ordered, else Ray has failed."""
+    """Reply: the order failed; the placer keeps its present agents. `exit_code`: 2 if the cluster lacks resources,
+    otherwise an error of Ray."""
 
     problem: str
     exit_code: int
@@ -78,10 +78,10 @@ TO_PLACER: msgspec.msgpack.Decoder[PlaceAgents] = msgspec.msgpack.Decoder(PlaceA
 
 
 def look(spec: RayPlacerSpec, wanted: PlaceAgents, seconds: float) -> None:
-    """Ask in a process of its own whether the cluster is there, and could ever have these agents; none is placed.
+    """Check, in another process, that the cluster exists and could hold these agents; none is placed.
 
     Raises:
-        RecipeError: it is not, or could not, or has not said it within `seconds`.
+        RecipeError: it does not or cannot, or the check took longer than `seconds`.
     """
     words = [sys.executable, "-m", RAY_PLACER, *(msgspec.json.encode(told).decode() for told in (spec, wanted))]
     try:

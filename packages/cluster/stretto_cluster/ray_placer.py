@@ -1,8 +1,8 @@
-"""The process that places agents on a Ray cluster: ``python -m stretto_cluster.ray_placer SPEC``. With the JSON of a
-`PlaceAgents` behind SPEC it only looks whether the cluster could have these, before a run (`cluster.placing.look`).
+"""Process that places agents on a Ray cluster: ``python -m stretto_cluster.ray_placer SPEC``. With the JSON of a
+`PlaceAgents` after SPEC, it only checks, before a run, whether the cluster could hold these (`cluster.placing.look`).
 
-Ray finds a node for each agent, and starts one anew when its node or its process dies. All else, requests, weights,
-heartbeats, goes between the agents and the conductor. The agents end with this process, which owns them.
+Ray finds a node for each agent, and restarts one whose node or process dies. Everything else (requests, weights,
+heartbeats) goes directly between agents and conductor. The agents end with this process, which owns them.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _COMMAND = "stretto_app.cli.main"  # `stretto engine --join` or `stretto rank --
 
 
 class AgentHost:
-    """A Ray actor with an agent as its child; when the agent dies, so does the actor, and Ray starts both anew.
+    """Ray actor with an agent as its child process; if the agent dies, the actor exits and Ray restarts both.
 
-    An agent that ends by a mistake of the user (the certificates of this node, the token) is started again by the actor
-    itself, after `pause` seconds, and after twice as many each time: Ray would start it without a pause.
+    If an agent ends through a user's mistake (certificates of the node, the token), the actor itself restarts it after
+    `pause` seconds, doubled each time, since Ray would restart it without a pause.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], pause: float = _MISTAKE_SECONDS) -> None:
@@ -81,17 +81,17 @@ class AgentHost:
             os._exit(1)
 
     def node(self) -> str:
-        """Where it is."""
+        """Short id of its node."""
         return str(ray.get_runtime_context().get_node_id())[:8]
 
     def is_dismissed(self) -> bool:
-        """Whether the conductor has let the agent go."""
+        """Whether the conductor has dismissed the agent."""
         return self._agent.poll() == 0
 
 
 @dataclass(eq=False)
 class Room:
-    """A placement group and how many of its agents are left. Ray ends all that is in a group that is removed."""
+    """A placement group, and the number of agents left in it. Ray ends everything in a group that is removed."""
 
     group: Any
     agents: int
@@ -106,7 +106,7 @@ class Placed:
 
 
 class Ground(Protocol):
-    """What a fleet needs of Ray."""
+    """Interface of a fleet to Ray (Protocol)."""
 
     def start(self, kind: str, count: int) -> list[Placed]:
         """Start agents.
@@ -117,7 +117,7 @@ class Ground(Protocol):
         ...
 
     def gone(self, agents: Sequence[Placed]) -> list[Placed]:
-        """Those that were dismissed or have died for good; none that Ray starts anew."""
+        """Agents that were dismissed or have died for good; agents that Ray restarts are not included."""
         ...
 
     def end(self, actor: Any) -> None: ...
@@ -126,16 +126,16 @@ class Ground(Protocol):
 
 
 class Fleet:
-    """The agents of one kind."""
+    """All agents of one kind."""
 
     def __init__(self, kind: str, ground: Ground, patience: float = _DISMISSAL_SECONDS) -> None:
-        """`patience`: seconds for a dismissal that is under way."""
+        """`patience`: seconds to wait for a dismissal in progress."""
         self._kind, self._ground, self._patience = kind, ground, patience
         self.agents: list[Placed] = []
 
     def bring(self, wanted: int) -> list[Placed]:
-        """Let the dismissed go, and start those that are then missing, which are returned. No agent that works is
-        ended: one too many stays until the conductor dismisses it.
+        """Release dismissed agents, and start missing ones, which are returned. Working agents are never ended: a
+        surplus stays until the conductor dismisses it.
 
         Raises:
             RecipeError: there is no room.
@@ -161,7 +161,7 @@ class Fleet:
 
 
 class RayPlacer:
-    """The agents of a run on a Ray cluster.
+    """Agents of a run on a Ray cluster.
 
     Raises:
         RecipeError: Ray is not installed, does not answer, or has too few resources.
@@ -183,7 +183,7 @@ class RayPlacer:
             raise RecipeError([Problem(f"cluster.ray: {spec.address!r}", found, START_RAY)]) from None
 
     def place(self, order: PlaceAgents) -> AgentsPlaced:
-        """Have as many agents as ordered: dismissed ones are let go, missing ones started.
+        """Bring the number of agents to the order: release dismissed ones, start missing ones.
 
         Raises:
             RecipeError: there is no room for more.
@@ -238,14 +238,14 @@ class RayPlacer:
 
     @property
     def _bundle(self) -> Mapping[str, float]:
-        """What each agent takes of the cluster."""
+        """Resources of each agent."""
         return {"CPU": self._spec.cpus} | ({"GPU": self._spec.gpus} if self._spec.gpus else {})
 
     def check(self, wanted: Mapping[str, int]) -> None:
-        """Refuse at once what the cluster could never give: agents, by their kind.
+        """Check that the cluster's total resources suffice for the agents, given by kind.
 
         Raises:
-            RecipeError: with each thing that is missing.
+            RecipeError: lists each missing resource.
         """
         has: Mapping[str, float] = _untyped(ray).cluster_resources()
         count, whom = sum(wanted.values()), " and ".join(f"{more} {kind}(s)" for kind, more in wanted.items() if more)
@@ -259,18 +259,18 @@ class RayPlacer:
 
 
 def _knock(address: str) -> None:
-    """Raise OSError where nobody listens; Ray itself tries for minutes."""
+    """Raise OSError if nobody listens at the address; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
 
 
 def _untyped(module: Any) -> Any:
-    """Ray declares types, and leaves them out of some functions."""
+    """The module without types, since Ray declares types but lacks some."""
     return module
 
 
 def _answers(agents: Sequence[Placed], method: str) -> list[Any]:
-    """Of each agent, its answer or Ray's error; None of one that does not answer now, as while it starts anew."""
+    """Result, or Ray error, of a method of each agent; None if an agent does not answer now, as during a restart."""
     calls = [getattr(agent.actor, method).remote() for agent in agents]
     if not calls:
         return []
@@ -294,7 +294,7 @@ def reply(
     order: PlaceAgents,
     rays_errors: tuple[type[Exception], ...] = _RAYS_ERRORS,
 ) -> AgentsPlaced | NotPlaced:
-    """What comes of an order; one that fails costs no agent that is there."""
+    """Carry out an order; a failed one does not affect present agents."""
     try:
         return place(order)
     except RecipeError as error:
@@ -311,7 +311,7 @@ def _serve(spec: RayPlacerSpec, orders: RoleEnd[PlaceAgents]) -> None:
 
 
 def _look(spec: RayPlacerSpec, wanted: PlaceAgents) -> int:
-    """The exit code; the mistakes go to the standard output."""
+    """Check the cluster; returns the exit code, mistakes go to standard output."""
     try:
         RayPlacer(spec).check({"engine": wanted.engines, "rank": wanted.ranks})
     except RecipeError as error:
@@ -321,7 +321,7 @@ def _look(spec: RayPlacerSpec, wanted: PlaceAgents) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Play the role until the conductor closes the connection; see `processes.run_role`."""
+    """Run the role until the conductor closes the connection; see `processes.run_role`."""
     spec = msgspec.json.decode(arguments[0], type=RayPlacerSpec)
     if arguments[1:]:
         return _look(spec, msgspec.json.decode(arguments[1], type=PlaceAgents))

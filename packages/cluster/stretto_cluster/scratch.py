@@ -1,6 +1,6 @@
-"""An agent's folders: each is locked while its agent lives, and a later agent removes those that are not.
+"""Temporary folders of an agent, locked while it lives; later agents remove unlocked ones.
 
-The sweeper removes them when the agent dies; where it was killed too, with the whole control group say, they are left.
+A sweeper process removes them when the agent dies; if it is killed too (with the whole control group, say), they stay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FOLDER, _MEMORY = "stretto-machine-", "stretto-agent-"  # how their names begin
 
 
 def own_folder() -> tuple[Path, int]:
-    """A temporary folder of our own, and the descriptor that locks it: the kernel unlocks it when we die."""
+    """Create a temporary folder; returns it with the descriptor of its lock, which the kernel releases when we die."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         with contextlib.suppress(OSError):  # it is in use, or another user's
             descriptor = _locked(left, fcntl.LOCK_NB)
@@ -46,7 +46,7 @@ def _locked(folder: Path, how: int = 0) -> int:
 
 
 def own_memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
-    """As `own_folder`, for the weights, in shared memory if it has room, and else in `folder`."""
+    """Same as `own_folder`, for the weights: in shared memory if there is room, else in `folder`."""
     for left in SHARED.glob(f"{_MEMORY}*"):
         with contextlib.suppress(OSError):  # it is in use, or another agent removes it too
             remove_abandoned(left)
@@ -58,7 +58,7 @@ def own_memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
 
 
 def sweeper(*folders: Path) -> subprocess.Popen[bytes]:
-    """A process that removes the folders when it is told to, or when this process has died, however that was."""
+    """Start a process that removes the folders when asked to, or when this process has died in any way."""
     quiet = subprocess.DEVNULL
     command = ["/bin/sh", "-c", 'read _; rm -rf -- "$@"', "stretto", *map(str, folders)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)

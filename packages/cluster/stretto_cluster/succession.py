@@ -1,9 +1,8 @@
-"""One conductor for each run, though its folder was copied.
+"""Guarantee of a single conductor per run, even if its folder was copied.
 
-A run folder has a lock, and a copy has one of its own. But both have the run's name and token, and the address at
-which its last conductor was: a resume of a copy looks there first, and later tells a conductor that comes back.
-The newer one stays. Machines carry the word too: each remembers the newest conductor that it has served
-(`cluster.messages.Join`).
+Each copy of a run folder has its own lock, but the run's name, its token, and the address of its last conductor are the
+same. So the resume of a copy looks for a conductor there first, and later informs one that comes back. The newer
+conductor stays. Machines help: each remembers the newest conductor that it has served (`cluster.messages.Join`).
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ _SEARCH_SECONDS = 24 * 3600.0  # a network that is cut for longer is a run of it
 
 
 class RunSuperseded(StrettoError):
-    """A newer conductor goes on with the run, from a copy of its folder: this one ends, so that there is one.
+    """A newer conductor continues the run, from a copy of its folder, so this one ends.
 
-    `epoch` and `address` are those of the newer one; an address is not always known ("").
+    `epoch` and `address` are the newer one's; the address may be unknown ("").
     """
 
     def __init__(self, run: str, epoch: int, address: str) -> None:
@@ -52,16 +51,16 @@ class RunSuperseded(StrettoError):
     def __str__(self) -> str:
         where = f" at {self.address}" if self.address else ""
         return (
-            f"a newer conductor goes on with run {self.run}{where} (epoch {self.epoch}), from a copy of its folder: "
+            f"a newer conductor continues run {self.run}{where} (epoch {self.epoch}), from a copy of its folder: "
             "this one ends"
         )
 
 
 async def assert_alone(folder: Path, tls: str) -> None:
-    """Look where the run's conductors have been; `tls` is the folder of certificates, "" for none.
+    """Look for other conductors at their known addresses; `tls` is the folder of certificates, "" for none.
 
     Raises:
-        RunFolderError: one of them is alive, and has another folder: this one is a copy. Or a newer one has gone on
+        RunFolderError: one is alive with another folder, so this one is a copy; or a newer one has continued the run
             with a copy of this folder, wherever it is now.
     """
     try:
@@ -76,13 +75,13 @@ async def assert_alone(folder: Path, tls: str) -> None:
         found = f"is a copy of the folder of run {known.run}, whose conductor lives {where}"
         raise RunFolderError([Problem(str(folder), found, f"stop that one first; or {own_run}")])
     if known.superseded:
-        found = f"a newer conductor (epoch {known.superseded}) has gone on with run {known.run}, from a copy of it"
+        found = f"a newer conductor (epoch {known.superseded}) has continued run {known.run}, from a copy of it"
         raise RunFolderError([Problem(str(folder), found, f"go on with that copy; or {own_run}")])
 
 
 async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str, seconds: float = _SEARCH_SECONDS) -> str:
-    """Tell the conductor at `before` that a newer one goes on with the run; what has come of it, "" where there is
-    nobody to tell. It may come back when a network has healed, so it is looked for `seconds` long.
+    """Inform the conductor at `before` that a newer one continues the run; returns the outcome, "" if there is nobody.
+    It is looked for during `seconds`, since it may come back after a network partition.
 
     Raises:
         RunSuperseded: it is the newer one.
@@ -101,7 +100,7 @@ async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str, seconds: 
         if theirs is not None:
             if theirs > tenure:
                 raise RunSuperseded(known.run, theirs.epoch, before)
-            told = f"the conductor at {before}, which went on with another copy of this run, was told to end"
+            told = f"the conductor at {before}, which continued another copy of this run, was told to end"
             return told if theirs < tenure else ""  # it is this one, at another of its addresses
         await asyncio.sleep(min(_PAUSE_SECONDS, seconds))
     raise DeadlineExceeded("the conductor", f"the one at {before}, to tell it that the run is here now", seconds)
@@ -116,11 +115,11 @@ async def _lives(known: JoinFile, address: str, tls: str) -> bool:
 
 
 async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure | None:
-    """The tenure of the run's conductor at `address`; None where it does not reply, or is about to end.
+    """Tenure of the run's conductor at `address`; None if it does not reply, or is about to end.
 
     Raises:
         MachineLost: nobody listens there.
-        HandshakeRefused: the listener has another run, another token or another language.
+        HandshakeRefused: the listener has another run, token or protocol.
     """
     try:
         reader, writer = await connect(address, None if address.startswith(UNIX) else client_context(tls))

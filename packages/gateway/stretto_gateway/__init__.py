@@ -1,3 +1,3 @@
-"""An agent's door: any program that speaks to a model over HTTP makes a session, with the tokens kept on this side."""
+"""Gateway: any program that uses a model over HTTP makes a trajectory, whose tokens are recorded on our side."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,5 @@
-"""HTTP of a chat server, with sessions or without: routes, bodies, models, replies and errors in every dialect."""
+"""HTTP application of a chat server, with or without sessions: routes, bodies, models, replies and errors in every
+dialect."""
 
 from __future__ import annotations
 
@@ -48,10 +49,10 @@ class ChatExchange(HttpExchange):
     """One HTTP request to a chat server.
 
     Attributes:
-        path: of the request, without a key that it holds.
-        key: that the client has sent; "" for none.
-        dialect: of the request, and of an error that it gets.
-        request: the decoded body, once it is known.
+        path: path of the request, without a key in it.
+        key: key that the client has sent; "" for none.
+        dialect: dialect of the request, also for its error.
+        request: decoded body, once it is known.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, path: str, key: str) -> None:
@@ -73,7 +74,7 @@ Handler = Callable[[ChatExchange], Awaitable[None]]
 
 
 class ChatServer(ABC):
-    """The ASGI application that all servers of dialects share. They add keys, and how a turn is made."""
+    """ASGI application that all chat servers share. Subclasses add keys, and how a turn is made."""
 
     title: str
 
@@ -106,11 +107,11 @@ class ChatServer(ABC):
                 await self._fail(call, NotServed(500, "internal error of the server; its log has the traceback"))
 
     def address(self, scope: Scope) -> tuple[str, str]:
-        """The path and the key of a request."""
+        """Path and key of a request."""
         return scope["path"], sent_key(scope)
 
     def route(self, path: str) -> tuple[str, Handler] | None:
-        """The method and the handler of a path; None if there is none."""
+        """Method and handler of a path; None if there is none."""
         if (dialect := self._dialects.get(path)) is not None:
             return "POST", partial(self.complete, dialect)
         if path in self._counts:
@@ -121,12 +122,12 @@ class ChatServer(ABC):
         return None if page is None else ("GET", page)
 
     def pages(self) -> dict[str, Handler]:
-        """Handlers of GET by path."""
+        """Handlers of GET requests by path."""
         return {_MODELS: self.models, "/openapi.json": self._describe, "/health": self.health}
 
     @property
     def paths(self) -> frozenset[str]:
-        """All paths that have a name of their own."""
+        """All fixed paths."""
         return frozenset({*self._dialects, *self._counts, *self.pages()})
 
     async def serve(self, call: ChatExchange) -> None:
@@ -155,10 +156,10 @@ class ChatServer(ABC):
         await call.show({"status": "ok", "model": self.model.name})
 
     def failed(self, call: ChatExchange, error: Exception) -> None:  # noqa: B027  # a hook: most servers need none
-        """Called with an error that is a bug."""
+        """Hook for unexpected errors (bugs)."""
 
     def error(self, call: ChatExchange, error: Exception) -> NotServed:
-        """The reply for an error."""
+        """Error reply for an exception."""
         if isinstance(error, NotServed):
             return error
         if isinstance(error, RefusedRequest):
@@ -173,7 +174,7 @@ class ChatServer(ABC):
             await call.reply(call.dialect.refuse(why), why.status)
 
     async def body(self, call: ChatExchange) -> bytes:
-        """The body of a request.
+        """Read the body of a request.
 
         Raises:
             NotServed: it is too long, or too slow.
@@ -189,10 +190,10 @@ class ChatServer(ABC):
         return raw
 
     async def parsed(self, parse: Callable[[bytes], Any], call: ChatExchange) -> Any:
-        """The request in a body.
+        """Parse a body.
 
         Raises:
-            NotServed: another model is wanted.
+            NotServed: another model is requested.
             RefusedRequest: a field is wrong.
         """
         raw = await self.body(call)
@@ -208,7 +209,8 @@ class ChatServer(ABC):
     async def send(
         self, dialect: Dialect, call: ChatExchange, turns: Coroutine[Any, Any, Sequence[SampledTurn]]
     ) -> None:
-        """Send turns when they are there. A stream is kept alive until then; a client that leaves cancels them."""
+        """Send turns when they are complete. A stream is kept alive until then; a client that disconnects cancels
+        them."""
         request = call.request
         assert isinstance(request, ChatRequest)
         seconds = _KEEP_ALIVE_SECONDS if request.stream else None
@@ -240,8 +242,8 @@ class ChatServer(ABC):
         await call.reply(self.openapi())
 
     def openapi(self) -> bytes:
-        """The OpenAPI 3.1 description, made from the records of the bodies. The server refuses more than it says: what
-        depends on the model or on a session."""
+        """OpenAPI 3.1 description, generated from the records of the bodies. Limits of the model or a session are not
+        part of it."""
         forms = {path: dialect.body for path, dialect in self._dialects.items()}
         forms |= {path: count.body for path, (count, _) in self._counts.items()}
         references, schemas = msgspec.json.schema_components(forms.values(), ref_template="#/components/schemas/{name}")
@@ -259,12 +261,12 @@ class ChatServer(ABC):
 
 
 def date_of_reply() -> int:
-    """Seconds since 1970."""
+    """Current Unix time in seconds."""
     return int(time.time())
 
 
 def unknown_key() -> NotServed:
-    """The error for a request without the key that it needs."""
+    """Error for a request without a required key."""
     return NotServed(401, "the API key is missing or wrong", code="invalid_api_key")
 
 

@@ -1,4 +1,4 @@
-"""What is checked before a gateway starts."""
+"""Checks before a gateway starts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ KEY = "STRETTO_API_KEY"  #: environment variable with the key that opens session
 
 
 def check_reach(bound: socket.socket, api_key: str | None, place: str) -> None:
-    """
+    """Check that a socket reachable from other machines is protected by a key.
+
     Raises:
-        RecipeError: other machines would reach the sessions without a key; the socket is closed.
+        RecipeError: it is not; the socket is closed.
     """
     host = bound.getsockname()[0]
     if api_key is None and not ip_address(host).is_loopback:
@@ -30,9 +31,10 @@ def check_reach(bound: socket.socket, api_key: str | None, place: str) -> None:
 
 
 def check_chat(tokenizer: ChatTemplate, place: str) -> None:
-    """
+    """Check that the tokenizer, of the folder `place`, has a chat template.
+
     Raises:
-        ModelFolderError: the tokenizer, of the folder `place`, has no chat template.
+        ModelFolderError: it has none.
     """
     if not tokenizer.chat_template:
         remedy = "agents send messages: choose a model whose tokenizer has one"
@@ -40,9 +42,10 @@ def check_chat(tokenizer: ChatTemplate, place: str) -> None:
 
 
 def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> None:
-    """
+    """Check that the agent can be started.
+
     Raises:
-        WorkflowError: the agent cannot be started.
+        WorkflowError: it cannot.
         ModelFolderError: the tokenizer has no chat template.
     """
     problems = []
@@ -60,7 +63,7 @@ def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> Non
 
 
 def _missing(function: str, folder: str | None) -> str:
-    """Why the function is not there; empty if it is. Its module is imported in a process of its own."""
+    """Why the function cannot be loaded; empty if it can. Its module is imported in another process."""
     command = (sys.executable, "-m", "stretto_gateway.agents.call", "--check", function)
     try:
         found = subprocess.run(
@@ -73,6 +76,7 @@ def _missing(function: str, folder: str | None) -> str:
 
 
 def _program(config: AgentConfig) -> str | None:
-    """Where it is: by `PATH`, or in the folder in which it runs if it is named with one, as ``./agent.sh``."""
+    """Path of the agent's program: by `PATH`, or relative to its working folder if it contains a folder, as
+    ``./agent.sh``."""
     name = config.command[0]
     return shutil.which(os.path.join(config.path or "", name) if os.path.dirname(name) else name)

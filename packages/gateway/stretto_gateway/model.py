@@ -1,4 +1,4 @@
-"""The model that a server has: messages to tokens, and sampled tokens to messages."""
+"""The served model: messages to tokens, and sampled tokens to messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Encoded = TypeVar("Encoded")
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model by name, with its tokenizer and the rule by which it is sampled.
+    """A model by name, with its tokenizer and sampling rule.
 
     Attributes:
         reasoning: reasoning is split from the text of a reply, if the chat template knows any.
@@ -42,21 +42,21 @@ class ServedModel:
 
     @cached_property
     def renderer(self) -> Renderer:
-        """Writes conversations as tokens."""
+        """Renderer of conversations to tokens."""
         return Renderer(self.template)
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters that one token can stand for."""
+        """Most characters of any single token."""
         return max(map(len, self.template.vocabulary))
 
     @cached_property
     def spell(self) -> Callable[[int], str]:
-        """The text of one token by itself."""
+        """Function from a token id to its text."""
         return lru_cache(maxsize=_NAMES)(lambda token: self.template.spell((token,)))
 
     async def encoded(self, characters: int, encode: Callable[[], Encoded]) -> Encoded:
-        """The tokens of a prompt; a long one is encoded in a thread.
+        """Encode a prompt of this many characters; in a thread if it is long.
 
         Raises:
             RefusedRequest: the tokenizer or the template refuses it.
@@ -68,7 +68,7 @@ class ServedModel:
             raise RefusedRequest("prompt_token_ids", found, remedy or "see the chat template") from None
 
     def tokens(self, segment: Segment, top_logprobs: Sequence[Likeliest] = ()) -> list[SampledToken]:
-        """The sampled tokens as text."""
+        """Sampled tokens as text."""
         ranks = top_logprobs or [()] * len(segment.token_ids)
         return [
             SampledToken(self.spell(token), logprob, tuple((self.spell(other), number) for other, number in likeliest))
@@ -86,10 +86,10 @@ class ServedModel:
         call_id: Callable[[int], str],
         top_logprobs: Sequence[Likeliest] = (),
     ) -> SampledTurn:
-        """The message of a completion. It depends on the arguments alone, so that a replay makes the same.
+        """Message of a completion. It depends only on the arguments, so a replay makes the same.
 
         Args:
-            call_id: the id of the call with this number in the message.
+            call_id: makes the id of the n-th call in the message.
         """
         ids, stops = segment.token_ids, request.options.stop
         if ids and segment.stop_reason is StopReason.STOP and ids[-1] in self.template.eos_token_ids:
@@ -122,6 +122,6 @@ class ServedModel:
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """The text before the first stop text, and that stop text; "" if there is none."""
+    """Text before the first stop text, and that stop text ("" if there is none)."""
     finder = StopFinder(stops)
     return finder.push(text) + finder.end(), finder.found

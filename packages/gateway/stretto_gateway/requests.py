@@ -1,4 +1,4 @@
-"""Requests as every dialect decodes them, and the errors that they get."""
+"""Decoded requests of every dialect, and their errors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _HEADERS = {
 
 
 class PromptRequest(Record, frozen=True):
-    """One HTTP request for completions of prompts: texts or token ids, no conversation.
+    """One HTTP request for completions of plain prompts (texts or token ids).
 
     Attributes:
-        model: None for the one that is served.
-        dialect_fields: what the dialect needs to write the reply.
-        usual_tokens: most tokens of a completion if the client names no limit; None: what the context leaves.
+        model: None: the served one.
+        dialect_fields: data that the dialect needs to write the reply.
+        usual_tokens: limit of a completion if the client gives none; None: the rest of the context.
         stop_token_ids: tokens that end a completion, besides the end of sequence.
-        ignore_eos: the end of sequence ends no completion.
+        ignore_eos: the end of sequence does not end a completion.
     """
 
     model: str | None
@@ -44,16 +44,16 @@ Request = ChatRequest | PromptRequest
 
 
 class NotServed(Exception):
-    """The error that a request gets.
+    """Error reply of a request.
 
     Attributes:
-        status: of HTTP, 400 or more.
+        status: HTTP status, 400 or more.
         field: the wrong field of the body, as a path of names; "" for none.
         code: such as "context_length_exceeded", "model_not_found" or "session_ended"; "" for none.
     """
 
     def __init__(self, status: int, message: str, field: str = "", code: str = "", allow: str = "") -> None:
-        """`allow`: the method of this path, if it is not that of the request."""
+        """`allow`: the allowed method of this path, if the request had another."""
         super().__init__(message)
         self.status, self.message, self.field, self.code = status, message, field, code
         self.headers = _HEADERS.get(status, []) + ([(b"allow", allow.encode())] if allow else [])

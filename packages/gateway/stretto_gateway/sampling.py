@@ -1,4 +1,4 @@
-"""From the sampling options of a client to the `Sampling` of the engine."""
+"""Sampling options of a client to the engine's `Sampling`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 
 @dataclass(frozen=True)
 class CallForms:
-    """Grammars for the turns of one model: `form` is how it writes calls, `vocabulary` has its tokens."""
+    """Grammars for the turns of one model: `form` is its syntax of tool calls, `vocabulary` has its tokens."""
 
     form: CallForm
     vocabulary: Mapping[str, int]
 
     def grammar(self, request: ChatRequest) -> str:
-        """The grammar of a turn; empty if the request leaves it free. A turn that may call tools either follows the
-        schema or calls one.
+        """Grammar of a turn; empty if the request leaves it free. With a response schema and tools, a turn either
+        follows the schema or calls a tool.
 
         Raises:
-            RefusedRequest: a schema cannot be written as a grammar.
+            RefusedRequest: a schema cannot be expressed as a grammar.
         """
         options = request.options
         named = [tool for tool in request.tools if options.tool_choice in (tool.name, "required", "auto")]
@@ -44,27 +44,26 @@ class CallForms:
         return f"start: text | calls\n{text}{self.form.rules(named, self._word, parallel=parallel)}"
 
     def _word(self, text: str) -> str:
-        """One token, if the text is one."""
+        """Grammar for a text; a single token if the text is one."""
         return f"<[{self.vocabulary[text]}]>" if text in self.vocabulary else json.dumps(text)
 
 
 def _forced(options: SamplingOptions) -> bool:
-    """Whether a tool has to be called."""
+    """Whether a tool must be called."""
     return options.tool_choice not in ("auto", "none")
 
 
 @dataclass(frozen=True)
 class SamplingRule:
-    """How the completions of a server are sampled.
+    """Rule by which clients of a server may sample.
 
     Attributes:
-        default: used where a client says nothing; its `max_tokens` bounds every completion.
+        default: used where a client gives no option; its `max_tokens` bounds every completion.
         context: most tokens of a prompt and its completion.
-        chosen: the options of the distribution that clients may choose; none in a run, whose policy is trained on one
-            distribution.
-        forms: how the model writes calls; None if the engine follows no grammars.
-        seeds: clients may choose a seed.
-        vocabulary: size of the model's vocabulary; a `top_k` of that size or more filters nothing.
+        chosen: distribution options that clients may set; none in a run, whose policy is trained on one distribution.
+        forms: the model's syntax of tool calls; None if the engine has no grammars.
+        seeds: clients may set a seed.
+        vocabulary: size of the model's vocabulary; a `top_k` of at least that filters nothing.
     """
 
     default: Sampling
@@ -75,7 +74,8 @@ class SamplingRule:
     vocabulary: int = 2**31
 
     def check(self, request: ChatRequest) -> None:
-        """
+        """Check the request's tools.
+
         Raises:
             RefusedRequest: `tool_choice` names a tool that the request does not offer.
         """
@@ -85,7 +85,7 @@ class SamplingRule:
             raise RefusedRequest("tool_choice", repr(choice[:80]), allowed)
 
     def unapplied(self, request: ChatRequest) -> tuple[str, ...]:
-        """The options of the request that change nothing of the sampling, by their names in Chat Completions."""
+        """Ignored sampling options of the request, by their names in Chat Completions."""
         options, followed = request.options, self.forms is not None
         forced = followed and bool(request.tools) and _forced(options)
         ignored = {
@@ -101,12 +101,13 @@ class SamplingRule:
         return tuple(name for name, unapplied in ignored.items() if unapplied)
 
     def sampling(self, request: Request, prompt_tokens: int, *, strict: bool = False) -> Sampling:
-        """
+        """Sampling for a request after `prompt_tokens` tokens.
+
         Args:
-            strict: refuse a limit of tokens beyond the context; else the context cuts it.
+            strict: refuse a token limit beyond the context; otherwise it is reduced.
 
         Raises:
-            RefusedRequest: the context has no room after the prompt, or a schema cannot be written as a grammar.
+            RefusedRequest: the context has no room after the prompt, or a schema cannot be expressed as a grammar.
         """
         options, default, left = request.options, self.default, self.context - prompt_tokens
         if left < 1:

@@ -1,13 +1,14 @@
-"""Weights to one server of vLLM or SGLang by a collective: we are rank 0 of the group, the server's workers the rest.
+"""Weights to one server of vLLM or SGLang by collective broadcast: we are rank 0 of a group, the server's workers the
+other ranks.
 
     join      an order by HTTP, and both sides meet at a TCP store that we open
-    begin     the server makes its model ready for new weights
+    begin     the server prepares its model for new weights
     receive   an order with names, dtypes and shapes of some tensors, and one broadcast for each of them
     end       the server finishes its model; the version is stamped
 
-Every server has a group of its own, so that engines may come and go. The bytes have the transport's protection alone:
-a server checks no checksums, which is why "auto" never means this medium (`weights.config`). After an error the group
-is broken, and the server too: nobody knows which of its weights are new.
+Every server has its own group, so that engines may come and go. Only the transport protects the bytes: a server checks
+no checksums, so "auto" never chooses this medium (`weights.config`). After an error, group and server are unusable,
+since it is unknown which weights are new.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Named = Sequence[tuple[str, Tensor]]
 
 
 class Orders(Protocol):
-    """What one make of server is asked for; `group` is the name that both sides give the group."""
+    """HTTP orders for one make of server; `group` is the group's name on both sides (Protocol)."""
 
     @property
     def group(self) -> str: ...
@@ -59,7 +60,7 @@ class Orders(Protocol):
     def begin(self) -> Order: ...
 
     def receive(self, tensors: Named, version: int | None) -> Order:
-        """`version`: with the last tensors."""
+        """Order to receive tensors; `version` is given with the last ones."""
         ...
 
     def end(self, version: int) -> Order: ...
@@ -69,7 +70,7 @@ class Orders(Protocol):
 
 @dataclass(frozen=True)
 class SglangOrders:
-    """SGLang since 0.5.23, where an update has a beginning and an end. `flush_cache`: drop the KV cache."""
+    """Orders for SGLang since 0.5.23, where an update has a begin and an end. `flush_cache`: drop the KV cache."""
 
     group: str
     backend: str = "nccl"
@@ -99,8 +100,8 @@ class SglangOrders:
 
 @dataclass(frozen=True)
 class VllmOrders:
-    """vLLM since 0.32, with a weight transfer engine that meets us by torch's own groups. Its built-in "nccl" does not:
-    it meets by a communicator of vLLM's, which the sender would have to import."""
+    """Orders for vLLM since 0.32, with a weight transfer engine that uses torch's process groups. Its built-in "nccl"
+    engine uses vLLM's own communicator, which the sender would have to import."""
 
     group: str = "stretto"
 
@@ -123,12 +124,14 @@ class VllmOrders:
 
 
 class Broadcast:
-    """Example::
+    """Weight transfers to one server.
 
-    broadcast = Broadcast("engine-0", post, SglangOrders("stretto-0", "gloo"), host="10.0.0.1", ranks=1, seconds=60)
-    await broadcast.open()
-    await broadcast.send(7, subscriber.load(7))      # while the server is paused
-    await broadcast.close()
+    Example::
+
+        broadcast = Broadcast("engine-0", post, SglangOrders("stretto-0", "gloo"), host="10.0.0.1", ranks=1, seconds=60)
+        await broadcast.open()
+        await broadcast.send(7, subscriber.load(7))      # while the server is paused
+        await broadcast.close()
     """
 
     def __init__(
@@ -143,13 +146,11 @@ class Broadcast:
         backend: str = "gloo",
         device: str = "cpu",
     ) -> None:
-        """
-        Args:
-            host: our address, as the server reaches it.
-            ranks: those of the server, tensor times data parallel.
-            seconds: for a join, and for each order.
-            backend: "gloo" for tensors on the CPU, "nccl" on a GPU; `device` is where they are sent from.
-        """
+        """Args:
+        host: our address, as the server reaches it.
+        ranks: ranks of the server (tensor times data parallel size).
+        seconds: time limit of a join, and of each order.
+        backend: "gloo" for tensors on the CPU, "nccl" on a GPU; `device` is where they are sent from."""
         self.engine = engine
         self._post, self._orders, self._seconds = post, orders, seconds
         self._host, self._world_size, self._name = host, ranks + 1, orders.group
@@ -160,7 +161,7 @@ class Broadcast:
         """Join a group with the server.
 
         Raises:
-            EngineLost: it did not join, in time or at all; and what `post` raises.
+            EngineLost: it did not join in time; and all errors of `post`.
         """
         patience = timedelta(seconds=self._seconds)
         use_interface_of(self._host)
@@ -184,7 +185,7 @@ class Broadcast:
         self._group = await self._with(self._orders.join(self._host, store.port, self._world_size), "join", join)
 
     def _store(self, patience: timedelta) -> TCPStore:
-        """At our address alone: it obeys every process that reaches it."""
+        """TCP store, bound to our address only, since it trusts every process that reaches it."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         server = socket.create_server((self._host, 0), family=family)
         port, descriptor = server.getsockname()[1], server.detach()
@@ -199,10 +200,10 @@ class Broadcast:
         )
 
     async def send(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Give the server, which is paused, the tensors as `version`.
+        """Send the tensors to the paused server as `version`.
 
         Raises:
-            EngineLost: it did not receive them, in time or at all; and what `post` raises. The group is closed then.
+            EngineLost: it did not receive them in time; and all errors of `post`. The group is closed then.
         """
         assert self._group is not None, "open() comes first"
         group, buckets = self._group, list(_buckets(tensors))
@@ -223,7 +224,7 @@ class Broadcast:
             raise
 
     async def close(self) -> None:
-        """Let the server leave, and close the group."""
+        """Make the server leave, and close the group."""
         if self._group is not None:
             try:
                 await self._order(self._orders.leave(), "leave")
@@ -241,8 +242,8 @@ class Broadcast:
             await self._post(*order)
 
     async def _with(self, order: Order, what: str, work: Callable[[], Any]) -> Any:
-        """Post an order and do our half of it. A half that waits for a server that has said no ends by its own bound,
-        in its thread; nobody waits for it, the end of this process neither."""
+        """Post an order while doing our half of it in a thread. If the server refuses, our half ends by its own
+        timeout; nobody waits for it, not even the end of this process."""
         posted = asyncio.ensure_future(self._order(order, what))
         done = _in_a_thread(work)
         try:
@@ -261,7 +262,7 @@ class Broadcast:
 
 
 def _in_a_thread(work: Callable[[], Any]) -> asyncio.Future[Any]:
-    """As `asyncio.to_thread`, in a thread for which no loop waits when it is closed."""
+    """Same as `asyncio.to_thread`, in a thread that a closing loop does not join."""
     loop, done = asyncio.get_running_loop(), Future[Any]()
 
     def run() -> None:

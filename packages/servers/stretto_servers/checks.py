@@ -1,4 +1,4 @@
-"""Checks of servers that run already: what they serve, and whether their tokens are those of the policy."""
+"""Checks of running servers: their model and their tokenizer."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def check_running_servers(
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
 ) -> None:
-    """Ask every server of `engine.addresses` what it serves, and the tokens of some of the prompts.
+    """Ask every server of `engine.addresses` for its model, and for the tokens of some of the prompts.
 
     Args:
         base: the policy's folder.
         needed: tokens of the longest prompt with its completion.
 
     Raises:
-        RecipeError: nobody answers, or it is another model's; with every server.
+        RecipeError: some do not answer, or serve another model; lists all of them.
     """
     texts = [tokenizer.decode(prompt) for prompt in prompts[:_PROBES]]
     probe = {text: list(tokenizer.encode(text)) for text in texts}
@@ -84,8 +84,8 @@ async def _ask(
 
 
 def _difference(served: Served, base: ModelFolder) -> str | None:
-    """What the server's model has otherwise than the policy: by its config, where that is a file of this machine, else
-    by its architecture, where the server says it. Weights of another shape would fail at the first load."""
+    """Difference of the server's model from the policy: by its config, if that is a local file, else by its
+    architecture, if the server tells it. Weights of another shape would fail at the first load."""
     ours, theirs = read_config(base.path), read_config(Path(served.model))
     if served.architecture is not None:
         theirs.setdefault("architectures", [served.architecture])

@@ -1,4 +1,4 @@
-"""A server of SGLang that gets its weights by a collective, and so needs to see no file of this machine."""
+"""SGLang server that gets its weights by broadcast, and so needs no access to our files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _ALONE = ("dp_size", "pp_size")  # the server's workers have places in the group
 
 
 class SglangByBroadcast(SglangServer):
-    """As `SglangServer`, except for `load`: this process, which has checked every byte of a version, is rank 0 of a
-    group with the server's workers. After an error the group is lost, and the next adapter makes another."""
+    """Same as `SglangServer`, except for `load`: this process, which has verified the version, is rank 0 of a group
+    with the server's workers. After an error the group is lost, and the next adapter creates a new one."""
 
     def __init__(self, http: JsonServer, load_seconds: float, address: str, backend: str) -> None:
-        """`backend`: "gloo" where the server computes on the processor, "nccl" on GPUs."""
+        """`backend`: "gloo" for a CPU server, "nccl" for GPUs."""
         super().__init__(http, load_seconds)
         self._address, self._backend = address, backend
         self._group: Broadcast | None = None
@@ -40,7 +40,7 @@ class SglangByBroadcast(SglangServer):
         await self._group.send(version, tensors)
 
     async def close(self) -> None:
-        """Let the server leave the group, if it still replies, and close the connections."""
+        """Make the server leave the group, if it still replies, and close the connections."""
         if self._group is not None:
             with contextlib.suppress(StrettoError, TimeoutError):
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -79,7 +79,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def _own_address(server: str) -> str:
-    """The address of this machine by which a server is reached, and reaches us."""
+    """Address of this machine at which the server can reach us."""
     _, host, port = split_address(server)
     with socket.create_connection((host.strip("[]"), port), LOOK_SECONDS) as probe:
         address: str = probe.getsockname()[0]

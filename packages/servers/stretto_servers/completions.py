@@ -1,4 +1,4 @@
-"""The completions that an external engine has open: what has come of each, and what may be told of it."""
+"""Open completions of an external engine: their tokens so far, and which of those are certain."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stretto_servers.make import Continuation, Delta
 
 @dataclass
 class OpenCompletion:
-    """One completion while it grows.
+    """One growing completion.
 
-    A server is asked again after each update that recomputes: the tokens so far are part of its prompt then. What it
-    has told of the request in progress (`told` tokens) has one version, or, if KV caches are kept, several of those
-    that it `had`, which the server tells at the end; until then tokens after an update are `uncertain`.
+    A new request is sent to the server after each update that recomputes, with all tokens so far as prompt. The `told`
+    tokens of the current request have one version or, if KV caches are kept, several of the versions that the server
+    `had`, which it tells at the end; until then, tokens after an update are `uncertain`.
     """
 
     request: GenerateRequest
@@ -47,8 +47,8 @@ class OpenCompletion:
             self.watch.completed(prefix.token_ids)
 
     def continuation(self, attempt: int, version: int) -> Continuation:
-        """What is asked of the server now, which has `version`. Its seed depends on the tokens so far: to begin the
-        same random numbers anew behind them would sample from another distribution."""
+        """Next request to the server, which has `version`. The seed depends on the tokens so far: restarting the same
+        random numbers after them would change the distribution."""
         self.told = self.uncertain = 0
         self.had = [version]
         request, done = self.request, len(self.token_ids)
@@ -63,10 +63,10 @@ class OpenCompletion:
         )
 
     def take(self, delta: Delta, version: int, vocab_size: int) -> bool:
-        """Add tokens; whether they complete a stop text, behind whose last token nothing is added.
+        """Add tokens; returns whether they complete a stop text. Tokens after the one that completes it are dropped.
 
         Raises:
-            WireError: they are not tokens of this model with their log-probabilities.
+            WireError: these are no tokens of this model with their log-probabilities.
         """
         self._check(delta, vocab_size)
         stopped = False
@@ -101,10 +101,10 @@ class OpenCompletion:
             raise WireError(f"{request.id}: the server sent a log-probability of {odd[0]}")
 
     def check_end(self, reason: str) -> None:
-        """What the server says of the end has to be what it was asked for: a shorter completion would be trained on.
+        """Check the server's reason for the end, since a shortened completion would be trained on.
 
         Raises:
-            WireError: a stop without a stop token, or the limit before it is reached.
+            WireError: "stop" without a stop token, or "length" before the limit.
         """
         tokens = len(self.token_ids)
         if reason == "stop" and not (self.told and self.token_ids[-1] in self.request.sampling.stop_token_ids):
@@ -115,7 +115,7 @@ class OpenCompletion:
             )
 
     def stamp(self, spans: tuple[tuple[str, int, int], ...]) -> None:
-        """Take the versions that the server tells of the request that has ended.
+        """Set token versions as told by the server for the finished request.
 
         Raises:
             WireError: they contradict the versions that it had.
@@ -135,19 +135,19 @@ class OpenCompletion:
         self.uncertain = 0
 
     def plainly_sampled(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """All tokens so far, and the log-probabilities of the last ones: those that the request in progress has told,
-        where they are sampled from the model's own distribution."""
+        """All tokens so far, and log-probabilities of the current request's tokens, if they are sampled from the
+        model's unmodified distribution."""
         sampling = self.request.sampling
         plain = self.asked and sampling.temperature == 1 and not sampling.filtered
         told = tuple(self.logprobs[-self.told :]) if plain and self.told else ()
         return (*self.request.prompt_token_ids, *self.token_ids), told
 
     def distrust(self) -> None:
-        """Withhold what the server has told of the request in progress."""
+        """Withhold the tokens of the current request."""
         self.uncertain = self.told
 
     def segment(self, known: int) -> Segment:
-        """What is certain beyond the first `known` tokens."""
+        """Certain tokens after the first `known` ones."""
         end = len(self.token_ids) - self.uncertain
         return Segment(
             token_ids=tuple(self.token_ids[known:end]),
@@ -157,7 +157,7 @@ class OpenCompletion:
         )
 
     def end(self, reason: StopReason) -> None:
-        """Hand it to its stream."""
+        """Pass the finished completion to its stream."""
         self.done = True
         completion = Completion(
             request=self.request.id,
@@ -173,7 +173,7 @@ class OpenCompletion:
 
 
 def _by_token(spans: tuple[tuple[str, int, int], ...], count: int) -> list[int]:
-    """The version of each of the first `count` tokens; none at all where spans leave a gap or overlap."""
+    """Version of each of the first `count` tokens; empty if the spans have gaps or overlap."""
     told: list[int] = []
     reached = 0
     for name, start, end in spans:

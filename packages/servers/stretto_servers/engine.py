@@ -1,12 +1,12 @@
-"""An inference server of another make behind the engine's own wire (satisfies `engine.backend.Backend`).
+"""An inference server of another make behind the engine's own interface (satisfies `engine.backend.Backend`).
 
     request ─► one stream of the server per completion ─► tokens, log-probabilities, versions ─► Stream
 
     update, recompute   pause: running requests end   load   resume: each is sent again, with its tokens as prompt
-    update, keep        pause: they stay as they are  load   resume: they go on; the server names tokens' versions
+    update, keep        pause: they stay as they are  load   resume: they continue; the server tells token versions
 
-With "recompute" all tokens of one request to the server have one version, the one that this adapter had loaded: a
-version is never a matter of trust. What the server says of versions is compared with it.
+With "recompute", all tokens of one server request have the version that this adapter had loaded, so versions need no
+trust in the server; those that it tells are compared.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from stretto_servers.make import Make, Occupancy, canary_scores
 from stretto_servers.staging import compare, shapes_of
 
 _LOOK_SECONDS = 0.001
-_AGAIN_TOKENS = 4096  # that a server is given at most, to compute tokens again that it has sampled
+_AGAIN_TOKENS = 4096  # most tokens sent to a server to recompute sampled ones
 _DRAIN_SECONDS = 5.0  # for the last tokens of requests that a pause has ended
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 
 class WeightsFolder(Protocol):
-    """Published versions as folders that a server loads."""
+    """Published versions as folders that a server can load (Protocol)."""
 
     def folder_of(self, version: int, /) -> Path:
-        """A folder with the weights of `version`, every byte of which was checked.
+        """Folder with the verified weights of `version`.
 
         Raises:
             TornPublication, WireError: as for `weights.mailbox.Subscriber.load`.
@@ -58,13 +58,13 @@ class WeightsFolder(Protocol):
 
     @property
     def checked(self) -> int:
-        """Bytes of versions that were read, which grow in `folder_of`."""
+        """Bytes read so far by `folder_of`."""
         ...
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the model that the server has, and the completions that it decodes together."""
+    """Limits of the server's model, and its number of concurrent completions."""
 
     vocab_size: int
     context_length: int
@@ -83,7 +83,7 @@ class _Counts:
 
 
 class ExternalEngine:
-    """See the module."""
+    """Backend for an inference server of another make (satisfies `engine.backend.Backend`)."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class ExternalEngine:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """Refuse grammars, which are not handed on to servers of other makes."""
+        """Refuse grammars, which are not passed on to other servers."""
         if any(request.sampling.grammar for request in requests):
             raise RefusedRequest("sampling.grammar", "a grammar", f"none: {self.name} is not the embedded engine")
 
@@ -150,7 +150,7 @@ class ExternalEngine:
         return stream
 
     def close(self, request: str) -> None:
-        """End a request: the server notices that the connections of its completions are closed."""
+        """Abort a request by closing the connections of its completions."""
         opened = self._open.pop(request, [])
         if not all(completion.done for completion in opened):  # a group is judged whole
             self._counts.wasted += sum(len(completion.token_ids) for completion in opened)
@@ -159,7 +159,7 @@ class ExternalEngine:
             task.cancel()
 
     async def _complete(self, completion: OpenCompletion) -> None:
-        """Bring one completion to its end."""
+        """Generate one completion to its end."""
         try:
             while True:
                 while not self._sampling.is_set():  # the next update may begin before this task has its turn
@@ -184,12 +184,12 @@ class ExternalEngine:
             self._fail(error)
 
     def _notice(self, task: asyncio.Task[None]) -> None:
-        """Raise in `run` what no server may cause: an error of this program."""
+        """Let `run` raise an unexpected error of a task (a bug of this program)."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
     async def _stream(self, completion: OpenCompletion) -> str:
-        """The tokens of one request to the server; returns why they ended, "abort" if an update has ended them."""
+        """Read the tokens of one server request; returns why they ended, "abort" if through an update."""
         asked, loads = completion.continuation(next(self._attempts), self.version), self._loads
         ended, stopped = "", False
         spans: tuple[tuple[str, int, int], ...] = ()
@@ -221,7 +221,7 @@ class ExternalEngine:
         return ended
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """What is certain of unfinished completions beyond their known tokens."""
+        """Certain tokens of unfinished completions, after the known ones."""
         found: Partials = {}
         for request, counts in known.items():
             for completion in self._open.get(request, ()):
@@ -234,7 +234,7 @@ class ExternalEngine:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
-        """Check every byte, and only then pause, load, ask the server the challenge, and let completions go on."""
+        """Verify a version, then pause, load, run the canary `challenge`, and resume."""
         with waiting(self.name, "the update before", 0.0):
             await self._changing.acquire()
         try:
@@ -256,9 +256,9 @@ class ExternalEngine:
             self._changing.release()
 
     async def _sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
-        """The log-probabilities of about `wanted` tokens of open completions, as the version in use has sampled them,
-        and computed at once. A server computes without temperature and filters, so that those with either are left out.
-        With "keep" there are none: tokens are sampled over what versions before have left in the cache."""
+        """Pairs of log-probabilities (as sampled, as recomputed now with the current version) of about `wanted` tokens
+        of open completions. Completions with temperature or filters are left out, since a server scores without them.
+        Empty with "keep", where the cache has entries of earlier versions."""
         if self._keep or not wanted:
             return ()
         start, pairs, most = time.monotonic(), list[tuple[float, float]](), _AGAIN_TOKENS
@@ -273,7 +273,7 @@ class ExternalEngine:
         return tuple(pairs)
 
     async def _answer(self, challenge: Challenge) -> Scores:
-        """While no completion goes on."""
+        """Scores for the challenge; call it while no completion runs."""
         self._sampling.clear()
         start = time.monotonic()
         canary, name = challenge.canary, f"canary-{self.version}-{next(self._attempts)}"
@@ -316,7 +316,7 @@ class ExternalEngine:
         return scores
 
     def _mark_running(self, version: int) -> None:
-        """The tokens that come from now on have a version that the server tells at the end."""
+        """Mark running requests: tokens from now on have a version that the server tells at the end."""
         for completion in itertools.chain.from_iterable(self._open.values()):
             if completion.asked:
                 completion.had.append(version)
@@ -334,7 +334,7 @@ class ExternalEngine:
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Until cancelled, or until the server has shown that it cannot be trusted, which is raised."""
+        """Watch the server until cancelled; raises once it cannot be trusted."""
         try:
             await asyncio.shield(self._failure)
         finally:
@@ -352,11 +352,11 @@ class ExternalEngine:
         return [await self._make.score(text) if len(text) > 1 else () for text in texts]
 
     async def health(self) -> EngineHealth:
-        """Version, queue and counters; what waits in the server counts as running. A server that does not say how full
-        it is counts for as full as the recipe's slots are.
+        """Version, queue and counters; requests that wait in the server count as running. A server that does not report
+        its occupancy counts as full when the recipe's slots are.
 
         Raises:
-            EngineLost: the server cannot be trusted any more, so no request may come.
+            EngineLost: the server cannot be trusted any more.
         """
         self._check_working()
         counts = self._counts
@@ -386,7 +386,7 @@ class ExternalEngine:
         )
 
     def drain_spans(self) -> list[Span]:
-        """Spans of generating and loading since the last call."""
+        """Spans of generation and loads since the last call."""
         self._note_busy()
         return self._spans.drain()
 

@@ -1,4 +1,4 @@
-"""Starts a server and outlives it: when its own starter is gone, however that ended, no process of the server is left.
+"""Guard process of a server: when the adapter that started it is gone, no process of the server remains.
 
     adapter ──stdin──► guard ──starts──► server ──starts──► its workers, which outlive a server that was killed
 
@@ -20,7 +20,7 @@ _GRACE_SECONDS = 2.0
 
 
 def main(command: list[str]) -> int:
-    """Return when the server has ended, or standard input has."""
+    """Run the server until it ends, or standard input is closed."""
     for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(stop, lambda *_: None)  # the end of standard input ends it; SIG_IGN would be the server's too
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, restore_signals=True)

@@ -1,4 +1,4 @@
-"""JSON and server-sent events to an inference server, over the connections of the engine's own client."""
+"""HTTP client for an inference server: JSON and server-sent events, over the engine's own connections."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ _LARGEST_EVENT = 64 << 20
 
 
 class JsonServer:
-    """One server. Calls may overlap; each has a connection of its own while it lasts."""
+    """Client of one server. Calls may overlap; each uses its own connection."""
 
     def __init__(self, name: str, address: str, *, seconds: float, token_seconds: float) -> None:
-        """
-        Args:
-            address: ``host:port``.
-            seconds: the longest wait for a reply.
-            token_seconds: the longest wait for the next tokens of a stream.
-        """
+        """Args:
+        address: ``host:port``.
+        seconds: longest wait for a reply.
+        token_seconds: longest wait for the next tokens of a stream."""
         self.name = name
         self._owner = f"the adapter of {name}"
         self._seconds, self._token_seconds = seconds, token_seconds
@@ -45,10 +43,11 @@ class JsonServer:
         seconds: float | None = None,
         progress: Callable[[], int] | None = None,
     ) -> Any:
-        """The JSON of a reply, None if it has no body. With `progress`, the longest wait is one in which it stays.
+        """Send a request; returns the JSON of the reply, None if it has no body. With `progress`, the time limit
+        restarts whenever its value changes.
 
         Raises:
-            RefusedRequest, WireError: the server says no; with its own words.
+            RefusedRequest, WireError: the server refuses; with its message.
             EngineLost, DeadlineExceeded: it does not answer.
         """
         awaited, longest = f"{path} of {self.name}", seconds or self._seconds
@@ -66,7 +65,7 @@ class JsonServer:
             return body.decode(errors="replace")
 
     async def status(self, path: str) -> int:
-        """The status of a GET, 0 if nobody answers soon."""
+        """HTTP status of a GET; 0 if nobody answers soon."""
         bound = deadline(self._owner, f"{path} of {self.name}", min(LOOK_SECONDS, self._seconds))
         with suppress(EngineLost, DeadlineExceeded, WireError):
             async with bound, self._connections.one() as connection:
@@ -76,11 +75,11 @@ class JsonServer:
         return 0
 
     async def events(self, path: str, message: object) -> AsyncGenerator[bytes]:
-        """The data of each server-sent event, up to ``[DONE]``. Leaving early closes the connection.
+        """Data of each server-sent event, up to ``[DONE]``. Leaving the iteration closes the connection.
 
         Raises:
-            RefusedRequest, WireError: the server says no; with its own words.
-            EngineLost: it broke off.
+            RefusedRequest, WireError: the server refuses; with its message.
+            EngineLost: the stream broke off.
             DeadlineExceeded: no event came for `token_seconds`.
         """
         rest = b""
@@ -110,7 +109,7 @@ class JsonServer:
 
 
 def refused(server: str, path: str, status: int, body: bytes) -> WireError:
-    """The error for a reply that is none, with the server's words."""
+    """Error for an HTTP error reply, with the server's message."""
     said = body.decode(errors="replace")[:_SHOWN]
     with suppress(msgspec.DecodeError, AttributeError, KeyError, TypeError):
         told = msgspec.json.decode(body)

@@ -1,8 +1,8 @@
-"""What one make of inference server (vLLM, SGLang) does in its own way; one file per make implements it.
+"""Interface of one make of inference server (vLLM, SGLang); one file per make implements it.
 
-`engine.kind` names its class (`MAKES` in `engine.config`), a built-in or one of the user's own. Beside the methods of
-`Make` the class has `capabilities`, an `engine.capabilities.Capabilities`, and a static method ``launch(config, model,
-port)``, which says how a server is started (`Launch`).
+`engine.kind` names its class (`MAKES` in `engine.config`), built-in or user-defined. Beside the methods of `Make`, the
+class has `capabilities`, an `engine.capabilities.Capabilities`, and a static method ``launch(config, model, port)``,
+which returns how to start a server (`Launch`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from stretto.core.records import Likeliest, Record, Sampling
 
 
 class Delta(Record, frozen=True):
-    """The next tokens of a completion, with their log-probabilities (nats) under the distribution sampled from.
+    """Next tokens of a completion, with their log-probabilities (nats) under the distribution sampled from.
 
-    `ended` is empty while more tokens come; then it says why they ended: ``"stop"``, ``"length"`` or ``"abort"``.
-    `spans`, where the server tells them, are the weight versions of the whole request: ``(version, start, end)``.
+    `ended`: why the completion ended (``"stop"``, ``"length"``, ``"abort"``), empty while more tokens come. `spans`:
+    weight versions of the whole request, if the server tells them: ``(version, start, end)``.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Delta(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Continuation:
-    """One completion to generate from all tokens so far, prompt included."""
+    """Request to generate one completion after the given tokens (prompt and completion so far)."""
 
     id: str
     token_ids: Sequence[int]
@@ -48,7 +48,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Served:
-    """What a server says of itself; None where it does not say."""
+    """A server's description of itself; None where it does not tell."""
 
     release: str
     model: str
@@ -58,8 +58,8 @@ class Served:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """What a server says of its requests, those that wait in it included. `cache`: the share of its KV cache that is in
-    use, which the waiting ones will come to need likewise; `preempted`: counted from its start."""
+    """Load of a server, waiting requests included. `cache`: used share of its KV cache; `preempted`: total since its
+    start."""
 
     running: int
     waiting: int
@@ -68,31 +68,31 @@ class Occupancy:
 
     @property
     def needed(self) -> float:
-        """KV cache for all requests, over what there is."""
+        """KV cache needed by all requests, relative to its size."""
         return self.cache * (self.running + self.waiting) / max(1, self.running)
 
 
 class Make(Protocol):
-    """The wire of one server. Every method has a deadline of its own and raises EngineLost when nobody answers.
+    """Client of one server (Protocol). Every method has its own deadline and raises EngineLost when nobody answers.
 
-    The class is called with an `stretto_servers.http.JsonServer` and the longest wait for a load, in seconds.
+    The class is called with a `stretto_servers.http.JsonServer` and the longest wait for a load, in seconds.
     """
 
     def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
-        """The tokens of a completion as they come. Leaving the iteration early aborts it on the server.
+        """Generate a completion, yielding tokens as they come. Leaving the iteration aborts it on the server.
 
         Raises:
-            RefusedRequest: the server will not serve it.
-            WireError: a reply that is not as this make documents it.
+            RefusedRequest: the server refuses it.
+            WireError: a reply differs from this make's documentation.
         """
         ...
 
     async def ready(self) -> bool:
-        """Whether the server can be asked by now."""
+        """Whether the server accepts requests now."""
         ...
 
     async def describe(self) -> Served:
-        """What it serves.
+        """Description of what the server serves.
 
         Raises:
             WireError: it lacks an endpoint that stretto needs; the error names it and the release that has it.
@@ -100,43 +100,43 @@ class Make(Protocol):
         ...
 
     async def occupancy(self) -> Occupancy:
-        """How full it is.
+        """Current load.
 
         Raises:
-            WireError: it does not say.
+            WireError: the server does not tell it.
         """
         ...
 
     async def pause(self, *, keep: bool) -> None:
-        """Let no request sample another token until `resume`. `keep`: they stay as they are, KV cache included; else
-        they end with "abort" and the server's caches are cleared."""
+        """Stop all sampling until `resume`. `keep`: requests and their KV cache stay; otherwise they end with "abort"
+        and the server's caches are cleared."""
         ...
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
-        """Load the safetensors of a folder as `version`, while the server is paused; `keep`: the KV cache stays. It may
-        take as long as it likes while `read` grows."""
+        """Load the safetensors of a folder as `version`, while the server is paused; `keep`: the KV cache stays. There
+        is no time limit while `read` grows."""
         ...
 
     async def resume(self) -> None:
-        """Go on sampling, with the weights that are loaded."""
+        """Resume sampling with the loaded weights."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """The log-probabilities, at temperature 1, of all tokens of a text but the first; the server is not paused.
+        """Log-probabilities, at temperature 1, of all tokens of a text but the first; the server is not paused.
 
         Raises:
-            WireError: a reply that is not as this make documents it.
+            WireError: a reply differs from this make's documentation.
         """
         ...
 
     async def held(self, folder: Path, shapes: Mapping[str, Sequence[int]]) -> Sequence[Mapping[str, str]]:
-        """What each worker holds of the tensors with these shapes (`worker.readback`), after a load from the folder;
-        nothing where the server cannot look."""
+        """Content of each worker's memory for the tensors with these shapes, as sums (`worker.readback`), after a load
+        from the folder; empty if the server cannot tell."""
         ...
 
     @property
     def read(self) -> int:
-        """Bytes of versions that the server has read, as far as that shows: they grow while a load goes on."""
+        """Bytes of weights that the server has read, as far as known; grows during a load."""
         ...
 
     async def close(self) -> None:
@@ -148,12 +148,12 @@ _CACHED_TOKENS = 288  # two blocks of the largest cache pages that servers have 
 
 
 async def canary_scores(make: Make, text: Sequence[int], name: str, seed: int, context: int, *, keep: bool) -> Scores:
-    """The canary by a server, which goes on with the text, repeated over some blocks of its cache, and then computes
-    all of it at once: entries of earlier weights that it still has show in what it sampled. With `keep` it may have
-    them: then it goes on with a text that it has never had.
+    """Canary challenge to a server: it continues the text, repeated over several cache blocks, and then scores all of
+    it at once. KV entries of earlier weights show as differences between the two. With `keep`, such entries are
+    legitimate; then it continues a text that it has never had.
 
     Args:
-        name: a name that no request of this server has had.
+        name: a unique request name.
     """
     longest = min(_CACHED_TOKENS, context - DECODED - 1) - len(text)
     behind = random.Random(name).choices(text, k=longest) if keep else itertools.cycle(text)
@@ -175,7 +175,7 @@ async def canary_scores(make: Make, text: Sequence[int], name: str, seed: int, c
 
 @dataclass(frozen=True)
 class Launch:
-    """How a server of one make is started."""
+    """How to start a server of one make: command, environment."""
 
     command: tuple[str, ...]
     environment: dict[str, str]

@@ -1,4 +1,4 @@
-"""The makes of inference servers that stretto can train with, by `engine.kind`."""
+"""Makes of inference servers that stretto can train with, by `engine.kind`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _METHODS = [name for name, one in vars(Make).items() if inspect.isfunction(one) 
 
 
 def make_of(kind: str, http: JsonServer, load_seconds: float) -> Make:
-    """The wire to a server; `load_seconds` is the longest wait for a load."""
+    """Client of a server; `load_seconds` is the longest wait for a load."""
     make: Make = MAKES.load(kind)(http, load_seconds)
     return make
 
 
 def launch_of(config: EngineConfig, model: str, port: int) -> Launch:
-    """How a server is started."""
+    """How to start a server of `config.kind` on a port."""
     launch: Launch = getattr(MAKES.load(config.kind), "launch")(config, model, port)  # noqa: B009  # of the class
     return launch
 
 
 def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
-    """A sentence for each way in which the class of `engine.kind` is no make, without a server."""
+    """A sentence for each fault of the class of `engine.kind`, checked without starting a server."""
     make = MAKES.load(config.kind)
     if lacking := [name for name in (*_METHODS, "launch") if not callable(getattr(make, name, None))]:
         yield f"has no method {', '.join(lacking)} (docs/how_to/doors/engine.md)"
@@ -41,7 +41,7 @@ def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
 
 
 def _differs(name: str, method: Callable[..., object]) -> str:
-    """How a method cannot be called as the one of the Protocol is."""
+    """How a method's signature differs from the Protocol's; "" if it does not."""
     wanted: Callable[..., object] = getattr(Make, name)
     parameters = inspect.signature(wanted).parameters.values()
     by_place = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]

@@ -1,4 +1,4 @@
-"""The process of an engine of another make: ``python -m stretto_servers.role SPEC``.
+"""Process of an engine of another make: ``python -m stretto_servers.role SPEC``.
 
 conductor ◄─ engine's wire ─► this process ◄─ the server's own HTTP ─► vLLM or SGLang
 trainer ─► mailbox ─► this process: verified, staged ─► the server loads
@@ -39,7 +39,7 @@ _REPLY_SECONDS = 60.0
 
 
 def main(arguments: list[str]) -> int:
-    """Play the role until the conductor ends it; see `processes.run_role`. What it fails of is the log's last line."""
+    """Run the role until the conductor ends it; see `processes.run_role`. An error is the log's last line."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()
     return run_role(
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def wire_to(address: str, spec: EngineSpec, config: EngineConfig) -> Make:
-    """The wire to the server at ``host:port``, with the deadlines of the run."""
+    """Client of the server at ``host:port``, with the deadlines of the run."""
     http = JsonServer(
         spec.name, address, seconds=max(_REPLY_SECONDS, spec.load_seconds), token_seconds=spec.token_seconds
     )
@@ -101,16 +101,16 @@ async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> Externa
 
 
 class _Life:
-    """The engine and its server: the end of either ends both."""
+    """Engine and server together: the end of either ends both."""
 
     def __init__(self, engine: ExternalEngine, server: Server, wire: Make) -> None:
         self._engine, self._server, self._wire = engine, server, wire
 
     async def run(self) -> None:
-        """Until cancelled.
+        """Run until cancelled.
 
         Raises:
-            StrettoError: how the server ended, or why it cannot be trusted.
+            StrettoError: the server has ended, or cannot be trusted.
         """
         ended = asyncio.create_task(lost(self._server, self._wire))
         working = asyncio.create_task(self._engine.run())

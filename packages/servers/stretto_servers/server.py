@@ -1,4 +1,4 @@
-"""The process of an inference server, or the address of one that somebody else runs."""
+"""Process of an inference server, or the address of one that is managed elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GUARD = "stretto_servers.guard"
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """An unused port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -31,15 +31,15 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server that this process has started, through a guard (`stretto_servers.guard`): whatever ends this process,
-    no process of the server is left."""
+    """A server started by this process through a guard (`stretto_servers.guard`), so that it never outlives this
+    process."""
 
     def __init__(self, name: str, guard: asyncio.subprocess.Process) -> None:
         self.name, self._guard = name, guard
 
     @classmethod
     async def start(cls, name: str, launch: Launch) -> ServerProcess:
-        """Start it, with its output in this process' own."""
+        """Start the server; its output goes to this process' output."""
         guard = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", _GUARD, "env", *_changed(launch.environment), *launch.command),
             stdin=asyncio.subprocess.PIPE,
@@ -48,13 +48,13 @@ class ServerProcess:
         return cls(name, guard)
 
     async def ended(self) -> RoleDied:
-        """How it ended."""
+        """Error that says how the server ended."""
         code = await self._guard.wait()
         killed = code - 128 in set(signal.Signals)
         return RoleDied(f"the server of {self.name}", describe_exit(128 - code if killed else code))
 
     async def stop(self) -> None:
-        """End it, and every process that it has started."""
+        """End the server and all its processes."""
         if self._guard.stdin is not None:
             self._guard.stdin.close()
         async with deadline(self.name, "the end of its server", _STOP_SECONDS):
@@ -62,24 +62,24 @@ class ServerProcess:
 
 
 class GivenServer:
-    """A server that somebody else started."""
+    """A server that somebody else has started."""
 
     def __init__(self, name: str, address: str, make: Make) -> None:
         self.name, self._address, self._make = name, address, make
 
     async def ended(self) -> RoleDied:
-        """That it has not answered for a while."""
+        """Error that says that the server has not answered for a while."""
         return await _silence(f"the server {self._address}", self._make)
 
     async def stop(self) -> None:
-        """It goes on; its owner ends it."""
+        """Do nothing: the server belongs to somebody else."""
 
 
 Server = ServerProcess | GivenServer
 
 
 async def until_ready(server: Server, make: Make, seconds: float) -> None:
-    """Return when it can be asked.
+    """Wait until the server accepts requests.
 
     Raises:
         RoleDied: it ended instead.
@@ -97,8 +97,8 @@ async def until_ready(server: Server, make: Make, seconds: float) -> None:
 
 
 async def lost(server: Server, make: Make) -> RoleDied:
-    """How a server that was ready was lost: it ended, or does not answer. One whose workers have died may wait for the
-    requests that it has, and so for ever."""
+    """Wait until a ready server is lost: it ended, or does not answer (a server whose workers have died may hang
+    forever). Returns the error."""
     ends = [asyncio.create_task(server.ended()), asyncio.create_task(_silence(f"the server of {server.name}", make))]
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -122,7 +122,7 @@ async def _answers(make: Make) -> None:
 
 
 def _changed(environment: Mapping[str, str]) -> list[str]:
-    """The words of ``env`` for a server's environment, without what would give another interpreter our packages, or
-    keep it from writing bytecode: without that, each start takes minutes."""
+    """Arguments of ``env`` for a server's environment. Removed are variables that would make another interpreter find
+    our packages, or keep it from writing bytecode, without which each start takes minutes."""
     ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
     return [word for name in ours for word in ("-u", name)] + [f"{name}={value}" for name, value in environment.items()]

@@ -64,7 +64,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class SglangServer:
-    """One server of SGLang (satisfies `stretto_servers.make.Make`)."""
+    """Client of one SGLang server (satisfies `stretto_servers.make.Make`)."""
 
     capabilities = CAPABILITIES["sglang"]
 
@@ -155,7 +155,7 @@ class SglangServer:
 
     @staticmethod
     def launch(config: EngineConfig, model: str, port: int) -> Launch:
-        """How a server is started; `engine.arguments` come last, so that they override."""
+        """How to start a server; `engine.arguments` come last, so that they override."""
         options = {
             "--model-path": model,
             "--host": "127.0.0.1",
@@ -177,7 +177,7 @@ class SglangServer:
 
 
 def _tokens_of_cpu(config: EngineConfig) -> int:
-    """Tokens of the KV cache; SGLang measures the memory of a GPU alone."""
+    """Size of the KV cache in tokens for a CPU server; SGLang determines it only on a GPU."""
     return min(1 << 20, config.slots * 1024)
 
 

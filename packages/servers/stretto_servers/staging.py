@@ -1,4 +1,4 @@
-"""Published versions as model folders, which every inference server can load, and what servers then have of them."""
+"""Published versions as model folders for inference servers, and comparison with what the servers hold."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _OTHER_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index
 
 @dataclass(frozen=True)
 class FolderAsItIs:
-    """One folder with the weights of every version (satisfies `stretto_servers.engine.WeightsFolder`)."""
+    """A fixed model folder, used for every version (satisfies `stretto_servers.engine.WeightsFolder`)."""
 
     folder: Path
 
     checked = 0
 
     def folder_of(self, version: int, /) -> Path:
-        """The folder."""
+        """The same folder for every version."""
         return self.folder
 
 
 class StagedWeights:
-    """One folder that looks like the model's, whose weights are a link to the newest staged publication
-    (satisfies `stretto_servers.engine.WeightsFolder`)."""
+    """A copy of the model folder whose weights are a link to the newest staged publication (satisfies
+    `stretto_servers.engine.WeightsFolder`)."""
 
     def __init__(self, subscriber: SharedMemorySubscriber, model: Path, folder: Path) -> None:
         self._subscriber, self._folder = subscriber, folder
@@ -47,18 +47,18 @@ class StagedWeights:
                 _link(folder / file.name, file)
 
     def folder_of(self, version: int, /) -> Path:
-        """The folder, with the weights of `version`."""
+        """Stage the weights of `version`; returns the folder."""
         _link(self._folder / _WEIGHTS, self._subscriber.hold(version, self._folder.name))
         return self._folder
 
     @property
     def checked(self) -> int:
-        """Bytes of versions that were read here."""
+        """Bytes of versions read here."""
         return self._subscriber.checked
 
 
 def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in a folder, and of an output layer, which is the embedding where it has no name."""
+    """Shapes of the tensors in a folder, plus that of an output layer tied to the embedding."""
     with ExitStack() as opened:
         found = {
             name: tuple(file.get_slice(name).get_shape())
@@ -71,12 +71,12 @@ def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
 def compare(
     folder: Path, digests: Mapping[str, TensorDigest], workers: Sequence[Mapping[str, str]]
 ) -> tuple[tuple[str, ...], int]:
-    """The tensors that a server's workers do not hold as they were published, and how many were compared: the file that
-    the server was given is the trainer's by its digests, and what the workers say of their memory has to be what the
-    file comes to in their type.
+    """Compare the memory of a server's workers with the published tensors; returns the names that differ, and the
+    number compared. The file is checked against the trainer's digests; the workers' sums must equal those of the file
+    in their dtype.
 
     Raises:
-        WireError: a worker says what no `readback` says.
+        WireError: a worker's reply is malformed.
     """
     sums = _together(workers, digests)
     wrong, compared = [], 0
@@ -93,14 +93,14 @@ def compare(
 
 
 def _expected(tensor: Tensor, own: Sums) -> Sums | None:
-    """What the workers' sums of a tensor have to be; None where they were added in a way that cannot be repeated."""
+    """Expected sums of a tensor; None if the workers' order of summation cannot be reproduced."""
     dtype = DTYPES.get(own.dtype)
     whole = sums_of(tensor.to(dtype)) if dtype is not None else None
     return whole if whole is not None and whole.unit == own.unit else None
 
 
 def _together(workers: Sequence[Mapping[str, str]], digests: Mapping[str, TensorDigest]) -> dict[str, Sums]:
-    """The sums of all workers. An output layer that is published as the embedding is another copy of it."""
+    """Sums over all workers. An output layer published as the embedding is another copy of it."""
     found: dict[str, Sums] = {}
     try:
         for worker in workers:

@@ -31,7 +31,7 @@ from stretto_servers.worker.advance import FOLDER, read_of
 
 NEEDED = f"{CAPABILITIES['vllm'].needed}, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 _GENERATE = "/inference/v1/generate"
-_NO_PROBABILITY = -9000.0  # what is below was filtered out: vLLM writes -9999
+_NO_PROBABILITY = -9000.0  # smaller values were filtered out: vLLM writes -9999
 
 
 class _Top(msgspec.Struct):
@@ -73,7 +73,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 
 
 class VllmServer:
-    """One server of vLLM (satisfies `stretto_servers.make.Make`)."""
+    """Client of one vLLM server (satisfies `stretto_servers.make.Make`)."""
 
     capabilities = CAPABILITIES["vllm"]
 
@@ -137,7 +137,8 @@ class VllmServer:
             raise WireError(f"{self._http.name} does not say what its workers hold ({error!r})") from None
 
     async def _workers(self, method: str, folder: Path, *more: str) -> Any:
-        """What the worker extension of each worker returns. vLLM's own limit would end the wait, and not the work."""
+        """Call a method of the worker extension in all workers; returns their results. vLLM's own time limit is not
+        used, since it would end the wait but not the work."""
         self._folder = folder
         order = {"method": method, "args": [str(folder), *more]}
         return await self._http.exchange("POST", "/collective_rpc", order, self._load_seconds, lambda: self.read)
@@ -151,7 +152,7 @@ class VllmServer:
 
     @staticmethod
     def launch(config: EngineConfig, model: str, port: int) -> Launch:
-        """How a server is started; `engine.arguments` come last, so that they override."""
+        """How to start a server; `engine.arguments` come last, so that they override."""
         options = {
             "--model": model,
             "--host": "127.0.0.1",
@@ -182,7 +183,7 @@ class VllmServer:
 
 
 def _values(page: str, name: str) -> list[float]:
-    """The values of a metric in Prometheus' text format, one for each set of labels."""
+    """Values of a metric in Prometheus' text format, one per set of labels."""
     lines = (line for line in page.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
     return [float(line.rpartition(" ")[2]) for line in lines]
 
@@ -229,6 +230,6 @@ def _delta(server: str, event: bytes, top: int) -> Delta:
 
 
 def _likeliest(found: list[_Top], count: int) -> Likeliest:
-    """The `count` likeliest; the sampled token comes first in vLLM's list, likely or not."""
+    """The `count` likeliest tokens; in vLLM's list the sampled token comes first, likely or not."""
     pairs = {token.token_id: token.logprob for token in found if token.logprob > _NO_PROBABILITY}
     return tuple(sorted(pairs.items(), key=lambda pair: -pair[1])[:count])

@@ -24,7 +24,7 @@ Judge = Callable[[dict[str, Any]], Judged]
 
 
 class BadLines(Exception):
-    """Lines of a file that are not what they should be; one sentence each, with its place."""
+    """Malformed lines of a file; one sentence each, with its place."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -32,7 +32,7 @@ class BadLines(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; its exit code, which is 2 for a mistake in the file and 0 for verdicts of any kind."""
+    """Run the command; returns the exit code: 2 for a mistake in the file, 0 for verdicts of any kind."""
     parser = argparse.ArgumentParser("stretto-verify", description="Verdicts on the completions of a JSONL file.")
     parser.add_argument("kind", choices=("math", "code"), help="final answers against `gold`, or programs and `tests`")
     parser.add_argument("file", type=Path, help="one JSON object a line, with `completion` and `gold` or `tests`")
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_rows(path: Path, needed: str) -> list[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects of a JSONL file, blank lines left out.
+    """Line numbers and objects of a JSONL file, without blank lines.
 
     Raises:
         BadLines: the file cannot be read, has no rows, or some lines lack `completion` or `needed`.
@@ -75,9 +75,10 @@ def read_rows(path: Path, needed: str) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _row(line: str, needed: str) -> dict[str, Any]:
-    """
+    """Parse one line.
+
     Raises:
-        ValueError: it is no object with the fields that are needed.
+        ValueError: it is no object with the required fields.
     """
     try:
         row = json.loads(line)
@@ -96,8 +97,7 @@ def _row(line: str, needed: str) -> dict[str, Any]:
 
 
 def print_judged(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], judge: Judge) -> None:
-    """Print each row with its `verdict` and `reason`, in order, and a line on the standard error for each undecided
-    one."""
+    """Print each row with its `verdict` and `reason`, in order, and each undecided row on standard error."""
     undecided = 0
     for number, row in rows:
         found = judge(row)

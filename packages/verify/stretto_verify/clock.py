@@ -1,4 +1,4 @@
-"""Limits by the clock that belong to limits of processor time."""
+"""Wall-clock limits derived from CPU time limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ _TIMES, _MORE = 10, 60.0
 
 
 def clock_limit(seconds: float) -> float:
-    """Seconds by the clock for something that may take `seconds` of processor time: ten times as many, and at most
-    60 s more. What waits instead of computing, or gets no processor, ends there."""
+    """Wall-clock limit in seconds for work that may take `seconds` of CPU time: ten times as much, but at most 60 s
+    more. It ends work that waits instead of computing, or gets no CPU."""
     return seconds + min((_TIMES - 1) * seconds, _MORE)

@@ -46,7 +46,7 @@ def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
 
 
 def judged_here(completion: str, gold: str, prompt: str = "") -> Judged:
-    """As `judge_math`, in this thread."""
+    """Same as `judge_math`, in this thread."""
     try:
         if math(prompt, completion, gold):
             return Judged("right")
@@ -84,7 +84,7 @@ def judge_program(completion: str, tests: object, config: SandboxConfig = DEFAUL
 
 
 class ProgramJudge:
-    """Judges programs one after the other, in a sandbox that it keeps.
+    """Judges programs one after the other, in a persistent sandbox.
 
     Example::
 
@@ -95,7 +95,8 @@ class ProgramJudge:
     """
 
     def __init__(self, config: SandboxConfig = DEFAULTS) -> None:
-        """
+        """Start the sandbox.
+
         Raises:
             SandboxRefused: no sandbox that is safe enough can be made here.
         """
@@ -104,11 +105,11 @@ class ProgramJudge:
 
     @property
     def report(self) -> Report:
-        """The level of the sandbox, and how it was found."""
+        """Level of the sandbox, and how it was found."""
         return self._reward.report
 
     def judge(self, completion: str, tests: object) -> Judged:
-        """As `judge_program`."""
+        """Same as `judge_program`."""
         try:
             found = self._reward.judge(completion, parse_tests(tests), to_the_end=False)
         except (BadTests, SandboxFailed) as reason:
@@ -134,7 +135,7 @@ def _probed(config: SandboxConfig) -> tuple[Walls, Report]:
 
 
 class _OfThisThread(threading.local):
-    """The processes that judge for one thread; they end with it."""
+    """Judging processes of one thread; they end with it."""
 
     def __init__(self) -> None:
         self._judges: dict[SandboxConfig, ProgramJudge] = {}

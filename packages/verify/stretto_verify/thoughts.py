@@ -1,7 +1,7 @@
-"""Thoughts: how models mark them, and what a completion says when it has thought.
+"""Thoughts: their marks, and the text of a completion without them.
 
-Models think between two marks, such as ``<think>`` and ``</think>``; the chat template may have written the first one
-at the end of the prompt. Nothing in a thought is an answer, so a completion that was cut off inside of one has none.
+Models think between two marks, such as ``<think>`` and ``</think>``; the chat template may have put the first one at
+the end of the prompt. Text inside a thought is no answer, so a completion that is cut off inside one has none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARKS: Final = (
     ("<|channel>thought", "<channel|>"),
     ("<unused94>thought", "<unused95>"),
 )
-#: What a tokenizer may count among its special tokens and a reader still has to see: marks, and parts of marks.
+#: Marks, and parts of marks, that must be decoded even if the tokenizer counts them as special tokens.
 PIECES: Final = frozenset(
     {mark for pair in MARKS for mark in pair} | {"<|channel|>", "<|message|>", "<|channel>", "<unused94>"}
 )
@@ -32,7 +32,7 @@ _MESSAGE = re.escape("<|message|>")
 
 
 def _pattern(marks: Iterable[str], message: str) -> str:
-    """A pattern for any of the marks. A channel may name a recipient between its name and its message."""
+    """Pattern for any of the marks. A channel mark may contain a recipient between its name and its message."""
     return "|".join(sorted({re.escape(mark).replace(_MESSAGE, message) for mark in marks}))
 
 
@@ -47,7 +47,7 @@ _QUOTES = "`'\""
 
 
 def said(completion: str, prompt: str = "") -> str:
-    """The text behind the last thought; nothing, if that one never ends. The prompt may have begun it.
+    """Text after the last thought; empty if that one never ends. The prompt may have opened it.
 
     >>> said("<think>3 or 4</think>4"), said("3 or 4</think>4"), said("<think>3 or 4"), said("4")
     ('4', '4', '', '4')
@@ -64,7 +64,7 @@ def said(completion: str, prompt: str = "") -> str:
 
 
 def opened(prompt: str) -> str:
-    """The mark of a thought that a prompt leaves open at its very end; empty if there is none.
+    """Mark of a thought that the prompt opens at its very end; empty if there is none.
 
     >>> opened("So <think>\\n"), opened("So <think>\\n\\n</think>\\n"), opened("Write <think> first.")
     ('<think>', '', '')
@@ -74,7 +74,7 @@ def opened(prompt: str) -> str:
 
 
 def closed(prompt: str) -> str:
-    """The prompt without such a mark.
+    """The prompt without a thought mark at its end.
 
     >>> closed("How many? <think>\\n"), closed("How many?")
     ('How many?', 'How many?')
@@ -84,8 +84,8 @@ def closed(prompt: str) -> str:
 
 
 def with_opening(completion: str, mark: str) -> str:
-    """A completion that says nothing behind the thought that its prompt has begun, with the mark of that thought in
-    front: so it can be told from an answer. Every other completion as it is.
+    """The completion, with the prompt's thought mark `mark` in front if it never leaves that thought, so that it is not
+    taken for an answer. Other completions are unchanged.
 
     >>> with_opening("3 or 4", "<think>"), with_opening("3 or 4</think>4", "<think>"), with_opening("3 or 4", "")
     ('<think>3 or 4', '3 or 4</think>4', '3 or 4')
@@ -94,5 +94,5 @@ def with_opening(completion: str, mark: str) -> str:
 
 
 def _is_quoted(text: str, start: int, end: int) -> bool:
-    """Whether a mark is a text that is spoken of."""
+    """Whether a mark is quoted text, not a real mark."""
     return start > 0 and end < len(text) and text[start - 1] in _QUOTES and text[end] in _QUOTES

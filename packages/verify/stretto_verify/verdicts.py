@@ -12,12 +12,12 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class Judged(Record, frozen=True):
-    """The verdict on one completion.
+    """Verdict on one completion.
 
     Attributes:
-        verdict: "undecided" where nothing is known about the completion: the gold answer or the tests cannot be read,
-            or judging took too long. Never count it as wrong.
-        reason: why it is wrong or undecided; empty where it is right.
+        verdict: "right", "wrong" or "undecided". Undecided means that nothing is known about the completion (the gold
+            answer or the tests cannot be read, or judging took too long); never count it as wrong.
+        reason: why it is wrong or undecided; empty if it is right.
     """
 
     verdict: Literal["right", "wrong", "undecided"]
@@ -33,7 +33,7 @@ class Undecided(Exception):
 
 
 class SandboxRefused(Exception):
-    """No sandbox that is safe enough can be made on this machine; `found` says what was tried, `remedy` what helps."""
+    """No sandbox that is safe enough can be made on this machine; `found`: what was tried, `remedy`: what helps."""
 
     def __init__(self, found: str, remedy: str) -> None:
         self.found, self.remedy = found, remedy

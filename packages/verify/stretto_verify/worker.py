@@ -1,6 +1,6 @@
-"""A process that judges mathematics and can be killed: ``python -m stretto_verify.worker``.
+"""Killable process that judges mathematics: ``python -m stretto_verify.worker``.
 
-One request a line on its standard input, one verdict a line on its standard output.
+It reads one request per line from standard input, and writes one verdict per line to standard output.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class MathRequest(Record, frozen=True):
 
 
 class Worker:
-    """The process, started when it is needed, killed when a verdict takes too long, and then started again."""
+    """The judging process: started on first use, killed and restarted when a verdict takes too long."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended: weakref.finalize[..., Worker] | None = None
 
     def judge(self, completion: str, gold: str, prompt: str, seconds: float) -> Judged:
-        """The verdict; undecided where it takes more than `clock_limit(seconds)` by the clock, or the process ends."""
+        """Verdict on a completion; undecided if it takes more than `clock_limit(seconds)` of wall-clock time, or the
+        process ends."""
         try:
             request = msgspec.json.encode(MathRequest(completion, gold, prompt)) + b"\n"
         except UnicodeEncodeError:
@@ -53,7 +54,7 @@ class Worker:
         return Judged("undecided", f"no verdict within {limit:g} s" if line == b"" else "its process ended")
 
     def _ask(self, request: bytes, seconds: float) -> bytes:
-        """The reply; b"" when the time is over, and a byte without an end of line when the process has ended."""
+        """Reply line; b"" on a timeout, and an incomplete line if the process has ended."""
         process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -90,12 +91,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait(_END_SECONDS)
     for end in (process.stdin, process.stdout):
         if end is not None:
-            with contextlib.suppress(BrokenPipeError):  # what was not sent
+            with contextlib.suppress(BrokenPipeError):  # unsent data
                 end.close()
 
 
 def main() -> None:
-    """Judge until the standard input ends. What a library prints goes to the standard error."""
+    """Judge until standard input ends. Output of libraries goes to standard error."""
     # Only the process itself needs the computer algebra, so it is imported here and not above.
     from stretto_verify.judging import judged_here
 

@@ -1,4 +1,4 @@
-"""`stretto plan --calibrate`: measure this machine, and write what a plan needs of it."""
+"""`stretto plan --calibrate`: measures this machine, and writes a record for plans."""
 
 from __future__ import annotations
 
@@ -52,8 +52,7 @@ alphabet = "0123456789+-=abcdefghijklmnopqrstuvwxyz"
 
 
 def calibrate_machine(out: Path, say: Callable[[str], None]) -> MachineProfile:
-    """Measure the roles alone, and then short runs, which correct what the roles took alone. Writes the record to
-    `out`.
+    """Measure the roles alone, then short runs for correction, and write the record to `out`.
 
     Raises:
         OSError: it cannot be written.
@@ -86,8 +85,8 @@ def _sample(recipe: Path, run: Path, overrides: Sequence[str]) -> RunSample:
 
 
 def between_roles(run: Inspection) -> dict[str, float]:
-    """The fields of `MachineProfile` that only a whole run shows. What of a synchronous step is neither generation nor
-    training is the conductor's, as far as its process worked; the rest is the engine's server's."""
+    """Fields of `MachineProfile` that only a whole run shows. Time of a synchronous step outside of generation and
+    training is the conductor's, as far as its process was busy; the rest is the engine's server's."""
     completions = run.trajectories.trained
     idle = 1.0 - run.busy["engine-0"] - run.busy["trainer"]
     return {
@@ -99,8 +98,8 @@ def between_roles(run: Inspection) -> dict[str, float]:
 
 
 def between_steps(run: Path) -> dict[str, float]:
-    """What the conductor takes between two training steps where the next batch is complete, as it is before a quarter
-    of the steps of an asynchronous run at least."""
+    """Conductor time between two training steps whose next batch is complete; in an asynchronous run these are at least
+    a quarter of the steps."""
     spans = sorted(
         (span.start, span.end, span.name) for span in iterate_spans(RunFolder.open(run).spans) if span.role == "trainer"
     )
@@ -109,7 +108,11 @@ def between_steps(run: Path) -> dict[str, float]:
 
 
 def _check_writable(out: Path) -> None:
-    """Raises OSError where no file of this name can be made; one that is there stays as it is."""
+    """Check that `out` can be created; an existing file stays unchanged.
+
+    Raises:
+        OSError: it cannot.
+    """
     try:
         if out.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -119,7 +122,7 @@ def _check_writable(out: Path) -> None:
 
 
 def short_run(recipe: Path, run: Path, overrides: Sequence[str], patience: float = _PATIENCE) -> Path:
-    """A run of the calibration, in the folder `run`.
+    """Run a calibration run in the folder `run`.
 
     Raises:
         RoleDied: it failed, or did not end in `patience` seconds.

@@ -1,4 +1,4 @@
-"""`stretto gateway`: one model folder, by engines of any make, behind sessions that agents use over HTTP."""
+"""`stretto gateway`: serves one model folder, by engines of any make, as sessions for agents over HTTP."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ from stretto_gateway.sessions.sessions import RecordedSessions
 from stretto_verify.thoughts import PIECES
 
 _STOP_SECONDS = 1.0
-_PROBE = [{"role": "user", "content": "1+1="}]  # whose tokens servers of other makes have to know
+_PROBE = [{"role": "user", "content": "1+1="}]  # prompt that other servers must tokenize alike
 
 
 class Turns:
-    """The turns of all sessions, by a pool of engines: a `core.engine.Generate`, and the work of a `GracefulServer`."""
+    """Generates the turns of all sessions by a pool of engines (satisfies `core.engine.Generate`; also the work of a
+    `GracefulServer`)."""
 
     def __init__(self, engines: EnginePool) -> None:
         self.stopping, self.open_requests = False, 0  # a turn is open too while it waits for an engine
@@ -62,19 +63,19 @@ class Turns:
         """See `Generate`.
 
         Raises:
-            EngineLost: the gateway has broken off.
+            EngineLost: the gateway is stopping.
         """
         if self._over:
             raise EngineLost("the gateway", "is stopping")
         return self._engines.generate(*requests)
 
     def break_off(self) -> None:
-        """End every turn as it is."""
+        """Interrupt every turn."""
         self.stopping = self._over = True
         self._engines.break_off()
 
     async def run(self) -> None:
-        """Replace engines that die, until cancelled; then open turns break off.
+        """Replace engines that die, until cancelled; open turns are then interrupted.
 
         Raises:
             RoleDied: one has died too often.
@@ -85,8 +86,8 @@ class Turns:
             self.break_off()
 
     def sampler(self, session: str, record: SessionRecord) -> Sampler:
-        """See `gateway.sessions.sessions.MakeSampler`. Another engine repeats what a lost one had, while the gateway
-        stops too."""
+        """Sampler of a session; see `gateway.sessions.sessions.MakeSampler`. Turns of a lost engine are repeated by
+        another one, also while the gateway stops."""
         turns = PersistentTurns(WholeTurns(self, record, session))
 
         async def sample(request: TurnRequest) -> Segment:
@@ -112,8 +113,8 @@ def session_model(
     """The model behind the sessions.
 
     Args:
-        grammars: whether its engines follow them.
-        chosen: the options of the distribution that clients may choose.
+        grammars: whether its engines support them.
+        chosen: distribution options that clients may set.
 
     Raises:
         ModelFolderError: the tokenizer has no chat template.
@@ -137,9 +138,9 @@ def gateway(
     """Serve sessions with a Hugging Face folder until SIGINT or SIGTERM; open turns are finished first.
 
     Args:
-        folder: where the sessions are recorded; those that are recorded there go on.
+        folder: where sessions are recorded; recorded ones are resumed.
         name: the model's name for clients; by default the folder's name.
-        api_key: what opens sessions; without it, all that reach this machine's loopback address may.
+        api_key: required to open sessions; without it, everyone on this machine may.
 
     Raises:
         UserError: the folder, an override, a server or the address is wrong.
@@ -171,14 +172,14 @@ def gateway(
 
 
 def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokenizer) -> str:
-    """Why the engines follow no grammars; "" if they do."""
+    """Why the engines support no grammars; "" if they do."""
     if config.kind != "native":
         return f"servers of {capabilities_of(config.kind).name} are given no grammars"
     return Grammars(lambda: tokenizer, base.vocab_size).problem
 
 
 def _choices(config: EngineConfig) -> tuple[str, ...]:
-    """The fields of the distribution that the log-probabilities of the engines follow."""
+    """Distribution options that the engines' log-probabilities account for."""
     filtered = config.kind == "native" or capabilities_of(config.kind).filtered_logprobs
     return DISTRIBUTION if filtered else ("temperature",)
 

@@ -1,4 +1,4 @@
-"""`stretto engine --join` and `stretto scale`: what runs on other machines, and what speaks to a run from outside."""
+"""`stretto engine --join` and `stretto scale`: commands that reach a run from outside."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def offer(
     patience: float,
     kind: str = "engine",
 ) -> Offer:
-    """What this machine brings; `join` is the address of a run, or its folder if this machine sees it.
+    """Offer of this machine; `join` is the address of a run, or its folder if this machine sees it.
 
     Raises:
-        RecipeError: the address or the token is missing, or is none.
+        RecipeError: the address or the token is missing or invalid.
     """
     given = os.environ.pop(TOKEN, None)  # the roles of this machine would inherit it
     if Path(join).is_dir():
@@ -58,7 +58,7 @@ def offer(
 
 
 def gpus_of_this_machine() -> tuple[str, ...]:
-    """The numbers of its GPUs of NVIDIA, those of CUDA_VISIBLE_DEVICES if it is set."""
+    """Numbers of its NVIDIA GPUs, those in CUDA_VISIBLE_DEVICES if it is set."""
     if (told := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(filter(None, told.split(",")))
     numbers = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*"))
@@ -66,7 +66,7 @@ def gpus_of_this_machine() -> tuple[str, ...]:
 
 
 def dealt(gpus: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
-    """The environments of `count` places that share the GPUs evenly; none where there are too few.
+    """Environments of `count` places that share the GPUs evenly; empty if there are too few.
 
     >>> dealt(("0", "1", "2"), 2)
     ({'CUDA_VISIBLE_DEVICES': '0'}, {'CUDA_VISIBLE_DEVICES': '1'})
@@ -92,7 +92,7 @@ def work(brought: Offer, say: Callable[[str], None]) -> int:
 
 
 def _remedy(refused: HandshakeRefused) -> str:
-    """What the user can do about it, where the run has not said it."""
+    """Remedy for a refusal, if the run has not given one."""
     if "key" in refused.how:
         return f"give the token of the run's join.json by --token, or in the environment variable {TOKEN}"
     return "give the folder of the run's certificates by --tls" if "TLS" in refused.how else ""
@@ -107,10 +107,10 @@ async def _work(brought: Offer, say: Callable[[str], None]) -> int:
 
 
 def scale(run: Path, changes: list[str]) -> str:
-    """Change the number of a run's engines; the sentence of the run.
+    """Change the number of a run's engines; returns the run's reply.
 
     Raises:
-        RunFolderError, RecipeError: the run is not going on, or will not do it.
+        RunFolderError, RecipeError: the run is not running, or refuses.
     """
     wanted = dict(change.partition("=")[::2] for change in changes)
     if wanted.keys() != {"engines"} or not wanted["engines"].isdecimal():

@@ -1,4 +1,4 @@
-"""`stretto plan`: what a recipe will take on a machine, before the machine is paid for."""
+"""`stretto plan`: prediction of a recipe's time and memory on a machine, before paying for it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _ANY = "h100"  # weights and activations are the same on every machine
 _SHOWN = 4096  # demonstrations whose lengths are taken
 _UNITS = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _REACHED = 0.8  # of a network's rate
-_ASSUMED_MEAN, _ASSUMED_SIGMA = 1 / 3, 0.8  # of completions that nothing is known of; the mean of sampling.max_tokens
+_ASSUMED_MEAN, _ASSUMED_SIGMA = 1 / 3, 0.8  # assumed mean length without data, as a share of sampling.max_tokens
 
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """What the command line says beside the recipe. `gpus` None: the recipe's own layout. `run`: the folder of the run
-    that is predicted, which gets the plan."""
+    """Command line options beside the recipe. `gpus` None: the recipe's own layout. `run`: folder of the predicted run,
+    which gets the plan."""
 
     machine: str
     gpus: int | None = None
@@ -55,7 +55,7 @@ class PlanChoice:
 
 
 def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: Callable[[str], None]) -> RunPlan:
-    """The best layouts of a recipe; `say` gets what was assumed.
+    """Best layouts of a recipe; `say` gets the assumptions.
 
     Raises:
         UserError: a mistake in the recipe or in the choice; a model that fits in no layout.
@@ -78,7 +78,11 @@ def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: C
 
 
 def _check_run(run: Path, digest: str | None) -> None:
-    """Raises RunFolderError where the plan would be no prediction of this run; it need not have begun."""
+    """Check that the plan is a prediction of this run, which need not have begun.
+
+    Raises:
+        RunFolderError: it is not.
+    """
     if RunFolder(run).ledger.is_file():
         check_digest(Path(f"--run {run}"), digest, run_digest(run))
     elif digest is None:
@@ -88,12 +92,12 @@ def _check_run(run: Path, digest: str | None) -> None:
 
 
 def job_of(path: Path, overrides: Sequence[str], lengths: str | None, say: Callable[[str], None]) -> Job:
-    """A recipe as the planner sees it; a model folder with its config.json is enough."""
+    """A recipe file as the planner sees it; a model folder with a config.json suffices."""
     return job_from(outline(load_recipe(path, overrides)), lengths, say)
 
 
 def memory_per_device(asked: Outline) -> str:
-    """What one device of each side holds, by the formulas of the planner, for `stretto train --dry-run`."""
+    """Estimated memory of one device of each side, for `stretto train --dry-run`."""
     job = job_from(asked, f"constant:tokens={asked.sampling.max_tokens}", lambda text: None)
     layout = own_layout(job)
     costs = Costs(job, machine_of(_ANY), layout)
@@ -121,7 +125,7 @@ def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) ->
 
 
 def shape_of_model(folder: Path) -> ModelShape:
-    """The shape of the model of a folder, from its config.json."""
+    """Shape of a folder's model, from its config.json."""
     facts, config = outlined(folder)
     text = config.get_text_config()
     return ModelShape(
@@ -137,7 +141,7 @@ def shape_of_model(folder: Path) -> ModelShape:
 
 
 def _lengths(asked: Outline, words: str | None, say: Callable[[str], None]) -> Lengths:
-    """What the user names; else the demonstrations, which the policy has learnt from; else an assumption."""
+    """Lengths given by the user; else those of the demonstrations, which the policy has learnt; else an assumption."""
     most = asked.sampling.max_tokens
     prompt = round(fmean(len(one.token_ids) for one in asked.training))
     if words is not None:
@@ -155,7 +159,7 @@ def _lengths(asked: Outline, words: str | None, say: Callable[[str], None]) -> L
 
 
 def _connected(machine: MachineProfile, choice: PlanChoice) -> MachineProfile:
-    """The machine with the nodes and the network that are chosen."""
+    """The machine with the chosen nodes and network."""
     changes: dict[str, object] = {}
     if choice.gpus is not None and choice.gpus < 2:
         raise RecipeError([Problem(f"--gpus {choice.gpus}", "one trains and one generates", "at least 2")])
@@ -175,23 +179,23 @@ def _connected(machine: MachineProfile, choice: PlanChoice) -> MachineProfile:
 
 
 def as_json(found: RunPlan) -> str:
-    """One JSON object."""
+    """The plan as one JSON object."""
     return msgspec.json.format(msgspec.json.encode(found)).decode()
 
 
 def rank_share(one: LayoutPrediction) -> float:
-    """The share of the devices that trains."""
+    """Share of the devices that train."""
     return one.ranks / (one.ranks + one.engines * one.tensor)
 
 
 def named(one: LayoutPrediction) -> str:
-    """A layout in a few words."""
+    """Short description of a layout."""
     of = f" of {one.tensor}" if one.tensor > 1 else ""
     return f"{one.engines:,} engines{of}, {one.ranks:,} ranks, {one.step_seconds:,.3g} s a step"
 
 
 def table(found: RunPlan) -> str:
-    """The layouts for people, best first, and why the second is worse."""
+    """Table of the layouts, best first, with the reason why the second is worse."""
     names = "engines  tensor  ranks  micro-batch  eta  in flight  step s  tokens/s  gen busy  train busy"
     heads = f"{names}  stale mean  p99  recomputed  GiB  hours  device-h".split("  ")
     rows = [

@@ -1,4 +1,4 @@
-"""The picture of a plan. A file of its own, so that a run imports no matplotlib."""
+"""Picture of a plan, in a separate file so that a run imports no matplotlib."""
 
 from __future__ import annotations
 

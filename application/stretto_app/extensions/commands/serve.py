@@ -1,4 +1,4 @@
-"""`stretto serve`: one model folder over HTTP, by an engine in this process."""
+"""`stretto serve`: serves one model folder over HTTP, with an engine in this process."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _OF_A_RUN = {"transport": "give --host and --port", "base_port": "give --port"}
 
 
 def _served(overrides: Sequence[str]) -> Recipe:
-    """A recipe whose `[engine]` is that of ``engine.key=value`` words, for the engine of this process.
+    """Recipe with the ``engine.key=value`` overrides, for the engine of this process.
 
     Raises:
-        RecipeError: words of another form, values that are not allowed (all of them), or another engine.
+        RecipeError: malformed overrides, invalid values (all of them), or another kind of engine.
     """
     recipe = recipe_of_engines(Path(), overrides, {"count": "one engine is served"})
     check_embedded(recipe.engine)
@@ -54,11 +54,11 @@ def recipe_of_engines(
     refused: Mapping[str, str] = MappingProxyType({}),
     sections: tuple[str, ...] = ("engine",),
 ) -> Recipe:
-    """A recipe of which the model is given, and words ``engine.key=value`` or of other `sections`; `refused` are
-    further keys of the engine without a meaning, with what there is instead.
+    """Recipe for a given model, with overrides ``engine.key=value`` or of other `sections`. `refused`: further keys of
+    the engine without a meaning, each with a remedy.
 
     Raises:
-        RecipeError: words of another form, or values that are not allowed; all of them.
+        RecipeError: malformed overrides or invalid values; all of them.
     """
     refused = {f"engine.{name}": instead for name, instead in (_OF_A_RUN | {**refused}).items()}
     keys = [word.partition("=")[0].strip() for word in overrides]
@@ -80,9 +80,10 @@ def say_aloud(text: str) -> None:
 
 
 def check_key(api_key: str | None) -> None:
-    """
+    """Check that an HTTP header can hold the key.
+
     Raises:
-        RecipeError: no header can hold the key.
+        RecipeError: it cannot.
     """
     if api_key is not None and not _KEY.fullmatch(api_key):
         raise RecipeError(
@@ -104,7 +105,7 @@ def serve(
 
     Args:
         name: the model's name for clients; by default the folder's name.
-        api_key: what clients must send as ``Authorization: Bearer KEY``, except for /health.
+        api_key: required as ``Authorization: Bearer KEY``, except for /health.
 
     Raises:
         UserError: the folder, an override or the address is wrong.
@@ -145,14 +146,14 @@ def rule_of(
     seeds: bool = False,
     vocabulary: int = 2**31,
 ) -> SamplingRule:
-    """How clients may have a model sampled; see `SamplingRule`. `grammars`: its engines follow them."""
+    """Sampling rule for clients of a model; see `SamplingRule`. `grammars`: its engines support them."""
     default = Sampling(max_tokens=context, stop_token_ids=tokenizer.eos_token_ids)
     forms = CallForms(form_of(tokenizer.chat_template), tokenizer.vocabulary) if grammars else None
     return SamplingRule(default, context, chosen, forms, seeds, vocabulary)
 
 
 def context_of(longest_row: int, config: EngineConfig) -> int:
-    """Tokens that a prompt and its completion may have together: those of the longest row of the KV cache.
+    """Most tokens of a prompt with its completion: the longest row of the KV cache.
 
     Raises:
         RecipeError: the KV cache is too small for any.
@@ -164,6 +165,6 @@ def context_of(longest_row: int, config: EngineConfig) -> int:
 
 
 def allow_many_connections() -> None:
-    """Raise the limit of open files, one for each connection, from its soft value (often 1,024) to the hard one."""
+    """Raise the soft limit of open files (often 1,024) to the hard one; each connection needs one."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,15 +1,15 @@
-"""The difference of two publications: the elements that have changed, by place and new value; without torch.
+"""Deltas between two publications: changed elements by position and new value; without torch.
 
-A step in bfloat16 changes few of the stored numbers: the others move by less than a digit. So a piece of a publication
-is described by its changed elements, each with one byte for its distance from the one before. Where that is more than
-256 elements, unchanged ones are named in between. There is no compressor: it is slower than the network (benchmarks,
-`weights`).
+A step in bfloat16 changes few of the stored numbers: the others move by less than a digit. So each piece of a
+publication is described by its changed elements, each with one byte for the distance from the one before. Gaps of more
+than 256 elements are bridged by naming unchanged ones. There is no compression: it is slower than the network
+(benchmarks, `weights`).
 
     8 bytes     length of the head, little endian
     head        MessagePack: DeltaHead
     pieces      for each piece of at most a million elements: distances - 1 (one byte each), then values
 
-The result is verified as every publication is, by its own checksums: a difference of another base gives no weights.
+The result is verified like every publication, by its own checksums, so a delta applied to a wrong base is detected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SAMPLES = 64
 _SAMPLED = 1 << 14  # elements of a sample
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-_MAKE_SECONDS = 8.0  # that a mirror is kept waiting for a delta: less than it waits for a byte
+_MAKE_SECONDS = 8.0  # seconds to wait for a delta: less than a mirror waits for a byte
 _REMEMBERED = 8
 
 #: A delta that is larger than this part of the whole does not pay.
@@ -47,8 +47,8 @@ Elements = npt.NDArray[Any]
 
 
 class DeltaHead(Record, frozen=True):
-    """`base` and `seal` are the seals of both publications, `header` is the new one's, `counts` are the elements that
-    each piece names."""
+    """Head of a delta. `base` and `seal`: seals of both publications; `header`: that of the new one; `counts`: number
+    of elements named in each piece."""
 
     base: str
     seal: str
@@ -58,7 +58,7 @@ class DeltaHead(Record, frozen=True):
 
 @dataclass(frozen=True)
 class _Run:
-    """Bytes `begin` to `end` of a publication's tensors, all of whose elements have `width` bytes."""
+    """Bytes `begin` to `end` of a publication's tensors whose elements have `width` bytes."""
 
     begin: int
     end: int
@@ -71,7 +71,7 @@ class _Run:
 
 
 def changed_part(base: memoryview, target: memoryview) -> float | None:
-    """The part of the elements that differ, by samples from everywhere; None if the two have other tensors."""
+    """Share of differing elements, estimated from samples; None if the two have different tensors."""
     (old, old_start), (new, new_start) = read_header(base), read_header(target)
     if old.tensors != new.tensors:
         return None
@@ -88,11 +88,11 @@ def changed_part(base: memoryview, target: memoryview) -> float | None:
 
 
 def encode(base: memoryview, target: memoryview, file: FileIO, largest: float = LARGEST) -> bool:
-    """Write the delta from `base` to `target`, two publications with the same tensors; False if it has more than
-    `largest` of the bytes of the whole.
+    """Write the delta from `base` to `target`, two publications with the same tensors; returns False if it exceeds the
+    share `largest` of the whole.
 
     Raises:
-        ValueError: the two have other tensors.
+        ValueError: the two have different tensors.
         OSError: with the path.
     """
     (old, old_start), (new, new_start) = read_header(base), read_header(target)
@@ -120,10 +120,10 @@ def encode(base: memoryview, target: memoryview, file: FileIO, largest: float = 
 
 
 def apply(base: memoryview, delta: memoryview, file: FileIO) -> None:
-    """Write the publication that `delta` makes of `base`; the caller verifies it.
+    """Apply `delta` to `base` and write the resulting publication; the caller verifies it.
 
     Raises:
-        TornPublication: the delta is not whole, or is one of another base.
+        TornPublication: the delta is incomplete, or has another base.
         OSError: with the path.
     """
     head, place = _head(delta)
@@ -148,11 +148,11 @@ def apply(base: memoryview, delta: memoryview, file: FileIO) -> None:
 
 
 class NoDelta(Exception):
-    """Why a publication travels in full, as a sentence."""
+    """No delta is sent; its text says why the publication travels in full."""
 
 
 class Deltas:
-    """The deltas that a server has made: each once, in a thread, into a file beside the publications."""
+    """Deltas of a server, each made once, in a thread, into a file beside the publications."""
 
     def __init__(self, run: str, folder: Path) -> None:
         self._run, self._folder = run, folder
@@ -160,10 +160,10 @@ class Deltas:
         unlink(self._files())
 
     async def made(self, base: str, version: int, seal: str) -> tuple[Path, str]:
-        """The delta from the publication with the seal `base` to `version`, and what is to be said of it.
+        """File of the delta from the publication with the seal `base` to `version`, and a sentence about it.
 
         Raises:
-            NoDelta: it does not pay, cannot be made, or is not made yet.
+            NoDelta: it is too large, impossible, or not made yet.
         """
         if (base, seal) not in self._tasks:
             for old in list(self._tasks)[: -_REMEMBERED + 1]:
@@ -210,7 +210,7 @@ class Deltas:
 
 
 def _head(delta: memoryview) -> tuple[DeltaHead, int]:
-    """The head, and where the pieces begin."""
+    """Head of a delta, and the offset of its pieces."""
     end = _LENGTH + int.from_bytes(delta[:_LENGTH], "little")
     try:
         return msgspec.msgpack.decode(delta[_LENGTH:end], type=DeltaHead), end
@@ -219,7 +219,7 @@ def _head(delta: memoryview) -> tuple[DeltaHead, int]:
 
 
 def _encoded(before: Elements, after: Elements) -> tuple[npt.NDArray[np.uint8], Elements]:
-    """The distances and values of a piece."""
+    """Distances and values of a piece."""
     steps = np.diff(np.flatnonzero(before != after), prepend=-1) - 1
     fillers = steps // _STEP
     distances = np.full(len(steps) + fillers.sum(), _STEP - 1, np.uint8)
@@ -228,7 +228,7 @@ def _encoded(before: Elements, after: Elements) -> tuple[npt.NDArray[np.uint8], 
 
 
 def _runs(manifest: WeightsManifest) -> list[_Run]:
-    """The tensors without gaps and in the order of their places, those of one width together."""
+    """Contiguous tensors in the order of their offsets, those of one width joined."""
     runs: list[_Run] = []
     for entry in sorted(manifest.tensors.values(), key=lambda entry: entry.data_offsets):
         begin, end = entry.data_offsets
@@ -242,5 +242,5 @@ def _runs(manifest: WeightsManifest) -> list[_Run]:
 
 
 def _view(raw: memoryview, start: int, begin: int, end: int, width: int) -> Elements:
-    """Elements as unsigned numbers of their width: equal bytes are equal, also those of NaN."""
+    """Elements as unsigned integers of their width, so that equal bytes are equal, also for NaN."""
     return np.frombuffer(raw, _UNSIGNED[width], (end - begin) // width, start + begin)

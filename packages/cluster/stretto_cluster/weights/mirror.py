@@ -1,12 +1,12 @@
-"""A run's weights on another machine: one mirror per machine pulls versions into a local mailbox; without torch.
+"""Mirror of a run's weights on another machine: pulls versions into the local mailbox; without torch.
 
-    pull        stretto-<run>-v000007.<pid>.partial   from the weights server, on from where a transfer broke off
+    pull        stretto-<run>-v000007.<pid>.partial   from the weights server; resumes interrupted transfers
     verify      every byte, by the checksums of the publication itself
     switch      stretto-<run>-v000007.weights         as the publisher does it: engines of the machine read it with
-                                                      `SharedMemorySubscriber` and do not know the difference
+                                                      `SharedMemorySubscriber`, as from a local publisher
 
-What is torn, of another run, or not what was asked for is never switched in. The versions of a past that the run has
-abandoned (it was resumed before them) are unlinked as soon as the server tells a lower newest one.
+Torn or foreign data are never switched in. If the run was resumed from an earlier version, the abandoned later ones are
+unlinked as soon as the server reports the lower number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pulled:
-    """A version that the local mailbox has now; `bytes` travelled for it, and `reason` says why in this form."""
+    """A version that the local mailbox has now: `bytes` transferred for it, and the `reason` for the form (delta or
+    full)."""
 
     version: int
     bytes: int
@@ -45,12 +46,14 @@ class Pulled:
 
 
 class Mirror:
-    """Example::
+    """Pulls the model and versions of one run.
 
-    mirror = Mirror("10.0.0.1:8400", key, run, Path("/dev/shm"))
-    await mirror.fetch_model(Path("/tmp/model"))
-    await mirror.pull(7)
-    SharedMemorySubscriber(run, Path("/dev/shm")).load(7)
+    Example::
+
+        mirror = Mirror("10.0.0.1:8400", key, run, Path("/dev/shm"))
+        await mirror.fetch_model(Path("/tmp/model"))
+        await mirror.pull(7)
+        SharedMemorySubscriber(run, Path("/dev/shm")).load(7)
     """
 
     def __init__(
@@ -65,15 +68,14 @@ class Mirror:
         patience: float = 10.0,
         seconds: float = 600.0,
     ) -> None:
-        """
-        Args:
-            source: ``host:port`` of the weights server.
-            tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; None if the server has none.
-            delta: whether the difference from a version that is here may travel instead of the whole: "auto" takes
-                what was the faster of the two, by its own measurements; "always" wherever the server makes one.
-            patience: seconds without a new byte, over all attempts, after which the server is lost.
-            seconds: without a byte that came or was checked, after which a pull ends. It may take as long as it likes.
-        """
+        """Args:
+        source: ``host:port`` of the weights server.
+        tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; None if the server has none.
+        delta: whether a delta from a local version may travel instead of the whole: "auto" uses the faster of the
+            two, by its own measurements; "always" wherever the server makes one.
+        patience: seconds without a new byte, over all attempts, after which the server is lost.
+        seconds: a pull ends after this many seconds without a byte received or checked; its total time is not
+            limited."""
         prefix(run)
         self.source, self.folder, self._key, self._run = source, folder, key, run
         self._tls = tls_context(tls) if tls is not None else None
@@ -84,29 +86,29 @@ class Mirror:
         folder.mkdir(parents=True, exist_ok=True)
 
     async def pull(self, version: int) -> Pulled:
-        """Have `version` in the local mailbox, verified; the newest two are kept. What is there already is compared by
-        its seal, and travels again only if the server has other bytes under this number.
+        """Bring `version` into the local mailbox, verified; the newest two versions are kept. A version that is there
+        already is compared by its seal, and transferred again only if the server's differs.
 
         Raises:
-            TornPublication: what came is not whole, or is not this version; nothing was switched.
+            TornPublication: the data are incomplete, or another version; nothing was switched.
             WireError: the server does not have it (any more), or is that of another run.
             RefusedRequest: the key is not that of the run.
             SourceLost: the server cannot be reached, or broke off and did not come back.
-            DeadlineExceeded: nothing of it came, or was checked, for too long.
+            DeadlineExceeded: no byte was received or checked for too long.
             OSError: no room, with the path; nothing was switched, nothing is left.
         """
         return await self._in_thread(f"version {version}", partial(self._pull, version))
 
     async def fetch_model(self, folder: Path) -> None:
-        """The model folder of version 0, every file checked by its digest; it appears as a whole.
+        """Download the model folder of version 0, every file checked by its digest; it appears as a whole.
 
         Raises:
-            WireError: the folder is there with other files; and as for `pull`.
+            WireError: the folder exists with other files; and as for `pull`.
         """
         await self._in_thread("the model folder", partial(self._fetch_model, folder))
 
     async def _in_thread(self, what: str, work: Callable[[Transfer], T]) -> T:
-        """Run `work`; when it is cancelled or late, its connection is closed and it switches nothing."""
+        """Run `work` in a thread; if it is cancelled or late, its connection is closed and nothing is switched."""
         with waiting("the mirror", "its transfer before", self._seconds):
             await self._one.acquire()
         try:
@@ -151,7 +153,7 @@ class Mirror:
         return Pulled(version, transfer.received, seconds, form.startswith(_DELTA), said)
 
     def _bring(self, version: int, transfer: Transfer, base: Path | None) -> str:
-        """Transfer, verify, switch; returns the form in which it came, empty if it was here."""
+        """Transfer, verify, switch; returns the form of the transfer, empty if the version was here."""
         path = path_of(self._run, self.folder, version)
         came, made = (path.with_suffix(f".{part}.{os.getpid()}.partial") for part in ("came", "made"))
         try:
@@ -175,7 +177,7 @@ class Mirror:
             unlink([came, made])
 
     def _base(self, version: int) -> Path | None:
-        """The newest version here but `version`."""
+        """Newest local version other than `version`."""
         here = [path for number, path in versions(self._run, self.folder) if number != version]
         return next((path for path in reversed(here) if _seal(path)), None)
 
@@ -209,7 +211,7 @@ class Mirror:
 
 
 class _Choice:
-    """Whether a difference travels, or the whole."""
+    """Decides between delta and full transfer, by measured times."""
 
     def __init__(self, config: Literal["auto", "always", "never"]) -> None:
         self._config = config
@@ -217,7 +219,7 @@ class _Choice:
         self._turns = 0
 
     def delta(self, held: bool) -> tuple[bool, str]:
-        """Whether to ask for one, and why not; `held`: another version is here."""
+        """Whether to request a delta, and why not; `held`: another version is here."""
         if self._config == "never":
             return False, 'weights.delta is "never"'
         if not held:
@@ -230,12 +232,13 @@ class _Choice:
         return faster != (self._turns % _MEASURE_AGAIN == 0), f"a GB took {whole} in full and {changed} as a delta"
 
     def took(self, asked: bool, seconds: float) -> None:
-        """Seconds of a byte of the version; with a delta that was asked for and not made, its asking counts too."""
+        """Record the time of a transfer, in seconds per byte of the version; for a requested delta that was not made,
+        the request counts too."""
         self._seconds[asked] = seconds
 
 
 def _seal(path: Path) -> str | None:
-    """That of a version that is here; None if it is not."""
+    """Seal of a local version; None if it is missing."""
     try:
         with open(path, "rb", buffering=0) as file:
             return manifest_of(file.fileno())[0].seal
@@ -244,7 +247,7 @@ def _seal(path: Path) -> str | None:
 
 
 def _has(folder: Path, files: dict[str, ModelFile]) -> set[str]:
-    """The files of `folder` that are as listed, and the names of those that are not listed at all."""
+    """Files of `folder` that match the list, and the names of those that are not listed."""
     return {
         path.name
         for path in folder.iterdir()

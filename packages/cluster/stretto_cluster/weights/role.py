@@ -1,4 +1,4 @@
-"""The process that serves a run's weights to other machines: ``python -m stretto_cluster.weights.role SPEC``."""
+"""Process that serves a run's weights to other machines: ``python -m stretto_cluster.weights.role SPEC``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from stretto_cluster.weights.server import WeightsApp, serve
 
 
 class WeightsServerSpec(Record, frozen=True):
-    """What is served, and where.
+    """Spec of a weights server.
 
-    `key_file` holds the key: what stands on a command line, all users of the machine can read. `tls` is a folder with
-    ``ca.pem``, ``cert.pem`` and ``key.pem``, or None.
+    `key_file` holds the key, since all users of the machine can read a command line. `tls` is a folder with ``ca.pem``,
+    ``cert.pem`` and ``key.pem``, or None.
 
     Example: ``WeightsServerSpec("a1b2", "/dev/shm", "runs/first/policy/v000000", "0.0.0.0:8400", "/tmp/s/key")``
     """
@@ -31,7 +31,7 @@ class WeightsServerSpec(Record, frozen=True):
 
 
 def main(arguments: list[str]) -> int:
-    """Play the role until the conductor ends it. What it fails of is the log's last line."""
+    """Run the role until the conductor ends it. An error is the log's last line."""
     spec = msgspec.json.decode(arguments[0], type=WeightsServerSpec)
     begin_role()
     return run_role(lambda: _serve(spec), lambda failed: print(f"weights: {failed.problem}", file=sys.stderr))

@@ -1,14 +1,14 @@
-"""Publications and the model folder of a run over HTTP, for the mirrors of other machines; without torch.
+"""HTTP server of a run's publications and model folder, for the mirrors of other machines; without torch.
 
     GET /versions/7         the publication; its seal is the ETag
-    GET /versions/7?base=S  what makes it of the publication with the seal S (`weights.delta`), if that pays
+    GET /versions/7?base=S  a delta from the publication with the seal S (`weights.delta`), if that is smaller
     GET /model              the files of version 0's model folder: [{"name", "size", "digest"}]
     GET /model/NAME         one of them; its digest is the ETag
 
-Every request has the key as a bearer token and the run's name in `stretto-run`; every reply has the run and, in
-`stretto-newest`, the newest version; that of a publication has `stretto-form`, "delta" or "in full" with the reason.
-``Range: bytes=N-`` with ``If-Range`` goes on with a transfer that has broken off, ``If-None-Match`` saves one of what
-is there already. Files go out piece by piece, so memory does not grow with them.
+Every request has the key as a bearer token and the run's name in `stretto-run`. Every reply has the run and, in
+`stretto-newest`, the newest version; that of a publication also has `stretto-form`, "delta" or "in full" with the
+reason. ``Range: bytes=N-`` with ``If-Range`` resumes an interrupted transfer; ``If-None-Match`` avoids one of known
+content. Files are sent piece by piece, so memory does not grow with them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Headers = Mapping[bytes, bytes]
 
 
 class WeightsApp:
-    """What is served of one run, as an ASGI application.
+    """ASGI application that serves one run.
 
     Example: ``WeightsApp("a1b2", Path("/dev/shm"), Path("runs/first/policy/v000000"), key)``
     """
@@ -117,7 +117,7 @@ class WeightsApp:
     async def _send_file(
         self, file: int, tag: str, asked: Headers, receive: Receive, send: Send, form: str = ""
     ) -> None:
-        """The open file, or what the request lacks of it."""
+        """Send an open file, or the range of it that was requested."""
         etag, size = _etag(tag), os.fstat(file).st_size
         if asked.get(b"if-none-match") == etag:
             return await self._start(send, 304, {b"etag": etag})
@@ -165,7 +165,7 @@ class WeightsApp:
 
 
 class _Refused(Exception):
-    """A request that is answered with `status` and a sentence."""
+    """Error reply with `status` and a sentence."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -177,10 +177,10 @@ def serve(app: WeightsApp, address: str, tls: Path | None) -> None:
 
     Args:
         tls: a folder with ``ca.pem``, ``cert.pem`` and ``key.pem``: mirrors have to present a certificate of that
-            authority. None: the bytes travel as they are.
+            authority. None: no encryption.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address cannot be bound.
     """
     host, _, port = address.rpartition(":")
     with bound(host, int(port)) as endpoint:
@@ -188,17 +188,17 @@ def serve(app: WeightsApp, address: str, tls: Path | None) -> None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address of this machine; port 0 takes a free one.
+    """Bind a socket to an address of this machine; port 0 takes a free one.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address cannot be bound.
     """
     host = host.strip("[]")
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def server_of(app: WeightsApp, tls: Path | None = None) -> HttpServer:
-    """The server, for a socket that is bound already; `tls` as for `serve`."""
+    """The server for a bound socket; `tls` as for `serve`."""
     settings = settings_of(
         app,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
@@ -211,7 +211,7 @@ def server_of(app: WeightsApp, tls: Path | None = None) -> HttpServer:
 
 
 async def _gone(receive: Receive) -> None:
-    """Until the client has closed its connection."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

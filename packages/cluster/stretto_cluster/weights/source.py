@@ -1,4 +1,4 @@
-"""One transfer from a weights server, in the thread of its caller: HTTP/1.1 over as many connections as it takes."""
+"""Blocking HTTP/1.1 transfer from a weights server, with reconnects."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ T = TypeVar("T")
 
 
 class Transfer:
-    """Example::
+    """One transfer, in the caller's thread.
 
-    transfer = Transfer("10.0.0.1:8400", key, run, None, patience=10.0)
-    transfer.download("/versions/7", file)
+    Example::
+
+        transfer = Transfer("10.0.0.1:8400", key, run, None, patience=10.0)
+        transfer.download("/versions/7", file)
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Transfer:
         patience: float,
         came: Callable[[int], object] = lambda size: None,
     ) -> None:
-        """`came` gets the bytes of each piece of a file."""
+        """`came` is called with the size of each piece received."""
         self._came = came
         self._source, self._run, self._tls, self._patience = source, run, tls, patience
         self._headers = {"authorization": f"Bearer {key}", RUN: run}
@@ -50,12 +52,12 @@ class Transfer:
         self._stopped = threading.Event()
         self._socket: socket.socket | None = None
         self.tag = ""  #: the ETag of the last file
-        self.form = ""  #: what the server said of the form of the last file
+        self.form = ""  #: form of the last file, as told by the server
         self.newest: int | None = None  #: version at the server, by its last reply
         self.received = 0  #: bytes of all bodies
 
     def stop(self) -> None:
-        """Called by another thread: what waits for the server ends, and nothing else is switched."""
+        """Abort from another thread: waits for the server end, and nothing more is switched."""
         self._stopped.set()
         if (open_socket := self._socket) is not None:
             try:
@@ -64,12 +66,12 @@ class Transfer:
                 return
 
     def check_wanted(self) -> None:
-        """Raises SourceLost once it was stopped."""
+        """Raise SourceLost if the transfer was stopped."""
         if self._stopped.is_set():
             raise SourceLost(self._source, "was given up")
 
     def read_json(self, path: str, form: type[T]) -> T:
-        """A short reply.
+        """GET a short JSON reply.
 
         Raises:
             WireError: it does not have this form.
@@ -87,7 +89,7 @@ class Transfer:
             raise WireError(f"{self._source}{path} cannot be read: {error}") from error
 
     def download(self, path: str, file: FileIO, has: str | None = None) -> bool:
-        """Write what is at `path` into `file`, which is empty; False if it is what we have under the tag `has`."""
+        """Write the content at `path` into the empty `file`; False if it still has the tag `has`."""
         written = 0
 
         def asked() -> dict[str, str]:
@@ -115,7 +117,7 @@ class Transfer:
             while left:
                 self.check_wanted()
                 with self._network():
-                    piece = response.read1(_PIECE)  # what is there, however little: it counts as progress
+                    piece = response.read1(_PIECE)  # any available bytes: they count as progress
                 if not (count := len(piece)):
                     raise _BrokenOff("broke off a transfer")
                 write_all(file, memoryview(piece))
@@ -130,7 +132,7 @@ class Transfer:
     def _until_done(
         self, path: str, headers: Callable[[], dict[str, str]], read: Callable[[http.client.HTTPResponse], T]
     ) -> T:
-        """Ask again as long as bytes come now and then.
+        """Repeat a request until it succeeds, as long as bytes keep coming.
 
         Raises:
             SourceLost: none came for `patience` seconds.
@@ -170,7 +172,7 @@ class Transfer:
             connection.close()
 
     def _check(self, response: http.client.HTTPResponse) -> None:
-        """Raises what a reply says that is no file."""
+        """Raise the error that a reply stands for, if it is one."""
         if response.status in (200, 206, 304) and response.headers[RUN] == self._run:
             newest = response.headers[NEWEST]
             self.newest = int(newest) if newest and newest.isdecimal() else None
@@ -187,7 +189,7 @@ class Transfer:
 
     @contextmanager
     def _network(self) -> Iterator[None]:
-        """What the network does wrong, as one error; what is no bad luck is raised at once."""
+        """Turn transient network errors into `_BrokenOff`; permanent ones are raised at once."""
         try:
             yield
         except ssl.SSLCertVerificationError as error:
@@ -197,11 +199,11 @@ class Transfer:
 
 
 class _BrokenOff(Exception):
-    """An attempt has ended before its reply; another one may do better."""
+    """An attempt was interrupted; another one may succeed."""
 
 
 def tls_context(tls: Path) -> ssl.SSLContext:
-    """The client's end of TLS: the authority is the run's own, so it proves the server, not the host's name."""
+    """Client context for TLS: the run's own authority proves the server; host names are not checked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.load_verify_locations(tls / "ca.pem")

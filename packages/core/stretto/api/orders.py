@@ -1,10 +1,10 @@
-"""What the process of a run is asked to do, and the handle by which the caller holds it.
+"""Orders to the process of a run, and the caller's handle of that process.
 
     caller ──order──► process ──ready (the run folder)──► ... ──its end: an exit code, a result or an error──► caller
 
-Training goes on in a process of its own: a notebook's event loop, the signals and the threads of the caller stay the
-caller's, and what ends the process ends its roles. The caller's end of the wire closes with the caller, however that
-ends, and is then heard as a request to stop.
+Training runs in a process of its own: the caller keeps its event loop (of a notebook), signals and threads, and all
+roles end with that process. If the caller ends, its end of the pipe closes, which the process takes as a request to
+stop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KILL_SECONDS = 30.0
 
 
 class TrainOrder(Record, frozen=True):
-    """Train by a recipe: its TOML, and what the run is called if no folder is given."""
+    """Order to train by a recipe (TOML text); names the run if no folder is given."""
 
     recipe: str
     name: str
@@ -34,7 +34,7 @@ class TrainOrder(Record, frozen=True):
 
 
 class EvaluationOrder(Record, frozen=True):
-    """Measure a model on the held-out prompts of a task: a path, or the TOML of a recipe."""
+    """Order to evaluate a model on the held-out prompts of a task: a path, or the TOML text of a recipe."""
 
     model: str
     task: str
@@ -43,12 +43,13 @@ class EvaluationOrder(Record, frozen=True):
 
 
 class RunProcess:
-    """The process that carries out one order."""
+    """Handle of the process that carries out one order."""
 
     def __init__(self, order: TrainOrder | EvaluationOrder) -> None:
-        """
+        """Start the process.
+
         Raises:
-            RecipeError: this is such a process itself: a script that a reward worker imports would train again.
+            RecipeError: this is such a process itself: a script imported by a reward worker would train again.
         """
         if INSIDE in os.environ:
             found = "is called while a worker of a run imports the module of its reward"
@@ -70,15 +71,15 @@ class RunProcess:
         return self._process.pid
 
     def heard(self, seconds: float) -> bool:
-        """Whether it sends a message, or ends, within `seconds`."""
+        """Whether the process sends a message, or ends, within `seconds`."""
         return self._near.poll(seconds)
 
     def reply(self) -> Any:
-        """What it says next. Waits as long as it lives; the wait is ended by Ctrl-C, and the process with it.
+        """Next message of the process. Waits as long as the process lives; Ctrl-C ends the wait and the process.
 
         Raises:
-            StrettoError, OSError: what it has met.
-            RoleDied: it ended without a word.
+            StrettoError, OSError: the error that the process reports.
+            RoleDied: it ended without a message.
         """
         try:
             said = self._near.recv()
@@ -92,14 +93,15 @@ class RunProcess:
         return said
 
     def close(self) -> None:
-        """It has said its last word; it is gone when this returns."""
+        """Wait for the end of the process, which has sent its last message."""
         self._near.close()
         if not self._ended_within(_KILL_SECONDS):
             self._process.kill()
             self._process.wait()
 
     def stop(self, patience: float) -> None:
-        """Ask it to stop; after `patience` seconds, or Ctrl-C, to stop at once; then kill it. Its roles end with it."""
+        """Request a stop; after `patience` seconds, or on Ctrl-C, request an immediate one; then kill the process. Its
+        roles end with it."""
         self._process.terminate()
         interrupt: KeyboardInterrupt | None = None
         try:

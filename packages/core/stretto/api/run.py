@@ -26,7 +26,8 @@ _SAVING_SECONDS = 60.0  # beyond `deadlines.stop`: a checkpoint and a policy are
 
 
 def open_run(folder: str | Path) -> Run:
-    """A run that was started elsewhere: live, finished or dead. It can be read; it is not stopped by its reader.
+    """Open a run that was started elsewhere (running, finished or dead), for reading; it is never stopped by its
+    reader.
 
     Example::
 
@@ -42,9 +43,9 @@ def open_run(folder: str | Path) -> Run:
 class Run:
     """A run: its steps as they happen, its accuracy, its trajectories.
 
-    A run that `stretto.train` has started goes on until its last step, or until it is stopped: by `stop`, at the end
-    of a ``with`` block, by leaving a loop over its steps early (``break``, an exception, Ctrl-C), and at the end of
-    the program. A stopped run has a checkpoint, and goes on by ``stretto.train(run.folder, resume=True)``.
+    A run from `stretto.train` continues until its last step or until it is stopped: by `stop`, at the end of a ``with``
+    block, by leaving a loop over its steps early (``break``, an exception, Ctrl-C), or at the end of the program. A
+    stopped run has a checkpoint; ``stretto.train(run.folder, resume=True)`` resumes it.
 
     Example::
 
@@ -55,7 +56,7 @@ class Run:
     """
 
     def __init__(self, folder: RunFolder, process: RunProcess | None = None, patience: float = 0.0) -> None:
-        """`process` writes the folder; it may take `patience` seconds to stop."""
+        """`process` writes the folder and may take `patience` seconds to stop."""
         self._folder = folder
         self._process = process
         self._patience = patience
@@ -65,10 +66,10 @@ class Run:
 
     @classmethod
     def of_process(cls, process: RunProcess, patience: float) -> Self:
-        """The run of a process that has just been started, when everything is checked.
+        """Wait until a newly started process has checked everything; returns its run.
 
         Raises:
-            UserError: something is wrong that the user can put right.
+            UserError: the recipe, the data or the folder has a mistake.
         """
         try:
             folder = process.reply()
@@ -84,12 +85,12 @@ class Run:
 
     @property
     def running(self) -> bool:
-        """Whether it goes on."""
+        """Whether the run is still running."""
         return lock.is_held(self.folder) if self._process is None else not self._has_ended(0.0)
 
     @property
     def state(self) -> str:
-        """``running``, ``finished``, ``stopped`` by a signal, or ``dead``: killed, or ended by an error."""
+        """``running``, ``finished``, ``stopped`` by a signal, or ``dead`` (killed, or ended by an error)."""
         return "running" if self.running else condition(self.folder).state
 
     @property
@@ -104,23 +105,23 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """The held-out accuracy that was measured last; None before the first."""
+        """Last measured held-out accuracy; None before the first."""
         evaluations = self.evaluations
         return evaluations[-1].accuracy if evaluations else None
 
     def summary(self) -> Inspection:
-        """The run in numbers, as ``stretto inspect`` has them."""
+        """The run in numbers, as shown by ``stretto inspect``."""
         return inspect_run(self.folder)
 
     def trajectories(self) -> Iterator[dict[str, Any]]:
-        """Every trajectory that was issued, as a row: prompt, tokens, log-probabilities, versions, reward, state."""
+        """Iterate over all issued trajectories as rows: prompt, tokens, log-probabilities, versions, reward, state."""
         return (msgspec.structs.asdict(trajectory) for trajectory in read_trajectories(self.folder))
 
     def __iter__(self) -> Iterator[StepMetrics]:
-        """The steps from the first one on, each as soon as it is done; leaving them early stops the run.
+        """Iterate over the steps from the first on, each as soon as it is done; leaving the loop early stops the run.
 
-        So does an iterator that is dropped, as by ``next(iter(run))``: `metrics` has the steps so far, and a run that
-        `open_run` gives can be iterated in part.
+        Dropping the iterator, as ``next(iter(run))`` does, stops it too. Use `metrics` for the steps so far, or
+        `open_run`, whose runs can be iterated in part.
 
         Raises:
             StrettoError: the run failed.
@@ -142,7 +143,7 @@ class Run:
         self._raise_failure()
 
     def wait(self) -> Self:
-        """Returns when the run has ended.
+        """Wait until the run has ended.
 
         Raises:
             StrettoError: it failed.
@@ -152,8 +153,8 @@ class Run:
         return self
 
     def stop(self) -> None:
-        """Stop the run after the step in progress, or in ``deadlines.stop`` seconds; nothing of it is left running.
-        A run of another process, and one that has ended, are left alone."""
+        """Stop the run after the step in progress, at most ``deadlines.stop`` seconds later; no process remains. A run
+        that has ended, or belongs to another process, is left alone."""
         if self._process is not None and not self._has_ended(0.0):
             self._process.stop(self._patience)
             self._has_ended(0.0)
@@ -180,7 +181,7 @@ class Run:
             self._has_ended(_POLL_SECONDS)
 
     def _has_ended(self, seconds: float) -> bool:
-        """Whether our process ends within `seconds`; keeps how it ended."""
+        """Whether our process ends within `seconds`; stores how it ended."""
         if self._process is None:
             return True
         if not self._process.heard(seconds):
@@ -200,7 +201,7 @@ class Run:
 
 
 class _MetricsReader:
-    """The steps in a growing ``metrics.jsonl``: each read has what came since the one before it."""
+    """Reads new steps of a growing ``metrics.jsonl``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -209,7 +210,7 @@ class _MetricsReader:
         self._decoder = msgspec.json.Decoder(MetricsLine)
 
     def read(self) -> list[StepMetrics]:
-        """A run that goes on behind a checkpoint writes the file anew; it is then read from its start."""
+        """Steps since the last call. A resumed run rewrites the file, which is then read from its start."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())  # of the opened file: another may take its name meanwhile

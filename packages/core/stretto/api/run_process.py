@@ -1,4 +1,4 @@
-"""The process of a run that Python code has asked for: it does what the command line does, and tells the caller.
+"""Process of a run started from Python: does the same as the command line, and reports to the caller.
 
 ``python -m stretto.api.run_process DESCRIPTOR``
 """
@@ -69,7 +69,7 @@ def _evaluated(order: EvaluationOrder, folder: Path, spawner: Spawner) -> object
 
 
 def _stop_with_the_caller(wire: Connection) -> None:
-    """The caller says nothing after its order: what comes is the end of the wire, when it ends."""
+    """Stop when the caller's end of the pipe closes; the caller sends nothing after its order."""
     try:
         wire.recv()
     except (EOFError, OSError):

@@ -1,4 +1,4 @@
-"""The sections of a recipe in code: an editor completes and checks what they hold.
+"""Sections of a recipe as classes, for code with completion and type checks in an editor.
 
 Example::
 
@@ -7,10 +7,10 @@ Example::
     trainer = sections.TrainerConfig(steps=100, learning_rate=1e-3)
     rollout = sections.RolloutConfig(batch_size=4, group_size=8, max_staleness=2)
 
-A section that is made alone is checked by pydantic, and a mistake in it is pydantic's ``ValidationError`` with the name
-of the key. It is not a `stretto.RecipeError`: a recipe collects the mistakes of all of its sections, which a section
-that raised one would break off. Give a section as a dict, as in ``stretto.Recipe(trainer={"steps": 100}, ...)``, and
-the recipe says what is allowed and which key is near.
+A section that is made alone is validated by pydantic; a mistake raises pydantic's ``ValidationError``, which names the
+key. It is not a `stretto.RecipeError`, because a recipe collects the mistakes of all its sections. Given as a dict, as
+in ``stretto.Recipe(trainer={"steps": 100}, ...)``, a section's mistakes are reported with what is allowed and the
+nearest key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`stretto.train` and `stretto.evaluate`: what the command line does, for Python code."""
+"""`stretto.train` and `stretto.evaluate`: the commands of the same names for Python code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(
         print(run.accuracy)
 
     Raises:
-        UserError: the recipe, the data, the model, the reward or the folder is not what it should be. The message is
+        UserError: the recipe, the data, the model, the reward or the folder is invalid. The message is
             that of the command line.
     """
     _check(on_step=on_step, run_dir=run_dir)
@@ -95,7 +95,7 @@ def evaluate(
         print(evaluation.accuracy, evaluation.right, evaluation.prompts)
 
     Raises:
-        UserError: the folder, the task or an override is not what it should be.
+        UserError: the folder, the task or an override is invalid.
         RoleError: an engine or a reward worker failed.
     """
     from stretto.launch.recipe.functions import with_named_reward
@@ -144,7 +144,7 @@ def _recipe(recipe: str | Path | Recipe | Mapping[str, Any], overrides: dict[str
 
 
 def _judges(reward: object) -> dict[str, Any]:
-    """The overrides that stand for the argument `reward`."""
+    """Overrides for the argument `reward`."""
     if reward is None:
         return {}
     if isinstance(reward, list | tuple) and reward and all(callable(one) or isinstance(one, str) for one in reward):
@@ -155,7 +155,7 @@ def _judges(reward: object) -> dict[str, Any]:
 
 
 def _check(*, on_step: object, run_dir: object) -> None:
-    """What would fail only after the run has started."""
+    """Check arguments that would fail only after the run has started."""
     if on_step is not None and not callable(on_step):
         raise _unfit("on_step", on_step, "a function that is called with each step, a stretto.StepMetrics")
     if run_dir is not None and not isinstance(run_dir, str | Path):

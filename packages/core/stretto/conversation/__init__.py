@@ -1,1 +1,1 @@
-"""Many turns as tokens: the forest of a trajectory, chat messages, the turns and calls on record."""
+"""Conversations as tokens: the forest of a trajectory, chat messages, recorded turns and calls."""

@@ -44,18 +44,18 @@ History = tuple[Message, ...]
 
 
 class ChatTemplate(Protocol):
-    """The part of a tokenizer that conversations need (implemented by `model.hf.tokenizer.Tokenizer`)."""
+    """Tokenizer interface for conversations (implemented by `model.hf.tokenizer.Tokenizer`)."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
     def chat_template(self) -> str:
-        """Its text; empty if there is none."""
+        """Source of the template; empty if there is none."""
         ...
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, opening: bool, **arguments: Any) -> str:
-        """The text of a conversation; `opening` adds the beginning of a reply. It is guarded: the texts of the messages
-        never become special tokens.
+        """Render a conversation; `opening` adds the beginning of a reply. Texts of the messages never become special
+        tokens.
 
         Raises:
             DataError: the template refuses the messages.
@@ -63,7 +63,7 @@ class ChatTemplate(Protocol):
         ...
 
     def encode_rendered(self, text: str) -> Tokens:
-        """The tokens of a text by `render_chat`, or of a part of it.
+        """Encode a text from `render_chat`, or a part of it.
 
         Raises:
             DataError: the text holds characters that the tokenizer does not know.
@@ -71,7 +71,7 @@ class ChatTemplate(Protocol):
         ...
 
     def read_rendered(self, text: str) -> str:
-        """A text of `render_chat` as a reader sees it: without the marks that keep special tokens in messages apart."""
+        """A text from `render_chat` without the marks that keep special tokens in messages apart."""
         ...
 
     @property
@@ -81,11 +81,11 @@ class ChatTemplate(Protocol):
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """The tokens that `decode` leaves out."""
+        """Tokens that `decode` leaves out."""
         ...
 
     def encode(self, text: str, /) -> Tokens:
-        """The tokens of a prompt that is no conversation.
+        """Encode a plain prompt.
 
         Raises:
             DataError: the text holds characters that the tokenizer does not know.
@@ -93,19 +93,19 @@ class ChatTemplate(Protocol):
         ...
 
     def decode(self, ids: Sequence[int], /) -> str:
-        """The text of tokens, without special ones."""
+        """Text of tokens, special ones left out."""
         ...
 
     def spell(self, ids: Sequence[int]) -> str:
-        """The text of tokens, special ones too."""
+        """Text of tokens, special ones included."""
         ...
 
 
 @dataclass(frozen=True)
 class NextPrompt:
-    """The prompt of a turn, the cause of the branch that begins with it ("" if none does), and how the history matched.
+    """Prompt of a turn, the cause of the branch that begins with it ("" if none does), and how the history matched.
 
-    `history` has the replies as they were sampled. It begins with the messages of the turn `behind`, if there is one.
+    `history` has the replies as they were sampled; it begins with the messages of the turn `behind`, if there is one.
     """
 
     tokens: Tokens
@@ -118,8 +118,8 @@ class NextPrompt:
 
 @dataclass(frozen=True)
 class CompletedTurn:
-    """A turn with its reply, which later prompts continue. `live` is false for a turn of an earlier process that no
-    client has asked for since: a request that differs from it begins no branch."""
+    """A turn with its reply, which later prompts can continue. `live` is false for a turn of an earlier process that no
+    client has requested since: a request that differs from it begins no branch."""
 
     id: str
     history: History  # the last message is the reply
@@ -148,7 +148,7 @@ class Bridge:
         self._started: dict[tuple[History, bytes], NextPrompt] = {}
 
     def next(self, history: History, tools: tuple[Tool, ...]) -> NextPrompt:
-        """The prompt for the next reply.
+        """Make the prompt for the next reply.
 
         Raises:
             DataError: the template refuses the messages, or the tokenizer a character.
@@ -181,7 +181,7 @@ class Bridge:
         return next((known for known in self._turns if known.id == id), None)
 
     def _longest(self, history: History, tools: tuple[Tool, ...]) -> tuple[CompletedTurn | None, bool]:
-        """The longest completed turn that `history` continues, and whether another has the same messages in other
+        """Longest completed turn that `history` continues, and whether another turn has the same messages in other
         tokens."""
         found: list[CompletedTurn] = []
         for turn in self._turns:
@@ -194,7 +194,7 @@ class Bridge:
         return (known[0] if known else None), len({turn.tokens for turn in known}) > 1
 
     def _cause(self, history: History, tools: tuple[Tool, ...], found: CompletedTurn | None) -> str:
-        """The cause of a branch; "" if none begins."""
+        """Cause of a branch; "" if none begins."""
         size = 0 if found is None else len(found.history)
         longer = [turn for turn in self._turns if turn.live and len(turn.history) > size]
         if not longer:
@@ -211,7 +211,7 @@ class Bridge:
 
 
 class Renderer:
-    """A chat template, which describes tools in words where the template knows none."""
+    """Renders conversations by a chat template; describes tools in words if the template does not know them."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -219,7 +219,7 @@ class Renderer:
         self._knows_tools = "tools" in template.chat_template
 
     def whole(self, history: Sequence[Message], tools: Sequence[Tool]) -> Tokens:
-        """The tokens of a conversation, up to where the reply begins.
+        """Tokens of a conversation up to the beginning of the reply.
 
         Raises:
             DataError: the template refuses the messages, or the tokenizer a character.
@@ -231,8 +231,8 @@ class Renderer:
         return self._template.encode_rendered(self._render(written, tools, opening=True))
 
     def tail(self, reply: Message, known: Tokens, new: Sequence[Message], tools: Sequence[Tool]) -> Tokens | None:
-        """The tokens of `new` messages after the `known` ones, which end with `reply`; None if it cannot be proven
-        that the template would continue so."""
+        """Tokens of `new` messages after the `known` ones, which end with `reply`; None if it cannot be proven that the
+        template would continue so."""
         mark = f"(the known reply, {secrets.token_hex(8)})"  # no message holds it
         marked = msgspec.structs.replace(reply, text=mark, reasoning="")
         dummy = [Message("user", "?"), marked]
@@ -250,7 +250,7 @@ class Renderer:
         return tokens if self._template.spell(tokens) == self._template.read_rendered(text) else None
 
     def _closing(self, behind: str, known: Tokens) -> str | None:
-        """The text that the template writes between the last known token and the next message."""
+        """Text of the template between the last known token and the next message."""
         ends = [self._template.spell((end,)) for end in self._template.eos_token_ids]
         if known and known[-1] in self._template.eos_token_ids:
             end = self._template.spell(known[-1:])
@@ -263,7 +263,7 @@ class Renderer:
         return self._template.render_chat(written, opening=opening, **offered)
 
     def _written(self, history: Sequence[Message]) -> list[dict[str, Any]]:
-        """The messages as the template takes them."""
+        """Messages in the form that the template takes."""
         if self._knows_tools:
             return [_native(message) for message in history]
         written: list[dict[str, Any]] = []
@@ -309,7 +309,7 @@ def _worst(known: History, history: History) -> Match:
 
 
 def _difference(known: History, history: History, at: int) -> str:
-    """The cause of a branch where a request departs from a known history at message `at`."""
+    """Cause of a branch whose history departs from a known one at message `at`."""
     if at == len(history) or not any(message.role != "system" for message in known[:at]):
         replies = sum(message.role == "assistant" for message in known)
         return "compaction" if at and replies > 1 and len(history) < len(known) else "subagent"

@@ -1,11 +1,11 @@
-"""The segments of one trajectory as a forest: which tokens stand behind which, and which of them one sample trains.
+"""The segments of one trajectory as a forest (a tree for each beginning), and its paths, the training samples.
 
     prompt ─► given ─► sampled ─┬─► given ─► sampled          two turns that follow each other
                                 └─► given ─► sampled          a branch: the history was rewritten
     (nothing) ─► given ─► sampled                             an own beginning: a subagent with other instructions
 
-A path leads from a root to a leaf, and is one training sample. Segments that several paths share are in each of them,
-so that every token has its context; a sampled token is trained in the first path alone.
+A path leads from a root to a leaf and is one training sample. Segments shared by several paths are in each of them, so
+that every token has its context; a sampled token is trained only in the first path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Path:
-    """From a root to a leaf.
+    """Segments from a root to a leaf: one training sample.
 
     Example: the second path of the drawing above: ``Path(behind_prompt=True, segments=(0, 1, 4, 5), trained=(5,))``
     """
@@ -32,21 +32,21 @@ class Path:
 
 @dataclass(frozen=True)
 class Attachment:
-    """Where a prompt stands in a forest: behind `parent` (a segment's place, PROMPT or NOTHING), with the tokens that
-    are new."""
+    """Position of a prompt in a forest: its `parent` (index of a segment, PROMPT or NOTHING), and the tokens that are
+    new."""
 
     parent: int
     tail: Tokens
 
 
 def parent_of(segments: Sequence[Segment], place: int) -> int:
-    """The place of the segment it is behind, or PROMPT, or NOTHING."""
+    """Index of the preceding segment, or PROMPT, or NOTHING."""
     found = segments[place].parent
     return place - 1 if found is None else found  # that of the first is PROMPT
 
 
 def way_to(segments: Sequence[Segment], place: int) -> tuple[bool, tuple[int, ...]]:
-    """Whether the prompt is at the root, and the places from there to `place`."""
+    """Path to the segment `place`: whether the prompt is its root, and the indices of its segments."""
     found: list[int] = []
     while place >= 0:
         found.append(place)
@@ -55,9 +55,9 @@ def way_to(segments: Sequence[Segment], place: int) -> tuple[bool, tuple[int, ..
 
 
 def paths(segments: Sequence[Segment]) -> list[Path]:
-    """One for each leaf, in their order; leaves that sampled nothing new, and their given tokens, make none.
+    """Paths of a trajectory, one for each leaf, in order. Leaves without new sampled tokens make no path.
 
-    A linear trajectory has one, of all segments.
+    A linear trajectory has one path with all segments.
     """
     done, found = set[int](), list[Path]()
     for behind_prompt, places in _ways(segments):
@@ -69,7 +69,7 @@ def paths(segments: Sequence[Segment]) -> list[Path]:
 
 
 def _ways(segments: Sequence[Segment]) -> list[tuple[bool, tuple[int, ...]]]:
-    """The way to each leaf, as `way_to` has it."""
+    """Path to each leaf, in the form of `way_to`."""
     if all(segment.parent is None for segment in segments):  # most are linear, and nothing is to be looked up
         return [(True, tuple(range(len(segments))))]
     parents = {parent_of(segments, place) for place in range(len(segments))}
@@ -77,7 +77,7 @@ def _ways(segments: Sequence[Segment]) -> list[tuple[bool, tuple[int, ...]]]:
 
 
 class Forest:
-    """A forest that grows: segments are appended, and a sampled one gets more tokens; nothing is ever taken back."""
+    """Append-only forest of the segments of one trajectory; a sampled segment may still grow."""
 
     def __init__(self, prompt: Tokens, segments: Iterable[Segment] = ()) -> None:
         self.prompt = prompt
@@ -87,7 +87,7 @@ class Forest:
             self._children.setdefault(parent_of(self.segments, place), []).append(place)
 
     def append(self, segment: Segment) -> int:
-        """Its place; `segment.parent` has to be set."""
+        """Append a segment, whose `parent` must be set; returns its index."""
         assert segment.parent is not None
         self.segments.append(segment)
         place = len(self.segments) - 1
@@ -95,7 +95,7 @@ class Forest:
         return place
 
     def children(self, place: int) -> list[int]:
-        """The places of the segments behind it, in their order."""
+        """Indices of the segments that follow this one directly, in order."""
         return list(self._children.get(place, ()))
 
     def tokens(self, place: int) -> Tokens:
@@ -105,8 +105,8 @@ class Forest:
         return sum((self.segments[at].token_ids for at in places), start=start)
 
     def find(self, tokens: Tokens) -> Attachment:
-        """Where `tokens` stand: behind the deepest segment all of whose path they begin with, an unfinished one never.
-        Of equal segments the first counts: a given one is held once, and shared by all turns."""
+        """Find the position of `tokens`: after the deepest finished segment whose path is a prefix of them. Of equal
+        segments the first is taken, so that given segments are shared by all turns."""
         starts = [(NOTHING, 0)]
         if self.prompt and tokens[: len(self.prompt)] == self.prompt:
             starts.append((PROMPT, len(self.prompt)))

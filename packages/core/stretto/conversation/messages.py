@@ -1,14 +1,14 @@
-"""The messages of a conversation, in the dialect of no client: what every dialect is read into and written from.
+"""Messages of a conversation, independent of any client's dialect; every dialect is read into them and written from
+them.
 
     chat completions ─┐                                          ┌─ chat completions
     responses        ─┼─► ChatRequest ─► tokens ─► SampledTurn ──┼─ responses
     Anthropic's      ─┘   (messages, tools, how to sample)       └─ Anthropic's
 
-Two histories are compared message by message: the texts, the reasoning and the calls of a message are what counts, not
-how a client spells them.
+Two histories are compared message by message: by texts, reasoning and calls, not by how a client spells them.
 
-Sessions on record hold these records as JSON, and find the reply to a request by a digest of it: a field keeps its name
-there, and a new one is `UNSET` where earlier requests did not have it.
+Recorded sessions hold these records as JSON, and find the reply to a request by a digest of it. So fields must keep
+their names, and a new field must be `UNSET` where earlier requests did not have it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ToolCall(Record, frozen=True):
 
 
 class Message(Record, frozen=True):
-    """One message. `reasoning` and `calls` are the assistant's alone; `call_id` is a tool's alone, and names the call
+    """One message. `reasoning` and `calls` belong to the assistant only; `call_id` belongs to a tool and names the call
     whose result `text` is.
 
     Example: ``Message("assistant", "", reasoning="small numbers", calls=(ToolCall(...),))``
@@ -61,13 +61,13 @@ class Tool(Record, frozen=True):
 
     @property
     def function(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The tool as chat templates take it."""
         told = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": told}
 
 
 class SamplingOptions(Record, frozen=True):
-    """How the client wants the next message sampled. None leaves it to the session, or to the server."""
+    """Sampling options of a request. None leaves an option to the session or the server."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -88,9 +88,9 @@ class ChatRequest(Record, frozen=True):
 
     Attributes:
         previous: id of the reply that `messages` follow; empty if they are the whole conversation.
-        dialect_fields: what the dialect needs to write the reply.
+        dialect_fields: data that the dialect needs to write the reply.
         n: number of completions, if the client wants several.
-        limit: the client's own name for `max_tokens`, if it is another.
+        limit: the client's own name for `max_tokens`, if it differs.
     """
 
     model: str
@@ -105,8 +105,8 @@ class ChatRequest(Record, frozen=True):
 
 
 class SampledToken(Record, frozen=True):
-    """A sampled token as text. `likeliest` are the top tokens at its place, `offset` is where its text begins in that
-    of the completion; both where a dialect shows them."""
+    """A sampled token as text. `likeliest`: top tokens at its position; `offset`: start of its text in that of the
+    completion. Both are set only if a dialect shows them."""
 
     text: str
     logprob: float
@@ -159,7 +159,7 @@ def compare(one: Message, other: Message) -> Match:
 
 
 def shared(one: Sequence[Message], other: Sequence[Message]) -> int:
-    """Number of messages that two histories have in common at their beginning, with arguments compared as JSON."""
+    """Length of the common beginning of two histories, with arguments of calls compared as JSON."""
     alike = (compare(*pair) is not Match.DIFFERENT for pair in zip(one, other, strict=False))
     return next((place for place, same in enumerate(alike) if not same), min(len(one), len(other)))
 

@@ -1,14 +1,14 @@
-"""A session makes one trajectory, durably: its turns and calls are on record, and a program that begins again is
-answered from the record until it does something else.
+"""Session: makes one trajectory durably. Turns and calls are recorded; a program that is started again is answered from
+the record until it deviates from it.
 
-    turn(prompt) ─► where do these tokens stand? ─► recorded ─► returned, or continued from its last token
-                                                └─► new      ─► sampled, and on record while it is
+    turn(prompt) ─► find its position ─► recorded ─► returned, or continued after its last token
+                                      └─► new      ─► sampled, and recorded meanwhile
     call(asked)  ─► recorded ─► its reply
-                └─► new      ─► on record that it begins, run, on record that it has ended
+                └─► new      ─► begin recorded, run, end recorded
 
-So a crash needs no other remedy than to start the workflow, or the agent's program, from its beginning. What was
-recorded is found by its content, the tokens of a prompt or the bytes of a call, and each entry answers once: equal
-prompts of parallel turns take the recorded ones in their order, whichever asks first.
+So after a crash, the workflow or the agent's program is simply started again from its beginning. Records are found by
+content: the tokens of a prompt, or the bytes of a call. Each record is used once: equal prompts of parallel turns take
+the recorded turns in order, whichever asks first.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """What is to be sampled: the segment `node`, behind `prompt`.
+    """A turn to sample: the segment `node` after `prompt`.
 
-    `prefix` is what is sampled of it already, with its parent and its cause; most often no token. `least` is the newest
-    version that sampled any token of the prompt: along a path versions never fall.
+    `prefix`: tokens of it that are sampled already, with parent and cause; mostly no tokens. `least`: newest version
+    that sampled any token of the prompt, since versions never fall along a path.
     """
 
     node: int
@@ -57,20 +57,21 @@ class TurnRequest:
 
 
 class Sampler(Protocol):
-    """Samples turns, and puts their tokens on record under their nodes, as `loop.engines.in_flight` does. Asked again
-    for a turn that it has broken off, it goes on behind the tokens that it put on record."""
+    """Samples turns, and records their tokens under their nodes, as `loop.engines.in_flight` does. A turn that was
+    interrupted continues after its recorded tokens."""
 
     async def __call__(self, request: TurnRequest, /) -> Segment:
-        """The whole segment, the tokens of `request.prefix` included, with its parent and cause.
+        """Sample the turn; returns the whole segment, including the tokens of `request.prefix`, with its parent and
+        cause.
 
         Raises:
-            EngineLost, RefusedRequest, DeadlineExceeded: there is none.
+            EngineLost, RefusedRequest, DeadlineExceeded: it cannot be sampled.
         """
         ...
 
 
 class RecordedCall(Protocol):
-    """A call on record; without a `reply` it had not ended."""
+    """A recorded call; `reply` is None if it had not ended."""
 
     @property
     def number(self) -> int: ...
@@ -81,21 +82,21 @@ class RecordedCall(Protocol):
 
 
 class SessionRecord(Protocol):
-    """Where a session is on record."""
+    """Storage of a session's turns and calls (Protocol)."""
 
     def journal(self, node: int, piece: Segment) -> None:
-        """A piece of a segment; the first has its parent and cause."""
+        """Record a piece of segment `node`; the first has its parent and cause."""
 
     def begin_call(self, number: int, asked: bytes, durable: bool) -> None:
-        """A call begins; if `durable`, this survives a crash from now on."""
+        """Record that call `number` begins; if `durable`, the record is on disk on return."""
 
     def end_call(self, number: int, reply: bytes) -> None:
-        """A call has ended."""
+        """Record the reply of a call."""
 
 
 @dataclass
 class CallInMemory:
-    """See `RecordedCall`."""
+    """A call in memory (satisfies `RecordedCall`)."""
 
     number: int
     asked: bytes
@@ -103,7 +104,7 @@ class CallInMemory:
 
 
 class Session:
-    """One trajectory in the making.
+    """One trajectory in the making, with its turns and calls.
 
     Example::
 
@@ -115,8 +116,8 @@ class Session:
         segments = session.segments()
 
     Attributes:
-        id: that of its trajectory, or a name of its own.
-        forest: what was given and sampled, abandoned turns included.
+        id: that of its trajectory, or another name.
+        forest: all given and sampled segments, abandoned turns included.
     """
 
     def __init__(
@@ -129,8 +130,8 @@ class Session:
         segments: Sequence[Segment] = (),
         calls: Iterable[RecordedCall] = (),
     ) -> None:
-        """`segments` by their nodes, and `calls`, are on record from an earlier process. A segment without tokens is a
-        turn of which none has come."""
+        """`segments`, by node, and `calls` were recorded by an earlier process. A segment without tokens is a turn that
+        had none yet."""
         own = [msgspec.structs.replace(one, parent=parent_of(segments, at)) for at, one in enumerate(segments)]
         self.id, self.forest = id, Forest(prompt, own)
         self._seed, self._sampler, self._record = seed, sampler, record
@@ -150,18 +151,18 @@ class Session:
             self._replies.setdefault(call.asked, deque()).append(call)
 
     def again(self) -> Session:
-        """The session for a program that begins again; this one must have no turn and no call under way."""
+        """A session for a program that starts again; this one must have no turn or call in progress."""
         forest = self.forest
         found = Session(self.id, forest.prompt, self._seed, self._sampler, self._record, forest.segments, self._calls)
         found._broken.update(self._broken)
         return found
 
     async def turn(self, prompt: Tokens, sampling: Sampling, cause: str = "") -> Turn:
-        """What the model says behind `prompt`, all of the tokens before it. `cause` says why a branch begins here, if
-        the prompt makes one.
+        """Sample one turn after `prompt` (token ids of the whole history), or return the recorded one. `cause`: why a
+        branch begins here, if the prompt makes one.
 
-        A turn that breaks off stays on record, and the next one behind an equal prompt goes on with it, unless that may
-        have fewer tokens, ends at other stop texts, or has another grammar.
+        An interrupted turn stays recorded, and the next turn after an equal prompt continues it, unless that one has a
+        smaller limit, other stop texts, or another grammar.
 
         Raises:
             EngineLost, RefusedRequest, DeadlineExceeded: as its sampler.
@@ -185,14 +186,14 @@ class Session:
 
     @property
     def calls(self) -> Sequence[RecordedCall]:
-        """All of them, in the order in which they began."""
+        """All calls in the order of their begin."""
         return self._calls
 
     def claim(self, node: int) -> Turn:
-        """The recorded turn `node`, which a call on record has returned already.
+        """The recorded turn `node`, which a recorded call has returned already.
 
         Raises:
-            StoreError: it is not on record, or has no end.
+            StoreError: it is not recorded, or has not ended.
         """
         segments = self.forest.segments
         if node >= len(segments) or segments[node].stop_reason is None:
@@ -202,13 +203,15 @@ class Session:
         return Turn(node, segments[node])
 
     def pass_over(self, node: int) -> None:
-        """Let no `turn` answer with the recorded turn `node`: a call on record tells it, and may yet be asked for."""
+        """Exclude the recorded turn `node` from answers of `turn`: a recorded call holds it, and may still be
+        requested."""
         waiting = self._turns.get(self._before(node))
         if waiting and node in waiting:
             waiting.remove(node)
 
     def prefer(self, asked: bytes, own: Callable[[bytes], bool]) -> None:
-        """Let the next `call` that asks this get the first recorded reply that is its `own`, if there is one."""
+        """Let the next `call` with the request `asked` take the first recorded reply for which `own` is true, if there
+        is one."""
         waiting = self._replies.get(asked, deque())
         if call := next((call for call in waiting if call.reply is not None and own(call.reply)), None):
             waiting.remove(call)
@@ -217,14 +220,18 @@ class Session:
     async def call(
         self, asked: bytes, run: Callable[[], Awaitable[bytes]], *, repeatable: bool, durable: bool = False
     ) -> bytes:
-        """The reply to `asked`: on record, or of `run`. `repeatable` says that `run` may be called again when a crash
-        has cut it short; what is not, and what is `durable`, is on record before it begins and before this returns.
+        """Reply to the request `asked`: recorded, or the result of `run`.
 
-        What `run` raises is raised; failures that the program goes on from belong into the reply.
+        Exceptions of `run` are raised and not recorded; failures that the program handles belong into the reply.
+
+        Args:
+            repeatable: `run` may be called again if a crash interrupts it; otherwise begin and end are on disk before
+                `run` starts and before this returns.
+            durable: the same guarantee for a repeatable call.
 
         Raises:
-            CallInterrupted: it had begun in an earlier process, may have had its effect, and is not repeatable; or
-                `check_calls` says so.
+            CallInterrupted: it began in an earlier process, may have had its effect, and is not repeatable; or
+                `check_calls` raises.
         """
         kept = asked if repeatable else _ONCE + asked
         known = self._replies.get(kept) or self._replies.get(asked)
@@ -244,10 +251,11 @@ class Session:
         return call.reply
 
     def check_calls(self) -> None:
-        """
+        """Check for interrupted calls that the program has not requested again.
+
         Raises:
-            CallInterrupted: an earlier process had begun a call that is not repeatable, it has no reply, and nobody has
-                asked for it again: what the program does in its place may be the same once more.
+            CallInterrupted: an earlier process began a call that is not repeatable and has no reply, and it was not
+                requested again: the program might repeat its effect in another form.
         """
         for waiting in self._replies.values():
             for call in waiting:
@@ -256,12 +264,12 @@ class Session:
 
     @property
     def returned(self) -> list[int]:
-        """The nodes of the turns that were returned, in their order."""
+        """Nodes of the returned turns, in order."""
         return sorted(node for node in self._claimed if self.forest.segments[node].stop_reason is not None)
 
     def segments(self, rewards: Mapping[int, float] | None = None) -> tuple[Segment, ...]:
-        """The forest of the trajectory: the turns that were returned, and what they stand behind; `rewards` are those
-        of turns, by node. Turns that broke off, or that only an earlier process asked for, are left out."""
+        """Forest of the trajectory: the returned turns and their histories. `rewards` are those of turns, by node.
+        Interrupted turns, and turns that only an earlier process requested, are left out."""
         kept = set[int]()
         for node in self.returned:
             kept.update(way_to(self.forest.segments, node)[1])
@@ -277,11 +285,11 @@ class Session:
 
     @property
     def sampled_tokens(self) -> int:
-        """Of turns that have ended, whether or not they are part of the trajectory."""
+        """Number of tokens of all finished turns, also of those outside of the trajectory."""
         return sum(len(one.token_ids) for one in self.forest.segments if one.stop_reason is not None)
 
     def _recorded(self, prompt: Tokens, sampling: Sampling) -> int | None:
-        """The first recorded turn behind `prompt` that may answer; it answers nobody else."""
+        """First unused recorded turn after `prompt` that fits; it is then marked as used."""
         waiting = self._turns.get(prompt, deque())
         for node in waiting:
             segment, before = self.forest.segments[node], self._broken.get(node)
@@ -302,13 +310,13 @@ class Session:
         return max((max(self.forest.segments[at].versions, default=0) for at in places), default=0)
 
     def _seed_of(self, node: int, prompt: Tokens) -> None:
-        """It follows from the prompt and how often that was asked before, so that parallel turns may begin in any
-        order."""
+        """Derive the seed of a turn from its prompt and the number of earlier requests with it, so that parallel turns
+        may begin in any order."""
         self._seeds[node] = derive_seed(self._seed, self._asked[prompt], *prompt)
         self._asked[prompt] += 1
 
     def _begin(self, prompt: Tokens, cause: str) -> int:
-        """A new node behind the prompt; what is new of it becomes a given segment."""
+        """Create a node after the prompt; new tokens of the prompt become a given segment."""
         place = self.forest.find(prompt)
         parent = place.parent
         if place.tail:
@@ -325,7 +333,7 @@ class Session:
 
 
 class MemoryRecord:
-    """A session's record that ends with the process."""
+    """Record of a session in memory only."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[int, Segment]] = []
@@ -345,12 +353,12 @@ class MemoryRecord:
 
     @property
     def segments(self) -> list[Segment]:
-        """By their nodes."""
+        """Recorded segments, by node."""
         return joined_pieces(self.pieces)
 
 
 def joined_pieces(pieces: Iterable[tuple[int, Segment]]) -> list[Segment]:
-    """The segments whose pieces these are, by their nodes; a node begins after those before it."""
+    """Join pieces to segments, ordered by node."""
     found: list[Segment] = []
     for node, piece in pieces:
         if node == len(found):
@@ -362,11 +370,11 @@ def joined_pieces(pieces: Iterable[tuple[int, Segment]]) -> list[Segment]:
 
 @dataclass(frozen=True)
 class WholeTurns:
-    """A sampler that keeps a turn on record when it has ended: of an engine without a run.
+    """Sampler for an engine without a run; records a turn only when it has ended.
 
     Attributes:
-        name: of its requests, before the node and a number: a turn may be asked for again before the engine has given
-            its first request up.
+        name: prefix of its request ids, followed by the node and a number: a turn may be requested again before the
+            engine has abandoned its first request.
     """
 
     generate: Generate

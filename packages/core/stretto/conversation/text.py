@@ -1,4 +1,4 @@
-"""The text of a completion while its tokens come: whole characters only, and nothing behind a stop text.
+"""Streaming text of a completion: whole characters only, cut off at the first stop text.
 
 A character may be spread over several tokens, and a decoder may treat the first token of a text differently (it drops
 its leading space). So new tokens are decoded together with a few before them, whose text is then cut off::
@@ -7,11 +7,11 @@ its leading space). So new tokens are decoded together with a few before them, w
     decoded        --------------------------              sent
     decoded        --------------------------------------- sent + new text + pending
 
-Bytes at the end that are no character yet are pending. When there are none, the newer tokens become the base; so a
-token costs the same however long the completion is.
+Bytes at the end that are no complete character are pending. When there are none, the newer tokens become the base, so
+the cost of a token does not grow with the completion.
 
-Stop texts are found in that text, so they may begin and end inside tokens. A server sends text through a `StopFinder`,
-which holds back what may be the beginning of a stop text::
+Stop texts are searched in the text, so they may begin and end inside tokens. A server sends text through a
+`StopFinder`, which holds back a possible beginning of a stop text::
 
     text        ... "ca" | "f" | "é" | " <" | "/s>" ...
     StopFinder      "ca"   "f"   "é"   " "    found      "<" may begin the stop text "</s>": it waits
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-#: What decoders write for bytes that are no character, or not yet one.
+#: Replacement character that decoders write for incomplete or invalid bytes.
 NO_CHARACTER = "\ufffd"
 
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
@@ -31,7 +31,7 @@ _OVERLAP = 16  # tokens of the base then: more bytes than what may still be mend
 
 
 class Detokenizer(Protocol):
-    """Token ids to text (implemented by `stretto.model.hf.tokenizer.Tokenizer`)."""
+    """Decodes token ids (implemented by `stretto.model.hf.tokenizer.Tokenizer`)."""
 
     @property
     def special_token_ids(self) -> frozenset[int]:
@@ -55,10 +55,10 @@ class RunningText:
         self._tokens: list[int] = []  # the base, then newer ones
         self._base = 0  # of these tokens
         self._sent = 0  # characters of their text
-        self.pending = ""  #: what the tokens decode to beyond the text so far, and others to come may change
+        self.pending = ""  #: decoded text that later tokens may still change
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The characters that these tokens complete."""
+        """Append tokens; returns the characters that they complete."""
         special = self._detokenizer.special_token_ids
         self._tokens += [token for token in token_ids if token not in special]
         fresh = self._detokenizer.decode(self._tokens)[self._sent :]
@@ -75,22 +75,22 @@ class RunningText:
         return text
 
     def end(self) -> str:
-        """What was pending: no more tokens come."""
+        """Pending text, once no more tokens come."""
         rest, self.pending = self.pending, ""
         return rest
 
     def _rebase(self, first: int) -> None:
-        """Of the tokens so far, those from `first` on are enough to decode the next ones with."""
+        """Keep only the tokens from `first` on, enough to decode the next ones."""
         del self._tokens[:first]
         self._base = len(self._tokens)
         self._sent = len(self._detokenizer.decode(self._tokens)) - len(self.pending)
 
 
 class StopFinder:
-    """Cuts a text off where the first stop text begins.
+    """Cuts a text off at the first stop text.
 
-    The first is the one that is complete first; of those that end at the same place, the longest. Neither depends on
-    how the text was cut into pieces.
+    The first is the one that is completed first; among those that end at the same position, the longest. The result
+    does not depend on how the text is cut into pieces.
 
     >>> finder = StopFinder(("</s>", "\\n\\n"))
     >>> finder.push("a <"), finder.push("b> <"), finder.push("/s> c"), finder.found
@@ -103,7 +103,7 @@ class StopFinder:
         self.found = ""  #: the stop text that was found
 
     def push(self, text: str) -> str:
-        """The new text that is certainly no part of a stop text."""
+        """Append text; returns the text that is certainly not part of a stop text."""
         if not self._stops:
             return text
         if self.found:
@@ -116,7 +116,7 @@ class StopFinder:
         return self._give_out(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
 
     def end(self) -> str:
-        """The text that was held back; no more comes."""
+        """Text held back, once no more comes."""
         return self._give_out(len(self._held))
 
     def _give_out(self, ready: int) -> str:
@@ -125,6 +125,6 @@ class StopFinder:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of a text that may begin a stop text."""
+    """Number of characters at the end of a text that may begin a stop text."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -1,10 +1,10 @@
-"""Calls of tools as models write them, and back; the reasoning before an answer.
+"""Tool calls as models write them, parsed and rendered; reasoning before an answer.
 
     hermes    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      Qwen, Hermes, ChatML
     llama     {"name": "add", "parameters": {"a": 1}}; {...}                     Llama 3, with or without <|python_tag|>
     mistral   [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]               and [TOOL_CALLS]add[ARGS]{"a": 1}
 
-What is malformed is text: a message has all its calls, or none. The arguments of a call keep every byte that the model
+Parsing is all or nothing: if one call is malformed, the whole message is text. Arguments keep every byte that the model
 wrote.
 """
 
@@ -28,7 +28,7 @@ NameCall = Callable[[int], str]
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 _BETWEEN = re.compile(r"[; \n]*")
 _MISTRAL, _ARGUMENTS, _PYTHON = "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"
-MOST_CALLS = 16  #: of one message that a grammar makes
+MOST_CALLS = 16  #: in one message made by a grammar
 
 
 class _Written(msgspec.Struct):
@@ -39,35 +39,35 @@ class _Written(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Parsed:
-    """The text around the calls, and the calls."""
+    """Calls of a message, and the text around them."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
 
 
 class CallForm(Protocol):
-    """How one family of models writes calls."""
+    """Syntax of tool calls in one family of models (Protocol)."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
-        """The calls in a message; without any, or with one that is malformed, all of it is text."""
+        """Parse the calls of a message; without any, or with a malformed one, all of it is text."""
         ...
 
     def render(self, calls: Sequence[ToolCall]) -> str:
-        """The calls as the model would write them."""
+        """Write calls as the model would."""
         ...
 
     def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
-        """The grammar of `calls` of these tools and nothing else (`Sampling.grammar`); `word` writes a text that may be
-        one token. Without `parallel` there is one call, else at most `MOST_CALLS`.
+        """Grammar (`Sampling.grammar`) that admits only calls of these tools; `word` writes a text that may be one
+        token. With `parallel` there are up to `MOST_CALLS` calls, otherwise one.
 
         Raises:
-            RefusedRequest: a schema cannot be written.
+            RefusedRequest: a schema cannot be expressed.
         """
         ...
 
 
 class HermesForm:
-    """Qwen 2.5 and 3, Hermes, and other ChatML models."""
+    """Syntax of Qwen 2.5 and 3, Hermes, and other ChatML models."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
         """See `CallForm`."""
@@ -97,7 +97,7 @@ class HermesForm:
 
 
 class LlamaForm:
-    """Llama 3.1 and later: the whole message is calls."""
+    """Syntax of Llama 3.1 and later: the whole message is calls."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
         """See `CallForm`."""
@@ -116,7 +116,7 @@ class LlamaForm:
 
 
 class MistralForm:
-    """Mistral: calls behind a control token."""
+    """Syntax of Mistral: calls after a control token."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
         """See `CallForm`."""
@@ -143,7 +143,7 @@ class MistralForm:
 
 
 def form_of(chat_template: str) -> CallForm:
-    """The form that a chat template renders; the Hermes form where it renders none."""
+    """Syntax that a chat template renders; that of Hermes if it renders none."""
     if _MISTRAL in chat_template:
         return MistralForm()
     if "<tool_call>" not in chat_template and (_PYTHON in chat_template or '"parameters": ' in chat_template):
@@ -152,8 +152,8 @@ def form_of(chat_template: str) -> CallForm:
 
 
 def split_reasoning(text: str, opens: str = "") -> tuple[str, str]:
-    """The reasoning of a message, and the rest. Its beginning may stand in the prompt, which ends with the mark `opens`
-    then; an end that never comes makes all of it reasoning.
+    """Split a message into reasoning and the rest. If the prompt ends with the mark `opens`, the text begins inside the
+    reasoning. Without an end mark, all of it is reasoning.
 
     >>> split_reasoning("<think>small</think>3"), split_reasoning("small", "<think>")
     (('small', '3'), ('small', ''))
@@ -167,12 +167,12 @@ def split_reasoning(text: str, opens: str = "") -> tuple[str, str]:
 
 
 def knows_reasoning(chat_template: str) -> bool:
-    """Whether a chat template knows the reasoning of a message."""
+    """Whether a chat template renders the reasoning of a message."""
     return any(end in chat_template for _, end in MARKS)
 
 
 def instructions(tools: Sequence[Tool]) -> str:
-    """The text that describes tools to a model whose template knows none: the words of Qwen's and Hermes' templates."""
+    """Description of tools for a model whose template knows none, in the words of Qwen's and Hermes' templates."""
     listed = "\n".join(json.dumps(tool.function, ensure_ascii=False) for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -185,12 +185,12 @@ def instructions(tools: Sequence[Tool]) -> str:
 
 
 def result(text: str) -> str:
-    """The result of a tool, as such a model reads it."""
+    """Result of a tool in the form that such a model reads."""
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
 def _calls(written: Iterator[str] | Sequence[str], name: NameCall) -> tuple[ToolCall, ...] | None:
-    """The calls, or None if one is malformed."""
+    """Parse calls; None if one is malformed."""
     found = []
     for number, text in enumerate(written):
         try:
@@ -214,7 +214,7 @@ def _several(rule: str, between: str, parallel: bool) -> str:
 
 
 def _tool_rules(tools: Sequence[Tool], field: str) -> str:
-    """`tool`: a call of one of these, as JSON."""
+    """Grammar rules for `tool`: a call of one of these tools, as JSON."""
     lines = ["tool: " + " | ".join(f"tool_{at}" for at in range(len(tools)))]
     for at, tool in enumerate(tools):
         opening = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{field}": '
@@ -224,7 +224,7 @@ def _tool_rules(tools: Sequence[Tool], field: str) -> str:
 
 
 def _objects(text: str) -> Iterator[str]:
-    """The JSON objects in a text, divided by semicolons; the rest of a malformed one."""
+    """JSON objects in a text, separated by semicolons; last the rest, if one is malformed."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
         try:
@@ -241,7 +241,7 @@ def _objects(text: str) -> Iterator[str]:
 
 
 def _listed(text: str) -> Iterator[str]:
-    """The objects in a JSON array, as they are written; the text if it is none."""
+    """Objects of a JSON array, as written; the text itself if it is no array."""
     try:
         yield from (bytes(raw).decode() for raw in msgspec.json.decode(text, type=list[msgspec.Raw]))
     except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -1,11 +1,12 @@
-"""A door: one kind of part that a recipe may name, built-in or of the user's own, and its section.
+"""Doors: extension points of a recipe. A door is one kind of part that a recipe names, built-in or user-defined, with
+its section.
 
 A part is a function or a class. Its numbers are its keyword-only parameters, with their bounds and descriptions::
 
     def clipped(policy_logprobs, tokens, *, clip: Annotated[float, Field(gt=0, description="...")] = 0.2): ...
 
-From them a section of the recipe is made: ``loss = {kind = "my_losses:clipped", clip = 0.3}``. A built-in is a row of
-its door's table, ``"cispo": "stretto.trainer.objective.surrogates:cispo"``, and all else is the same.
+They become a section of the recipe: ``loss = {kind = "my_losses:clipped", clip = 0.3}``. A built-in differs only by a
+row in its door's table, ``"cispo": "stretto.trainer.objective.surrogates:cispo"``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ OWN_NAME: Mapping[str, str] = MappingProxyType({"type": "string", "format": "pac
 
 
 def declare(**facts: object) -> Callable[[Declared], Declared]:
-    """Say facts about the part below: ``@declare(anchors=("behavior",))``. Each door says which it knows."""
+    """Decorator that attaches facts to a part: ``@declare(anchors=("behavior",))``. Each door documents the facts that
+    it reads."""
 
     def mark(part: Declared) -> Declared:
         setattr(part, _FACTS, {**getattr(part, _FACTS, {}), **facts})
@@ -63,12 +65,13 @@ def declare(**facts: object) -> Callable[[Declared], Declared]:
 
 
 def fact(part: Part, name: str, default: Any) -> Any:
-    """A fact that was declared about a part, or the default."""
+    """Value of a fact declared on a part, or the default."""
     return getattr(part, _FACTS, {}).get(name, default)
 
 
 class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """A part with its numbers, as a recipe holds them. A door makes the subclass of each part from its signature."""
+    """Base class of the section of a part: its kind and its numbers. A door derives a subclass for each part from its
+    signature."""
 
     kind: str
     part: ClassVar[Part]
@@ -76,7 +79,7 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
 
     @classmethod
     def fields_of(cls, part: Part) -> dict[str, Any]:
-        """The keys behind `kind`, as pydantic's `create_model` takes them.
+        """Keys of the part's section beside `kind`, as pydantic's `create_model` takes them.
 
         Raises:
             ValueError: a recipe could not hold one; with the reason.
@@ -97,7 +100,7 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
         return {name: _field(part, parameter) for name, parameter in parameters.items()}
 
     def bound(self, part: Part) -> Part:
-        """A function with its numbers of this section; what one of the user's own raises names it and its line."""
+        """Bind a function to the numbers of this section. Errors of a user-defined function name it and its line."""
         numbers = {name: getattr(self, name) for name in _by_name(part)}
         return partial(guarded(self.place, self.kind, part) if is_own(self.kind) else part, **numbers)
 
@@ -133,7 +136,7 @@ def _field(part: Part, parameter: inspect.Parameter) -> tuple[Any, Any]:
 
 
 def _names_around(part: Part) -> dict[str, Any]:
-    """The names that the module of a part knows."""
+    """Names defined in the module of a part."""
     inner = inspect.unwrap(part)
     module = sys.modules.get(getattr(inner, "__module__", None) or "")
     found: dict[str, Any] = getattr(inner, "__globals__", None) or (vars(module) if module is not None else {})
@@ -141,7 +144,7 @@ def _names_around(part: Part) -> dict[str, Any]:
 
 
 def guarded(place: str, name: str, part: Part) -> Part:
-    """A part of the user's own; what it raises is a mistake at `place`, and names the part and its line."""
+    """Wrap a user-defined part: an exception becomes a mistake at `place` that names the part and its line."""
 
     @wraps(part, updated=())
     def call(*arguments: Any, **numbers: Any) -> Any:
@@ -157,7 +160,7 @@ def guarded(place: str, name: str, part: Part) -> Part:
 
 
 def raised(place: str, name: str, error: BaseException) -> Problem:
-    """The mistake of a part that has raised."""
+    """The problem to report for a part that raised `error`."""
     module = sys.modules.get(name.partition(":")[0])
     where = where_raised(error, getattr(module, "__file__", None) or "")
     return Problem(place, f"{name!r} raised {type(error).__name__}: {error}", f"in {where}" if where else "")
@@ -165,30 +168,31 @@ def raised(place: str, name: str, error: BaseException) -> Problem:
 
 @dataclass(frozen=True, eq=False)
 class Door(Generic[Kind]):
-    """Where a recipe names parts of one kind: the type of a key, as ``loss: Annotated[LossSection, LOSSES]``.
+    """An extension point: the type of a recipe key that names parts of one kind, as ``loss: Annotated[LossSection,
+    LOSSES]``.
 
-    A key of type ``Annotated[str, MAKES]`` holds a name alone, and its parts have no numbers. One of type
-    ``Annotated[str | Section, FILTERS]`` holds a name, or a section where the part has numbers; `words` of it are no
-    parts, as "auto", and `several` parts are given as a list.
+    A key of type ``Annotated[str, MAKES]`` holds only a name, and its parts have no numbers. One of type
+    ``Annotated[str | Section, FILTERS]`` holds a name, or a section if the part has numbers. `words` are further values
+    that name no part, as "auto". With `several`, parts are given as a list.
     """
 
     key: str  # in the recipe
     what: str  # "loss"
-    arguments: tuple[str, ...]  # that a part is called with, by place
+    arguments: tuple[str, ...]  # positional arguments of a part
     built_in: Mapping[str, str]  # name: package.module:name
     section: type[Kind]
     words: tuple[str, ...] = ()
     several: bool = False
 
     def __call__(self, kind: str, **numbers: object) -> Kind:
-        """The section of a part, as ``LOSSES("ppo", clip_low=0.1)``."""
+        """Section of a part, as ``LOSSES("ppo", clip_low=0.1)``."""
         return self.model(kind)(kind=kind, **numbers)
 
     def load(self, name: str) -> Part:
-        """The part called `name`.
+        """Load the part called `name`.
 
         Raises:
-            RecipeError: there is none, it cannot be imported, or not be called with the door's arguments.
+            RecipeError: it is unknown, cannot be imported, or cannot be called with the door's arguments.
         """
         found = load(name, self.key, self.what, self.built_in)
         further = tuple(_by_name(found)) if callable(found) else ()
@@ -198,10 +202,10 @@ class Door(Generic[Kind]):
         return part
 
     def model(self, kind: str) -> type[Kind]:
-        """The section of the part called `kind`.
+        """Section class of the part called `kind`.
 
         Raises:
-            RecipeError: as `load`, or its numbers are none that a recipe could hold.
+            RecipeError: as `load`, or a recipe could not hold its numbers.
         """
         part = self.load(kind)
         try:
@@ -211,15 +215,15 @@ class Door(Generic[Kind]):
 
     @property
     def models(self) -> list[type[Kind]]:
-        """The sections of the built-ins."""
+        """Section classes of the built-ins."""
         return [self.model(kind) for kind in self.built_in]
 
     def bound(self, value: str | Section) -> Part:
-        """The part of a key's value, with its numbers."""
+        """Load the part of a key's value and bind its numbers."""
         section = value if isinstance(value, Section) else self(value)
         return section.bound(section.part)
 
-    # What pydantic asks of the type of a key.
+    # Hook of pydantic for the type of a key.
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         sections = isinstance(source, type) and issubclass(source, Section)
@@ -275,7 +279,7 @@ class Door(Generic[Kind]):
 
 @cache
 def _model(door: Door[Kind], kind: str, part: Part) -> type[Kind]:
-    """The section of a part, one class as long as the part is the same object."""
+    """Section class of a part, the same for the same object."""
     fields: dict[str, Any] = {"kind": (Literal[kind], kind)} | door.section.fields_of(part)
     about = inspect.cleandoc(part.__doc__ or "").partition("\n\n")[0]
     try:
@@ -290,13 +294,14 @@ def _model(door: Door[Kind], kind: str, part: Part) -> type[Kind]:
 
 @cache
 def _labelled(model: type[Section]) -> SchemaValidator:
-    """Validates a section; a mistake has the kind in its place, as those of the built-ins of a union have."""
+    """Validator of a section that includes the kind in the place of a mistake, as pydantic does for the members of a
+    union."""
     kind = model.model_fields["kind"].default
     return SchemaValidator(core_schema.tagged_union_schema({kind: model.__pydantic_core_schema__}, "kind"))
 
 
 def _at(index: int, details: ErrorDetails) -> InitErrorDetails:
-    """A mistake in an item of a list."""
+    """A mistake, moved to item `index` of a list."""
     kind: str | PydanticCustomError = details["type"]
     if kind == "value_error":
         kind = PydanticCustomError("value_error", "{error}", details["ctx"])

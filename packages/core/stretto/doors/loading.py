@@ -1,4 +1,4 @@
-"""Finds a part that a recipe names: a built-in by its name, or ``package.module:name`` from the import path."""
+"""Loading of parts that a recipe names: built-ins by name, others as ``package.module:name`` from the import path."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OWN = __name__.partition(".")[0]
 
 
 def look_in(folder: str) -> None:
-    """Look for modules first in `folder`, then in the working folder, then in the environment, from now on.
+    """From now on, search modules first in `folder`, then in the working directory, then in the environment.
 
-    A module of the same name from the folder of another recipe is forgotten. An empty `folder` changes nothing.
+    A module of the same name from another recipe's folder is unloaded. An empty `folder` changes nothing.
     """
     if not folder:
         return
@@ -34,7 +34,7 @@ def look_in(folder: str) -> None:
 
 
 def _of_others(folder: Path) -> list[str]:
-    """Modules of `folder` in whose place one of another folder is loaded, but for those of the environment."""
+    """Loaded modules that hide modules of `folder`, without those of the environment."""
     environment = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
     found = []
     for path in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
@@ -46,7 +46,7 @@ def _of_others(folder: Path) -> list[str]:
 
 
 def is_own(name: object) -> bool:
-    """Whether a name is that of a part of the user's own, and not of a built-in.
+    """Whether a name is that of a user-defined part, not of a built-in.
 
     >>> is_own("my_losses:clipped"), is_own("ppo")
     (True, False)
@@ -55,7 +55,7 @@ def is_own(name: object) -> bool:
 
 
 def with_colon(name: object) -> str:
-    """The remedy for a name without a colon that may be meant for one of the user's own.
+    """Remedy for a name without a colon that may be meant for a user-defined part.
 
     >>> with_colon("my_losses.clipped"), with_colon("cispo")
     ("one of your own is written 'my_losses:clipped'", '')
@@ -65,10 +65,10 @@ def with_colon(name: object) -> str:
 
 
 def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> object:
-    """The part called `name`; `what` it is ("loss"), and the `place` where the recipe names it, are for messages.
+    """Load the part called `name`; `what` it is ("loss") and the `place` in the recipe are for messages.
 
     Raises:
-        RecipeError: no built-in has the name, the module cannot be imported, or does not have it.
+        RecipeError: no built-in has the name, or the module cannot be imported or lacks it.
     """
     if not is_own(name) and name not in built_in:
         remedy = f"{nearest(name, built_in)}; one of your own is written 'package.module:name'"
@@ -103,7 +103,7 @@ def _attribute(place: str, module: str, attribute: str, found: object) -> object
 
 
 def _way_out(module: str, error: BaseException) -> str:
-    """The remedy for an import that failed: of the module itself, of another one in it, or of its own lines."""
+    """Remedy for a failed import: of the module itself, of another one in it, or of its own code."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and f"{module}.".startswith(f"{missing}."):
         return "give a module of the environment, of the recipe's folder or of the folder that stretto is started from"
@@ -114,7 +114,7 @@ def _way_out(module: str, error: BaseException) -> str:
 
 
 def where_raised(error: BaseException, file: str = "") -> str:
-    """``file:line`` of the innermost line of `file`, or else of any file, that raised or called what did."""
+    """``file:line`` of the innermost frame in `file`, by default in any file, of the error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     inner = [one for one in frames if not one.filename.startswith("<frozen") and one.filename not in _IMPORTERS]
     found = [one for one in inner if one.filename == file] or inner
@@ -122,7 +122,7 @@ def where_raised(error: BaseException, file: str = "") -> str:
 
 
 def why_not_called(function: object, name: str, arguments: Sequence[str], further: Sequence[str] = ()) -> str:
-    """Why a part cannot be called with `arguments` by place and `further` ones by name; empty if it can."""
+    """Why a part cannot be called with positional `arguments` and keyword arguments `further`; empty if it can."""
     if not callable(function):
         return f"{name!r} is {type(function).__name__}, which cannot be called"
     try:
@@ -135,7 +135,7 @@ def why_not_called(function: object, name: str, arguments: Sequence[str], furthe
 
 
 def is_generator(function: Callable[..., object]) -> bool:
-    """Whether a call yields in place of returning."""
+    """Whether the function is a generator function."""
     # Asking for `type(...)`: an instance's own attribute would not be what a call runs.
     call = getattr(type(function), "__call__", None)  # noqa: B004
     kinds = (inspect.isasyncgenfunction, inspect.isgeneratorfunction)

@@ -1,5 +1,4 @@
-"""Mistakes in settings, those of a recipe above all, from pydantic's errors: the place, the value found, and what is
-allowed."""
+"""Problems of a recipe, made of pydantic's errors: place, value found, and what is allowed."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ Kind = TypeVar("Kind", bound=BaseModel)
 _HINT = "; did you mean "
 #: Sections whose keys are meant first.
 _COMMON = ("trainer", "rollout", "sampling", "task", "engine", "rewards", "evaluation")
-_MOST_KEYS = 8  # that a message lists
-_NEAR = 0.85  # of two names, by difflib
+_MOST_KEYS = 8  # names listed in a message, at most
+_NEAR = 0.85  # similarity of two names (difflib)
 _WORD = re.compile(r"'([^']*)'")
 
 #: Names that other systems give to a key, or to a value.
@@ -57,7 +56,7 @@ def checked(settings: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
 
 
 def problems_of(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> Iterator[Problem]:
-    """One problem for each key; pydantic reports a value that fits no member of a union once for each member."""
+    """One problem per key; pydantic reports a value that fits no member of a union once per member."""
     problems: dict[str, Problem] = {}
     for problem in (_problem(place, details, kind) for details in errors):
         if (other := problems.get(problem.place)) is not None:
@@ -104,7 +103,7 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
 
 
 def _near(details: ErrorDetails) -> str:
-    """The nearest of the words that are allowed, where another one is given."""
+    """Nearest of the allowed words, if the value is another one."""
     if details["type"] != "literal_error" or not isinstance(details["input"], str):
         return ""
     near = nearest(details["input"], _WORD.findall(details["ctx"]["expected"]))
@@ -112,7 +111,7 @@ def _near(details: ErrorDetails) -> str:
 
 
 def _alias(keys: Sequence[str], beside: Sequence[str]) -> str:
-    """The remedy for a key that has this name in other systems."""
+    """Remedy for a key that is named so in other systems."""
     known = _OTHER_NAMES.get(keys[-1])
     if known is None:
         return ""
@@ -121,7 +120,7 @@ def _alias(keys: Sequence[str], beside: Sequence[str]) -> str:
 
 
 def _elsewhere(keys: Sequence[str], value: object, kind: type[BaseModel]) -> str:
-    """The remedy for a value outside of any section whose name, or nearly, is that of a key of some sections."""
+    """Remedy for a key outside of any section that is named like a key of some sections."""
     if len(keys) != 1 or isinstance(value, dict):
         return ""
     sections = {name: _models(field.annotation) for name, field in kind.model_fields.items()}
@@ -138,14 +137,14 @@ def _rank(section: str) -> int:
 
 
 def _guessed(section: object, models: Sequence[type[BaseModel]]) -> str:
-    """The only kind that has all the keys that are given."""
+    """Hint at the only kind that has all given keys; "" if there is not exactly one."""
     given = set(section) if isinstance(section, dict) else set()
     fitting = [model for model in models if given and given <= set(model.model_fields)]
     return f"; its other keys are those of {_kind(fitting[0])!r}" if len(fitting) == 1 else ""
 
 
 def _a_section(value: object, models: Sequence[type[BaseModel]]) -> str:
-    """The remedy for a plain value in place of a section: its kinds, its keys, how a number is meant as a weight."""
+    """Remedy for a plain value in place of a section: its kinds, its keys, how to write a weight."""
     kinds = [name for name in map(_kind, models) if name]
     keys = [key for key in models[0].model_fields if key != "kind"]
     with_keys = f" with {', '.join(keys)}" if len(keys) <= _MOST_KEYS else ""
@@ -158,8 +157,12 @@ def _a_section(value: object, models: Sequence[type[BaseModel]]) -> str:
 def _keys(
     location: tuple[int | str, ...], kind: type[BaseModel]
 ) -> tuple[list[str], list[str], list[type[BaseModel]], Door[Any] | None]:
-    """The keys of the file in pydantic's `location`, without its labels of union members ("task.jsonl.file"); the keys
-    that are allowed beside the last one; the sections that the last one may be; and the door that it is the key of."""
+    """Decode pydantic's `location`.
+
+    Returns:
+        Its keys in the file, without labels of union members ("task.jsonl.file"); the keys allowed beside the last one;
+            the sections that the last one may be; and the door of which it is the key.
+    """
     keys: list[str] = []
     models: list[type[BaseModel]] = [kind]
     beside = list(kind.model_fields)
@@ -185,7 +188,7 @@ def _doors(field: FieldInfo) -> list[Door[Any]]:
 
 
 def _models_of(field: FieldInfo) -> list[type[BaseModel]]:
-    """The sections that a key may hold; those of a door's key are its built-ins'."""
+    """Sections that a key may hold; for a door's key, those of its built-ins."""
     found = _models(field.annotation)
     return [model for door in _doors(field) for model in door.models] if found and _doors(field) else found
 

@@ -1,4 +1,4 @@
-"""Parts of a run that are in packages beside the core, found by name; a missing package is refused by name."""
+"""Loading of parts of a run from packages beside the core; errors name a missing package."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def _distribution(package: str) -> str:
 
 
 def _remedy(package: str) -> str:
-    """
+    """Command that installs a package.
+
     >>> _remedy("stretto_cluster"), _remedy("stretto_report")
     ("pip install 'stretto[cluster]'", 'pip install stretto')
     """

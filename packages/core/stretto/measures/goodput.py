@@ -22,7 +22,7 @@ TRAINED, WAITING, MASKED, EXPIRED, FILTERED, RECOMPUTED, FAILED, IDLE = CATEGORI
     "idle",
 )
 
-_REST = {"trainer": "batch", "rewards": "completions", "conductor": "events"}  # what a role waits for between its work
+_REST = {"trainer": "batch", "rewards": "completions", "conductor": "events"}  # reason for which a role is idle
 _OF_ENGINES = "admission"
 #: Spans in which no token is made.
 _PAUSES = {"load": "loading", "prove": "proving", "publish": "publishing", "checkpoint": "checkpointing"}
@@ -33,9 +33,9 @@ _OUTSIDE = ("starting", "ending")  # reasons that are not of the training
 
 
 class OnRecord(Record, frozen=True):
-    """Sampled tokens of the trajectories on record, by what became of them; those of batches are trained or masked.
+    """Sampled tokens of recorded trajectories by fate; those of batches are trained or masked.
 
-    `expired_unjudged` and `failed_unjudged` count trajectories without tokens on record: they were aborted.
+    `expired_unjudged` and `failed_unjudged` count trajectories without recorded tokens: they were aborted.
     """
 
     trained: int = 0
@@ -49,15 +49,15 @@ class OnRecord(Record, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Of all trajectories."""
+        """Sum over all trajectories."""
         return self.trained + self.masked + self.buffered + self.filtered + self.expired + self.failed
 
 
 class Produced(Record, frozen=True):
-    """The tokens that engines have computed, by their counters.
+    """Tokens that engines have computed, by their counters.
 
-    `generated` were sampled for training prompts, `aborted` of them for completions that were given up; `recomputed`
-    were computed again; `evaluated` were sampled for evaluations, and are in none of the other counts.
+    `generated` were sampled for training prompts, `aborted` of them for abandoned completions; `recomputed` were
+    prefilled again; `evaluated` were sampled for evaluations and are in no other count.
     """
 
     generated: int = 0
@@ -67,7 +67,7 @@ class Produced(Record, frozen=True):
 
 
 class Clock(Record, frozen=True):
-    """Seconds: of the whole run, until its first prompt was admitted, and from then to the last update."""
+    """Seconds of the whole run, of the time until its first prompt was admitted, and from then to the last update."""
 
     wall: float = 0.0
     starting: float = 0.0
@@ -82,7 +82,7 @@ class Category(Record, frozen=True):
 
 
 class Goodput(Record, frozen=True):
-    """The budget, its seconds by role, and the reasons for which each role was idle.
+    """The budget, with seconds by role, and idle seconds of each role by reason.
 
     Example: ``Goodput(budget={"trained": Category(81.2, 52_310), ...}, roles={"trainer": {"trained": 40.3, ...}, ...},
     idle={"trainer": {"batch": 12.5, "starting": 3.1, ...}, ...})``
@@ -94,11 +94,11 @@ class Goodput(Record, frozen=True):
 
 
 def tokens_by_category(produced: Produced, on_record: OnRecord) -> dict[str, int]:
-    """The tokens of each category.
+    """Token count of each category.
 
-    Sampled tokens without a record are those of completions in flight, and of aborted ones: these have expired or
-    failed, in proportion to the trajectories that ended so without a record where there are both. Engines that were
-    killed may have counted fewer tokens than are on record; then these are the whole.
+    Sampled tokens without a record belong to completions in flight or to aborted ones. Aborted tokens are split between
+    expired and failed in proportion to the trajectories that ended so without a record. Engines that were killed may
+    have counted fewer tokens than are recorded; then the recorded ones are all.
 
     >>> found = tokens_by_category(Produced(generated=30, aborted=4, recomputed=7), OnRecord(trained=20, buffered=5))
     >>> {name: tokens for name, tokens in found.items() if tokens}
@@ -128,12 +128,12 @@ def goodput(
     activities: Mapping[str, Mapping[str, float]],
     engines: frozenset[str],
 ) -> Goodput:
-    """The budget of a run.
+    """Compute the budget of a run.
 
     Args:
         busy: seconds of work by role, from the first admission to the last update.
-        activities: by role, the seconds of its spans by name; a role without any has one kind of work.
-        engines: the roles that generate.
+        activities: seconds of spans by role and name; a role without any has one kind of work.
+        engines: names of the engine roles.
     """
     tokens = tokens_by_category(produced, on_record)
     roles: dict[str, dict[str, float]] = {}
@@ -156,7 +156,7 @@ def goodput(
 
 
 def parts_of_work(spans: Mapping[str, float], worked: float) -> dict[str, float]:
-    """The seconds of spans, which may overlap or have short gaps, as parts of the seconds of work."""
+    """Split `worked` seconds in proportion to the seconds of spans, which may overlap or have gaps."""
     whole = sum(spans.values())
     return {name: seconds * worked / whole for name, seconds in spans.items()} if whole > 0 else {"": worked}
 
@@ -164,7 +164,7 @@ def parts_of_work(spans: Mapping[str, float], worked: float) -> dict[str, float]
 def _generation(
     spent: Mapping[str, float], tokens: Mapping[str, int], produced: Produced
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """An engine's seconds by category, and those in which it worked for no category, by reason."""
+    """An engine's seconds by category, and its seconds outside of any category by reason."""
     reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
     again = spent.get("recompute", 0.0)
     stepping = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, "recompute"})
@@ -174,7 +174,7 @@ def _generation(
 
 
 def _training(spent: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[dict[str, float], dict[str, float]]:
-    """The trainer's seconds by category, and those in which it worked for no category, by reason."""
+    """The trainer's seconds by category, and its seconds outside of any category by reason."""
     reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
     updating = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, AGAIN})
     parts = {name: tokens[name] for name in (TRAINED, MASKED)}
@@ -182,19 +182,19 @@ def _training(spent: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[di
 
 
 def _sampled(tokens: Mapping[str, int]) -> dict[str, int]:
-    """The categories of sampled tokens."""
+    """Categories of sampled tokens only."""
     return {name: count for name, count in tokens.items() if name not in (RECOMPUTED, IDLE)}
 
 
 def _shared(seconds: float, parts: Mapping[str, int]) -> dict[str, float]:
-    """Seconds in proportion to tokens; before any is on record, they wait for what becomes of them."""
+    """Split seconds in proportion to tokens; before any is recorded, all count as waiting."""
     whole = sum(parts.values())
     return {name: seconds * count / whole for name, count in parts.items()} if whole else {WAITING: seconds}
 
 
 class RoleTime(Record, frozen=True):
-    """The time of one role: the share of the training in which it did work that the budget has, the shares of the
-    reasons for which it did not, and the seconds before and after the training, which say nothing about it."""
+    """Time of one role: share of the training spent working, shares spent idle by reason, and seconds before and after
+    the training."""
 
     role: str
     working: float | None  # None: the training has not begun
@@ -203,7 +203,8 @@ class RoleTime(Record, frozen=True):
 
 
 def role_times(roles: Mapping[str, Mapping[str, float]], idle: Mapping[str, Mapping[str, float]]) -> list[RoleTime]:
-    """Each role by itself, engines and trainer first: what one role waits for is not made less by another that works.
+    """Time of each role, engines and trainer first. Roles are separate: the work of one does not hide the waiting of
+    another.
 
     >>> role_times({"trainer": {"trained": 3.0, "idle": 7.0}}, {"trainer": {"starting": 6.0, "batch": 1.0}})[0].working
     0.75

@@ -1,14 +1,14 @@
-"""Selection bias: are the groups that are trained like those that were sampled?
+"""Selection bias: do the trained groups differ from the lost ones?
 
 A group is *lost* when it expires, or when all of its tokens are masked. The lost groups of a window are compared with
-the others in three measures: length and latency of their completions, and difficulty. A group that is masked in part is
-trained; what matters of it is how much of the signal it carries (`MaskedGroups`). The completions of a group share
-their prompt, their admission and their fate, so they are not independent: each group counts once, by its mean. Groups
-that were filtered or failed are in neither part: it was not their age that kept them from training.
+the others in three measures: length and latency of their completions, and difficulty. A group that is masked in part
+counts as trained; `MaskedGroups` says how much of the signal such groups carry. The completions of a group share
+prompt, admission and fate, so they are not independent: each group counts once, by its mean. Filtered and failed groups
+are left out, since it was not their age that kept them from training.
 
-The test is that of Mann and Whitney (Ann. Math. Stat. 18, 1947) in its normal approximation, corrected for ties. A p of
-window k is multiplied by 3 k (k + 1): over three measures and all windows of a run these shares add up to one, so a run
-without bias has a corrected p below 0.01 in one of a hundred cases at most, however long it is.
+The test is that of Mann and Whitney (Ann. Math. Stat. 18, 1947) in its normal approximation, corrected for ties. The p
+of window k is multiplied by 3 k (k + 1): over three measures and all windows the inverse factors add up to one. So a
+run without bias has a corrected p below 0.01 in at most one of a hundred cases, however long it is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LOST_ARE = {"length": ("longer", "shorter"), "difficulty": ("easier", "harder")
 class EndedGroup(Record, frozen=True, array_like=True):
     """A group that was trained or lost.
 
-    Of one that was aborted `length` and `latency` are those until then, and the rest is unknown.
+    For an aborted group, `length` and `latency` are those until then, and the rest is unknown.
     """
 
     lost: bool
@@ -46,23 +46,23 @@ class EndedGroup(Record, frozen=True, array_like=True):
 
 
 class Bias(Record, frozen=True):
-    """A comparison of lost groups with others: `statistic` is the probability that a lost one is larger, less the
-    probability that it is smaller, in −1 … 1; `p` is corrected (see the module)."""
+    """Comparison of lost groups with others. `statistic`: probability that a lost one is larger, minus the probability
+    that it is smaller (−1 … 1). `p` is corrected (see the module)."""
 
     statistic: float = 0.0
     p: float = 1.0
 
 
 class MaskedGroups(Record, frozen=True):
-    """The groups of a window that were trained and are masked in part, and how much of what can be learned they carry:
-    shares from 0 to 1."""
+    """Trained groups of a window that are masked in part, and the share (0 to 1) of the learning signal that they
+    carry."""
 
-    groups: int  # of the window, those that expired left out
-    masked: int  # of them, with a token that is context only, and not all of them
-    tokens: float  # of the sampled tokens of all groups, those that are context only
-    signal: float  # of the masked groups, those whose completions are not all worth the same
-    signal_others: float  # of the others
-    of_signal: float  # of the groups with a signal, those that are masked in part
+    groups: int  # groups of the window, without expired ones
+    masked: int  # groups of these with some, but not all, tokens masked
+    tokens: float  # share of masked tokens among the sampled ones of all groups
+    signal: float  # share of the masked groups with a signal (unequal rewards)
+    signal_others: float  # share of the other groups with a signal
+    of_signal: float  # share of partly masked groups among those with a signal
 
     def __str__(self) -> str:
         return (
@@ -72,8 +72,8 @@ class MaskedGroups(Record, frozen=True):
 
 
 class SelectionBias(Record, frozen=True):
-    """What is known of a run: the number of whole windows, of the newest of them the comparison of each measure and its
-    masked groups, and the groups of the window that is not whole."""
+    """State of the watch: number of complete windows, comparisons and masked groups of the newest of them, and the
+    groups of the incomplete window."""
 
     windows: int = 0
     newest: Mapping[str, Bias] = {}
@@ -85,7 +85,7 @@ SELECTION = "selection"  #: the name under which a ledger keeps it
 
 
 def compare(lost: Sequence[float], others: Sequence[float], factor: int) -> Bias:
-    """The Mann-Whitney test, two-sided; its p is multiplied by `factor`.
+    """Mann-Whitney test, two-sided; its p is multiplied by `factor`.
 
     >>> compare([9.0] * 10, [1.0] * 30, factor=1).statistic
     1.0
@@ -107,14 +107,14 @@ def compare(lost: Sequence[float], others: Sequence[float], factor: int) -> Bias
 
 
 def _below(counts: Mapping[float, int]) -> dict[float, int]:
-    """How many values are smaller than each of them."""
+    """For each value, the number of smaller values."""
     values = sorted(counts)
     sums = accumulate((counts[value] for value in values), initial=0)
     return dict(zip(values, sums, strict=False))
 
 
 def biases(groups: Sequence[EndedGroup], window: int) -> dict[str, Bias]:
-    """The comparisons of the run's window number `window`, from 1."""
+    """Comparisons of window number `window` of the run, counted from 1."""
     found = {}
     for measure in MEASURES:
         known = [(group.lost, value) for group in groups if (value := getattr(group, measure)) is not None]
@@ -124,12 +124,12 @@ def biases(groups: Sequence[EndedGroup], window: int) -> dict[str, Bias]:
 
 
 def report(known: SelectionBias) -> dict[str, Bias]:
-    """The comparisons of now: those of the newest whole window. One that is not whole is looked at once, when it is."""
+    """Current comparisons: those of the newest complete window."""
     return {name: known.newest.get(name, Bias()) for name in MEASURES}
 
 
 def masked_groups(groups: Sequence[EndedGroup]) -> MaskedGroups | None:
-    """Of the groups of a window; None if none is masked in part.
+    """Summary of the partly masked groups of a window; None if there are none.
 
     >>> groups = [EndedGroup(False, 4.0, masked=0.5, signal=True), EndedGroup(False, 4.0, signal=True)]
     >>> str(masked_groups(groups))[:60]
@@ -156,7 +156,7 @@ def _with_signal(groups: Sequence[EndedGroup]) -> int:
 
 
 class WatchedJournal(Protocol):
-    """What a controller reports to, and what passes the watch on its way there."""
+    """Journal calls that a `SelectionWatch` observes and forwards (Protocol)."""
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None: ...
 
@@ -170,7 +170,7 @@ class WatchedJournal(Protocol):
 
 
 class SelectionWatch:
-    """A journal between a controller and the journal of its run, which sees all that is lost or trained.
+    """Journal between a controller and the journal of its run; observes all lost and trained groups.
 
     Example: ``Controller(config, prompts, SelectionWatch(ledger, time.monotonic), seed)``
     """
@@ -182,7 +182,7 @@ class SelectionWatch:
         known: SelectionBias | None = None,
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """`known`: of the same run, before it was resumed. `say` gets a sentence for each measure that is biased."""
+        """`known`: state of the same run before it was resumed. `say` gets a sentence for each biased measure."""
         self._journal, self._clock, self._say = journal, clock, say
         self._known = known or SelectionBias()
         self._open = list(self._known.open)
@@ -193,16 +193,16 @@ class SelectionWatch:
         self._told: set[str] = set()
 
     def ask(self, sampled: Callable[[str], int]) -> None:
-        """`sampled` says how many tokens a group in flight has; 0: it is not known."""
+        """Set `sampled`, which returns the number of tokens of a group in flight; 0: unknown."""
         self._sampled = sampled
 
     @property
     def known(self) -> SelectionBias:
-        """What a later process of the run needs, and what is shown of it."""
+        """State for a resume and for reports."""
         return msgspec.structs.replace(self._known, open=tuple(self._open))
 
     def restore(self, group_id: str, members: int, trajectories: Sequence[Trajectory]) -> None:
-        """A group that an earlier process of the run has admitted; in flight, if it has no trajectories."""
+        """Restore a group that an earlier process admitted; in flight if it has no trajectories."""
         if trajectories:
             self._finished[group_id] = _measured(trajectories, None)
         else:
@@ -239,7 +239,7 @@ class SelectionWatch:
         self._journal.change_bound(change)
 
     def _lose(self, group: str) -> None:
-        """A group expires; its members do so one by one."""
+        """Note that a member of the group has expired; members expire one by one."""
         if (ended := self._finished.pop(group, None)) is not None:
             self._ended(msgspec.structs.replace(ended, lost=True))
         elif (found := self._in_flight.pop(group, None)) is not None:
@@ -275,7 +275,7 @@ def _measured(trajectories: Sequence[Trajectory], latency: float | None) -> Ende
 
 
 def _masked(group: Group, oldest: int) -> float:
-    """The share of a group's sampled tokens that are too old for the loss."""
+    """Share of a group's sampled tokens that are too old for the loss."""
     if group.oldest_version >= oldest:
         return 0.0
     versions = [version for trajectory in group.trajectories for version in trajectory.versions]

@@ -1,4 +1,5 @@
-"""Both ends of a pair of sockets between the conductor (asyncio) and a role that does one thing at a time."""
+"""Message channel over a socket pair between the conductor (asyncio) and a role that does one thing at a time
+(blocking)."""
 
 from __future__ import annotations
 
@@ -22,17 +23,17 @@ Received = TypeVar("Received")
 
 
 class ConductorGone(Exception):
-    """The conductor closed its end of the wire: nobody waits for this role any more."""
+    """The conductor closed its end of the channel: nobody waits for this role any more."""
 
 
 class RoleEnd(Generic[Received]):
-    """The role's end: blocking. Its wait for the next order has no deadline, because its owner is the conductor:
-    when that ends, the socket closes and `receive` returns None."""
+    """The role's end of a channel, blocking. The wait for the next order has no deadline: when the conductor ends, the
+    socket closes and `receive` returns None."""
 
     def __init__(
         self, descriptor: int, decoder: msgspec.msgpack.Decoder[Received], largest: int = LARGEST_FRAME
     ) -> None:
-        """`largest`: bytes of a message that the conductor takes; a larger one is not sent."""
+        """`largest`: most bytes of a message that the conductor accepts; a larger one is not sent."""
         self._socket = socket.socket(fileno=descriptor)
         self._decoder, self._largest = decoder, largest
         self._unframer = Unframer()
@@ -52,11 +53,11 @@ class RoleEnd(Generic[Received]):
         return self._decoder.decode(self._bodies.popleft())
 
     def send(self, message: msgspec.Struct) -> None:
-        """One message, whole, whichever thread sends it.
+        """Send one message; safe from any thread.
 
         Raises:
             ConductorGone: the conductor has closed its end.
-            WireError: it is too large.
+            WireError: the message is too large.
         """
         whole = frame(message)
         if (size := len(whole) - LENGTH.size) > self._largest:
@@ -69,16 +70,16 @@ class RoleEnd(Generic[Received]):
 
 
 class ConductorEnd(Generic[Received]):
-    """The conductor's end: each wait is bounded and names the role.
+    """The conductor's end of a channel: each wait is bounded, and errors name the role.
 
-    The far end may be open in another process than the role, one that it has forked or a fork server that hangs. So the
-    connection ends with the role's process too, and what the role has said before can still be read.
+    The role's end may also be open in another process (a child of the role, or a fork server that hangs). So the
+    channel is closed when the role's process ends too; messages that it sent before can still be read.
     """
 
     def __init__(
         self, role: str, decoder: msgspec.msgpack.Decoder[Received], log: str = "", largest: int = LARGEST_FRAME
     ) -> None:
-        """`largest`: bytes of a message of the role; a larger one is a WireError."""
+        """`largest`: most bytes of a message from the role; a larger one is a WireError."""
         self.role = role
         self._log = log
         self._decoder = decoder
@@ -91,7 +92,8 @@ class ConductorEnd(Generic[Received]):
         self._parting: asyncio.Task[None] | None = None
 
     async def open(self, ended: Callable[[], Awaitable[object]]) -> None:
-        """To be called once the far end has been handed to the role; `ended` returns when its process has ended."""
+        """Start reading; call it after the role has received its end. `ended` returns when the role's process has
+        ended."""
         self.far.close()
         self._opening = True
         try:
@@ -104,7 +106,7 @@ class ConductorEnd(Generic[Received]):
             self._parting = asyncio.create_task(self._end_with(ended), name=f"{self.role}: end of its connection")
 
     async def _end_with(self, ended: Callable[[], Awaitable[object]]) -> None:
-        """The wait has no deadline: its owner is this end, which is closed."""
+        """Close the channel when the process has ended. No deadline: this end is closed by its owner."""
         await ended()
         with contextlib.suppress(OSError):  # it is closed already
             self._near.shutdown(socket.SHUT_RD)
@@ -123,7 +125,7 @@ class ConductorEnd(Generic[Received]):
             raise RoleDied(self.role, "closed its connection", self._log) from None
 
     async def receive(self, awaited: str, seconds: float) -> Received:
-        """The next message.
+        """Next message. `awaited` describes it in errors; waits at most `seconds`.
 
         Raises:
             DeadlineExceeded: nothing came in time.
@@ -133,7 +135,7 @@ class ConductorEnd(Generic[Received]):
             return await self.next()
 
     async def next(self) -> Received:
-        """As `receive`, for readers without a deadline, as long as the role lives."""
+        """Same as `receive`, without a deadline, for readers that last as long as the role."""
         assert self._reader is not None, "open() comes first"
         while not self._bodies:
             try:

@@ -1,12 +1,12 @@
-"""A process that has imported what roles import, and forks when one is to be started: milliseconds instead of seconds.
+"""Fork server: a process that has imported the roles' modules and forks to start a role in milliseconds, not seconds.
 
     command ── Spawn, a wire ──► fork server ── fork ──► engine, trainer, warm start
        ▲                              │                              │
        └────── Exited, on the wire ───┴──── Spawned, on the wire ────┘
 
-Each child has a wire of its own. The command that closes it ends the child; a wire that the other side has closed says
-that the fork server has ended, and the kernel its children with it. From then on roles start in interpreters of their
-own. The server is a copy of the command as it is when it has imported what its roles need (see `fork_server_role`).
+Each child has a wire of its own. If the command closes it, the child ends. If the other side closes it, the fork server
+has ended, and the kernel ends its children with it; from then on roles start in fresh interpreters. The server is a
+copy of the command after it has imported what its roles need (see `fork_server_role`).
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 class Spawned(Record, frozen=True, tag=True):
-    """The child is what it was to become."""
+    """Reply: the child has started."""
 
     pid: int
 
 
 class NotSpawned(Record, frozen=True, tag=True):
-    """It could not be started; `number` is the system's, see `errno`."""
+    """Reply: the child could not be started; `number` is the system's `errno`."""
 
     number: int
     problem: str
 
 
 class Exited(Record, frozen=True, tag=True):
-    """It has ended; the code is negative for a signal."""
+    """Reply: the child has ended; the code is negative for a signal."""
 
     code: int
 
@@ -72,7 +72,7 @@ def accelerated() -> bool:
 
 
 class ForkingProcess(Protocol):
-    """What a fork server runs in: a `subprocess.Popen`, or a copy of this process (`fork_server_role.fork_here`)."""
+    """Process of a fork server: a `subprocess.Popen`, or a copy of this process (`fork_server_role.fork_here`)."""
 
     @property
     def pid(self) -> int: ...
@@ -80,21 +80,22 @@ class ForkingProcess(Protocol):
     def kill(self) -> None: ...
 
     def wait(self, timeout: float | None = None) -> object:
-        """Wait until it has ended.
+        """Wait until the process has ended.
 
         Raises:
-            subprocess.TimeoutExpired: it has not.
+            subprocess.TimeoutExpired: it is still running.
         """
         ...
 
 
 class ForkServer:
-    """See the module."""
+    """Client of a fork server: starts processes by forking (satisfies `spawn.Spawner`)."""
 
     def __init__(
         self, modules: Sequence[str] = ROLES, running: tuple[socket.socket, ForkingProcess] | None = None
     ) -> None:
-        """`modules` are imported by the server. `running` is one, with the wire to it; else it is started."""
+        """`modules`: modules for the server to import. `running`: an existing server and the wire to it; by default one
+        is started."""
         self._usable = True
         self._children: set[ForkedProcess] = set()
         self._process: ForkingProcess
@@ -116,7 +117,7 @@ class ForkServer:
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # what it cannot do an interpreter of the role's own does, or logs
+                stderr=subprocess.DEVNULL,  # if it fails, a fresh interpreter starts the role, or logs why not
                 env=environment(1) | {PARENT: str(os.getpid())},
                 pass_fds=(far.fileno(),),
                 start_new_session=True,
@@ -132,8 +133,8 @@ class ForkServer:
         return self._process.pid
 
     async def start(self, spawn: Spawn) -> RunningProcess:
-        """As `Spawner.start`. A server that hangs is not asked again, and killed once it has no children: they may be
-        well, and would end with it."""
+        """Start a process, as `Spawner.start`. A server that hangs is not asked again; it is killed once it has no
+        children, which would end with it."""
         if self._usable:
             try:
                 return await self._fork(spawn)
@@ -169,7 +170,7 @@ class ForkServer:
                     return process
 
     async def _reply(self, wire: socket.socket) -> Spawned | NotSpawned | Exited:
-        """The first message about a child.
+        """First message about a child.
 
         Raises:
             ConnectionError: the server has ended.
@@ -200,7 +201,7 @@ class ForkServer:
             self.close()
 
     def close(self) -> None:
-        """End it; the kernel ends its children."""
+        """End the server; the kernel ends its children."""
         self._usable = False
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it
@@ -209,8 +210,8 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A child of the fork server. The kernel says that it has ended, and the server how; if the server hangs, the child
-    counts as killed."""
+    """A child of the fork server. Its end is seen through the kernel, its exit code comes from the server; if the
+    server hangs, the child counts as killed."""
 
     def __init__(self, pid: int, wire: socket.socket) -> None:
         self.pid = pid
@@ -257,7 +258,7 @@ class ForkedProcess:
         return await asyncio.shield(self._ended)
 
     def on_end(self, act: Callable[[], None]) -> None:
-        """`act` is called when it has ended."""
+        """Call `act` when the process has ended."""
         self._ended.add_done_callback(lambda ended: act())
 
     def terminate(self) -> None:

@@ -1,5 +1,5 @@
-"""The fork server's process: a copy of the one that starts roles (`fork_here`), or an interpreter of its own, ``python
--m stretto.processes.fork_server_role WIRE``; see `fork_server`."""
+"""Process of the fork server: a copy of the one that starts roles (`fork_here`), or a fresh interpreter, ``python -m
+stretto.processes.fork_server_role WIRE``. See `fork_server`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ENDED_BY_AN_ERROR = 1  # the exit code of an interpreter
 
 @dataclass(frozen=True, eq=False)
 class Child:
-    """A process that was forked off; `ended` becomes readable at its end (`kernel.ends.end_of`)."""
+    """A forked process; `ended` is a descriptor that becomes readable when it ends (`kernel.ends.end_of`)."""
 
     pid: int
     ended: int
@@ -55,7 +55,7 @@ class Child:
 
 
 class Server:
-    """Forks on request, and reports how its children ended."""
+    """Forks on request, and reports how its children end."""
 
     def __init__(self, wire: socket.socket) -> None:
         self._wire = wire
@@ -63,9 +63,9 @@ class Server:
         self._events = selectors.DefaultSelector()
 
     def serve(self) -> int:
-        """The exit code, once the command has ended; a child does not return.
+        """Serve until the command has ended; returns the exit code. A child does not return.
 
-        The wait has no deadline: its owner is the command, whose end closes the wire.
+        The wait has no deadline: when the command ends, the wire closes.
         """
         self._events.register(self._wire, selectors.EVENT_READ)
         server = os.getpid()
@@ -87,14 +87,14 @@ class Server:
                     os.kill(child.pid, signal.SIGKILL)
 
     def _fork(self, wire: int) -> int:
-        """As `os.fork`; -1 if there is no room for another process."""
+        """Same as `os.fork`; -1 if there is no room for another process."""
         try:
             pid = os.fork()
         except OSError as error:
             send(wire, NotSpawned(error.errno or 0, described(error)))
             os.close(wire)
             return -1
-        if pid == 0:  # what is the server's is not its child's
+        if pid == 0:  # a child keeps nothing of the server's
             self._wire.close()
             self._events.close()
             for other in self._children:
@@ -118,7 +118,7 @@ class Server:
 
 
 def send(wire: int, message: Spawned | NotSpawned | Exited) -> bool:
-    """One message; False if nobody waits for it any more."""
+    """Send one message; False if the receiver is gone."""
     with contextlib.suppress(BrokenPipeError):
         os.write(wire, msgspec.msgpack.encode(message))
         return True
@@ -126,7 +126,7 @@ def send(wire: int, message: Spawned | NotSpawned | Exited) -> bool:
 
 
 def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn:
-    """Become the process that `spawn` describes. The first descriptor is the wire to the command."""
+    """Become the process that `spawn` describes; the first descriptor is the wire to the command."""
     # Above the numbers that inherited descriptors are to have: nothing is in their way then.
     least = max((2, *spawn.inherited)) + 1
     wire, *inherited = (fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least) for descriptor in descriptors)
@@ -158,7 +158,7 @@ def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn
 
 
 def leave_after(part: Callable[[], int]) -> NoReturn:
-    """Do what a copy of a process is for, and end it. Nothing that it raises gets to what called in the original."""
+    """Run `part` in a forked copy, then end the process. An exception never reaches the original's callers."""
     try:
         code = part()
     except SystemExit as end:
@@ -170,8 +170,8 @@ def leave_after(part: Callable[[], int]) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this copy of a process as an interpreter ends, but for its objects, whose memory is the kernel's to free: to
-    take down each that was there before the fork would copy most of it first, for a third of a second."""
+    """End this copied process like an interpreter, but without freeing its objects: touching all that existed before
+    the fork would copy most of it, for a third of a second."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -182,12 +182,13 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
-    """A spawner for the roles of one command, which have `modules` imported as well; none of them is left afterwards.
+    """Context manager: a spawner for the roles of one command, with `modules` imported too; all of its processes have
+    ended afterwards.
 
-    To be entered before the command has threads, or opens anything that is its own: it imports what its roles need, and
-    the fork server is a copy of it, so that nothing is imported twice. A process that has threads cannot be copied: it
-    starts an interpreter as fork server. Beside an accelerator every role starts in an interpreter of its own, since a
-    process cannot use CUDA if its parent has looked for a device. So it does where there is no room for a fork server.
+    Enter it before the command has threads or opens anything of its own. It imports what its roles need, and the fork
+    server is a copy of it, so nothing is imported twice. A process with threads cannot be copied: it starts an
+    interpreter as fork server. Roles start in fresh interpreters beside an accelerator, since a process cannot use CUDA
+    if its parent has looked for a device, and where there is no room for a fork server.
     """
     spawner: Spawner = FRESH
     wanted = (*ROLES, *modules)
@@ -210,7 +211,7 @@ def _copied(modules: Sequence[str]) -> Spawner:
 
 
 class ForkedHere:
-    """A fork server that is a child of this process; as `ForkingProcess`."""
+    """A fork server that is a child of this process (satisfies `ForkingProcess`)."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -240,11 +241,11 @@ class ForkedHere:
 
 
 def fork_here(*, apart: bool = False) -> Spawner:
-    """A fork server that is a copy of this process as it is now, so that it need not import anything.
+    """Start a fork server that is a copy of this process as it is now, so that it need not import anything.
 
-    To be called by what starts roles, before it has threads or begins as a role. In the copy, and in its children, this
-    does not return. Of all descriptors the copy keeps the standard streams. One that is `apart` keeps none, and has a
-    session of its own: Ctrl-C does not reach it.
+    Call it before this process has threads or begins as a role. It does not return in the copy and its children. The
+    copy keeps only the standard streams of all descriptors. With `apart` it keeps none, and has its own session, so
+    that Ctrl-C does not reach it.
     """
     if accelerated():
         return FRESH
@@ -272,14 +273,14 @@ def fork_here(*, apart: bool = False) -> Spawner:
 
 def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apart: bool) -> int:
     die_with_parent(parent)
-    atexit._clear()  # what the original has to do at its end is not for the copy and its children to do
+    atexit._clear()  # exit functions of the original are not for the copy and its children
     for name in (HEARTBEAT, PARENT):
         os.environ.pop(name, None)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for descriptor in open_descriptors():
         if descriptor > 2 and descriptor != wire:
-            with contextlib.suppress(OSError):  # that of the list itself
+            with contextlib.suppress(OSError):  # the descriptor used for listing
                 os.close(descriptor)
     if apart:
         os.setsid()
@@ -303,7 +304,7 @@ def main(arguments: list[str]) -> int:
     with quick_imports():
         for module in msgspec.msgpack.decode(wire.recv(LONGEST_MESSAGE), type=tuple[str, ...]):
             importlib.import_module(module)
-        gc.freeze()  # what is here now is shared by all children, as long as nobody touches it
+        gc.freeze()  # existing objects stay in memory shared with all children, as long as nobody touches them
     return Server(wire).serve()
 
 

@@ -64,17 +64,18 @@ Judge = Callable[[bytes], str]
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """Generate a random secret key."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 async def call(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str, ours: bytes, *, peer: str, seconds: float
 ) -> bytes:
-    """Greet the listener `peer`; returns its introduction, as `ours` is ours (MessagePack, say).
+    """Perform the handshake with the listener `peer`; returns its introduction. `ours`: our introduction (MessagePack,
+    say).
 
     Raises:
-        HandshakeRefused: it refused, or did not prove the key; the connection is of no use any more.
+        HandshakeRefused: it refused, or did not prove the key; the connection is unusable.
         HandshakeBroken: it went away meanwhile.
         DeadlineExceeded: it took longer than `seconds`.
     """
@@ -99,7 +100,7 @@ async def admit(
     peer: str,
     seconds: float,
 ) -> bytes:
-    """Greet a caller; returns its introduction, which `judge` has admitted. Raises as `call`."""
+    """Perform the handshake with a caller; returns its introduction, which `judge` has accepted. Raises as `call`."""
     async with _line(reader, writer, peer, seconds) as line:
         hello = await line.receive(_Hello)
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -123,7 +124,7 @@ def _mac(key: str, side: str, *said: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class _Line:
-    """The messages of a handshake, over a stream of bytes."""
+    """Messages of a handshake over a byte stream."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -134,9 +135,10 @@ class _Line:
         await self.writer.drain()
 
     async def receive(self, kind: type[_Kind]) -> _Kind:
-        """
+        """Next message.
+
         Raises:
-            HandshakeRefused: the next message is another one.
+            HandshakeRefused: it is of another kind.
         """
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         if length > _LARGEST:
@@ -160,7 +162,8 @@ async def _line(
 
 @contextlib.contextmanager
 def _torn(peer: str) -> Iterator[None]:
-    """Name a peer that went away, or that speaks something else (a web browser, another version of stretto)."""
+    """Turn errors into ones that name the peer: it went away, or speaks another protocol (a web browser, another
+    version of stretto)."""
     try:
         yield
     except (TimeoutError, HandshakeRefused):

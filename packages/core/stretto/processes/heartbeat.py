@@ -1,4 +1,4 @@
-"""What a role does first: ask for a parent-death signal, send heartbeats, survive a full disk, bound its memory."""
+"""Start of every role process: parent-death signal, heartbeats, safe logging on a full disk, memory limit."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def die_with_parent(parent: int) -> None:
 
 
 def begin_role() -> None:
-    """End with the parent from now on, and send heartbeats. A role that was started by hand does neither."""
+    """Set the parent-death signal and start heartbeats; a role that was started by hand does neither."""
     end_with_conductor()
     send_heartbeats()
 
 
 def end_with_conductor() -> None:
-    """`begin_role` for a role that sends its heartbeats itself (`own_heartbeat`)."""
+    """Same as `begin_role`, for a role that sends its heartbeats itself (`own_heartbeat`)."""
     survive_a_full_disk()
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))
 
 
 def survive_a_full_disk() -> None:
-    """Standard output and standard error drop what the log's disk does not take, and do not raise."""
+    """Let standard output and error drop what the disk cannot take, instead of raising."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), encoding="utf-8", errors="replace", line_buffering=True)
         for number in (1, 2)
@@ -50,15 +50,15 @@ def survive_a_full_disk() -> None:
 
 
 def bound_memory(limit: int) -> None:
-    """At most `limit` bytes of data; not of address space: torch and CUDA reserve far more addresses than they use
-    memory."""
+    """Limit this process to `limit` bytes of data. Address space is not limited, since torch and CUDA reserve far more
+    than they use."""
     _, highest = resource.getrlimit(resource.RLIMIT_DATA)
     limit = limit if highest == resource.RLIM_INFINITY else min(limit, highest)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 class _Forgiving(io.RawIOBase):
-    """Writes to a descriptor; what cannot be written is dropped."""
+    """Writes to a descriptor and drops what cannot be written."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -79,10 +79,9 @@ class _Forgiving(io.RawIOBase):
 
 
 def send_heartbeats() -> None:
-    """Write one byte a second, if the role has a pipe for it, until the process ends.
+    """Write one byte a second from a thread, if the role has a pipe for it, until the process ends.
 
-    The thread is not the role's, so a long step does not stop the heartbeats; a stopped process, or an interpreter that
-    is stuck in one call, does.
+    A long step does not stop the heartbeats; a stopped process, or an interpreter that is stuck in one call, does.
     """
     descriptor = os.environ.pop(HEARTBEAT, None)
     if descriptor is not None:
@@ -90,7 +89,7 @@ def send_heartbeats() -> None:
 
 
 def own_heartbeat() -> Callable[[], None]:
-    """What sends one heartbeat, for a role that is stuck when its own loop is: it calls another's code."""
+    """Function that sends one heartbeat, for a role whose loop calls foreign code and must be seen to hang with it."""
     descriptor = os.environ.pop(HEARTBEAT, None)
     return (lambda: None) if descriptor is None else partial(_send, int(descriptor))
 

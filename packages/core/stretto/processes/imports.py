@@ -1,9 +1,9 @@
-"""Imports that take seconds of processor time, made shorter from outside: without a search for garbage, with one look
-at the files of transformers, and in a process that forks, without threads.
+"""Faster imports of large libraries: without garbage collection, with fewer file reads of transformers and, in a
+process that forks, without threads.
 
-transformers reads all files of its models whenever it is imported, for the names in them: 2,100 files, and twice, since
-it remembers 128 of 520 folders; and of each file it splits all lines, to find one that begins with ``__all__``. That is
-a fifth of all that a role imports.
+On each import, transformers reads all 2,100 files of its models for the names in them, and twice, since its cache holds
+128 of 520 folders; of each file it splits all lines to find one that begins with ``__all__``. That is a fifth of a
+role's import time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch asks the kernel for them, for ten
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import without the garbage collector, which would go through all modules again and again: a fifth of the time.
-    transformers, if it is imported now, reads its files once."""
+    """Import within the block without the garbage collector, which would traverse all modules again and again (a fifth
+    of the time). transformers, if imported now, reads its files once."""
     collecting, finder = gc.isenabled(), _Finder()
     gc.disable()
     sys.meta_path.insert(0, finder)
@@ -43,8 +43,8 @@ def quick_imports() -> Iterator[None]:
 
 @contextmanager
 def imports_of_roles() -> Iterator[None]:
-    """`quick_imports` with the environment of a role, which libraries read while they are imported; it is as before
-    afterwards. One thread for each library, since a process that has threads cannot be copied."""
+    """`quick_imports` with the environment of a role, which libraries read on import; it is restored afterwards.
+    Libraries get one thread each, since a process with threads cannot be forked."""
     further = {"OPENBLAS_NUM_THREADS": "1", _LARGE_PAGES: os.environ.get(_LARGE_PAGES, "1")}
     wanted = {name: value for name, value in (settings(1) | further).items() if name != OFFLINE}
     before = {name: os.environ.get(name) for name in wanted}
@@ -77,8 +77,8 @@ class _Loader(SourceFileLoader):
 
 
 def read_once(module: ModuleType) -> None:
-    """Let transformers remember all folders that it has read, and split of each file only what begins with its list of
-    names. A version that has no such functions stays as it is."""
+    """Patch transformers to cache all folders that it has read, and to split only the part of a file that begins with
+    its list of names. Versions without these functions are left unchanged."""
     names, folder = getattr(module, _NAMES, None), getattr(module, _FOLDER, None)
     if callable(names):
         setattr(module, _NAMES, functools.partial(_names_of, names))
@@ -87,6 +87,6 @@ def read_once(module: ModuleType) -> None:
 
 
 def _names_of(names: Any, text: str) -> Any:
-    """What `names` finds, which looks for the last line that begins with ``__all__``."""
+    """Result of transformers' `names` on the part of the text from its last line with ``__all__`` on."""
     start = text.rfind("\n__all__") + 1
     return names(text[start:]) if start or text.startswith("__all__") else []

@@ -1,4 +1,4 @@
-"""The process of one role, from the conductor's side: started, watched, stopped."""
+"""Handle of a role's process in the conductor: start, watch, stop."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _READ_BYTES = 4096
 
 
 class RoleProcess:
-    """``python -m MODULE SPEC`` with its own log file, threads and process group.
+    """A process ``python -m MODULE SPEC`` with its own log file, threads and process group.
 
-    Ctrl-C reaches the conductor alone, which then stops its roles in order; should it be killed itself, the kernel
-    kills them (`processes.heartbeat`).
+    Ctrl-C reaches only the conductor, which then stops its roles in order; if it is killed itself, the kernel kills
+    them (`processes.heartbeat`).
     """
 
     def __init__(self, name: str, module: str, log: Path, hung: float = math.inf, spawner: Spawner = FRESH) -> None:
-        """`hung`: seconds without a heartbeat after which it is killed. The first heartbeat comes when the role has
-        imported its modules; until then the seconds in which it does not compute count, and ten are allowed."""
+        """`hung`: seconds without a heartbeat after which it is killed. The first heartbeat comes once the role has
+        imported its modules; until then only seconds without CPU use count, and ten are allowed."""
         self.name = name
         self.log = log
         self.clock_offset = 0.0  # its clock is ours
@@ -55,8 +55,12 @@ class RoleProcess:
         inherited: Sequence[int] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Start it; `spec` goes as JSON on the command line, which all users of the machine can read, `environment`
-        does not; `inherited` descriptors keep their numbers.
+        """Start the process.
+
+        Args:
+            spec: its settings, JSON on the command line, which all users of the machine can read.
+            environment: further variables, which other users cannot read.
+            inherited: descriptors that it keeps under their numbers.
 
         Raises:
             RoleDied: the system has no room for another process.
@@ -84,8 +88,8 @@ class RoleProcess:
             self._end = asyncio.create_task(self._watched(self._process, heartbeat), name=f"watch {self.name}")
 
     async def _watched(self, process: RunningProcess, heartbeat: Heartbeat) -> str:
-        """How the process ends; without heartbeats it is killed, and so are the processes that it leaves behind in its
-        group. Runs from its start to its end."""
+        """Watch the process until its end; returns how it ended. Without heartbeats it is killed; processes left in its
+        group are killed too."""
         end = asyncio.ensure_future(process.wait())
         try:
             while not end.done():
@@ -109,7 +113,7 @@ class RoleProcess:
 
     @property
     def pids(self) -> list[int]:
-        """The process, if it is running."""
+        """Process id, if the process is running."""
         return [self.pid] if self.running else []
 
     @property
@@ -122,12 +126,12 @@ class RoleProcess:
         return self._process is not None and (self._process.returncode or 0) < 0
 
     def cpu_seconds(self) -> float:
-        """CPU seconds so far, those of the kernel included; 0 once it has ended."""
+        """CPU seconds so far, kernel time included; 0 once it has ended."""
         return cpu_ticks(self.pid) / os.sysconf("SC_CLK_TCK")
 
     async def ended(self) -> str:
-        """Wait until it ends, and say how. The wait has no deadline, since a healthy role runs as long as the run; its
-        owner is the role's supervisor."""
+        """Wait for the end of the process; returns how it ended. No deadline: a healthy role runs as long as the
+        run."""
         assert self._end is not None, "start() comes first"
         return await asyncio.shield(self._end)
 
@@ -141,10 +145,10 @@ class RoleProcess:
             return "closed its connection and went on running"
 
     async def stop(self, grace: float) -> None:
-        """SIGTERM, then SIGKILL to its whole process group after `grace` seconds; returns when it is gone.
+        """Send SIGTERM, then SIGKILL to the process group after `grace` seconds; returns when the process is gone.
 
         Raises:
-            DeadlineExceeded: the kernel does not let go of it (a disk or a device that does not answer).
+            DeadlineExceeded: the kernel does not end it (a disk or a device that does not respond).
         """
         async with self._changing:
             if self._process is None:
@@ -167,7 +171,7 @@ class RoleProcess:
 
 
 class Heartbeat:
-    """The conductor's end of the pipe for a role's heartbeats (`processes.heartbeat`); `far` is the role's."""
+    """The conductor's end of the pipe for a role's heartbeats (`processes.heartbeat`); `far` is the role's end."""
 
     def __init__(self) -> None:
         self._near, self.far = os.pipe()
@@ -178,14 +182,14 @@ class Heartbeat:
         asyncio.get_running_loop().add_reader(self._near, self._hear)
 
     def silence(self, ticks: int) -> float:
-        """Seconds since the last heartbeat; before the first, since `ticks` of CPU time have changed. To be called
+        """Seconds since the last heartbeat; before the first, seconds since the CPU time `ticks` last changed. Call it
         twice a second."""
         moved = self._beat or (not self.heard and ticks != self._ticks)
         self._beat, self._ticks = False, ticks
         return self._stall.poll(moved=moved)
 
     def close_far(self) -> None:
-        """Once the role has it."""
+        """Close the role's end, once the role has inherited it."""
         os.close(self.far)
         self.far = -1
 
@@ -203,14 +207,15 @@ class Heartbeat:
 
 
 class ReplaceableProcess(Protocol):
-    """A role's process, as its supervisor sees it: `RoleProcess`, or one on another machine (`cluster.machine`)."""
+    """A role's process as its supervisor sees it: `RoleProcess`, or one on another machine
+    (`stretto_cluster.machine`)."""
 
     @property
     def log(self) -> Path: ...
 
     @property
     def clock_offset(self) -> float:
-        """Seconds from its clock to ours."""
+        """Difference of its machine's clock to ours, in seconds."""
         ...
 
     @property
@@ -220,7 +225,8 @@ class ReplaceableProcess(Protocol):
     def killed(self) -> bool: ...
 
     async def start(self, spec: msgspec.Struct, threads: int) -> None:
-        """
+        """Start the process.
+
         Raises:
             RoleDied: the system has no room for another process.
             MachineLost: its machine is gone.

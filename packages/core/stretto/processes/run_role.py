@@ -1,4 +1,4 @@
-"""How a role's process ends: well, without its conductor, or with an error that it reports to the conductor."""
+"""Main function of a role's process: ends it normally, when the conductor is gone, or with a reported error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _LAST_BYTES = 1 << 16  # of a log
 
 
 def run_role(part: Callable[[], None], tell: Callable[[Failed], None]) -> int:
-    """Run `part`; the exit code of the process. The traceback of an error goes to the role's log."""
+    """Run `part`; returns the exit code. The traceback of an error goes to the role's log, `tell` sends it to the
+    conductor."""
     try:
         part()
     except ConductorGone:
@@ -36,8 +37,8 @@ def _failed(problem: str, exit_code: int, tell: Callable[[Failed], None]) -> int
 
 
 def users_mistake(death: RoleDied) -> RoleFailed | None:
-    """What a role has failed of that ended with the exit code of a user's mistake, and has no other way to tell it than
-    the end of its log, ``ROLE: PROBLEM``."""
+    """The problem of a role that ended with the exit code of a user's mistake, read from the last line of its log,
+    ``ROLE: PROBLEM``; None if there is none."""
     if death.how != describe_exit(UserError.exit_code):
         return None
     try:
@@ -51,7 +52,7 @@ def users_mistake(death: RoleDied) -> RoleFailed | None:
 
 
 class Failed(Record, frozen=True, tag=True):
-    """The role cannot go on. `problem` is meant for the user; the traceback is in the role's log."""
+    """Message: the role cannot continue. `problem` is meant for the user; the traceback is in the role's log."""
 
     problem: str
     exit_code: int

@@ -1,4 +1,4 @@
-"""How a role's process is spawned: as a fresh interpreter (here), or forked from one (`processes.fork_server`)."""
+"""Starting a role's process: as a fresh interpreter (here), or forked (`processes.fork_server`)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _MOST_LOG_BYTES = 8 << 20  # beyond them the newer half is dropped
 class Spawn(Record, frozen=True):
     """A process to start: ``python -m MODULE SPEC``, with its output in `log`.
 
-    `spec` is JSON text; `environment` adds to that of every role with `threads`; `inherited` descriptors keep their
-    numbers. It starts in `folder`, by default the working directory of the process that asks for it.
+    `spec` is JSON text; `environment` extends that of every role with `threads`; `inherited` descriptors keep their
+    numbers. `folder`: its working directory, by default that of the requesting process.
     """
 
     module: str
@@ -43,7 +43,7 @@ class Spawn(Record, frozen=True):
 
 
 class RunningProcess(Protocol):
-    """A process that was started; its exit code is negative if a signal ended it, None while it runs."""
+    """A started process; its exit code is negative if a signal ended it, None while it runs."""
 
     @property
     def pid(self) -> int: ...
@@ -52,11 +52,11 @@ class RunningProcess(Protocol):
     def returncode(self) -> int | None: ...
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for its end; returns the exit code."""
         ...
 
     def terminate(self) -> None:
-        """SIGTERM.
+        """Send SIGTERM.
 
         Raises:
             ProcessLookupError: it has ended.
@@ -68,7 +68,7 @@ class Spawner(Protocol):
     """Starts the processes of roles."""
 
     async def start(self, spawn: Spawn) -> RunningProcess:
-        """Start it, in a session of its own.
+        """Start a process in its own session.
 
         Raises:
             OSError: the system has no room for it, or its log cannot be written.
@@ -81,7 +81,7 @@ class Spawner(Protocol):
 
 
 class FreshSpawner:
-    """An interpreter for every process, which imports what it needs: seconds, with torch."""
+    """Starts a fresh interpreter for every process, which takes seconds with torch."""
 
     async def start(self, spawn: Spawn) -> RunningProcess:
         with (Path(spawn.folder) / spawn.log).open("ab") as log:
@@ -108,7 +108,7 @@ FRESH = FreshSpawner()
 
 
 def describe_exit(code: int) -> str:
-    """``"was killed by SIGKILL (out of memory?)"``, ``"ended with exit code 3"``."""
+    """Exit code in words: ``"was killed by SIGKILL (out of memory?)"``, ``"ended with exit code 3"``."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
@@ -116,22 +116,22 @@ def describe_exit(code: int) -> str:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment of a role. The thread count is set before torch is imported; idle threads sleep and do not spin,
-    since other roles need the cores. The run's token is not in it."""
+    """Environment variables of a role. The thread count is set before torch is imported; idle threads sleep instead of
+    spinning, since other roles need the cores. The run's token is not included."""
     inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
     memory = ":".join((_LARGE_PAGES, *(f"glibc.malloc.{name}={value}" for name, value in _MEMORY.items())))
     return {_TUNABLES: memory} | inherited | settings(threads)
 
 
 def keep_memory() -> None:
-    """Set by `mallopt` what `environment` says of memory, for a process that began without it. A user's own tunables
-    stay. Large pages are torch's to take (`processes.imports`)."""
+    """Apply the memory settings of `environment` by `mallopt`, for a process that was started without them. The user's
+    own tunables win. Large pages are left to torch (`processes.imports`)."""
     if _TUNABLES not in os.environ:
         set_memory({_OPTIONS[name]: value for name, value in _MEMORY.items()})
 
 
 def settings(threads: int) -> dict[str, str]:
-    """The variables of a role that override the user's."""
+    """Environment variables of a role that override the user's."""
     count = str(threads)
     return {
         "OMP_NUM_THREADS": count,
@@ -144,7 +144,7 @@ def settings(threads: int) -> dict[str, str]:
 
 
 def cut_log(log: Path) -> None:
-    """Cut the log of a role with a user's code, and say so in it: what prints without end must not fill the disk."""
+    """Truncate the log of a role with user code, and note it there, so that endless prints cannot fill the disk."""
     with contextlib.suppress(OSError):  # an unwritable log is reported at the start of a role
         if log.stat().st_size > _MOST_LOG_BYTES:
             os.truncate(log, _MOST_LOG_BYTES // 2)

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM as a request: the first one asks for a clean stop, the second one for an immediate end.
+"""Handling of Ctrl-C and SIGTERM: the first signal requests a clean stop, the second an immediate end.
 
-The same signal again within `ONCE` seconds is the first one still: coreutils' `timeout` signals its command, and then
-the process group of it.
+The same signal again within `ONCE` seconds counts as one: coreutils' `timeout` signals its command and then its process
+group.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal:
-    """Made inside the running event loop, by the task that is to be cancelled in the worst case."""
+    """Handler of stop signals. Create it inside the running event loop, in the task to cancel on a second signal."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -40,17 +40,17 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """0, or 128 + the number of the signal, as shells count."""
+        """Exit code as shells count: 0, or 128 + the signal's number."""
         return 128 + self._signal if self._signal else 0
 
     def call(self, on_stop: Callable[[], None]) -> None:
-        """To be called when a stop is requested; at once if it was already."""
+        """Call `on_stop` when a stop is requested; at once if it was already."""
         self._calls.append(on_stop)
         if self.requested:
             on_stop()
 
     async def unless(self, work: Awaitable[T]) -> T | None:
-        """The result of `work`; None if a stop is requested before it is done (it is cancelled then)."""
+        """Result of `work`; None, with the work cancelled, if a stop is requested first."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._event.wait())
         try:
@@ -74,10 +74,10 @@ class StopSignal:
 def until_cut_short(
     work: Coroutine[Any, Any, T], make_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
 ) -> T:
-    """The result of `work`, in an event loop of its own, by default asyncio's.
+    """Run `work` in its own event loop (by default asyncio's); returns its result.
 
     Raises:
-        SystemExit: with 130; a second signal has cut it short, and everything was put away.
+        SystemExit: with 130; a second signal has interrupted it, after cleanup.
     """
     try:
         with asyncio.Runner(loop_factory=make_loop) as runner:

@@ -1,8 +1,9 @@
-"""How every role is replaced: its end is told, counted against a budget, and after a pause it is started again.
+"""Supervision of roles: the end of one is reported, counted against a restart budget, and after a pause it is started
+again.
 
-ended ─► told ─► counted ─► pause ─► start ─► it serves
-           ▲        │ too often: RoleDied         │
-           └────────┴──── ends or is late ◄───────┘
+ended ─► reported ─► counted ─► pause ─► start ─► it serves
+            ▲           │ too often: RoleDied        │
+            └───────────┴──── ends or is late ◄──────┘
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ T = TypeVar("T")
 
 
 class RestartBudget:
-    """How often a role may be replaced, and how long to wait before.
+    """Limit on replacements of a role, and the pauses between them.
 
-    The limit is `allowed` times within `window` seconds, and as often in a row without progress: a role that dies of
-    the same work every time ends the run. The first replacement starts at once, the second waits for `delay` seconds,
-    each further one `factor` times as long, up to `longest` seconds.
+    The role may be replaced `allowed` times within `window` seconds, and as often in a row without progress: a role
+    that dies of the same work every time ends the run. The first replacement starts at once, the second after `delay`
+    seconds, each further one after `factor` times as long, up to `longest` seconds.
 
     Example::
 
@@ -51,7 +52,7 @@ class RestartBudget:
         self._in_a_row = 0
 
     def exceeded_by_one_more(self) -> bool:
-        """Count one more death; whether that is too many."""
+        """Count one more death; returns whether that is too many."""
         now = self._clock()
         self._in_a_row += 1
         if math.isfinite(self._window):
@@ -61,7 +62,7 @@ class RestartBudget:
         return len(self) > self._allowed
 
     def progressed(self) -> None:
-        """The role has completed a request."""
+        """Note that the role has completed a request."""
         self._in_a_row = 0
 
     @property
@@ -95,15 +96,13 @@ class Supervisor(Generic[T]):
         wanted: Callable[[], bool] = lambda: True,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """
-        Args:
-            start: makes a new process and returns when it serves. It raises RoleDied where the process ended
-                instead, and leaves none behind; any other error ends the supervision.
-            say: gets one sentence for each replacement.
-            log: path of the role's log, for the error.
-            wanted: asked before each further start; False: the role's end is raised as it is.
-            sleep: the pause between two starts; it may return early.
-        """
+        """Args:
+        start: starts a new process and returns when it serves. It raises RoleDied if the process ended instead, and
+            leaves none behind; any other error ends the supervision.
+        say: gets one sentence for each replacement.
+        log: path of the role's log, for the error.
+        wanted: asked before each further start; False: the role's end is raised instead.
+        sleep: pause between two starts; it may return early."""
         self.name, self.restarts = name, restarts
         self._start, self._say, self._log = start, say, log
         self._wanted, self._sleep = wanted, sleep
@@ -120,13 +119,13 @@ class Supervisor(Generic[T]):
             return await self.replace(death.how)
 
     async def replace(self, how: str, *, counted: bool = True) -> T:
-        """Start the role again, which ended as `how` says ("was killed by SIGKILL").
+        """Start the role again. `how` says how it ended ("was killed by SIGKILL").
 
         Args:
-            counted: False for an end that was not the role's own fault; starts that fail afterwards count.
+            counted: False for an end that was not the role's own fault; failed starts afterwards count.
 
         Raises:
-            RoleDied: it has died too often, or is not wanted any more.
+            RoleDied: it has died too often, or is no longer wanted.
         """
         while True:
             if not self._wanted():
@@ -141,7 +140,7 @@ class Supervisor(Generic[T]):
                 how, counted = death.how, True
 
     async def keep(self, ended: Callable[[], Awaitable[str]]) -> NoReturn:
-        """Replace the role each time `ended` returns, with what it returns. The wait has no deadline, since a healthy
+        """Replace the role each time `ended` returns; its result says how the role ended. No deadline, since a healthy
         role runs as long as the run.
 
         Raises:

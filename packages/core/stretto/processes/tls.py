@@ -1,7 +1,7 @@
-"""TLS between the machines of a run: both sides show a certificate that the run's own authority has signed.
+"""Mutual TLS between the machines of a run: both sides show a certificate signed by the run's own authority.
 
 A folder holds `ca.pem`, `cert.pem` and `key.pem`; docs/how_to/cluster.md says how to make them. Host names are not
-checked, because machines come and go: a certificate of the authority is what admits one.
+checked, because machines come and go: any certificate of the authority admits.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ CA, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
 
 
 def server_context(folder: str) -> ssl.SSLContext | None:
-    """For a listener; None for an empty `folder`: no TLS.
+    """TLS context of a listener; None (no TLS) for an empty `folder`.
 
     Raises:
-        RecipeError: a file of the folder is missing, or is not what its name says.
+        RecipeError: a file of the folder is missing or invalid.
     """
     return _context(folder, ssl.PROTOCOL_TLS_SERVER)
 
 
 def client_context(folder: str) -> ssl.SSLContext | None:
-    """As `server_context`, for the side that connects."""
+    """Same as `server_context`, for the side that connects."""
     return _context(folder, ssl.PROTOCOL_TLS_CLIENT)
 
 

@@ -1,4 +1,4 @@
-"""Processes as the kernel shows them in /proc: processor time, memory, descendants, and how to end orphans."""
+"""Processes in /proc: CPU time, memory, descendants, and killing of orphans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_ticks(pid: int) -> int:
-    """Hundredths of a second for which a process has computed, or the kernel for it; 0 once it has ended."""
+    """CPU time of a process in hundredths of a second, kernel time included; 0 once it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -23,12 +23,12 @@ def cpu_ticks(pid: int) -> int:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory in use of a process and of all its descendants; 0 once it has ended. What they share counts for each."""
+    """Resident memory of a process and all its descendants; 0 once it has ended. Shared pages count for each."""
     return sum(own_resident_bytes(one) for one in (pid, *descendants(pid)))
 
 
 def own_resident_bytes(pid: int | None = None) -> int:
-    """Memory in use of one process alone, this one if no other is given; 0 once it has ended."""
+    """Resident memory of one process alone, by default this one; 0 once it has ended."""
     try:
         return int(Path(f"/proc/{pid or os.getpid()}/statm").read_text().split()[1]) * _PAGE
     except (OSError, IndexError):  # it has ended
@@ -36,7 +36,7 @@ def own_resident_bytes(pid: int | None = None) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started and not waited for."""
+    """Child processes that have not been waited for."""
     found = list[int]()
     with contextlib.suppress(OSError):  # it has ended meanwhile
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -45,13 +45,12 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The children of a process, each followed by its own descendants."""
+    """Children of a process, each followed by its own descendants."""
     return [below for child in children(pid) for below in (child, *descendants(child))]
 
 
 def kill_marked(mark: str) -> None:
-    """SIGKILL to every process that was started with this ``NAME=VALUE`` in its environment, also to those that are
-    descendants of nothing any more because their parents have exited."""
+    """Send SIGKILL to every process that was started with this ``NAME=VALUE`` in its environment, also to orphans."""
     for _ in range(_SWEEPS):
         found = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _has(pid, mark.encode())]
         if not found:
@@ -70,10 +69,10 @@ def _has(pid: int, mark: bytes) -> bool:
 
 
 def open_descriptors() -> list[int]:
-    """The descriptors that this process has open, and the one that the list itself was read by."""
+    """Open descriptors of this process, including the one used to list them."""
     return [int(name) for name in os.listdir("/proc/self/fd")]
 
 
 def threads() -> int:
-    """The threads of this process."""
+    """Number of threads of this process."""
     return len(os.listdir("/proc/self/task"))

@@ -1,8 +1,7 @@
-"""A connection between two machines: how it is made and admitted, messages both ways, and how long the other side has
-been silent.
+"""Connections between machines: handshake, messages both ways, heartbeats.
 
-No signal tells that another machine has vanished, and a connection to it stays open. So both sides send something at
-least every second, and one that hears nothing for long takes the other for gone.
+A machine that vanishes sends no signal, and its connection stays open. So both sides send something at least every
+second, and one that receives nothing for long considers the other gone.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Wire(Generic[Received]):
-    """One side's end, in asyncio, after the handshake (`processes.handshake`).
+    """One side of a connection between machines, in asyncio, after the handshake (`processes.handshake`).
 
     Example::
 
@@ -53,7 +52,7 @@ class Wire(Generic[Received]):
         decoder: msgspec.msgpack.Decoder[Received],
         largest: int = LARGEST_FRAME,
     ) -> None:
-        """`largest`: bytes of a message that is received."""
+        """`largest`: most bytes of a received message."""
         self.peer = peer
         self._reader, self._writer, self._decoder = reader, writer, decoder
         self._unframer = Unframer(largest)
@@ -61,14 +60,14 @@ class Wire(Generic[Received]):
         self._heard = False
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send without waiting. A peer that has stopped reading is cut off."""
+        """Send without waiting. A peer that has stopped reading is disconnected."""
         if not self._writer.is_closing():
             self._writer.write(frame(message))
             if self._writer.transport.get_write_buffer_size() > _UNSENT:
                 self.cut()
 
     async def send_all(self, message: msgspec.Struct) -> None:
-        """Send a message of any size. It waits while the other side does not read; `listen` ends that wait.
+        """Send a message of any size, waiting while the peer does not read; `listen` bounds that wait.
 
         Raises:
             ConnectionError: the connection is closed.
@@ -79,10 +78,10 @@ class Wire(Generic[Received]):
             raise ConnectionResetError("the connection was given up")
 
     async def receive(self) -> Received | None:
-        """The next message; None once the connection is closed. `watch` bounds the wait.
+        """Next message; None once the connection is closed. `watch` bounds the wait.
 
         Raises:
-            WireError, msgspec.MsgspecError: the peer speaks something else.
+            WireError, msgspec.MsgspecError: the peer speaks another protocol.
         """
         while not self._bodies:
             try:
@@ -96,8 +95,8 @@ class Wire(Generic[Received]):
         return self._decoder.decode(self._bodies.popleft())
 
     async def watch(self, lease: float) -> str:
-        """Returns, with the reason, when nothing has come for `lease` seconds; those in which this process itself was
-        stopped do not count."""
+        """Return, with the reason, once nothing was received for `lease` seconds; time in which this process itself was
+        stopped does not count."""
         stall = StallTimer(2 * _POLL_SECONDS)
         while stall.poll(moved=self._heard) < lease:
             self._heard = False
@@ -105,9 +104,9 @@ class Wire(Generic[Received]):
         return f"sent no heartbeat for {lease:g} s"
 
     async def listen(self, take: Callable[[Received], None], lease: float) -> str:
-        """Give every message to `take`, and send heartbeats, until the other side is gone; returns how: ``"closed its
-        connection"``. It has no deadline, since a healthy connection lasts as long as its processes; the connection is
-        closed afterwards. Raises as `receive`."""
+        """Pass every message to `take`, and send heartbeats, until the peer is gone; closes the connection and returns
+        the reason: ``"closed its connection"``. No deadline, since a healthy connection lasts as long as its processes.
+        Raises as `receive`."""
         beats, silence = asyncio.create_task(self._beat()), asyncio.create_task(self.watch(lease))
         taken = asyncio.create_task(self._take_all(take))
         try:
@@ -130,11 +129,11 @@ class Wire(Generic[Received]):
                 await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def cut(self) -> None:
-        """Close at once; what is unsent is lost."""
+        """Close at once; unsent data are lost."""
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Close, once everything is sent; waits a moment at most."""
+        """Close after everything is sent; waits a moment at most."""
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(1.0):
@@ -142,21 +141,21 @@ class Wire(Generic[Received]):
 
     @property
     def local_host(self) -> str:
-        """The address of this machine by which the peer is reached."""
+        """Address of this machine at which the peer can reach it."""
         name: tuple[str, int] = self._writer.get_extra_info("sockname")
         return name[0]
 
 
 class Reception:
-    """Where callers prove a key, inside TLS if there is a context. Those that have not yet are a bounded number: one
-    more takes the place of the one that came first."""
+    """Admission of callers that prove a key, inside TLS if there is a context. The number of those that have not proved
+    it yet is bounded: one more replaces the oldest."""
 
     def __init__(self, key: str, context: ssl.SSLContext | None = None) -> None:
         self._key, self._context = key, context
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
 
     def comes(self, writer: asyncio.StreamWriter) -> None:
-        """A caller has connected; to be called at once, before any wait."""
+        """Note that a caller has connected; call it at once, before any await."""
         if len(self._strangers) >= _STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]  # its task ends later, and the next caller must not meet it here
@@ -166,7 +165,8 @@ class Reception:
     async def admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ours: bytes, judge: Judge, peer: str
     ) -> bytes:
-        """The introduction of a caller that has proved the key, and is wanted. Raises as `handshake.admit`."""
+        """Admit a caller: returns its introduction once it has proved the key and `judge` has accepted it. Raises as
+        `handshake.admit`."""
         try:
             if self._context is not None:
                 await self._encrypt(writer, self._context, peer)
@@ -185,13 +185,13 @@ class Reception:
 
 
 async def connect(address: str, context: ssl.SSLContext | None) -> Stream:
-    """A connection to ``host:port`` or ``unix:/path``.
+    """Open a connection to ``host:port`` or ``unix:/path``.
 
     Raises:
         MachineLost: nobody answers there.
         HandshakeRefused: the listener does not accept our TLS.
-        DeadlineExceeded: nothing comes back.
-        RecipeError: it is no address.
+        DeadlineExceeded: no reply in time.
+        RecipeError: the address is malformed.
     """
     host, _, port = address.rpartition(":")
     unix = address.startswith("unix:")
@@ -209,7 +209,7 @@ async def connect(address: str, context: ssl.SSLContext | None) -> Stream:
 
 
 async def join_ends(one: Stream, two: Stream) -> None:
-    """Pass on bytes both ways until one of two connections ends; both are closed then."""
+    """Forward bytes both ways until one of the two connections ends, then close both."""
     ways = [asyncio.create_task(_pass_on(one[0], two[1])), asyncio.create_task(_pass_on(two[0], one[1]))]
     try:
         await first_of(*ways)

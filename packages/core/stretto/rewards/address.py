@@ -1,6 +1,6 @@
-"""An address that a reward asks over HTTP: again while it is busy or cannot be reached, up to a deadline.
+"""HTTP client of rewards that ask another server; retries while it is busy or unreachable, up to a deadline.
 
-No reply is no verdict: whatever goes wrong leaves the completion undecided, with the reason, and is never a zero.
+Any failure leaves the completion undecided, with the reason; it is never scored zero.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PIECE = 1 << 16
 
 
 class AddressConfig(BaseModel, extra="forbid", frozen=True):
-    """Where a model behind an address is, and how long it may take."""
+    """Address of a model, and time limits for its replies."""
 
     address: str = Field("", description="base address, as http://localhost:8000/v1")
     model: str = Field("", description="the model that is asked for")
@@ -49,7 +49,7 @@ class AddressConfig(BaseModel, extra="forbid", frozen=True):
 
 
 class _Busy(Exception):
-    """There may be a reply later; `seconds` is how long the server asks to be left alone."""
+    """The server may reply later; `seconds` is its Retry-After."""
 
     def __init__(self, reason: str, seconds: float = 0.0) -> None:
         super().__init__(reason)
@@ -57,17 +57,17 @@ class _Busy(Exception):
 
 
 class Asker:
-    """Posts questions to one path of an address; `who` names the listener in reasons."""
+    """Posts requests to one path of an address; `who` names the server in reasons."""
 
     def __init__(self, config: AddressConfig, path: str, who: str) -> None:
         self._config, self._url = config, config.address.rstrip("/") + path
         self._who = f"{who} at {config.address}"
 
     def ask(self, question: bytes, read: Callable[[bytes], Read]) -> Read:
-        """What `read` finds in the reply.
+        """Post `question` and return ``read(reply)``.
 
         Raises:
-            Undecided: there is none in time, or the server refuses the question.
+            Undecided: no reply in time, or the server refuses the request.
         """
         config, until, reason = self._config, time.monotonic() + self._config.seconds, ""
         for attempt in range(config.tries):
@@ -81,11 +81,11 @@ class Asker:
         raise Undecided(f"{self._who}: {reason}")
 
     def _reply(self, body: bytes, until: float) -> bytes:
-        """The reply to one question.
+        """Reply to one request.
 
         Raises:
-            _Busy: there is none now.
-            Undecided: the server refuses the question.
+            _Busy: the server has none now.
+            Undecided: the server refuses the request.
         """
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(self._config.key_variable):
@@ -111,8 +111,8 @@ class Asker:
 
 @contextmanager
 def _opened(request: Request, until: float) -> Iterator[HTTPResponse]:
-    """The reply, whose connection is shut down at the time `until`: a timeout of a socket is one of each piece, and a
-    server that sends one byte at a time would never use it up."""
+    """Open a request; its connection is shut down at the time `until`. A socket timeout applies to each read and would
+    never expire with a server that sends one byte at a time."""
     used: list[socket.socket] = []
 
     def end() -> None:
@@ -133,7 +133,7 @@ def _opened(request: Request, until: float) -> Iterator[HTTPResponse]:
 
 
 class _Noted(HTTPConnection):
-    """A connection whose socket is noted."""
+    """HTTP connection that keeps its socket for `_opened`."""
 
     def __init__(self, used: list[socket.socket], *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -145,7 +145,7 @@ class _Noted(HTTPConnection):
 
 
 class _NotedSecure(_Noted, HTTPSConnection):
-    """The same, encrypted."""
+    """HTTPS connection that keeps its socket for `_opened`."""
 
 
 class _Plain(HTTPHandler):
@@ -167,10 +167,10 @@ class _Secured(HTTPSHandler):
 
 
 def _left(until: float) -> float:
-    """Seconds until then.
+    """Seconds left until the time `until`.
 
     Raises:
-        TimeoutError: there are none.
+        TimeoutError: none are left.
     """
     if (seconds := until - time.monotonic()) <= 0:
         raise TimeoutError("no reply in time")

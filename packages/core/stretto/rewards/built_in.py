@@ -1,6 +1,6 @@
-"""The rewards that come with stretto: where each one lives, and how long one completion may take it.
+"""Table of the built-in rewards: module and time limit of each.
 
-Only names stand here: a worker imports the one module that it needs, and the conductor none of them.
+It holds names only: a worker imports the one module that it needs, the conductor none.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _ANSWER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A reward function as ``package.module:function``, and its hard limit for one completion in seconds.
+    """A built-in reward: its ``package.module:function``, and its hard limit for one completion in seconds.
 
-    `gold` is a function of the same form that is asked once for every gold answer when the data is loaded; where it
-    cannot decide, no answer could be right. `configured`: what `function` names makes the reward, from the section
-    of the recipe that is called as the reward is.
+    `gold`: a function of the same form that checks each gold answer when the data is loaded; undecided means that no
+    completion could be right. `configured`: `function` names a factory that makes the reward from the recipe's section
+    of the reward's name.
     """
 
     function: str
@@ -46,5 +46,5 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 
 
 def timeout_of(function: str) -> float:
-    """Seconds that one completion may take where the recipe does not say: a built-in's own limit, else one second."""
+    """Default seconds per completion: a built-in's own limit, else one second."""
     return BUILT_IN[function].timeout if function in BUILT_IN else _ANSWER_SECONDS

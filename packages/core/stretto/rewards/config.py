@@ -25,8 +25,8 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidat
 
 
 class RewardPart(BaseModel, extra="forbid", frozen=True):
-    """One of several rewards, a table of `functions`. The reward of a completion is the sum of weight times value over
-    those that judge it; it is right if the first of them finds it right, and undecided if one of them is.
+    """One of several rewards (a table of `functions`). The reward of a completion is the weighted sum of the parts that
+    judge it. The first of them decides whether it is right; if one is undecided, the whole is.
 
     Example: ``RewardPart(name="form", function="my_rewards:has_box", weight=0.2)``
     """
@@ -47,7 +47,7 @@ class RewardPart(BaseModel, extra="forbid", frozen=True):
 
     @property
     def title(self) -> str:
-        """Its name, else the last part of its function."""
+        """Name of the part: the one given, else the last part of its function."""
         return self.name or self.function.rpartition(":")[2]
 
 
@@ -115,36 +115,36 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def parts(self) -> tuple[RewardPart, ...]:
-        """The rewards that are added up; a single `function` is a sum of one."""
+        """Rewards to add up; a single `function` is a sum of one."""
         return self.functions or (RewardPart(function=self.function),)
 
     @property
     def title(self) -> str:
-        """What the recipe calls its reward: the function, or the names of all."""
+        """Name of the reward as the recipe gives it: the function, or the names of all parts."""
         return " + ".join(part.title for part in self.functions) or self.function
 
     @property
     def deciding(self) -> str:
-        """The function that says what is right; empty if that is not the same one for all sources."""
+        """Function that decides what is right; empty if it differs between sources."""
         return "" if self.parts[0].sources else self.parts[0].function
 
     @property
     def seconds_per_completion(self) -> float:
-        """The hard limit for one completion: the recipe's, else that of the rewards."""
+        """Hard limit for one completion: the recipe's, else the rewards' own."""
         return self.timeout or sum(timeout_of(part.function) for part in self.parts)
 
     def alone(self, part: RewardPart) -> Self:
-        """With this part as the single reward."""
+        """The same settings with `part` as the single reward."""
         return self.model_copy(update={"function": part.function, "functions": ()})
 
     def section(self, function: str) -> str:
-        """The section of a built-in that has one, as JSON."""
+        """The recipe's section of a built-in that has one, as JSON."""
         configured = function in BUILT_IN and BUILT_IN[function].configured
         section: BaseModel | None = getattr(self, function) if configured else None
         return "{}" if section is None else section.model_dump_json()
 
     def has(self, function: str) -> bool:
-        """Whether a part is this function."""
+        """Whether one part is this function."""
         return any(part.function == function for part in self.parts)
 
     @model_validator(mode="after")
@@ -160,7 +160,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def asked(self) -> dict[str, AddressConfig]:
-        """The addresses that the rewards ask, by section."""
+        """Addresses that the rewards ask, by section."""
         sections: dict[str, AddressConfig] = {"judge": self.judge, "reward_model": self.reward_model}
         return {name: section for name, section in sections.items() if self.has(name)}
 

@@ -1,4 +1,4 @@
-"""What any reward function must be, and the simplest ones: they compare texts and numbers."""
+"""The interface of reward functions, and the simplest ones: comparisons of texts and numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class RewardFunction(Protocol):
 
 
 def final_answer(prompt: str, completion: str, answer: str) -> bool:
-    """Is what follows the last ``=`` behind all thoughts the gold answer? Integers are compared as such, else texts.
+    """Whether the text after the last ``=``, thoughts left out, is the gold answer. Integers are compared as numbers,
+    else texts.
 
     >>> final_answer("3+8+5=", "3+8=11;11+5=16", "16"), final_answer("3+8+5=", "3+8=11;11+5=16=", "16")
     (True, False)
@@ -45,12 +46,13 @@ def final_answer(prompt: str, completion: str, answer: str) -> bool:
 
 
 def exact_match(prompt: str, completion: str, answer: str) -> bool:
-    """Is the completion the gold answer, apart from spaces around it? One within the prompt's thought is not."""
+    """Whether the completion is the gold answer, apart from surrounding spaces. A completion that never leaves the
+    prompt's thought is wrong."""
     return completion.strip() == answer.strip() and not (opened(prompt) and not said(completion, prompt))
 
 
 def last_number(prompt: str, completion: str, answer: str) -> bool:
-    """Is the last number behind all thoughts (``-12``, ``3.50``, ``1,000``) that of the gold answer?
+    """Whether the last number after all thoughts (``-12``, ``3.50``, ``1,000``) is that of the gold answer.
 
     >>> last_number("How many?", "First 3, then 4.50", "4.5"), last_number("How many?", "none", "4.5")
     (True, False)
@@ -66,7 +68,7 @@ def last_number(prompt: str, completion: str, answer: str) -> bool:
 
 
 def number_gold(prompt: str, completion: str, answer: str) -> bool:
-    """Can `answer` be a gold answer of `last_number`?
+    """Whether `answer` can be a gold answer of `last_number`.
 
     Raises:
         Undecided: it cannot; the reason says why.
@@ -75,7 +77,7 @@ def number_gold(prompt: str, completion: str, answer: str) -> bool:
 
 
 def _number_of(gold: str) -> str:
-    r"""The number that a gold answer is: what follows ``####`` (GSM8K), what ``\boxed{}`` holds, or all of it."""
+    r"""The number in a gold answer: after ``####`` (GSM8K), in ``\boxed{}``, or the whole text."""
     final = gold.rpartition("####")[2]
     boxes = _BOXED.findall(final)
     match = _GOLD_NUMBER.fullmatch((boxes[-1] if boxes else final).strip())

@@ -1,7 +1,7 @@
-"""A judge: a model behind an address of OpenAI's interface that grades completions.
+"""Judge: a model behind an OpenAI-compatible address that grades completions.
 
-It is asked with the question, the completion and the gold answer, and must end its reply with ``Score: N``. A judge
-that does not answer in time, refuses, or ends otherwise leaves the completion undecided: its failure is never a zero.
+It gets question, completion and gold answer, and must end its reply with ``Score: N``. If it is late, refuses or ends
+otherwise, the completion is undecided, never zero.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Say in a few words what is right and wrong with it. End with a line "Score: N", 
 
 
 class JudgeConfig(AddressConfig, extra="forbid", frozen=True):
-    """Section ``[rewards.judge]`` of a recipe: who grades completions, and how."""
+    """Section ``[rewards.judge]`` of a recipe: address and prompt of the judge."""
 
     address: str = Field("", description="base address of OpenAI's interface, as http://localhost:8000/v1")
     prompt: str = Field(
@@ -74,10 +74,10 @@ class Judge:
         self._config, self._asker = config, Asker(config, "/chat/completions", "the judge")
 
     def __call__(self, prompt: str, completion: str, answer: str) -> float:
-        """The score of a completion, divided by the best one.
+        """Score of a completion, divided by the highest possible one.
 
         Raises:
-            Undecided: the judge gave none.
+            Undecided: the judge gave no score.
         """
         config = self._config
         given = {"prompt": prompt, "completion": completion, "answer": answer, "full": f"{config.full:g}"}

@@ -1,4 +1,4 @@
-"""The built-in reward ``code``: programs against tests, in the sandbox of `stretto_verify`."""
+"""Built-in reward ``code``: runs programs against tests in the sandbox of `stretto_verify`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def code_reward(settings: str) -> CodeReward:
 
 
 def safe_walls(config: SandboxConfig) -> tuple[Walls, Report]:
-    """As `probe`, with an error that names the section of the recipe.
+    """Same as `probe`, but errors name the section of the recipe.
 
     Raises:
         RewardFunctionError: no sandbox that is safe enough can be made here.

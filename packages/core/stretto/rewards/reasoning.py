@@ -1,10 +1,11 @@
 """Tasks of the package reasoning-gym, judged by their own scorers.
 
-A gold answer says how its question is made again (task, parameters, seed, place), since a scorer needs the whole entry.
+A gold answer holds how to generate its question again (task, parameters, seed, index), since a scorer needs the whole
+entry.
 
-The scorers are guarded. Nonsense earns something in many tasks, and a policy could live on it: what it earns is
-measured once per task, on the task's first questions, and subtracted: ``(score - floor) / (1 - floor)``, not below 0. A
-task whose nonsense earns too much is refused. A scorer that raises decides nothing.
+Many scorers give some points to nonsense, which a policy could exploit. So the score of nonsense is measured once per
+task, on its first questions, and subtracted: ``(score - floor) / (1 - floor)``, not below 0. A task whose floor is too
+high is refused. A scorer that raises leaves the completion undecided.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Gold:
-    """How a question is made again, and the digest of its text, by which it is known to be the same."""
+    """How to generate a question again, and a digest of its text to check that it is the same."""
 
     task: str
     seed: int
@@ -53,10 +54,10 @@ class Gold:
 
 
 def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
-    """The score of what stands in the last ``<answer>...</answer>``, else of all behind the thoughts, above the floor.
+    """Score above the floor, of the content of the last ``<answer>...</answer>``, else of all text after the thoughts.
 
     Raises:
-        Undecided: the question cannot be made again, its scorer raises, or nonsense earns too much in its task.
+        Undecided: the question cannot be generated again, its scorer raises, or the task's floor is too high.
     """
     asked = Gold.of(answer)
     entry, floor = _entry(asked), floor_of(asked.task, asked.parameters)
@@ -69,7 +70,7 @@ def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
 
 
 def gold(prompt: str, completion: str, answer: str) -> bool:
-    """Can the question be made again, and does its task tell an answer from nonsense?
+    """Whether the question can be generated again and its task's floor is low enough.
 
     Raises:
         Undecided: it cannot; the reason says why.
@@ -81,10 +82,11 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
 
 @lru_cache(maxsize=64)
 def floor_of(task: str, parameters: str) -> float:
-    """The most that nonsense earns in a task, over its first questions; the answer of a question is no nonsense there.
+    """Highest score of nonsense in a task, over its first questions. Nonsense that is a question's true answer does not
+    count.
 
     Raises:
-        Undecided: it is more than `HIGHEST_FLOOR`.
+        Undecided: it is above `HIGHEST_FLOOR`.
     """
     floor = 0.0
     for place in range(_MEASURED):
@@ -111,7 +113,7 @@ def _entry(asked: Gold) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=64)
 def _made(task: str, seed: int, size: int, parameters: str) -> Any:
-    """The task's questions; each is made when it is asked for.
+    """Dataset of the task; questions are generated on access.
 
     Raises:
         Undecided: the package is missing, or refuses the parameters.

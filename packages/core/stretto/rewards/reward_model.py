@@ -1,7 +1,6 @@
-"""A reward model behind an address: a model that gives a prompt and its completion one number.
+"""Reward model behind an address: a model that gives a prompt and its completion one number.
 
-It is asked in one of the forms in which vLLM serves such models, and nothing is made of a reply but the one number that
-the form has:
+Requests have one of the forms in which vLLM serves such models, and of the reply only that form's number is used:
 
     form       path       the question                    the number
     classify   /classify  a text, or messages             data[0].probs, of one class
@@ -27,7 +26,7 @@ _DEEPEST = 3  # lists around it: one of tokens, one of classes
 
 
 class RewardModelConfig(AddressConfig, extra="forbid", frozen=True):
-    """Section ``[rewards.reward_model]`` of a recipe: which model gives completions a number, and how it is asked."""
+    """Section ``[rewards.reward_model]`` of a recipe: which model, and the form of its requests."""
 
     form: Literal["classify", "pooling", "score"] = Field("classify", description="of vLLM's interface: its path")
     chat: bool = Field(False, description="ask with messages, to which the server's chat template is applied")
@@ -49,7 +48,7 @@ def reward_model(settings: str) -> RewardModel:
 
 
 class RewardModel:
-    """Asks for the number of one completion at a time; the server makes batches of what several workers ask."""
+    """Requests the number of one completion at a time; the server batches the requests of several workers."""
 
     def __init__(self, config: RewardModelConfig) -> None:
         self._config = config
@@ -57,7 +56,7 @@ class RewardModel:
         self._asker = Asker(server, f"/{config.form}", _WHO)
 
     def __call__(self, prompt: str, completion: str, answer: str) -> float:
-        """The number of the completion, times the scale.
+        """The model's number for the completion, times `scale`.
 
         Raises:
             Undecided: the model gave none.
@@ -76,9 +75,10 @@ class RewardModel:
         return {"input": re.sub(r"\{(prompt|completion)\}", lambda name: given[name[1]], self._config.text)}
 
     def _number(self, reply: bytes) -> float:
-        """
+        """The number in a reply.
+
         Raises:
-            Undecided: the reply is not of the form, or its number is none that can be a reward.
+            Undecided: the reply does not have the form, or its number cannot be a reward.
         """
         key = _NUMBERS[self._config.form]
         try:

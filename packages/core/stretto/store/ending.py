@@ -1,12 +1,12 @@
-"""Whether a run goes on, and how it ended: a fact of its ledger.
+"""State of a run (running, finished, stopped, failed), kept as a fact of its ledger.
 
-    running   written when a process of the run begins; a run that nobody writes any more, and that has it, was killed
+    running   written when a process of the run begins; a run in this state that no process writes was killed
     finished  after the last step
     stopped   by a signal
     failed    with an error
 
-A run of an earlier stretto has no such fact: `_ending_of_log` reads it out of the sentences of its log, and is the only
-reader of them.
+Runs of earlier versions have no such fact: `_ending_of_log` infers it from the end of their log, and nothing else reads
+logs for it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _FAILED = re.compile(r"^[\d-]{10} [\d:]{8}  failed: (.*)", re.MULTILINE | re.DOT
 
 
 class Ending(Record, frozen=True):
-    """How the newest process of a run ended, or that it has not; `reason` of a stop or a failure."""
+    """How the newest process of a run ended, or that it still runs; `reason` of a stop or a failure."""
 
     how: Literal["running", "finished", "stopped", "failed"]
     reason: str = ""
 
     @classmethod
     def of_code(cls, code: int) -> Ending:
-        """That of a process with this exit code.
+        """Ending of a process with this exit code.
 
         >>> Ending.of_code(143).reason
         'stopped by SIGTERM'
@@ -60,19 +60,19 @@ class Ending(Record, frozen=True):
 
     @classmethod
     def of_error(cls, error: BaseException, told: str = "") -> Ending:
-        """That of a process that ended with an error; `told` in place of its own words."""
+        """Ending of a process that raised `error`; `told` replaces the error's own message."""
         return cls("failed", cut(told or str(error)) or type(error).__name__)
 
 
 class Condition(Record, frozen=True):
-    """``running``, ``finished``, ``stopped`` by a signal, or ``dead``; and why, if it is not running."""
+    """State of a run (``running``, ``finished``, ``stopped`` by a signal, ``dead``) and, unless it runs, the reason."""
 
     state: str
     reason: str = ""
 
 
 def condition(path: str | Path) -> Condition:
-    """Whether a run goes on, or how it ended.
+    """State of the run in a folder.
 
     Raises:
         StoreError: its ledger or its log cannot be read.
@@ -82,7 +82,7 @@ def condition(path: str | Path) -> Condition:
 
 
 def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callable[[], str]) -> Condition:
-    """`condition`, with the caller's own way to the ledger and to the end of the log.
+    """Same as `condition`, with the caller's own access to the ledger and to the end of the log.
 
     Raises:
         Exception: what `ending` and `log` raise.
@@ -103,10 +103,10 @@ def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callabl
 
 
 def read_ending(ledger: Path) -> Ending | None:
-    """The fact of a ledger; None if there is none: an earlier stretto wrote it.
+    """The ending in a ledger; None if an earlier version wrote the ledger.
 
     Raises:
-        StoreError: it cannot be read.
+        StoreError: the ledger cannot be read.
     """
     if not ledger.exists():
         return None
@@ -115,13 +115,13 @@ def read_ending(ledger: Path) -> Ending | None:
 
 
 def ending_of(connection: sqlite3.Connection) -> Ending | None:
-    """As `read_ending`, of an open ledger."""
+    """Same as `read_ending`, for an open ledger."""
     found = connection.execute(_FACT, (ENDING,)).fetchone()
     return msgspec.json.decode(found[0], type=Ending) if found else None
 
 
 def cut(text: str) -> str:
-    """A reason without its end, if it is very long."""
+    """A reason, shortened at its end if it is very long."""
     text = text.strip()
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
 

@@ -1,4 +1,4 @@
-"""The export of a run: every trajectory as one row, in a format that others read."""
+"""Export of a run: every trajectory as one row, in a common file format."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _NO_PAYLOAD = Payload(segments=(), text="")
 
 
 class ExportedSegment(Record, frozen=True, omit_defaults=True):
-    """Consecutive tokens of one origin. `parent` is the place of the segment that it is behind, -1 behind the prompt,
-    -2 behind nothing; left out behind the one before it. `cause` and `reward` are left out where there is none."""
+    """Consecutive tokens of one origin (sampled or given). `parent`: index of the segment before it, -1 for the prompt,
+    -2 for none; left out if it is the preceding one. `cause` and `reward` are left out if there is none."""
 
     sampled: bool
     token_ids: tuple[int, ...]
@@ -57,11 +57,9 @@ class ExportedSegment(Record, frozen=True, omit_defaults=True):
 
 
 class ExportedTrajectory(Record, frozen=True):
-    """One row. `token_ids` are those of all segments, one after the other; log-probabilities and versions are those of
-    the sampled tokens; `given` has the spans of `token_ids` that were given, not sampled; `engines` names those that
-    wrote the sampled tokens, in the order in which they did. Token fields are empty if nothing was sampled, or
-    ``store.keep_payloads`` kept none.
-    """
+    """One row. `token_ids` are those of all segments, concatenated; log-probabilities and versions are those of the
+    sampled tokens. `given`: spans of `token_ids` that were given, not sampled. `engines`: the engines that sampled
+    tokens, in order. Token fields are empty if nothing was sampled, or ``store.keep_payloads`` kept none."""
 
     id: str
     group: str
@@ -103,7 +101,7 @@ _QUESTIONS = msgspec.json.Decoder(ExportedQuestion)
 
 
 class RowWriter(Protocol):
-    """Writes one row after the other to a file; it is whole when it was closed."""
+    """Writes rows to a file, which is complete only after `close`."""
 
     def write(self, row: msgspec.Struct) -> None: ...
 
@@ -119,11 +117,11 @@ FORMATS: Mapping[str, Callable[[BinaryIO, type[msgspec.Struct]], RowWriter]] = {
 
 
 def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
-    """All trajectories of a run, in the order in which they were issued; one at a time is in memory.
+    """Read all trajectories of a run in the order of their issue, one at a time.
 
     Raises:
         RunFolderError: there is no run.
-        StoreError: its ledger cannot be read, or is not what was written.
+        StoreError: its ledger cannot be read, or is damaged.
     """
     folder = RunFolder.open(path)
     with _questions(folder.questions) as question_of, reading(folder.ledger) as connection:
@@ -134,15 +132,15 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
 
 
 def export_run(path: str | Path, file: str | Path, format: str | None = None) -> int:
-    """Write all trajectories of a run to `file`, one a row; returns how many. The file is whole or absent.
+    """Write all trajectories of a run to `file`, one per row; returns their number. The file is complete or absent.
 
     Args:
         format: one of `FORMATS`; None: that of the file's suffix, else JSON lines.
 
     Raises:
-        RunFolderError: there is no run, or `file` is something else than a file or cannot be written.
+        RunFolderError: there is no run, or `file` cannot be written or is no regular file.
         UserError: the format needs a package that is missing.
-        StoreError: the ledger cannot be read, or is not what was written.
+        StoreError: the ledger cannot be read, or is damaged.
     """
     target = Path(file)
     suffix = target.suffix.removeprefix(".").lower()
@@ -162,8 +160,7 @@ def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
 
 @contextmanager
 def _questions(path: Path) -> Iterator[Callable[[str], ExportedQuestion | None]]:
-    """The questions of a run by their ids, in a file of SQLite that has no name and goes when it is closed: there may
-    be more of them than the memory holds.
+    """Lookup of a run's questions by id, in a temporary SQLite file that vanishes when closed: they may exceed memory.
 
     Raises:
         StoreError: a line cannot be read.

@@ -1,7 +1,7 @@
-"""Files that are whole or absent at any moment, and forced to disk; and what a kill has left of unfinished ones:
+"""Files that are complete or absent at any moment, and synced to disk; and removal of unfinished ones after a kill:
 
 .NAME.part   .NAME.<pid>.part   .NAME.<pid>.partial      unfinished: `NAME` does not exist, or is older
-.NAME.old    .NAME.<pid>.replaced                        whole: moved aside for its successor
+.NAME.old    .NAME.<pid>.replaced                        complete: moved aside for its successor
 
 Leftovers are never read, and may be as large as a policy.
 """
@@ -20,21 +20,21 @@ from typing import BinaryIO
 
 from stretto.core.errors import Problem, RunFolderError, naming
 
-#: What a file system says of an operation that it does not have, as the mount of a bucket of objects says of renames.
+#: Errors of a file system that lacks an operation, as mounts of object buckets lack renames.
 _LACKING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EPERM, errno.EMFILE})
 _UNFINISHED = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(part|partial)")
 _ASIDE = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(old|replaced)")
 
 
 def is_lacking(error: OSError) -> bool:
-    """Whether a file system does not have the operation; false of a disk that is full or failing."""
+    """Whether the error says that the file system lacks the operation; False for a full or failing disk."""
     return error.errno in _LACKING
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that gets its name, in place of another of that name, when the block has ended and its contents
-    are on disk. A block that raises leaves nothing."""
+    """Open a new file that appears at `path`, replacing an older one, once the block has ended and the contents are on
+    disk. If the block raises, nothing is left."""
     temporary = _part(path)
     try:
         with naming(path), temporary.open("wb") as file:
@@ -52,11 +52,11 @@ def _part(path: Path) -> Path:
 
 @contextmanager
 def users_file(target: Path) -> Iterator[BinaryIO]:
-    """`whole_file` where a user has asked for it; a link stays, and the file that it leads to is written. An OSError of
-    what the block reads is raised as it is: it names another file.
+    """Same as `whole_file`, for a path that a user has given: a link is followed. An OSError of the block's own reading
+    is raised unchanged, since it names another file.
 
     Raises:
-        RunFolderError: something else than a file is there, or it cannot be written.
+        RunFolderError: the path is no regular file, or it cannot be written.
     """
     path, remedy = Path(os.path.realpath(target)), "give a file in a folder of your own"
     try:
@@ -71,7 +71,7 @@ def users_file(target: Path) -> Iterator[BinaryIO]:
 
 
 def _kind(path: Path) -> str | None:
-    """What is at a path in place of a file; None if a file is there, or nothing."""
+    """Kind of a path that is no regular file ("a folder"); None if it is one or does not exist."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def _kind(path: Path) -> str | None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary file, force it to disk, rename it: a reader sees the old file or the new one."""
+    """Write to a temporary file, sync it to disk, rename it: readers see the old file or the new one."""
     with whole_file(path) as file:
         file.write(data)
     sync_folder(path.parent)
@@ -98,12 +98,12 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def sync_folder(path: Path) -> None:
-    """Force the names in a folder to disk."""
+    """Sync a folder's entries to disk."""
     sync_file(path)
 
 
 def sync_file(path: Path) -> None:
-    """Force the contents of one file to disk, where that can be asked for; else `close` has to be enough."""
+    """Sync a file's contents to disk, where the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,10 +115,10 @@ def sync_file(path: Path) -> None:
 
 
 def sweep(folders: Iterable[Path]) -> None:
-    """Remove leftovers of earlier processes from these folders; what was moved aside for a successor that never came
-    gets its name back. The caller holds the run folder's lock.
+    """Remove leftovers of earlier processes from these folders; a file moved aside for a successor that never came gets
+    its name back. The caller must hold the run folder's lock.
 
-    A leftover that cannot be removed stays: it does no harm.
+    A leftover that cannot be removed stays; it does no harm.
     """
     for folder in folders:
         with suppress(OSError):

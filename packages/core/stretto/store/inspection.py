@@ -1,4 +1,4 @@
-"""The summary of a run in one record, which ``stretto inspect RUN --json`` prints."""
+"""Summary of a run in one record, printed by ``stretto inspect RUN --json``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from stretto.store.totals import ENGINES, TOTALS, Carried, Membership, Totals, b
 
 
 class TokenCounts(Record, frozen=True):
-    """Token counts. Wasted tokens are never trained on: those of completions that ended untrained or were aborted, and
-    masked ones."""
+    """Token counts. Wasted tokens are those never trained on: of aborted or untrained completions, and masked ones."""
 
     generated: int
     trained: int
@@ -36,7 +35,7 @@ class TokenCounts(Record, frozen=True):
 
 
 class TrajectoryCounts(Record, frozen=True):
-    """Trajectories by state; issued is the sum of the others."""
+    """Trajectories by state; `issued` is the sum of the others."""
 
     issued: int
     trained: int
@@ -48,7 +47,7 @@ class TrajectoryCounts(Record, frozen=True):
 
 
 class EngineRecord(Record, frozen=True):
-    """One engine: its `Membership`, and the tokens that it sampled for training prompts."""
+    """One engine: its `Membership`, and the number of tokens that it sampled for training prompts."""
 
     name: str
     kind: str
@@ -61,8 +60,8 @@ class EngineRecord(Record, frozen=True):
 
 
 class WeightsSummary(Record, frozen=True):
-    """How versions reach the engines; medians over the newest `NEWEST_TRANSFERS`, None without any. `bytes` is what one
-    of them carries."""
+    """Weight transfers to the engines: medians over the newest `NEWEST_TRANSFERS`, None without any. `bytes`: size of
+    one version."""
 
     medium: str | None
     bytes: int | None
@@ -71,7 +70,7 @@ class WeightsSummary(Record, frozen=True):
 
 
 class StalenessSummary(Record, frozen=True):
-    """Versions between sampling and training, over trained tokens; `bound` None: no bound."""
+    """Staleness (versions between sampling and training) over trained tokens; `bound` None: unbounded."""
 
     bound: float | None
     max: int
@@ -80,7 +79,7 @@ class StalenessSummary(Record, frozen=True):
 
 
 class ChangedBound(Record, frozen=True):
-    """A bound that the run has changed after a step; `name` is its key in ``[rollout]``."""
+    """A bound that the run changed after a step; `name` is its key in ``[rollout]``."""
 
     step: int
     name: str
@@ -90,9 +89,9 @@ class ChangedBound(Record, frozen=True):
 
 
 class CanaryProof(Record, frozen=True):
-    """How far an engine's log-probabilities of the canary were from the trainer's, nats per token, after it had loaded
-    a version: the newest proof of each engine, and the worst of the run, nearest to its tolerance or beyond. Of the
-    `tensors` of the version it has `compared` so many in its memory with the trainer's digests."""
+    """Check of an engine's weights after it loaded a version: difference of its log-probabilities of the canary from
+    the trainer's, in nats per token. Listed are the newest check of each engine, and the worst of the run relative to
+    its tolerance. `compared` of the version's `tensors` were compared in memory with the trainer's digests."""
 
     engine: str
     version: int
@@ -105,8 +104,8 @@ class CanaryProof(Record, frozen=True):
 
 
 class Inspection(Record, frozen=True):
-    """A run in numbers. `state` is running, finished, stopped (by a signal) or dead, and `reason` says why it is not
-    running; `busy` is the fraction of `rl_seconds` in which a role worked."""
+    """A run in numbers. `state`: running, finished, stopped (by a signal) or dead; `reason`: why it does not run.
+    `busy`: share of `rl_seconds` in which each role worked."""
 
     steps: int
     version: int
@@ -131,18 +130,18 @@ class Inspection(Record, frozen=True):
     masked_groups: MaskedGroups | None = (
         None  # of the newest whole window; None: there is none, or none is masked in part
     )
-    bounds: tuple[ChangedBound, ...] = ()  # what the run itself has changed
+    bounds: tuple[ChangedBound, ...] = ()  # changes made by the run itself
     canary: tuple[CanaryProof, ...] = ()  # by engine; empty for a run of an earlier stretto
     state: str = ""
     reason: str = ""
 
 
 def inspect_run(path: str | Path) -> Inspection:
-    """The summary of a running, finished or dead run.
+    """Summary of a running, finished or dead run.
 
     Raises:
         RunFolderError: there is no run.
-        StoreError: its ledger cannot be read, or is not what was written.
+        StoreError: its ledger cannot be read, or is damaged.
     """
     folder = RunFolder.open(path)
     with reading(folder.ledger) as connection:
@@ -153,7 +152,7 @@ def inspect_run(path: str | Path) -> Inspection:
 
 
 def _gateway(folder: RunFolder) -> str | None:
-    """Its address, while the run runs; a killed one leaves it behind."""
+    """Address of the run's gateway while the run is running; a killed run leaves the file behind."""
     try:
         address = folder.gateway.read_text()
     except OSError:
@@ -162,7 +161,7 @@ def _gateway(folder: RunFolder) -> str | None:
 
 
 def inspection_of(connection: sqlite3.Connection) -> Inspection:
-    """The summary by a ledger, of which nothing is checked."""
+    """Summary from an open ledger, without checking its seals."""
     totals = fact(connection, TOTALS, Totals) or Totals(max_staleness=None)
     steps, version, masked = connection.execute(
         "SELECT count(published_version), coalesce(max(published_version), 0), coalesce(sum(masked_tokens), 0)"
@@ -213,7 +212,7 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
 
 
 def fact(connection: sqlite3.Connection, name: str, kind: type[Value]) -> Value | None:
-    """A fact of a ledger, of which nothing is checked; None where there is none of this name."""
+    """Value of a ledger's fact, without checking its seal; None if there is none of this name."""
     found = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
     return msgspec.json.decode(found[0], type=kind) if found else None
 
@@ -230,7 +229,7 @@ def _weights(carried: Carried | None) -> WeightsSummary:
 
 
 def _canary(record: CanaryRecord) -> tuple[CanaryProof, ...]:
-    """The newest proof of each engine, then the worst of the run."""
+    """Newest check of each engine, then the worst of the run."""
     worst = sorted(record.worst, key=lambda one: (one.proven, -one.distance / one.tolerance))[:1]
     return tuple(
         CanaryProof(one.engine, one.version, one.distance, one.tolerance, one.proven, which, one.compared, one.tensors)

@@ -1,4 +1,4 @@
-"""The lock of a run folder: one writer at a time; the kernel releases it when its owner dies."""
+"""Lock of a run folder, for a single writer; the kernel releases it when its owner dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRIES, _PAUSE = 25, 0.01
 
 
 def acquire(folder: Path) -> int:
-    """The descriptor that holds the lock; closing it releases the lock.
+    """Lock the folder; returns the descriptor, which releases the lock when closed.
 
     Raises:
         RunFolderError: another process holds it, or the folder cannot be written.
@@ -44,7 +44,7 @@ def acquire(folder: Path) -> int:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process writes in the folder now; True if that cannot be determined."""
+    """Whether a process holds the lock now; True if that cannot be determined."""
     try:
         lock = os.open(
             folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK

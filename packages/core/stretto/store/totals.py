@@ -1,4 +1,4 @@
-"""What the conductor alone knows of its run, as it writes it to the ledger: totals, and the engines."""
+"""Facts that only the conductor knows and writes to the ledger: totals of the run, and its engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from stretto.measures.goodput import Clock, Goodput, OnRecord, Produced, goodput
 
 
 class Carried(Record, frozen=True):
-    """How versions reached the engines: of the newest `NEWEST_TRANSFERS`, the bytes and seconds of each, and the
-    seconds for which generation paused."""
+    """Weight transfers to the engines: bytes and seconds of each of the newest `NEWEST_TRANSFERS`, and the seconds for
+    which generation paused."""
 
     medium: str
     pulls: tuple[tuple[int, float], ...] = ()
@@ -22,7 +22,7 @@ NEWEST_TRANSFERS = 99
 
 class Judged(Record, frozen=True):
     """Completions judged since the last step, and the share of right ones before it. The conductor writes it to the
-    ledger, under ``JUDGED``, with the completions that it counts: whoever goes on with the run counts on from there."""
+    ledger under ``JUDGED``, together with the completions that it counts; a resumed run continues the count."""
 
     right: int = 0
     wrong: int = 0
@@ -61,8 +61,8 @@ TOTALS = "totals"
 
 
 class Membership(Record, frozen=True):
-    """One engine of a run; `joined_step` and `left_step` are the newest step that was done then. The conductor writes
-    those of all engines to the ledger, under ``ENGINES``.
+    """One engine of a run; `joined_step` and `left_step` are the newest finished step at that moment. The conductor
+    writes those of all engines to the ledger, under ``ENGINES``.
 
     Example: ``Membership("engine-0", "native", "node-3", version=12, joined_step=0)``
     """
@@ -70,7 +70,7 @@ class Membership(Record, frozen=True):
     name: str
     kind: str  # native, vllm or sglang
     host: str  # the name of its machine
-    version: int  # that it serves, or served last
+    version: int  # version that it serves, or served last
     joined_step: int
     left_step: int | None = None  # None: it was there to the end, or still is
     reason: str = ""  # why it left, or last left and came back

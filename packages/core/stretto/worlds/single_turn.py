@@ -1,4 +1,5 @@
-"""The workflow of a single turn. A workflow makes the judged trajectories of a group from its ticket."""
+"""Workflow of a single turn. A workflow turns a ticket (an admitted prompt) into the judged trajectories of its
+group."""
 
 from __future__ import annotations
 
@@ -12,29 +13,29 @@ from stretto_verify.thoughts import with_opening
 
 
 class Score(Protocol):
-    """A verdict for each completion, in their order. Undecided is a verdict, not an exception."""
+    """Judges completions: one verdict for each, in order. An undecided verdict is returned, not raised."""
 
     async def __call__(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]: ...
 
 
 class Detokenize(Protocol):
-    """Token ids to text; special tokens are left out, but for marks of thoughts."""
+    """Decodes token ids to text, without special tokens other than those that mark thoughts."""
 
     def __call__(self, token_ids: Sequence[int], /) -> str: ...
 
 
 class GroupWorkflow(Protocol):
-    """From a ticket to the judged trajectories of its group."""
+    """Generates and judges the group of one ticket; returns its trajectories."""
 
     async def __call__(self, ticket: Ticket, /) -> Sequence[Trajectory]: ...
 
 
 @dataclass(frozen=True)
 class SingleTurn:
-    """Sample one completion for each member, judge each.
+    """Samples one completion for each member of a group and judges them together when the last has ended.
 
-    The completions of a group are judged together when the last of them has ended; other groups are generated
-    meanwhile. One request for a group of eight costs the conductor one message in place of eight.
+    All members travel in one request, so a group of eight costs the conductor one message. Other groups are generated
+    meanwhile.
     """
 
     generate: Callable[[GenerateRequest], AsyncIterator[Completion]]
@@ -52,9 +53,9 @@ class SingleTurn:
 async def judge(
     group_id: str, prompt: Prompt, completions: Sequence[Completion], score: Score, detokenize: Detokenize
 ) -> list[Trajectory]:
-    """The trajectories of a group of single turns, judged together.
+    """Judge single-turn completions of one prompt together; returns their trajectories.
 
-    The reward gets a completion that ends within a thought of its prompt behind that thought's mark.
+    Where the prompt has opened a thought, the mark of that thought is put in front of the completion for the reward.
     """
     texts = [detokenize(completion.token_ids) for completion in completions]
     verdicts = await score(prompt.text, [with_opening(text, prompt.opens) for text in texts], prompt.answer)

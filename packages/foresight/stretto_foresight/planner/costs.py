@@ -1,4 +1,4 @@
-"""What one layout of a run costs: seconds and bytes, by formulas whose numbers are the machine's.
+"""Costs of one layout of a run, in seconds and bytes: formulas with the machine's measured numbers.
 
 The *roofline* (Williams, Waterman, Patterson 2009): a piece of work takes the longer of its products at the rate of
 products and its bytes at the rate of memory. The formulas:
@@ -37,7 +37,7 @@ NATIVE_SLOT = 4 / 3  # slots of the native engine have powers of two as their le
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run uses its devices. `tensor` devices make one engine."""
+    """Distribution of a run over devices: `tensor` devices make one engine."""
 
     engines: int
     ranks: int
@@ -50,8 +50,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Memory:
-    """GiB of one device of each side, and those of a device; the KV cache gets what is left. `completion` is the part
-    of the KV cache without which an engine cannot finish its longest completion."""
+    """GiB needed on one device of each side (generation, training), and GiB of a device; the KV cache gets the rest.
+    `completion`: the part of the KV cache that an engine needs at least, for its longest completion."""
 
     trainer: float
     engine: float
@@ -70,12 +70,12 @@ class Memory:
 
     @property
     def missing(self) -> float:
-        """GiB by which the fuller side exceeds a device; not positive where it fits."""
+        """GiB by which the fuller side exceeds a device; zero or negative if it fits."""
         return max(self.trainer, self.generation) - self.available
 
 
 class TrainingSeconds(NamedTuple):
-    """The parts of a training step: the conductor's before it, the proximal policy, the update, the publication."""
+    """Parts of a training step: the conductor's work before it, the proximal policy, the update, the publication."""
 
     conduct: float
     proximal: float
@@ -85,7 +85,8 @@ class TrainingSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """The `Durations` of a simulated run. `slower` stretches generation and training: roles that share cores."""
+    """`Durations` of a simulated run, from the machine's record. `slower`: factor on generation and training for roles
+    that share cores."""
 
     job: Job
     machine: MachineProfile
@@ -130,7 +131,7 @@ class Costs:
         return sum(self.training(sequences))
 
     def training(self, sequences: Sequence[int]) -> TrainingSeconds:
-        """The parts of a training step."""
+        """Parts of a training step."""
         job, machine, shape, ranks = self.job, self.machine, self.job.shape, self.layout.ranks
         tokens, squares = sum(sequences), sum(length * length for length in sequences)
         forwards = 3.0 + (1.0 if job.trainer.activation_checkpointing else 0.0) + job.proximal
@@ -154,13 +155,13 @@ class Costs:
         return TrainingSeconds(*(self.slower_training * part for part in (conduct, proximal, update, adam)))
 
     def _forward(self, tokens: float, sampled: float, squares: float) -> float:
-        """Operations of a forward pass, of `sampled` tokens through the output matrix too."""
+        """Operations of a forward pass; only `sampled` tokens go through the output matrix."""
         shape = self.job.shape
         attention = 2.0 * squares * shape.width * shape.layers
         return 2.0 * (shape.body * tokens + shape.embedding * sampled) + attention
 
     def _gather(self) -> float:
-        """Seconds in which each rank gets the parts of all others."""
+        """Seconds for each rank to gather the parts of all others."""
         ranks, shape = self.layout.ranks, self.job.shape
         if ranks == 1:
             return 0.0
@@ -168,7 +169,7 @@ class Costs:
         return self._collective(ranks, size) + shape.layers * self.machine.link_seconds
 
     def _reduced(self, tokens: float) -> float:
-        """Two all-reduces in each layer; a ring sends twice what it reduces."""
+        """Seconds of two all-reduces in each layer; a ring sends twice the reduced bytes."""
         tensor, shape = self.layout.tensor, self.job.shape
         if tensor == 1:
             return 0.0
@@ -184,8 +185,9 @@ class Costs:
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
     def memory(self) -> Memory:
-        """A rank has its part of weights, gradients and moments, two layers whole, and what one micro-batch keeps for
-        the backward pass; an engine its part of the weights, and a KV cache in what is left, up to its slots."""
+        """Memory per device. A rank holds its part of weights, gradients and moments, two whole layers, and the
+        activations of one micro-batch; an engine its part of the weights, and a KV cache in the rest, up to its
+        slots."""
         job, shape, layout = self.job, self.job.shape, self.layout
         tokens = max(job.trainer.micro_batch_tokens, job.longest)
         item = BYTES[job.trainer.dtype]
@@ -203,12 +205,12 @@ class Costs:
         return Memory(trainer / 2**30, engine / 2**30, min(asked, room), available, completion)
 
     def cache_tokens(self) -> float:
-        """Tokens that the KV cache of one engine holds."""
+        """Capacity in tokens of one engine's KV cache."""
         return self.memory().cache * 2**30 / self.token_bytes / self._waste
 
     @property
     def token_bytes(self) -> float:
-        """Of a token's keys and values on one device of an engine; fewer heads than devices are replicated."""
+        """KV cache bytes per token on one device of an engine; heads are replicated if there are fewer than devices."""
         shape = self.job.shape
         return shape.cache_bytes(self.job.engine.dtype) / min(self.layout.tensor, shape.kv_heads)
 

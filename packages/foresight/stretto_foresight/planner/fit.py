@@ -1,4 +1,4 @@
-"""A machine's record from measurements, by least squares; every formula is the one that `costs` computes with."""
+"""Fit of a machine's record to measurements, by least squares, with the formulas of `costs`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRAIN_SECONDS = (
 
 @dataclass(frozen=True)
 class DecodeSample:
-    """Seconds of one decode step of `rows` completions with `cached` tokens together."""
+    """Seconds of one decode step of `rows` completions with `cached` tokens in total."""
 
     shape: ModelShape
     rows: int
@@ -37,7 +37,7 @@ class DecodeSample:
 
 @dataclass(frozen=True)
 class PrefillSample:
-    """Seconds that the contexts took beside the decode step that they were part of."""
+    """Seconds that prefilling the contexts added to a decode step."""
 
     shape: ModelShape
     contexts: tuple[int, ...]
@@ -46,7 +46,7 @@ class PrefillSample:
 
 @dataclass(frozen=True)
 class TrainSample:
-    """Seconds of a training step with one minibatch in `passes` micro-batches; publication included."""
+    """Seconds of a training step with one minibatch in `passes` micro-batches, publication included."""
 
     shape: ModelShape
     sequences: tuple[int, ...]
@@ -56,7 +56,7 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class LoadSample:
-    """Seconds for which an engine paused to load that number of parameters."""
+    """Seconds for which an engine paused to load this number of parameters."""
 
     parameters: int
     seconds: float
@@ -65,8 +65,8 @@ class LoadSample:
 def least_squares(
     features: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | float = 0.0
 ) -> Floats:
-    """Coefficients that are not negative, with the least squares of the relative errors: those that would be negative
-    are left out, the most negative one at a time. `known`: the part of the seconds that the features do not explain."""
+    """Non-negative coefficients with least squares of the relative errors; negative ones are eliminated, the most
+    negative first. `known`: part of the seconds that the features do not explain."""
     rows, times = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
     wanted = 1.0 - np.asarray(known, np.float64) / times
     weighted = rows / times[:, None]
@@ -84,7 +84,7 @@ def least_squares(
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> Mapping[str, float]:
-    """The fields of `MachineProfile` for a decode step."""
+    """Fields of `MachineProfile` for a decode step."""
     found = least_squares(
         [
             (
@@ -104,8 +104,8 @@ def fit_decode(samples: Sequence[DecodeSample]) -> Mapping[str, float]:
 
 
 def fit_prefill(samples: Sequence[PrefillSample], layer_seconds: float) -> Mapping[str, float]:
-    """Those for the computation of contexts, where every sample is one pass. A pass takes the `layer_seconds` of a
-    decode step for each layer, too."""
+    """Fields for prefill, where every sample is one pass. A pass also takes the `layer_seconds` of a decode step for
+    each layer."""
     found = least_squares(
         [(1.0, sum(one.contexts), _forward(one.shape, one.contexts, len(one.contexts))) for one in samples],
         [one.seconds for one in samples],
@@ -116,7 +116,7 @@ def fit_prefill(samples: Sequence[PrefillSample], layer_seconds: float) -> Mappi
 
 
 def fit_training(samples: Sequence[TrainSample]) -> Mapping[str, float]:
-    """Those for a training step."""
+    """Fields for a training step."""
     found = least_squares(
         [
             (
@@ -136,7 +136,7 @@ def fit_training(samples: Sequence[TrainSample]) -> Mapping[str, float]:
 
 
 def fit_loads(samples: Sequence[LoadSample]) -> Mapping[str, float]:
-    """Those for a load of weights."""
+    """Fields for a load of weights."""
     fixed, each = least_squares([(1.0, one.parameters) for one in samples], [one.seconds for one in samples])
     return {"load_seconds": float(fixed), "load_parameter_seconds": float(each)}
 
@@ -147,5 +147,5 @@ def _forward(shape: ModelShape, lengths: Sequence[int], through_the_output: int)
 
 
 def _rate(seconds: float) -> float:
-    """Of what takes that time each."""
+    """Rate of operations that take this many seconds each."""
     return float(min(_FREE, 1.0 / seconds if seconds > 0 else inf))

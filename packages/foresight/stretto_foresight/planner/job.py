@@ -1,4 +1,4 @@
-"""The run that is planned, in numbers: the model's shape, the lengths, and the settings that cost time or memory."""
+"""The planned run in numbers: model shape, lengths, and settings that cost time or memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class ModelShape(Record, frozen=True):
-    """A decoder-only transformer. `parameters` counts tied embeddings once.
+    """Shape of a decoder-only transformer. `parameters` counts tied embeddings once.
 
     Example: Qwen2.5-7B is ``ModelShape(7_615_616_512, 28, 3584, 28, 4, 128, 152_064, tied=False)``.
     """
@@ -31,27 +31,27 @@ class ModelShape(Record, frozen=True):
 
     @property
     def embedding(self) -> int:
-        """Weights of the embedding; those of the output matrix are as many."""
+        """Number of weights of the embedding, equal to that of the output matrix."""
         return self.vocab_size * self.hidden_size
 
     @property
     def body(self) -> int:
-        """Weights whose products every token needs; the output matrix apart."""
+        """Number of weights that every token is multiplied with, without the output matrix."""
         return self.parameters - self.embedding * (1 if self.tied else 2)
 
     @property
     def width(self) -> int:
-        """Of all heads together."""
+        """Width of all attention heads together."""
         return self.heads * self.head_dim
 
     def cache_bytes(self, dtype: str) -> int:
-        """Keys and values of one token in all layers."""
+        """KV cache bytes of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES[dtype]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe as a planner sees it. `recomputes`: its objective needs the log-probabilities of the policy before the
+    """A recipe as the planner sees it. `recomputes`: its objective needs log-probabilities of the policy before the
     step; `converses`: it has a workflow."""
 
     shape: ModelShape
@@ -66,24 +66,24 @@ class Job:
 
     @property
     def completions(self) -> int:
-        """Of one batch."""
+        """Number of completions in one batch."""
         return self.rollout.batch_size * self.rollout.group_size
 
     @property
     def proximal(self) -> float:
-        """The share of a step's tokens whose log-probabilities are computed by the policy before the step (AReaL,
-        section 5.2); the first minibatch has them from its own forward pass."""
+        """Share of a step's tokens whose proximal log-probabilities need an extra forward pass (AReaL, section 5.2);
+        the first minibatch gets them from its own."""
         return (self.trainer.minibatches - 1) / self.trainer.minibatches if self.recomputes else 0.0
 
     @property
     def in_rounds(self) -> bool:
-        """Whether groups begin and end together, as `Recipe.in_rounds` says."""
+        """Whether groups begin and end together; see `Recipe.in_rounds`."""
         return not self.converses and self.engine.in_rounds(self.rollout.staleness_bounds[1] == 0)
 
     def with_settings(
         self, rollout: Mapping[str, object], engine: Mapping[str, object], trainer: Mapping[str, object]
     ) -> Job:
-        """The job with other settings."""
+        """The job with these settings changed."""
         return replace(
             self,
             rollout=self.rollout.model_copy(update=dict(rollout)),

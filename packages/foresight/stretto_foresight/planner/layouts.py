@@ -1,4 +1,4 @@
-"""Which layouts a number of devices allows, cheapest estimate first; those without the memory are left out."""
+"""Layouts for a number of devices, by estimated cost; those that exceed the memory are left out."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ class Candidate:
 
     @cached_property
     def estimate(self) -> float:
-        """The seconds of a step without any waiting."""
+        """Seconds of a step without any waiting."""
         return _estimate(self.costs)
 
     @property
     def fits(self) -> bool:
-        """Whether its devices have the memory."""
+        """Whether its devices have enough memory."""
         return self.costs.memory().missing <= 0
 
 
 def own_layout(job: Job) -> Layout:
-    """The layout that the recipe asks for; tensor parallelism is an argument of its engine's server."""
+    """Layout of the recipe; tensor parallelism is an argument of its engine's server."""
     words = [part for word in job.engine.arguments for part in word.split("=", 1)]
     sizes = [word for name, word in pairwise(words) if name in _TENSOR_WORDS and word.isdecimal()]
     return Layout(job.engine.count, job.trainer.ranks, max(1, int(sizes[-1])) if sizes else 1)
 
 
 def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
-    """The layout that the recipe asks for.
+    """Layout of the recipe.
 
     Raises:
-        RecipeError: it does not have the memory; by how much, and what would make it fit.
+        RecipeError: it exceeds the memory; says by how much, and what would make it fit.
     """
     layout = own_layout(job)
     memory = Costs(job, machine, layout).memory()
@@ -66,10 +66,10 @@ def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
 
 
 def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Candidate]:
-    """Layouts of this number of devices that have the memory, by their estimates.
+    """Layouts of this number of devices that fit the memory, ordered by estimate.
 
     Raises:
-        RecipeError: none has it; by how much, and what would make it fit. Or a batch feeds no rank.
+        RecipeError: none fits (says by how much, and what would), or a batch is too small for any rank.
     """
     found = list(_all(job, machine, devices))
     fitting = [one for one in found if one.fits]
@@ -88,8 +88,8 @@ def _all(job: Job, machine: MachineProfile, devices: int) -> Iterator[Candidate]
 
 
 def candidate(job: Job, machine: MachineProfile, layout: Layout, staleness: float | str, tokens: int) -> Candidate:
-    """The job with this layout, and as many groups in flight as equation 3 and the engines' slots allow. A bound that
-    is "auto" stays so: the simulation adapts it as a run does."""
+    """The job with this layout, and as many groups in flight as equation 3 and the engines' slots allow. A bound "auto"
+    stays adaptive in the simulation."""
     slots = max(1, layout.engines * job.engine.slots // job.rollout.group_size)
     most = job.rollout.staleness_bounds[1] if isinstance(staleness, str) else staleness
     allowed = slots if math.isinf(most) else min(slots, int(most + 1) * job.rollout.batch_size)
@@ -114,20 +114,20 @@ def _layouts(job: Job, devices: int, machine: MachineProfile) -> Iterator[Layout
 
 
 def _most_ranks(job: Job) -> int:
-    """More would be idle."""
+    """Highest number of ranks that have work."""
     return job.completions // job.trainer.minibatches
 
 
 def _divides(job: Job, tensor: int) -> bool:
-    """Whether engines can be of this number of devices: servers share out whole heads, and replicate those of the KV
-    cache where there are fewer; the native engine has one device."""
+    """Whether an engine can have this number of devices: servers split by whole heads and replicate KV heads if there
+    are fewer; the native engine has one device."""
     kv_heads = job.shape.kv_heads
     shared = job.shape.heads % tensor == 0 and max(tensor, kv_heads) % min(tensor, kv_heads) == 0
     return tensor == 1 or (shared and job.engine.kind != "native")
 
 
 def _estimate(costs: Costs) -> float:
-    """The longer of generating a batch, at the rows that fit, and of training on it."""
+    """Longer of the seconds to generate a batch, with as many rows as fit, and to train on it."""
     job = costs.job
     context = job.lengths.prompt_tokens + job.lengths.mean
     in_flight = job.rollout.in_flight_bounds[1] * job.rollout.group_size / costs.layout.engines

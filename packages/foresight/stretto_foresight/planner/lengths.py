@@ -1,4 +1,4 @@
-"""How long completions are: measured ones (a file, a run folder, demonstrations), or a named distribution."""
+"""Lengths of completions: measured (a file, a run folder, demonstrations), or a named distribution."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _DISTRIBUTIONS: Mapping[str, frozenset[str]] = {
 
 
 class Lengths(Protocol):
-    """Tokens of prompts and of completions."""
+    """Lengths of prompts and completions in tokens (Protocol)."""
 
     @property
     def prompt_tokens(self) -> int: ...
     @property
     def mean(self) -> float: ...
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
-        """Without end: tokens of the completions of one group, at least one each."""
+        """Infinite iterator over groups: tokens of each completion, at least one."""
 
 
 @dataclass(frozen=True)
 class LogNormalLengths:
-    """Completions of log-normal lengths, cut off at `max_tokens`. `untruncated` is the mean before the cut."""
+    """Log-normal lengths, truncated at `max_tokens`. `untruncated`: mean before the truncation."""
 
     untruncated: float
     sigma: float
@@ -65,8 +65,8 @@ def _normal(at: float) -> float:
 
 @dataclass(frozen=True)
 class MeasuredLengths:
-    """Lengths that were seen: those of one group together, where groups are known. Each comes once before any comes
-    again: drawn at random, a few hundred groups miss their mean by several percent."""
+    """Observed lengths, by group if groups are known. They are drawn without replacement, since the mean of a few
+    hundred independent draws is off by several percent."""
 
     seen: tuple[tuple[int, ...], ...]
     prompt_tokens: int = 0
@@ -84,15 +84,15 @@ class MeasuredLengths:
 
 
 def alone(lengths: Iterable[int], prompt_tokens: int, max_tokens: int) -> MeasuredLengths:
-    """Lengths of completions whose groups are not known."""
+    """Lengths of completions without known groups."""
     return MeasuredLengths(tuple((max(1, min(length, max_tokens)),) for length in lengths), prompt_tokens)
 
 
 def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
-    """The lengths that a user names.
+    """Parse the user's choice of lengths.
 
     Raises:
-        DataError: it is neither a distribution nor a file nor a run folder, or says no lengths.
+        DataError: it is no distribution, file or run folder, or holds no lengths.
     """
     kind, _, rest = words.partition(":")
     if kind in _DISTRIBUTIONS:

@@ -1,4 +1,4 @@
-"""The machine of a plan: what one device does in a second, as a frozen record.
+"""Speed record of a planned machine's devices.
 
 A record comes from a data sheet (`profiles/*.toml`, each number with its source) or from `stretto plan --calibrate`,
 which measures this machine.
@@ -26,14 +26,14 @@ Amount = Annotated[float, Meta(ge=0)]
 
 
 class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
-    """One device and what connects it to others. Rates are those that are reached, not those of a data sheet: flops are
-    operations per second, bandwidths bytes per second of one device; what is not given costs nothing.
+    """Speeds of one device and its connections. Rates are achieved ones, not data sheet maxima: flops are operations
+    per second, bandwidths bytes per second of one device; missing costs are zero.
 
-    Generation: a decode step takes `step_seconds`, `layer_seconds` for each layer, `row_seconds` for each completion
-    and `row_width_seconds` for each completion, layer and unit of width; then the roofline of `decode_flops` against
-    `weight_bandwidth`, and the KV cache against `cache_bandwidth`. Training: `train_seconds` for each step,
-    `micro_batch_seconds` for each forward and backward pass and layer, `token_width_seconds` for each token, layer and
-    unit of width, `pair_width_seconds` for each pair of tokens of a sequence likewise, the products at `train_flops`.
+    Generation: a decode step takes `step_seconds`, plus `layer_seconds` per layer, `row_seconds` per completion and
+    `row_width_seconds` per completion, layer and unit of width; plus the roofline of `decode_flops` against
+    `weight_bandwidth`, and of the KV cache against `cache_bandwidth`. Training: `train_seconds` per step,
+    `micro_batch_seconds` per forward and backward pass and layer, `token_width_seconds` per token, layer and unit of
+    width, `pair_width_seconds` likewise per pair of tokens of a sequence, and the products at `train_flops`.
     """
 
     name: str
@@ -74,16 +74,16 @@ class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
 
 
 def known_machines() -> list[str]:
-    """The names of the profiles of the package."""
+    """Names of the built-in profiles."""
     folder = resources.files(__package__) / _PROFILES
     return sorted(path.name.removesuffix(".toml") for path in folder.iterdir() if path.name.endswith(".toml"))
 
 
 def machine_of(name: str) -> MachineProfile:
-    """The profile of a name such as ``h100``, or of a file that `stretto plan --calibrate` has written.
+    """Load a profile by name such as ``h100``, or from a file written by `stretto plan --calibrate`.
 
     Raises:
-        RecipeError: there is no such profile and no such file (with the nearest name), or it is not a machine.
+        RecipeError: there is no such profile or file (with the nearest name), or the file is invalid.
     """
     if name.lower() in known_machines():
         text = (resources.files(__package__) / _PROFILES / f"{name.lower()}.toml").read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
-"""The measurement of this machine: decode steps, prefills, training steps and loads of a few shapes.
+"""Speed measurements of this machine: decode steps, prefills, training steps and loads for a few shapes.
 
-On a processor what is measured is the time of the process, so that others who use the machine disturb it little; on a
-GPU it is the time of the clock. Weights are random: what is measured is speed.
+On a CPU, process time is measured, so that other users disturb it little; on a GPU, wall time. Weights are random.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ ON_A_GPU = (_shape(1024, 8, 4096), _shape(1024, 16, 4096), _shape(2048, 8, 4096)
 
 @dataclass
 class Measurements:
-    """What was measured of some shapes."""
+    """Samples measured for several shapes."""
 
     decodes: list[DecodeSample] = field(default_factory=list)
     prefills: list[PrefillSample] = field(default_factory=list)
@@ -113,7 +112,7 @@ def calibrate(say: Callable[[str], None]) -> MachineProfile:
 
 
 def profile_of(found: Measurements, bandwidth: float) -> MachineProfile:
-    """The record that fits the measurements."""
+    """Fit a record to the measurements."""
     gpu = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if gpu else f"{processor()}, {cores()} cores"
     memory = torch.cuda.mem_get_info()[1] if gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -136,7 +135,7 @@ def profile_of(found: Measurements, bandwidth: float) -> MachineProfile:
 
 
 def measure_shape(config: BuildConfig, folder: Path, found: Measurements, rows: Sequence[int] = _ROWS) -> None:
-    """Add what one shape takes."""
+    """Measure one shape and add its samples to `found`."""
     build_policy(config, folder, seed=1)
     shape = _model_shape(config, folder)
     for count in rows:
@@ -152,7 +151,7 @@ def _model_shape(config: BuildConfig, folder: Path) -> ModelShape:
 
 
 def _now() -> float:
-    """Seconds of this process where the processor computes; of the clock once a GPU has done what it was asked."""
+    """Process time on a CPU; wall time after synchronisation on a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.monotonic()
@@ -222,8 +221,8 @@ def _measure_trainer(shape: ModelShape, folder: Path, found: Measurements) -> No
 
 
 def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batch:
-    """Groups of eight, of random tokens that the newest version is said to have sampled, `length` of them in the mean:
-    numbers vary as a policy's do, since a batch of one length would be quicker."""
+    """Groups of eight with random tokens of the newest version, `length` on average; lengths vary as a policy's do,
+    since equal ones would train faster."""
     chance, groups = random.Random(version), []
     lengths = LogNormalLengths(length, _SPREAD, 4 * length).groups(chance, 8)
     for number in range(completions // 8):
@@ -237,7 +236,7 @@ def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batc
 
 
 def _sequences(batch: Batch) -> tuple[int, ...]:
-    """The tokens of each sequence, its prompt included."""
+    """Number of tokens of each sequence, prompt included."""
     return tuple(
         len(group.prompt.token_ids) + len(one.segments[0].token_ids)
         for group in batch.groups
@@ -255,7 +254,7 @@ def _verdict(member: int) -> Verdict:
 
 
 def _bandwidth() -> float:
-    """Bytes per second at which one thread, or the GPU, reads memory."""
+    """Memory read rate of one thread, or of the GPU, in bytes per second."""
     numbers = torch.ones(_COPIED // 4, device="cuda" if torch.cuda.is_available() else "cpu")
     float(numbers.sum())
     best = min(_seconds_of(lambda: float(numbers.sum())) for _ in range(5))

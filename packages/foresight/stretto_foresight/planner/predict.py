@@ -1,4 +1,4 @@
-"""The prediction of a layout: the real controller on the virtual clock, with the costs of a machine."""
+"""Prediction of a layout: the real controller on a virtual clock, with the costs of a machine."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _STEPS = 9  # of a simulation at least
 _ROUNDS = 3  # until roles that share cores agree on how much they slow each other down
 _SIMULATED = 6  # candidates
 _PATIENCE = 30.0  # processor seconds, after which no simulation begins and none goes on beyond its first step
-_CHANCE = 1.0  # of the best step that was simulated; a longer estimate cannot win
+_CHANCE = 1.0  # factor on the best simulated step; a longer estimate cannot win
 _DRAWN = 4  # steps of a timeline
 _BUSY = 0.9  # share of a step; the trainer is what it waits for
 GOALS = ("time", "cost", "staleness")
 
 
 class Staleness(Record, frozen=True):
-    """Versions between sampling and training, over the tokens of the loss."""
+    """Versions between sampling and training, over the loss tokens."""
 
     mean: float
     p99: int
 
 
 class LayoutPrediction(Record, frozen=True):
-    """One line of `stretto plan --json`. `busy` has the names of `stretto inspect`; tokens are trained ones."""
+    """One layout of `stretto plan --json`. `busy` uses the names of `stretto inspect`; tokens are trained ones."""
 
     engines: int
     ranks: int
@@ -62,13 +62,13 @@ class LayoutPrediction(Record, frozen=True):
     memory: Mapping[str, float]  # GiB of a device: trainer, engine, cache
     masked: float  # share of the trained completions' tokens
     recomputed: float  # tokens computed again, for each sampled one
-    waits_for: str  # what a step waits for: generation, judging or training
+    waits_for: str  # bottleneck of a step: generation, judging or training
     terms: Mapping[str, float]  # seconds of a step by role and work, and what they depend on
     timeline: tuple[Span, ...] = ()  # of the trainer and of one engine, over the last steps of the simulation
 
 
 class RunPlan(Record, frozen=True):
-    """What `stretto plan` has found, best first."""
+    """Result of `stretto plan`, best layout first."""
 
     machine: str
     goal: str
@@ -79,7 +79,7 @@ class RunPlan(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Grained:
-    """Lengths in simulated tokens, each of which stands for `grain` tokens."""
+    """Lengths in simulated tokens, each standing for `grain` real ones."""
 
     lengths: Lengths
     grain: int
@@ -91,7 +91,7 @@ class Grained:
         return self.lengths.prompt_tokens
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
-        """Rounded up or down by chance, so that the mean stays."""
+        """Lengths divided by the grain, rounded up or down at random, so that the mean stays."""
         drawn = self.lengths.groups(chance, members)
         if self.grain == 1:
             return drawn
@@ -107,11 +107,11 @@ def plan(
     say: Callable[[str], None] = lambda text: None,
     clock: Callable[[], float] = time.process_time,
 ) -> RunPlan:
-    """The best layouts of this number of devices; without one, the recipe's own. `say` is told what is simulated; after
-    `_PATIENCE` seconds of the `clock` no simulation begins, and the one under way ends with its step.
+    """Find the best layouts of this number of devices; None: the recipe's own. `say` gets progress; after `_PATIENCE`
+    seconds of the `clock`, no further simulation starts, and the current one ends after its step.
 
     Raises:
-        RecipeError: no layout has the memory.
+        RecipeError: no layout fits the memory.
     """
     start = clock()
 
@@ -134,7 +134,7 @@ def _search(
     say: Callable[[str], None],
     over: Callable[[], bool],
 ) -> list[LayoutPrediction]:
-    """The candidates that may be the best, the least estimates first, and the best of them with other bounds."""
+    """Simulate promising candidates in the order of their estimates, then the best one with other bounds."""
     chosen = _chosen(job, machine, devices, goal)
     found: list[tuple[LayoutPrediction, Candidate]] = []
 
@@ -158,7 +158,7 @@ def _search(
 
 
 def _may_win(one: Candidate, found: Sequence[LayoutPrediction], goal: str) -> bool:
-    """Whether its estimate, in which nothing waits, leaves it a chance against the best that was simulated."""
+    """Whether the candidate's optimistic estimate can still beat the best simulated one."""
     devices = one.layout.devices if goal == "cost" else 1
     prices = [
         done.step_seconds * ((done.engines * done.tensor + done.ranks) if goal == "cost" else 1) for done in found
@@ -167,7 +167,7 @@ def _may_win(one: Candidate, found: Sequence[LayoutPrediction], goal: str) -> bo
 
 
 def distinct(found: Sequence[LayoutPrediction]) -> list[LayoutPrediction]:
-    """Without those that differ from an earlier one in the bound on staleness alone: the bound was never reached."""
+    """Drop predictions that differ from an earlier one only in a staleness bound that is never reached."""
     kept: list[LayoutPrediction] = []
     for one in found:
         if not any(_alike(one, other) for other in kept):
@@ -184,7 +184,7 @@ def _alike(one: LayoutPrediction, other: LayoutPrediction) -> bool:
 
 
 def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPrediction]:
-    """By hours; by device-hours; or by staleness among those within a tenth of the fastest."""
+    """Order by hours, by device-hours, or by staleness among those within a tenth of the fastest."""
     if goal == "cost":
         return sorted(found, key=lambda one: one.device_hours)
     if goal == "staleness":
@@ -194,7 +194,7 @@ def best_first(found: Sequence[LayoutPrediction], goal: str) -> list[LayoutPredi
 
 
 def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[Candidate]:
-    """The candidates with the least estimates, one for each split; fewer devices too where they may cost less."""
+    """Candidates with the lowest estimate for each split; fewer devices too if the goal is cost."""
     chosen: dict[Layout, Candidate] = {}
     fewer = range(1, devices.bit_length() - 1) if goal == "cost" else ()
     for number in (devices, *(devices >> power for power in fewer)):
@@ -209,7 +209,7 @@ def _chosen(job: Job, machine: MachineProfile, devices: int, goal: str) -> list[
 
 
 def _other_bounds(first: Candidate, machine: MachineProfile, goal: str) -> list[Candidate]:
-    """The best layout with half and with twice the bound on staleness; with small ones, where staleness counts."""
+    """The best layout with half and twice the staleness bound; with small bounds if the goal is staleness."""
     job, bound = first.job, first.job.rollout.max_staleness
     if not isinstance(bound, float | int) or not bound or math.isinf(bound):  # "auto" finds it
         return []
@@ -226,8 +226,9 @@ def predict(
     over: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda text: None,
 ) -> LayoutPrediction:
-    """Simulate some steps of the run, behind as many as fill its queues; all of a short run. In a synchronous run the
-    roles work in turn, and share no cores. Where the time is `over`, one step has to do, which `say` is told."""
+    """Simulate some steps of the run after a warm-up that fills its queues; all steps of a short run. In a synchronous
+    run, roles alternate and share no cores. When `over` returns true, one step must suffice, which is reported to
+    `say`."""
     costs = Costs(job, machine, layout)
     grain = max(1, round(job.lengths.mean / _GRAINS))
     steps = min(job.trainer.steps, max(_STEPS, _TRAJECTORIES // job.completions))
@@ -244,7 +245,7 @@ def predict(
 
 
 def newest_steps(spans: Sequence[Span], steps: int = _DRAWN) -> tuple[Span, ...]:
-    """The spans of the last training steps, from the end of the one before them; times from there."""
+    """Spans of the last training steps, with times relative to the end of the step before them."""
     ends = [0.0, *(span.end for span in spans if span.name == "update")]
     start = ends[max(0, len(ends) - 1 - steps)]
     return tuple(
@@ -284,8 +285,8 @@ def _simulated(
 
 
 def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
-    """With how much the roles slow each other down: more threads than cores share them, and two roles that work at the
-    same time share caches and memory."""
+    """Costs with slowdown factors for roles that run at the same time: they share cores if they have more threads, and
+    share caches and memory."""
     machine, job, layout = costs.machine, costs.job, costs.layout
     conductor, working = (min(1.0, share) for share in _conducting_and_training(costs, report))
     engines = [(job.engine.threads, min(1.0, report.generating / report.seconds / layout.engines))] * layout.engines
@@ -301,10 +302,10 @@ def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
 
 
 def crowded(threads: int, others: Sequence[tuple[int, float]], cores: float) -> float:
-    """How much longer a role with that many threads takes among others, each with its threads and the share of the time
-    for which it works: whether one works at a moment does not depend on the rest.
+    """Slowdown of a role with this many threads among others, each given by its threads and busy share; roles are
+    assumed to be busy independently.
 
-    Two cores, the role, a neighbour that always works and one that works a fifth of the time:
+    Two cores, the role, a neighbour that is always busy and one that is busy a fifth of the time:
 
     >>> round(crowded(1, [(1, 1.0), (1, 0.2)], 2), 4)   # 1 / (0.8 + 0.2 * 2 / 3)
     1.0714
@@ -320,7 +321,7 @@ def crowded(threads: int, others: Sequence[tuple[int, float]], cores: float) -> 
 
 
 def _conducting_and_training(costs: Costs, report: SimulationReport) -> tuple[float, float]:
-    """The busy shares of the conductor and of the trainer; a simulated step has the conductor's part before it too."""
+    """Busy shares of the conductor and the trainer; a simulated step begins with the conductor's part."""
     completions = costs.job.completions * report.steps
     before = costs.slower_training * costs.machine.batch_seconds * completions
     return costs.machine.conduct_seconds * completions / report.seconds, (report.training - before) / report.seconds
@@ -332,8 +333,8 @@ def _serving(costs: Costs, report: SimulationReport) -> float:
 
 
 def _terms(costs: Costs, report: SimulationReport, grain: int) -> dict[str, float]:
-    """Seconds of a step by role and work, those of engines in the mean of them, under the names of
-    `store.prediction`; and what they depend on."""
+    """Terms of a step as in `store.prediction`: seconds by role and work (mean over engines), and the values that they
+    depend on."""
     job, engines = costs.job, costs.layout.engines * report.steps
     parts = costs.training([round(job.lengths.prompt_tokens + job.lengths.mean)] * job.completions)
     trained = report.training / report.steps / sum(parts)

@@ -1,8 +1,8 @@
-"""A machine's record corrected by whole runs, in which roles meet messages, records and neighbours.
+"""Correction of a machine's record by whole runs, in which roles also exchange messages and disturb each other.
 
-Pairs of runs are predicted and measured. In the first run of a pair the roles work in turn: what they take in it and
-what they took alone are two measurements of the same, and the record is in the middle of them. In the second one they
-work beside each other: what is then left of its step is by how much they slow each other down.
+Pairs of runs are predicted and measured. In the first run of a pair, roles alternate: its times and those measured
+alone are two estimates of the same, and the record becomes their (geometric) middle. In the second, roles overlap: what
+then remains unexplained is their mutual slowdown.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _TRAINER = ("trainer.proximal", "trainer.update", "trainer.publish")
 
 @dataclass(frozen=True)
 class RunSample:
-    """A run of this machine: its job, with the lengths that it had, and the seconds of a step by role and work."""
+    """A measured run of this machine: its job with the actual lengths, and the seconds of a step by role and work."""
 
     job: Job
     measured: Mapping[str, float]
 
     def slower(self, machine: MachineProfile) -> Callable[..., float]:
-        """A function of terms: their measured over their predicted seconds together, 1 where either is nothing."""
+        """Function from terms to the ratio of their measured to predicted seconds; 1 if either is zero."""
         predicted = predict(self.job, machine, own_layout(self.job)).terms
 
         def ratio(*terms: str) -> float:
@@ -48,14 +48,14 @@ class RunSample:
 
 
 class RunPair(NamedTuple):
-    """A synchronous run and an asynchronous one of the same model."""
+    """A synchronous and an asynchronous run of the same model."""
 
     in_turn: RunSample
     beside: RunSample
 
 
 def fit_runs(machine: MachineProfile, pairs: Sequence[RunPair]) -> MachineProfile:
-    """The record in the middle of what it says and what the runs say; where cores are shared, its `beside` too."""
+    """The record, moved halfway towards the runs; where cores are shared, its slowdown `beside` too."""
     slower = [pair.in_turn.slower(machine) for pair in pairs]
     machine = _times(machine, _DECODE, sqrt(geometric_mean(of(_GENERATION) for of in slower)))
     machine = _times(machine, _TRAINING, sqrt(geometric_mean(of(*_TRAINER) for of in slower)))
@@ -66,7 +66,7 @@ def fit_runs(machine: MachineProfile, pairs: Sequence[RunPair]) -> MachineProfil
 
 
 def _times(machine: MachineProfile, fields: tuple[Sequence[str], Sequence[str]], ratio: float) -> MachineProfile:
-    """Seconds times the ratio, rates divided by it."""
+    """The record with seconds multiplied, and rates divided, by the ratio."""
     seconds, rates = fields
     changed = {name: getattr(machine, name) * ratio for name in seconds}
     changed |= {name: getattr(machine, name) / ratio for name in rates}

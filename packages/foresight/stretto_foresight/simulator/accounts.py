@@ -1,4 +1,4 @@
-"""A journal in memory: the state of every trajectory, and the law that the states keep."""
+"""In-memory journal: the state of every trajectory, with a check of the accounting law."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from stretto.core.states import ALLOWED
 
 
 class Accounts:
-    """The accounting law: issued = trained + filtered + expired + failed + buffered + in flight, each id once.
+    """Journal that checks: issued = trained + filtered + expired + failed + buffered + in flight, each id once.
 
-    `expired` holds the trajectories that expired after they had ended; those aborted in flight have no record.
-    `changes` are those of the bounds.
+    `expired` holds trajectories that expired after they had ended; those aborted in flight have no record. `changes`
+    are those of the bounds.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Time as something that is handed in: a run has `time.monotonic`, a simulation a clock that jumps."""
+"""Virtual clock of a simulation, passed in where a run has `time.monotonic`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """A clock that jumps from event to event: a day of a simulated run takes as long as its decisions take.
+    """Clock that jumps from event to event, so that waiting costs no real time.
 
     >>> clock = VirtualClock()
     >>> clock.call_at(2.0, lambda: print("two"))
@@ -29,7 +29,7 @@ class VirtualClock:
         return self._now
 
     def call_at(self, when: float, callback: Callable[[], None]) -> None:
-        """Run `callback` at `when` (seconds); events of one moment run in the order in which they were asked for."""
+        """Schedule `callback` at `when` (seconds); events of the same time run in the order of scheduling."""
         if when < self._now:
             raise ValueError(f"cannot schedule at {when}, it is {self._now} already")
         heapq.heappush(self._events, (when, next(self._order), callback))

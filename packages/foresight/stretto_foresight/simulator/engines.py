@@ -1,8 +1,8 @@
-"""Engines on a virtual clock: continuous batching whose steps take as long as their rows and their cache make them.
+"""Simulated engines: continuous batching on a virtual clock, with step times that depend on rows and cache.
 
-All running completions of an engine get one token in each step, so that one number, the *tick*, says how far all of
-them are, and a completion ends at a tick that is known when it enters. Between two events the seconds of a step are
-those at the middle of the interval.
+All running completions of an engine get one token per step, so a single counter, the *tick*, gives the progress of all,
+and the end of a completion is a tick known at its entry. Between two events, the step time is that at the middle of the
+interval.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _ROUNDING = 1e-9  # of the clock, between two spans of one stretch
 
 
 class Durations(Protocol):
-    """The seconds that everything takes; tokens are those of the model."""
+    """Durations in seconds of all work; token counts are the model's (Protocol)."""
 
     def decode(self, rows: int, cached: float) -> float:
-        """One step: one token for each of `rows` completions, which have `cached` tokens together."""
+        """One decode step for `rows` completions with `cached` tokens in total."""
 
     def prefill(self, contexts: Sequence[float]) -> float:
-        """The computation of the KV cache of contexts, each given by its tokens."""
+        """Computation of the KV cache for contexts, given by their lengths."""
 
     def transfer(self) -> float:
-        """From a publication until an engine can load it; generation continues."""
+        """Seconds from a publication until an engine can load it; generation continues meanwhile."""
 
     def load(self) -> float:
-        """The pause in which an engine loads weights."""
+        """Pause of an engine to load weights."""
 
     def judge(self) -> float:
-        """The judging of one completion, by one worker; those of a group begin after its last completion."""
+        """Judging of one completion by one worker, which begins after the last completion of the group."""
 
     def train(self, sequences: Sequence[int]) -> float:
-        """A training step, from the batch to the publication; tokens of each sequence, its prompt included."""
+        """One training step, from the batch to the publication, given the length of each sequence with its prompt."""
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """The engines of a run: how many, and what each can hold. `recompute`: the KV cache of running completions is
-    computed again after weights are loaded. One simulated token stands for `grain` tokens of the model."""
+    """Number of engines and their capacity. `recompute`: the KV cache of running completions is recomputed after a
+    load. One simulated token stands for `grain` tokens of the model."""
 
     count: int = 1
     slots: float = math.inf
@@ -60,7 +60,7 @@ class EngineLimits:
 
 @dataclass(eq=False)
 class Flight:
-    """A group in flight: its prompt's tokens, the final lengths of its completions, the versions of ended ones."""
+    """A group in flight: prompt length, final lengths of its completions, versions of the ended ones."""
 
     ticket: Ticket
     prompt: int
@@ -71,7 +71,7 @@ class Flight:
 
 @dataclass(eq=False)
 class CompletionRow:
-    """A completion in an engine: what is left of it, and the versions of its tokens before it entered the last time."""
+    """A completion in an engine: remaining tokens, and versions of the tokens before its last entry."""
 
     flight: Flight
     member: int
@@ -84,8 +84,8 @@ class CompletionRow:
 
 
 class SimulatedEngine:
-    """See the module; `ended` gets each completion that ends, `loaded` is called when a version has been loaded, and
-    `spans` gets what the engine did and when."""
+    """One engine on the virtual clock. `ended` is called with each finished completion, `loaded` after each load;
+    `spans` takes its spans of work."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class SimulatedEngine:
         self._go_on()
 
     def stop(self, flight: Flight) -> list[int]:
-        """Abort a group; returns the tokens that each of its completions has."""
+        """Abort a group; returns the number of tokens of each completion."""
         self._advance()
         sampled = {member: len(versions) for member, versions in flight.versions.items()}
         for row in self._rows():
@@ -137,7 +137,7 @@ class SimulatedEngine:
         return [sampled.get(member, 0) for member in range(len(flight.lengths))]
 
     def needed(self) -> float:
-        """As `core.engine.EngineHealth.needed`."""
+        """Same as `core.engine.EngineHealth.needed`."""
         self._advance()
         mean = self._cached / max(1, len(self._running))
         tokens = (row.flight.prompt + len(row.before) * self._limits.grain for row in self._waiting)
@@ -145,7 +145,8 @@ class SimulatedEngine:
         return max(self.load / self._limits.slots, cached / self._limits.cache_tokens)
 
     def arrives(self, version: int) -> None:
-        """A version can be loaded: at once when the engine is idle, else `load_interval` after the load before."""
+        """Make a version available: it is loaded at once when the engine is idle, else `load_interval` after the load
+        before."""
         self._arrived = max(self._arrived, version)
         self._load_when_due()
 
@@ -190,7 +191,7 @@ class SimulatedEngine:
         return row.flight.prompt + (len(row.before) + self._tick - row.entered) * self._limits.grain
 
     def _own_contexts(self) -> Iterator[float]:
-        """What is computed again of each running completion: the prompt once for those of a group."""
+        """Tokens to recompute for each running completion; the prompt counts once per group."""
         seen = set[int]()
         for row in self._rows():
             shared = row.flight.prompt if id(row.flight) in seen else 0
@@ -198,7 +199,7 @@ class SimulatedEngine:
             yield max(1.0, self._context(row) - shared)
 
     def _advance(self, tick: float | None = None) -> None:
-        """Bring the tick to the present; `tick` is what it then is, if that is known exactly."""
+        """Advance the tick to the present, or to `tick` if it is known exactly."""
         now = self._clock.now()
         if now < self._at:
             return
@@ -228,7 +229,7 @@ class SimulatedEngine:
             self._spans.append(Span("engine-0", name, start, end, self.version))
 
     def _go_on(self) -> None:
-        """Let waiting completions enter, and schedule the next event."""
+        """Admit waiting completions, and schedule the next event."""
         self._advance()
         self._enter()
         self._plan_number += 1
@@ -289,12 +290,12 @@ class SimulatedEngine:
             self._pause(self._durations.prefill(contexts))
 
     def _next_step(self) -> float:
-        """The tick at which a completion that enters now begins: the end of the step in progress, so that completions
-        end together, and others take their rows together. With grains a tick is many steps."""
+        """Tick at which a completion that enters now begins: the end of the current step, so that completions end, and
+        others enter, together. With grains a tick is many steps."""
         return math.ceil(self._tick) if self._limits.grain == 1 else self._tick
 
     def _preempt(self) -> None:
-        """Drop the newest completion from the full cache; it enters again when there is room."""
+        """Evict the newest completion from the full cache; it enters again when there is room."""
         newest = max(self._running, key=lambda entry: entry[1])
         self._running.remove(newest)
         heapq.heapify(self._running)
@@ -305,7 +306,8 @@ class SimulatedEngine:
         self.preempted += 1
 
     def _versions(self, row: CompletionRow, tokens: int) -> tuple[int, ...]:
-        """The versions of the `tokens` that a row has sampled since it entered: token t at the tick ``entered + t``."""
+        """Versions of the `tokens` that a row has sampled since its entry; token t is sampled at tick ``entered +
+        t``."""
         behind = len(self._switches)
         while behind and self._switches[behind - 1][0] > row.entered:
             behind -= 1

@@ -1,4 +1,4 @@
-"""The counts of a simulated run, completion by completion; no clock and no decision."""
+"""Counts of a simulated run, by completion."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ class SimulationReport:
 
     @property
     def masked_share(self) -> float:
-        """Share of the trained completions' tokens."""
+        """Masked share of the trained completions' tokens."""
         return self.masked.total() / max(1, self.trained_tokens)
 
     @property
     def dropped_share(self) -> float:
-        """Share of the tokens sampled for completions that ended trained or expired."""
+        """Dropped share of the tokens sampled for completions that were trained or expired."""
         return self.dropped.total() / max(1, self.trained_tokens + self.dropped.total())
 
     @property
     def expired_share(self) -> float:
-        """Share of the completions that ended trained or expired."""
+        """Expired share of the completions that were trained or expired."""
         return self.expired.total() / max(1, self.completions.total() + self.expired.total())
 
     def train(self, batch: Batch) -> None:

@@ -1,7 +1,7 @@
-"""A whole run on a virtual clock: the real controller, simulated engines and trainer.
+"""A whole run on a virtual clock: the real controller, with simulated engines and trainer.
 
-`rollout.controller` makes every decision (admit, filter, take, expire); only durations are simulated. A token's
-version is the one that was live when it was sampled.
+`rollout.controller` makes every decision (admit, filter, take, expire); only durations are simulated. A token's version
+is the one live when it was sampled.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ _POLL_SECONDS = 1.0  # as the conductor polls
 
 
 def without_mismatch(batch: Batch) -> Mapping[str, float]:
-    """What a trainer would measure if staleness changed nothing."""
+    """Trainer measurements of a batch if staleness had no effect."""
     return {"kl_behavior": 0.0}
 
 
 class SimulatedRun:
-    """One run of `steps` training steps; the same seed gives the same run.
+    """One run of `steps` training steps, deterministic for its seed.
 
-    `workload` says how long completions are and which groups fail, `durations` how long everything takes (default: what
-    the workload says), `limits` what engines there are, `judges` how many completions are judged at
-    a time, `measured` what the trainer measures of a batch (default: no mismatch of the policies). The report begins
-    after the first `warm` steps.
+    `workload`: lengths, and shares of failed groups. `durations`: default those of the workload. `limits`: the engines.
+    `judges`: completions judged at a time. `measured`: trainer measurements of a batch (default: no mismatch). The
+    report begins after the first `warm` steps.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class SimulatedRun:
         self._free = [0.0] * judges  # a heap: the times at which each has judged what it was given
 
     def run(self, over: Callable[[], bool] = lambda: False) -> SimulationReport:
-        """Run to the last step; where the time is `over`, no more than to the first step that is reported.
+        """Run to the last step; once `over` returns true, only to the first reported step.
 
         Raises:
             RuntimeError: no event is left before that step: the run is stuck.
@@ -129,7 +128,8 @@ class SimulatedRun:
                 return
 
     def _engine_counts(self) -> tuple[float, ...]:
-        """Seconds busy, loading and recomputing, tokens sampled and recomputed, preemptions, of all engines."""
+        """Totals over all engines: seconds busy, loading and recomputing, tokens sampled and recomputed,
+        preemptions."""
         engines = self._engines
         return (
             sum(engine.busy for engine in engines),
@@ -157,7 +157,7 @@ class SimulatedRun:
             self.clock.call_after(_POLL_SECONDS, self._observe_pressure)
 
     def _observe_pressure(self) -> None:
-        """Read the engines; again in a while, unless nothing is in flight."""
+        """Poll the engines' load, repeatedly while anything is in flight."""
         before, self._preempted = self._preempted, sum(engine.preempted for engine in self._engines)
         needed = max(engine.needed() for engine in self._engines)
         self.controller.observe_pressure(Pressure(needed, self._preempted - before, len(self._engines)))
@@ -167,7 +167,7 @@ class SimulatedRun:
         self._admit()
 
     def _completed(self, flight: Flight) -> None:
-        """A completion has ended; the group is judged after its last one."""
+        """Note a finished completion; the group is judged after its last one."""
         if len(flight.versions) < len(flight.lengths) or flight.judged:
             return
         flight.judged = True

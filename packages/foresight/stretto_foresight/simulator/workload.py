@@ -1,4 +1,4 @@
-"""The workload of a simulated run: lengths, durations, and rates of failure."""
+"""Workload of a simulated run: lengths, durations, and failure rates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class GroupLengths(Protocol):
-    """What a simulated run is given of the data: lengths, and the shares of groups that fail or are filtered."""
+    """Data of a simulated run: lengths, and the shares of groups that fail or are filtered (Protocol)."""
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -19,15 +19,15 @@ class GroupLengths(Protocol):
     def filter_rate(self) -> float: ...
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
-        """Without end: the lengths of a group's completions, in simulated tokens."""
+        """Infinite iterator over groups: lengths of their completions in simulated tokens."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Completions have log-normal lengths, tokens come at a constant rate, every training step takes the same time.
+    """Workload with log-normal lengths, a constant token rate, and training steps of equal time.
 
-    Times are in any one unit. Completions are cut off at `max_tokens`. `failure_rate` and `filter_rate` are shares of
-    groups. It is the `Durations` of its runs, too: prompts and verdicts cost nothing, a load does not pause generation.
+    Times are in any one unit. Lengths are truncated at `max_tokens`. `failure_rate` and `filter_rate` are shares of
+    groups. It also implements `Durations`: prompts and verdicts cost nothing, and a load does not pause generation.
     """
 
     median_tokens: float = 16.0
@@ -41,7 +41,7 @@ class Workload:
     prompt_tokens: int = 0
 
     def answer_tokens(self, chance: random.Random) -> int:
-        """The length of one completion, at least one token."""
+        """Length of one completion, at least one token."""
         return max(1, min(self.max_tokens, round(chance.lognormvariate(0.0, self.sigma) * self.median_tokens)))
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """``python -m stretto_gateway.agents.call [--check] MODULE:FUNCTION``: an agent that is a Python function.
 
-It gets the task, and finds its session where every client looks for it: in OPENAI_BASE_URL, ANTHROPIC_BASE_URL and so
-on. A number that it returns is the reward. With ``--check`` it is found and not called.
+The function gets the task, and finds its session in the usual variables (OPENAI_BASE_URL, ANTHROPIC_BASE_URL and so
+on). A number that it returns is the reward. With ``--check`` it is loaded and not called.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SECONDS = 60.0
 
 
 def function(place: str) -> Callable[[Any], Any]:
-    """That of a module in the working folder, or of an installed one; ends the process with a sentence if it is not
-    there."""
+    """Load the function from a module in the working folder or an installed one; ends the process with a message if it
+    is missing."""
     look_in(os.getcwd())
     try:
         found = load(place, "workflow.function", "agent", {})

@@ -1,4 +1,4 @@
-"""What an agent's program finds in its environment."""
+"""Environment variables of an agent's program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_PROXY = ("NO_PROXY", "no_proxy")
 def environment_of(
     own: Mapping[str, str], address: str, session: str, key: str, model: str, task: str
 ) -> dict[str, str]:
-    """The environment of the conductor without what is stretto's own, and the session under the names that clients
+    """Environment of the conductor without stretto's own variables, plus the session in the variables that clients
     know."""
     for everywhere, loopback in _ANYWHERE.items():
         address = address.replace(f"//{everywhere}:", f"//{loopback}:")

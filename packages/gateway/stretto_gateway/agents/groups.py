@@ -1,9 +1,9 @@
-"""The trajectories of a group, each made by an agent in a session of its own.
+"""Groups of trajectories, each made by an agent in a session of its own.
 
     ticket ─► session ─► program started, or a service that asks for it ─► end ─► reward ─► trajectory
 
-After a crash of the conductor an agent that had not ended is started again, and its recorded turns answer it until it
-does something else. An agent that fails in any way makes an undecided trajectory with its reason, never a zero.
+After a crash of the conductor, an unfinished agent is started again; its recorded turns are replayed until it deviates
+from them. An agent that fails makes an undecided trajectory with the reason, never a reward of zero.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _TASK_BYTES = 130_000  # as JSON; Linux allows 131,072 for a variable and its na
 
 
 class ScoreText(Protocol):
-    """Verdicts of texts, by the run's rewards."""
+    """Judges texts by the run's rewards (Protocol)."""
 
     async def __call__(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]: ...
 
 
 @dataclass(frozen=True)
 class AgentServices:
-    """What agents of a run work with.
+    """Services of a run for its agents.
 
     Attributes:
-        room: of agents that run at once, those of evaluations beside the training too.
-        verdict: of a number that was given over HTTP.
-        task: what an agent gets to know: the prompt, its member and its seed.
+        room: limit on agents that run at once, those of concurrent evaluations included.
+        verdict: makes a verdict of a number given over HTTP.
+        task: the part of a task that an agent sees: the prompt, its member and its seed.
     """
 
     table: SessionTable
@@ -69,8 +69,7 @@ class AgentServices:
 
 
 class Sealed(Record, frozen=True):
-    """What a session has come to, as it is on record from its end: the nodes of its turns, and the rest as in
-    `AgentSession`."""
+    """Recorded result of an ended session: nodes of its turns, and the fields of `AgentSession`."""
 
     nodes: tuple[int, ...]
     last_text: str
@@ -79,7 +78,7 @@ class Sealed(Record, frozen=True):
     by_turn: Mapping[int, float] = {}
 
     def restore(self, session: AgentSession) -> None:
-        """End a session that an earlier process of the run had ended."""
+        """Restore the end of a session that an earlier process of the run ended."""
         for node in self.nodes:
             session.session.claim(node)
         session.last_text, session.given = self.last_text, GivenRewards(self.reward, self.by_turn, self.nodes)
@@ -90,12 +89,12 @@ class Sealed(Record, frozen=True):
 
 @dataclass
 class WaitingSessions:
-    """Sessions that wait for a service (a `gateway.sessions.sessions.Host`)."""
+    """Sessions that wait for external services (satisfies `gateway.sessions.sessions.Host`)."""
 
     waiting: deque[AgentSession] = field(default_factory=deque)
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
-        """See `Host`; the task is the run's."""
+        """See `Host`; the task comes from the run."""
         while self.waiting:
             session = self.waiting.popleft()
             if session.state == "open":
@@ -123,7 +122,7 @@ class WaitingSessions:
 
 @dataclass
 class AgentGroups:
-    """A group of trajectories by an agent (satisfies `worlds.single_turn.GroupWorkflow`)."""
+    """Makes a group of trajectories by an agent (satisfies `worlds.single_turn.GroupWorkflow`)."""
 
     config: AgentConfig
     services: AgentServices
@@ -135,7 +134,7 @@ class AgentGroups:
 
     @property
     def ended(self) -> int:
-        """Trajectories that have ended: a sign of progress."""
+        """Number of trajectories that have ended: a sign of progress."""
         return self._failures.ended
 
     async def __call__(self, ticket: Ticket) -> Sequence[Trajectory]:
@@ -145,7 +144,7 @@ class AgentGroups:
         return await gather_or_cancel(*(self.member(id, prompt, member, seed) for id, member, seed in ids))
 
     async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
-        """One trajectory.
+        """Make one trajectory.
 
         Raises:
             WorkflowError: most of the last trajectories failed.
@@ -176,7 +175,7 @@ class AgentGroups:
         return found
 
     async def _end_of(self, session: AgentSession) -> str:
-        """Why the agent failed, once it has ended; "" if it did not."""
+        """Wait for the end of the agent; returns why it failed, "" if it did not."""
         if session.state == "ended":
             return ""
         try:

@@ -1,10 +1,9 @@
-"""``python -I guard.py PARENT COMMAND...``: runs an agent's program, and leaves nothing of it behind.
+"""``python -I guard.py PARENT COMMAND...``: runs an agent's program and leaves none of its processes behind.
 
-What the program has started ends with it, and all of it ends with the guard, with the run, and with the machine's
-patience: children that hide in sessions of their own come to the guard when their parents end. The program is asked
-to end before it is killed: the client of a container stops the container then, which is no process below it. The
-program itself ends with a guard that it kills; what else it has started `programs.run_program` finds by a mark in the
-environment.
+All processes that the program has started end with it, with the guard, and with the run; orphans in other sessions are
+adopted by the guard. The program is asked to end before it is killed, so that the client of a container can stop the
+container, which is not its child. If the program kills the guard, it dies too; `programs.run_program` finds its
+remaining processes by a mark in their environment.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _NOT_FOUND = 127
 
 
 def main(parent: int, command: list[str]) -> int:
-    """The program's exit code; 128 + the signal that ended it."""
+    """Run the program; returns its exit code, or 128 + the signal that ended it."""
     adopt_descendants()
     asked = list[int]()  # before the program is there, which is to be asked in its turn
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
@@ -58,7 +57,7 @@ def main(parent: int, command: list[str]) -> int:
 
 
 def ask_to_end(program: subprocess.Popen[bytes]) -> None:
-    """Ask a program, and those of its session, to end, and wait for it for a moment."""
+    """Ask a program and its session to end, and wait briefly."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -66,7 +65,7 @@ def ask_to_end(program: subprocess.Popen[bytes]) -> None:
 
 
 def end_descendants() -> None:
-    """Kill every process below this one, those that they start meanwhile too."""
+    """Kill all descendants of this process, including those started meanwhile."""
     for _ in range(_ROUNDS):
         found = descendants(os.getpid())
         for pid in found:

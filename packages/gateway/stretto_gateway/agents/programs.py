@@ -1,4 +1,4 @@
-"""Starts an agent's program, and waits for its end."""
+"""Starts an agent's program and waits for its end."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _MARK = "STRETTO_PROGRAM"
 
 @dataclass(frozen=True)
 class ProgramExit:
-    """How a program ended, and the last words that it printed."""
+    """End of a program: its exit code, and the last lines that it printed."""
 
     code: int
     said: str
 
     @property
     def failure(self) -> str:
-        """Why it is none; "" if it ended well."""
+        """Why the program failed; "" if it succeeded."""
         if not self.code:
             return ""
         how = f"was ended by signal {self.code - 128}" if self.code > 128 else f"ended with exit code {self.code}"
@@ -43,7 +43,7 @@ class ProgramExit:
 
 
 async def run_program(command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> ProgramExit:
-    """Run it to its end; a cancellation ends it, and everything that it has started. The caller has the deadline."""
+    """Run a program to its end; a cancellation kills it and all its descendants. No deadline: that is the caller's."""
     # Isolated: the program's own interpreter and modules are in the environment, and not meant for the guard.
     whole = [sys.executable, "-I", _GUARD, str(os.getpid()), *command]
     mark = secrets.token_hex(16)
@@ -70,7 +70,7 @@ async def run_program(command: Sequence[str], environment: Mapping[str, str], fo
 
 
 async def _printed(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:
-    """Until the program's end; what outlives a guard that was killed may hold the pipe for longer."""
+    """Output of the program until its end; survivors of a killed guard may keep the pipe open longer."""
     assert process.stdout is not None
     while True:
         with contextlib.suppress(TimeoutError):

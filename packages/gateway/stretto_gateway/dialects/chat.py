@@ -1,7 +1,7 @@
 """OpenAI's Chat Completions.
 
-Unknown fields are ignored, as agents send many that change nothing; the strict dialect of `stretto serve` refuses them
-by name. Reasoning is sent as `reasoning_content`, as vLLM and SGLang do, and read back from there or from `reasoning`.
+Unknown fields are ignored, since agents send many without effect; the strict variant of `stretto serve` refuses them by
+name. Reasoning is sent as `reasoning_content`, as in vLLM and SGLang, and read from there or from `reasoning`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class ChatMessageBody(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
 
     def message(self, place: str) -> Message:
-        """
+        """The message as a dialect-independent record.
+
         Raises:
             RefusedRequest: a field of this role is missing, or one of another role is there.
         """
@@ -115,7 +116,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessageBody], Meta(min_length=1)]
     max_completion_tokens: MostTokens | None = None
@@ -128,9 +129,10 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     modalities: list[str] | None = None
 
     def request(self) -> ChatRequest:
-        """
+        """The body as a dialect-independent request.
+
         Raises:
-            RefusedRequest: fields do not go together.
+            RefusedRequest: fields contradict each other.
         """
         choice, form = self.tool_choice or "auto", self.response_format or ResponseFormat("text")
         if (form.type == "json_schema") is (form.json_schema is None):
@@ -159,7 +161,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
 
 
 class StrictChatBody(ChatBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same, with known fields only."""
+    """Body of POST /v1/chat/completions; unknown fields are refused."""
 
 
 class ChatDialect(ChoiceDialect):
@@ -227,7 +229,7 @@ def _part(index: int, delta: Part, logprobs: Any = None, finish: str | None = No
 
 
 def _deltas(turn: SampledTurn) -> Iterator[Part]:
-    """The role, the reasoning, the text, and each call."""
+    """Deltas of a streamed turn: the role, the reasoning, the text, each call."""
     message = turn.message
     yield {"role": "assistant", "content": ""}
     if message.reasoning:

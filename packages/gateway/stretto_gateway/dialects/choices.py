@@ -1,4 +1,4 @@
-"""The text of a completion in pieces.
+"""Streaming of a completion's text in pieces.
 
 engine ─► new tokens ─► characters ─► text before a stop ─► pieces ─► client
 """
@@ -18,7 +18,7 @@ from stretto_gateway.model import ServedModel
 
 
 class Piece(NamedTuple):
-    """New text of a completion, with its tokens if the client wants log-probabilities. The last has a `finish`."""
+    """New text of a completion, with its tokens if the client wants log-probabilities; only the last has a `finish`."""
 
     text: str
     tokens: Sequence[SampledToken]
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 class CompletionText:
-    """One completion as it grows. It ends before a stop text."""
+    """Text of one growing completion, cut off before a stop text."""
 
     def __init__(self, model: ServedModel, options: SamplingOptions) -> None:
         self._model, self._with_tokens = model, options.logprobs is not None
@@ -37,7 +37,7 @@ class CompletionText:
         self._finish: StopReason | None = None
 
     def take(self, progress: Progress) -> Piece | None:
-        """Add new tokens. Returns the text since the last piece; None if it is empty and the completion goes on."""
+        """Add new tokens; returns the text since the last piece, None if there is nothing to send yet."""
         new = progress.segment
         if self._finish is not None:
             return None

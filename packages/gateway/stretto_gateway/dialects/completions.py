@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/completions``: prompts without a conversation."""
+"""OpenAI's ``/v1/completions``: prompts without a chat."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _USUAL_TOKENS = 16  # OpenAI's default
 
 
 class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: TopLogprobs | None = None
@@ -52,7 +52,7 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CompletionsDialect(ChoiceDialect):
-    """See the module."""
+    """The dialect of ``/v1/completions`` (a `dialect.Dialect`)."""
 
     path = "/v1/completions"
     body = CompletionBody
@@ -97,7 +97,8 @@ def _logprobs(tokens: Sequence[SampledToken], likeliest: int) -> dict[str, Any]:
 
 
 def _by_text(token: SampledToken) -> dict[str, float]:
-    """Log-probabilities by text, that of the sampled token too. Of tokens with one text, the likeliest counts."""
+    """Log-probabilities by token text, the sampled token included. If several tokens have the same text, the likeliest
+    counts."""
     texts: dict[str, float] = {}
     for text, logprob in (*token.likeliest, (token.text, token.logprob)):
         texts.setdefault(text, logprob)

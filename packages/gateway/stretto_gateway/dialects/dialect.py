@@ -1,7 +1,7 @@
-"""What a dialect is: the requests, replies and errors of one kind of client.
+"""Dialects: requests, replies and errors of one kind of client each.
 
-A dialect is pure: bytes in, a record out; a record in, bytes out. It knows no session and no engine. The events of a
-turn are made from the whole turn, so that a replay sends them byte for byte.
+A dialect is pure: it decodes bytes to records and encodes records to bytes, without sessions or engines. Events are
+made from a complete turn, so that a replay is byte-equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stretto_gateway.requests import NotServed, Request
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Requests for the number of tokens in a prompt."""
+    """Requests that count the tokens of a prompt."""
 
     path: str
     body: type[msgspec.Struct]
@@ -28,7 +28,7 @@ class TokenCount:
 
 
 class Dialect(Protocol):
-    """Requests for the next turn of a conversation."""
+    """Format of requests for the next turn of a conversation (Protocol)."""
 
     path: str  #: such as ``/v1/chat/completions``
     keep_alive: bytes  #: sent in a stream before the first event, so that no idle timeout ends the connection
@@ -37,12 +37,12 @@ class Dialect(Protocol):
 
     @property
     def body(self) -> type[msgspec.Struct]:
-        """The record of a request's body."""
+        """Record type of a request's body."""
         ...
 
     @property
     def counts(self) -> Sequence[TokenCount]:
-        """Requests of the same clients for a count of tokens."""
+        """Token-count requests of the same clients."""
         ...
 
     def parse(self, body: bytes) -> ChatRequest:
@@ -54,28 +54,28 @@ class Dialect(Protocol):
         ...
 
     def reply(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> bytes:
-        """The whole reply as JSON. There is one turn, or as many as the request wants."""
+        """Encode the whole reply as JSON; `turns` has one turn, or as many as requested."""
         ...
 
     def events(self, request: ChatRequest, turns: Sequence[SampledTurn]) -> Iterable[bytes]:
-        """The same reply as server-sent events."""
+        """Encode the same reply as server-sent events."""
         ...
 
     def refuse(self, why: NotServed) -> bytes:
-        """The body of an error as JSON."""
+        """JSON body of an error."""
         ...
 
     def fail(self, why: NotServed) -> bytes:
-        """The last event of a stream that cannot go on."""
+        """Last event of a stream that fails."""
         ...
 
     def reply_headers(self, id: str) -> Mapping[str, str]:
-        """Headers that clients of the dialect look for, such as a request id."""
+        """Headers that clients of the dialect expect, such as a request id."""
         ...
 
 
 def refusal(error: RefusedRequest, fields: Mapping[str, str], request: Request | None) -> NotServed:
-    """The error for a wrong request. `fields` are the client's names, as in `Dialect`."""
+    """Error reply for a wrong request. `fields` are the client's names, as in `Dialect`."""
     field = fields.get(error.field) or error.field.replace("sampling.", fields.get("sampling.", ""))
     if isinstance(request, ChatRequest):
         grammar = "response_format" if request.options.json else "tools"

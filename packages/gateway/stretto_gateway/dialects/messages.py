@@ -1,11 +1,10 @@
 """Anthropic's Messages.
 
-A message is a text or a list of *blocks*. A user's message with results of tools becomes one message per result, and
-one for its text. The interface grows by beta fields, so unknown top-level fields are ignored: they change nothing of
-the conversation. Unknown blocks would lose a part of it, and are refused by name.
+A message is a text or a list of *blocks*. A user message with tool results becomes one message per result, and one for
+its text. Unknown top-level fields are ignored, since the interface grows by beta fields that do not change the
+conversation. Unknown blocks are refused by name, since a part of the conversation would be lost.
 
-Claude Code sends its version in a block of its system prompt (``x-anthropic-billing-header``). It is no instruction to
-a model, and this dialect removes it.
+Claude Code sends its version in a block of its system prompt (``x-anthropic-billing-header``), which is removed.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class ToolUseBlock(Block, frozen=True, tag="tool_use", kw_only=True):
 
 
 class ToolReferenceBlock(Block, frozen=True, tag="tool_reference", kw_only=True):
-    """A tool that the client has found for the model, and offers from now on."""
+    """Reference to a tool that the client has found for the model and offers from now on."""
 
     tool_name: str
 
@@ -82,7 +81,7 @@ class AnthropicMessage(Record, frozen=True):
 
 
 class AnthropicTool(Record, frozen=True, forbid_unknown_fields=False):
-    """A tool that the client runs. Those that Anthropic's servers run have types of their own, and are refused."""
+    """A tool that the client runs. Tools of Anthropic's servers have other types and are refused."""
 
     name: Annotated[str, Meta(min_length=1)]
     input_schema: dict[str, Any]
@@ -109,7 +108,7 @@ class OutputConfig(Record, frozen=True):
 
 
 class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """POST /v1/messages/count_tokens, the fields of a prompt."""
+    """Body of POST /v1/messages/count_tokens: the fields of a prompt."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
@@ -118,7 +117,7 @@ class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """POST /v1/messages, the fields that have an effect."""
+    """Body of POST /v1/messages: the fields that have an effect."""
 
     max_tokens: MostTokens
     tool_choice: ToolChoice | None = None
@@ -245,7 +244,7 @@ def _assistant(message: AnthropicMessage, place: str) -> Message:
 
 
 def _others(message: AnthropicMessage, place: str) -> Iterator[Message]:
-    """The messages for one of the user or of the system: the results, which Anthropic wants first, then the text."""
+    """Messages for a user or system message: first the tool results, as Anthropic requires, then the text."""
     texts = list[TextBlock]()
     for block in message.content:
         if isinstance(block, ToolResultBlock):
@@ -310,14 +309,14 @@ def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a call: a JSON object, as any other call is part of the text."""
+    """Arguments of a call as a JSON object (a call without one has been parsed as text)."""
     read = json.loads(arguments or "{}")
     assert isinstance(read, dict)
     return read
 
 
 def _events(turn: SampledTurn) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Types and fields of the events, with one delta for each block: events are made from the whole turn."""
+    """Types and fields of the events, with one delta per block, since the turn is complete."""
     started = {**_beginning(turn), "stop_reason": None, "stop_sequence": None, "usage": _usage(turn, sampled=0)}
     yield "message_start", {"message": started}
     calls = {call.id: call.arguments for call in turn.message.calls}

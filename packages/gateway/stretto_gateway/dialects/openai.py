@@ -1,4 +1,4 @@
-"""What OpenAI's interfaces have in common: fields of a request, errors, usage, log-probabilities, streamed choices."""
+"""Common parts of OpenAI's interfaces: request fields, errors, usage, log-probabilities, streamed choices."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StreamOptions(Record, frozen=True):
 
 
 class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that completions and chats share. A field that is null counts as absent."""
+    """Fields shared by completions and chats. A null field counts as absent."""
 
     model: str
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
@@ -83,7 +83,7 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.stream and self.stream_options and self.stream_options.include_usage)
 
     def options(self, max_tokens: int | None, logprobs: int | None, **further: Any) -> SamplingOptions:
-        """How a completion is to be sampled."""
+        """Sampling options of the request."""
         return SamplingOptions(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -97,12 +97,13 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check_neutral(self, **further: tuple[object, ...]) -> None:
-        """
+        """Check that fields which no engine here supports have a value without effect.
+
         Args:
-            further: more fields with the values that change nothing.
+            further: more fields, with their values without effect.
 
         Raises:
-            RefusedRequest: a field has a value that would need what no engine here has.
+            RefusedRequest: a field has another value.
         """
         for field, values in {**self.NEUTRAL, **further}.items():
             found = getattr(self, field)
@@ -115,7 +116,7 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenAIDialect:
-    """The errors of OpenAI's interfaces, and the parts of a `Dialect` that they share."""
+    """Errors and other shared parts of OpenAI's interfaces as a `Dialect`."""
 
     keep_alive = KEEP_ALIVE
     counts: Sequence[TokenCount] = ()
@@ -136,7 +137,7 @@ class OpenAIDialect:
 
 
 class ChoiceDialect(OpenAIDialect):
-    """A dialect whose replies list choices, each of which can be sent while it is sampled."""
+    """Dialect whose replies list choices, each of which can be streamed token by token."""
 
     path: str
     body: type[msgspec.Struct]
@@ -150,14 +151,14 @@ class ChoiceDialect(OpenAIDialect):
 
     @abstractmethod
     def writer(self, request: Any, index: int, model: ServedModel) -> Callable[[Progress], list[Part]]:
-        """A function from new tokens of choice `index` to its parts in a reply."""
+        """Function from new tokens of choice `index` to its parts in a reply."""
 
     def opening(self, index: int) -> list[Part]:
-        """The parts of choice `index` before its first token."""
+        """Parts of choice `index` before its first token."""
         return []
 
     def head(self, request: Any, id: str, created: int, model: str, *, whole: bool) -> dict[str, Any]:
-        """The fields of a reply, or of an event, besides its choices."""
+        """Fields of a reply or event besides its choices."""
         return {
             "id": self.prefix + id,
             "object": self.object if whole else self.chunk,
@@ -166,24 +167,24 @@ class ChoiceDialect(OpenAIDialect):
         }
 
     def event(self, request: Any, head: Mapping[str, Any], choices: Sequence[Part], usage: Any = None) -> bytes:
-        """One event of a stream."""
+        """Encode one event of a stream."""
         shown = {"usage": usage} if request.dialect_fields.get("usage") else {}
         return sent_event({**head, "choices": choices, **shown})
 
     def closing(self, request: Any, head: Mapping[str, Any], usage: Mapping[str, int]) -> bytes:
-        """The last events of a stream."""
+        """Encode the last events of a stream."""
         shown = request.dialect_fields.get("usage")
         return (self.event(request, head, [], usage) if shown else b"") + LAST_EVENT
 
 
 def error_of(why: NotServed) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Error in the form of OpenAI's clients."""
     kind = "server_error" if why.status >= 500 else "rate_limit_error" if why.status == 429 else "invalid_request_error"
     return {"message": why.message, "type": kind, "param": why.field or None, "code": why.code or None}
 
 
 def usage_of(prompt: int, sampled: int) -> dict[str, int]:
-    """Counts of tokens; a prompt counts once for all its completions."""
+    """Token counts; a prompt counts once for all its completions."""
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

@@ -1,8 +1,8 @@
 """OpenAI's Responses.
 
-One message of the assistant has up to three kinds of *items*, in this order: its reasoning, its text, its calls. When
-the client sends them back, they become one message again. Fields that change nothing here (`store`, `metadata`,
-`service_tier` ...) are accepted and ignored; built-in tools, images and files are refused by name.
+An assistant message has up to three kinds of *items*, in this order: reasoning, text, calls; items that a client sends
+back are joined to one message again. Fields without effect here (`store`, `metadata`, `service_tier` ...) are ignored;
+built-in tools, images and files are refused by name.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class TextOptions(Record, frozen=True):
 
 
 class ResponsesBody(Record, frozen=True, kw_only=True):
-    """POST /v1/responses. A field that is null counts as absent."""
+    """Body of POST /v1/responses. A null field counts as absent."""
 
     model: str
     input: str | Annotated[list[Item], Meta(min_length=1)]
@@ -199,7 +199,7 @@ class ResponsesDialect(OpenAIDialect):
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:
-    """One message for the items of one turn of the assistant, and one for every other item.
+    """One message for all items of an assistant turn, and one for every other item.
 
     Raises:
         RefusedRequest: an item lacks a field of its type.
@@ -221,7 +221,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 
 def _goes_on(last: Message, new: Message) -> bool:
-    """Whether both are of one turn: reasoning comes before text, and text before calls."""
+    """Whether both belong to one turn: reasoning precedes text, and text precedes calls."""
     if new.calls:
         return True
     return not last.calls and not last.text
@@ -279,13 +279,13 @@ def _options(body: ResponsesBody) -> SamplingOptions:
 
 
 def _echoed(body: ResponsesBody) -> dict[str, Any]:
-    """The fields of `_ECHOED` that the request has, as JSON."""
+    """Fields of the request that the reply repeats (`_ECHOED`), as JSON."""
     fields = msgspec.to_builtins(body)
     return {field: fields[field] for field in _ECHOED if fields[field] is not None}
 
 
 def _items(turn: SampledTurn) -> list[dict[str, Any]]:
-    """The items of the turn. The last one of a turn that was cut is incomplete."""
+    """Items of a turn; the last item of a truncated turn is incomplete."""
     message, items = turn.message, list[dict[str, Any]]()
     if message.reasoning:
         thought = [{"type": "reasoning_text", "text": message.reasoning}]
@@ -309,7 +309,7 @@ def _items(turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def _response(request: ChatRequest, turn: SampledTurn, items: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
-    """The whole response; without items, as a stream begins it."""
+    """Response object; without items for the beginning of a stream."""
     cut = turn.stop_reason is StopReason.LENGTH
     status = "in_progress" if items is None else "incomplete" if cut else "completed"
     return {
@@ -354,7 +354,7 @@ def _events(request: ChatRequest, turn: SampledTurn) -> Iterator[tuple[str, dict
 
 
 def _deltas(item: dict[str, Any], at: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The content of an item as one delta: events are made from the whole turn."""
+    """Events for the content of an item, with a single delta, since the turn is complete."""
     if item["type"] == "function_call":
         called = "response.function_call_arguments"
         yield f"{called}.delta", {**at, "delta": item["arguments"]}

@@ -25,7 +25,7 @@ from stretto_gateway.requests import PromptRequest
 
 
 class TokenSampling(Record, frozen=True, kw_only=True):
-    """vLLM's `SamplingParams`, as far as they have a meaning here."""
+    """The supported part of vLLM's `SamplingParams`."""
 
     max_tokens: MostTokens | None = None
     temperature: Temperature = 1.0
@@ -53,7 +53,7 @@ class TokenSampling(Record, frozen=True, kw_only=True):
 
 
 class TokenBody(Record, frozen=True, kw_only=True):
-    """POST /inference/v1/generate."""
+    """Body of POST /inference/v1/generate."""
 
     token_ids: list[int]
     sampling_params: TokenSampling
@@ -68,7 +68,7 @@ class TokenBody(Record, frozen=True, kw_only=True):
 
 
 class TokenIdsDialect(ChoiceDialect):
-    """See the module."""
+    """The dialect of ``/inference/v1/generate`` (a `dialect.Dialect`)."""
 
     path = "/inference/v1/generate"
     body = TokenBody

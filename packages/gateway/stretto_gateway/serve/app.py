@@ -1,11 +1,11 @@
-"""An engine over HTTP without sessions, beside the engine's token interface.
+"""An engine over HTTP without sessions, beside the engine's own token interface.
 
 GET  /v1/models  /v1/models/NAME
 POST /v1/completions  /v1/chat/completions      whole, or streamed token by token
 POST /v1/responses  /v1/messages  /v1/messages/count_tokens
 POST /inference/v1/generate                     vLLM's: token ids in, token ids with weight versions out
 GET  /health  /metrics  /openapi.json
-else the token interface
+all other paths: the token interface
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ Tokens = tuple[int, ...]
 
 
 class ServedEngine(Protocol):
-    """What a server needs of its engine (implemented by `engine.native.generation.SharedGeneration`)."""
+    """Engine of a server (implemented by `engine.native.generation.SharedGeneration`; Protocol)."""
 
     stopping: bool
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """Do what takes long before requests can be submitted.
+        """Do slow preparations (grammars) before requests are submitted.
 
         Raises:
             RefusedRequest: one of them will not be served.
@@ -63,11 +63,11 @@ class ServedEngine(Protocol):
         ...
 
     def streaming(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> AbstractContextManager[Stream]:
-        """Submit requests until the block ends. Their tokens come as they are sampled, or when a completion ends.
+        """Submit requests for the duration of the block. Tokens come as they are sampled, or when a completion ends.
 
         Raises:
-            RefusedRequest: one of them will not be served, and so none; the iterator raises it if it turns out later.
-            EngineLost: the engine is stopping, or has ended; too many completions wait.
+            RefusedRequest: one request is refused, and so all are; the iterator raises it if this turns out later.
+            EngineLost: the engine is stopping or has ended, or too many completions wait.
         """
         ...
 
@@ -90,11 +90,9 @@ class ServeApp(ChatServer):
         api_key: str = "",
         names: HostNames | None = None,
     ) -> None:
-        """
-        Args:
-            tokens: the token interface of the engine.
-            api_key: without it, a client gets /health alone; "" for none.
-        """
+        """Args:
+        tokens: token interface of the engine.
+        api_key: required for everything but /health; "" for none."""
         conversations: list[Dialect] = [ChatDialect(strict=True), ResponsesDialect(), MessagesDialect()]
         super().__init__(model, [*conversations, CompletionsDialect(), TokenIdsDialect()], names)
         self._engine, self._tokens, self._api_key = engine, tokens, api_key.encode()
@@ -163,7 +161,8 @@ class ServeApp(ChatServer):
             self._counters.completed(completing.prompt_tokens, completing.sampled, first, completing.last_token)
 
     async def _prompts(self, request: Request) -> list[Tokens]:
-        """
+        """Encode the prompts of a request.
+
         Raises:
             RefusedRequest: the tokenizer or the chat template refuses a prompt.
         """
@@ -184,7 +183,7 @@ class ServeApp(ChatServer):
     def _requests(
         self, request: Request, prompts: Sequence[Tokens], name: str, *, strict: bool
     ) -> list[GenerateRequest]:
-        """The requests to the engine, one for each prompt. All completions of a prompt have different seeds.
+        """Requests to the engine, one per prompt. Completions of a prompt have different seeds.
 
         Raises:
             RefusedRequest: too many completions, or too many tokens.

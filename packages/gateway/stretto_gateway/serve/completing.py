@@ -1,4 +1,4 @@
-"""The completions of one HTTP request while the engine samples them."""
+"""Completions of one HTTP request in progress."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ Stream = AsyncIterator[list[Progress]]
 
 @dataclass
 class Completing:
-    """
+    """Completions of one HTTP request while the engine samples them.
+
     Attributes:
-        request: of the client.
-        prompts: the requests to the engine, one for each prompt.
-        name: the id of the reply, without a prefix.
+        request: the client's request.
+        prompts: requests to the engine, one per prompt.
+        name: id of the reply, without a prefix.
         sampled: number of tokens so far.
         first_token, last_token: seconds until the first one, and until all completions have ended.
     """
@@ -50,7 +51,7 @@ class Completing:
         return sum(len(prompt.prompt_token_ids) for prompt in self.prompts)
 
     async def turns(self, stream: Stream) -> list[SampledTurn]:
-        """The completions as messages, once all have ended."""
+        """Completions as messages, once all have ended."""
         assert isinstance(self.request, ChatRequest)
         found = {progress.member: progress async for new in self._counted(stream) for progress in new}
         return [
@@ -67,7 +68,7 @@ class Completing:
         ]
 
     async def write(self, dialect: ChoiceDialect, call: ChatExchange, stream: Stream) -> None:
-        """Send the choices of a reply in pieces, or all of them as a whole."""
+        """Send the choices of a reply, streamed or whole."""
         request, streamed, whole = self.request, self.request.stream, list[Part]()
         members = [(prompt.id, member) for prompt in self.prompts for member in range(len(prompt.seeds))]
         writers = {member: dialect.writer(request, index, self.model) for index, member in enumerate(members)}

@@ -1,4 +1,4 @@
-"""Counters of a server and of its engine, as metrics of Prometheus."""
+"""Counters of a server and its engine as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Counters:
         self._seconds: dict[str, tuple[int, float]] = {"first_token": (0, 0.0), "last_token": (0, 0.0)}
 
     def replied(self, path: str, status: int) -> None:
-        """Count a request whose reply has begun."""
+        """Count a request when its reply begins."""
         self._requests[path, status] += 1
 
     def completed(self, prompt: int, sampled: int, first_token: float | None, last_token: float) -> None:
-        """Count a request whose completions have ended, with its tokens and the seconds until its first and last one.
-        The first is known for streams only."""
+        """Count a request when its completions have ended: tokens, and seconds until the first (streams only) and the
+        last one."""
         self._tokens.update(prompt=prompt, completion=sampled)
         for name, seconds in (("first_token", first_token), ("last_token", last_token)):
             if seconds is not None:
@@ -52,7 +52,7 @@ class Counters:
                 self._seconds[name] = count + 1, total + seconds
 
     def text(self, health: EngineHealth) -> str:
-        """The page that Prometheus scrapes."""
+        """The page for Prometheus to scrape."""
         return page_of([*_engine(health), *self._server()])
 
     def _server(self) -> Iterator[Metric]:

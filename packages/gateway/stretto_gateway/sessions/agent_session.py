@@ -1,7 +1,7 @@
-"""One agent's session: requests become turns, and a request that is repeated gets the same reply.
+"""Session of one agent: requests become turns, and a repeated request gets the same reply.
 
-the same request again (a retry) ─► the reply on record, or the one under way
-a request on record from an earlier process ─► its reply, byte for byte
+the same request again (a retry) ─► the recorded reply, or the one in progress
+a request recorded by an earlier process ─► its reply, byte for byte
 a new request ─► bridge ─► prompt ─► Session.turn ─► message
 """
 
@@ -41,7 +41,7 @@ class SessionEnded(NotServed):
 
 
 class TurnRecord(Record, frozen=True):
-    """A turn on record.
+    """A recorded turn.
 
     Attributes:
         behind: id of the turn whose history this one continues with the messages `new`.
@@ -57,8 +57,8 @@ class TurnRecord(Record, frozen=True):
 
 
 class GivenRewards(Record, frozen=True):
-    """Rewards that came over HTTP: of the trajectory, and of turns by node. `nodes` are those of the turns that the
-    agent had when the last reward came."""
+    """Rewards given over HTTP: of the trajectory, and of turns by node. `nodes`: turns that the agent had when the last
+    reward came."""
 
     reward: float | None = None
     by_turn: Mapping[int, float] = {}
@@ -66,7 +66,7 @@ class GivenRewards(Record, frozen=True):
 
 
 class Attempt(Record, frozen=True):
-    """The client's idempotency key ("" for none), and the number of this try (None if it does not say)."""
+    """The client's idempotency key ("" for none), and the number of this attempt (None if unknown)."""
 
     key: str = ""
     attempt: int | None = None
@@ -74,7 +74,7 @@ class Attempt(Record, frozen=True):
 
 @dataclass
 class _PendingTurn:
-    """The turn of one request, being sampled or complete, and the number of clients that wait for it."""
+    """Turn of one request, in progress or complete, and the number of clients that wait for it."""
 
     digest: bytes
     task: asyncio.Task[SampledTurn]
@@ -93,17 +93,17 @@ class AgentSession:
     """A session as clients use it over HTTP.
 
     Attributes:
-        key: every client that has it may ask for turns.
-        created: seconds since 1970.
+        key: any client with this key may request turns.
+        created: Unix time in seconds.
         about: the task of the session.
-        given: the rewards that came over HTTP.
+        given: rewards given over HTTP.
         stragglers: number of requests after the end.
         retries: number of requests that got the reply of an earlier one.
         as_json: number of turns whose history came back with arguments spelled differently.
         unapplied: number of turns per sampling option that was ignored.
         asked_at: time of the last request for a turn, or of the opening, by the monotonic clock.
-        unanswered: requests that failed through a fault of the run, with the error. A later reward does not count:
-            the trajectory fails. A refused request is the agent's own mistake, and not among them.
+        unanswered: requests that failed through a fault of the run, with the error. A later reward does not count: the
+            trajectory fails. Refused requests are the agent's own mistake and not included.
         ended: set when the session has ended.
         last_text: text of the last turn that a client got.
     """
@@ -140,7 +140,7 @@ class AgentSession:
         self._unclaimed = {*self._keyed}  # keys of an earlier process that no client of this one has sent
 
     async def answer(self, request: ChatRequest, attempt: Attempt) -> SampledTurn:
-        """The turn of a request. It is broken off when every client that waits for it has gone.
+        """The turn for a request. It is cancelled when every client that waits for it has disconnected.
 
         Raises:
             SessionEnded: the session has ended, or ends meanwhile.
@@ -175,11 +175,11 @@ class AgentSession:
         return len((await self._prompt(self._history(request), request.tools)).tokens)
 
     def give(self, reward: float, node: int | None) -> None:
-        """Take a reward of the trajectory, or of the turn `node`: one that the agent repeats differently after a crash
-        loses its reward.
+        """Record a reward of the trajectory, or of the turn `node`. A turn that the agent repeats differently after a
+        crash loses its reward.
 
         Raises:
-            RefusedRequest: there is no such turn, or the number is beyond the bound of rewards.
+            RefusedRequest: there is no such turn, or the reward is out of bounds.
         """
         if why_no_reward(reward):
             raise RefusedRequest("reward", f"{reward:g}", f"a number between ±{LARGEST_REWARD:g} is needed")
@@ -193,16 +193,16 @@ class AgentSession:
 
     @property
     def rewards(self) -> GivenRewards:
-        """The rewards that count: after a crash, only if the agent has repeated every turn that it had before them."""
+        """Valid rewards: after a crash, only if the agent has repeated every turn that it had before them."""
         return self.given if set(self.given.nodes) <= set(self.session.returned) else GivenRewards()
 
     @property
     def broken(self) -> str:
-        """Why the session has no verdict: the first error of `unanswered`; "" if there is none."""
+        """Why the session is undecided: the first error of `unanswered`; "" if there is none."""
         return next(iter(self.unanswered.values()), "")
 
     def fail(self, why: str) -> None:
-        """Note that the agent reports a failure; "" for none."""
+        """Record a failure that the agent reports; "" for none."""
         if why:
             self.unanswered[b"failed"] = f"the agent failed: {why[:_SHOWN]}"
 
@@ -212,7 +212,7 @@ class AgentSession:
         return any(not pending.task.done() for pending in self._pending.values())
 
     def end(self) -> None:
-        """End the session, and break off turns that are being sampled."""
+        """End the session, cancelling turns in progress."""
         self.state = "ended"
         self.ended.set()
         for pending in self._pending.values():
@@ -228,14 +228,14 @@ class AgentSession:
         return [call for call in self.session.calls if len(call.asked) == blake2b.MAX_DIGEST_SIZE]
 
     def _turns_counted(self) -> int:
-        """Number of turns. A request without a reply counts once, however often it was tried."""
+        """Number of turns; a failed request counts once, however often it was tried."""
         calls = self._turn_calls()
         replied = sum(call.reply is not None for call in calls)
         return replied + len({call.asked for call in calls if call.reply is None})
 
     def _pending_turn(self, request: ChatRequest, attempt: Attempt) -> _PendingTurn:
-        """The turn of this request, begun if it is a new one. A client that says that this is its first try wants a new
-        turn, though the request may equal an earlier one."""
+        """The turn of this request, started if it is new. A client that marks its first attempt wants a new turn, even
+        if the request equals an earlier one."""
         digest = digest_of(request)
         name = attempt.key or digest
         known, keyed = self._pending.get(name), self._keyed.get(attempt.key)
@@ -249,9 +249,9 @@ class AgentSession:
             raise RefusedRequest("messages", "another turn", f"at most {most:,} turns of one session")
         self._on_record[digest] -= recorded
         task = asyncio.create_task(self._watched(request, digest, attempt.key), name=f"a turn of {self.id}")
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # those who wait have it, if any
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # waiting clients get it, if any
         if known is not None and not known.task.done():
-            name = f"{attempt.attempt} {len(self._pending)}"  # of two equal turns under way, retries get the first
+            name = f"{attempt.attempt} {len(self._pending)}"  # of two equal turns in progress, retries get the first
         self._pending[name] = _PendingTurn(digest, task)
         return self._pending[name]
 
@@ -260,7 +260,7 @@ class AgentSession:
             turn = await self._turn(request, digest, key)
         except RefusedRequest:
             raise
-        except Exception as error:  # of an engine, of the record, or a bug: the agent may go on as if nothing had been
+        except Exception as error:  # error of an engine, of the record, or a bug: the agent may continue regardless
             self.unanswered[digest] = f"a turn gave no reply: {type(error).__name__}: {error}"
             raise
         self.unanswered.pop(digest, None)
@@ -305,11 +305,11 @@ class AgentSession:
         return TurnRecord(turn, sampled.node, behind.id if behind else "", new, prompt.tools, key)
 
     def _named(self, node: int, call: int | None = None) -> str:
-        """The id of a turn, or of a call in it. A replay makes the same."""
+        """Deterministic id of a turn, or of a call in it."""
         return blake2b(f"{self.id}\0{node}\0{call}".encode(), digest_size=12).hexdigest()
 
     def _history(self, request: ChatRequest) -> tuple[Message, ...]:
-        """The whole history, also if the request names an earlier reply in place of it."""
+        """Whole history, also if the request refers to an earlier reply by id."""
         history = request.messages
         if request.previous:
             before = self._bridge.turn(request.previous)
@@ -335,7 +335,7 @@ class AgentSession:
             self._keyed[record.key] = digest, record.turn
 
     def _add(self, record: TurnRecord, *, live: bool) -> None:
-        """Let later prompts continue this turn."""
+        """Make a turn available for later prompts to continue."""
         behind = self._bridge.turn(record.behind) if record.behind else None
         before = behind.history if behind else ()
         tokens = self.session.forest.tokens(record.node)
@@ -344,7 +344,7 @@ class AgentSession:
 
 
 def digest_of(request: ChatRequest) -> bytes:
-    """The digest by which a request finds its reply on record, that of an earlier version too."""
+    """Digest by which a request finds its recorded reply; stable across versions."""
     recorded = msgspec.structs.replace(request, limit=msgspec.UNSET)  # a name alone
     return blake2b(msgspec.json.encode(recorded, order="deterministic")).digest()
 
@@ -387,6 +387,6 @@ def shown(session: AgentSession) -> dict[str, Any]:
 
 
 def _whole(segment: Segment) -> Segment:
-    """Nothing in place of a turn that has not ended."""
+    """The segment; for an unfinished turn, an empty one with its parent and cause."""
     unfinished = segment.sampled and segment.stop_reason is None
     return Segment(parent=segment.parent, cause=segment.cause) if unfinished else segment

@@ -2,15 +2,15 @@
 
     POST /sessions                     {"task": {...}} → {"id", "api_key", "base_url", "model", "task"}
     POST /sessions/ID/reward           {"reward": 1.0}; with "node": N, that of one turn
-    POST /sessions/ID/end              {"failed": "why"} if it came to nothing
+    POST /sessions/ID/end              {"failed": "why"} if the agent failed
     GET  /sessions/ID                  state, nodes, samples
     POST /s/KEY/v1/chat/completions    and the paths of the other dialects; without /s/KEY the key comes as an API key
     POST /s/KEY/v1/messages/count_tokens
     GET  /s/KEY/v1/models              the model
     GET  /health  /openapi.json
 
-An operator's key, if there is one, opens, rewards, ends and shows sessions. The key of a session does the same for this
-session, but opens none. Without an operator's key the name of a session, which nobody can guess, is enough.
+The operator's key, if there is one, opens, rewards, ends and shows sessions. A session's key may do the same for this
+session, except open. Without an operator's key, the (unguessable) id of a session suffices.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ _SESSION = re.compile(r"/sessions/(?P<id>[^/]+)(?P<rest>/reward|/end|)")
 
 
 class OpenBody(msgspec.Struct, frozen=True):
-    """POST /sessions."""
+    """Body of POST /sessions."""
 
     task: dict[str, Any] = {}
 
 
 class RewardBody(msgspec.Struct, frozen=True):
-    """POST /sessions/ID/reward."""
+    """Body of POST /sessions/ID/reward."""
 
     reward: float
     node: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class EndBody(msgspec.Struct, frozen=True):
-    """POST /sessions/ID/end."""
+    """Body of POST /sessions/ID/end."""
 
     failed: str = ""
 
 
 class GatewayApp(ChatServer):
-    """The ASGI application of a gateway."""
+    """ASGI application of a gateway."""
 
     title = "stretto gateway"
 
@@ -176,7 +176,7 @@ class GatewayApp(ChatServer):
         return not self._operator_key or hmac.compare_digest(key.encode(), self._operator_key)
 
     def _controlled(self, id: str, key: str) -> AgentSession:
-        """The session that this key may reward, end and see.
+        """The session that this key may reward, end and show.
 
         Raises:
             NotServed: there is none.
@@ -190,9 +190,10 @@ class GatewayApp(ChatServer):
         return session
 
     def _of_key(self, key: str) -> AgentSession:
-        """
+        """The session with this key.
+
         Raises:
-            NotServed: no session has this key.
+            NotServed: there is none.
         """
         session = self.sessions.of_key(key)
         if session is not None:
@@ -207,13 +208,14 @@ class GatewayApp(ChatServer):
 
 
 def opened(session: AgentSession, address: str) -> dict[str, Any]:
-    """What a program needs to use a session; `address` is that of the gateway as ``http://host:port``."""
+    """Reply to an opened session: everything a program needs to use it. `address`: that of the gateway,
+    ``http://host:port``."""
     base, model = f"{address}/s/{session.key}/v1", session.model.name
     return {"id": session.id, "api_key": session.key, "base_url": base, "model": model, "task": session.about}
 
 
 def _attempt(scope: Scope) -> Attempt:
-    """The headers about retries that the libraries of OpenAI and Anthropic send."""
+    """Idempotency key and attempt number from the retry headers of OpenAI's and Anthropic's libraries."""
     key = (header(scope, b"idempotency-key") or b"").decode("latin-1")
     count = (header(scope, b"x-stainless-retry-count") or b"").decode("latin-1")
     return Attempt(key, int(count) if count.isdecimal() and len(count) < 9 else None)

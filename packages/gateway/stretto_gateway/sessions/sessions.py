@@ -1,9 +1,9 @@
-"""The sessions of a gateway, by key and by name. Without a run, a folder records them.
+"""Sessions of a gateway, by key and by id. Without a run, they are recorded in a folder.
 
     FOLDER/ID.jsonl    opened, pieces of segments, calls with their replies, the reward, the end: one record a line
 
-A record is written before the client gets its reply. A new process reads the files of a killed one, cuts off a line
-that is not whole, and has every session as it was.
+A record is written before the client gets its reply. A new process reads the files of a killed one, drops an incomplete
+last line, and restores every session.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ _IDLE_SECONDS = 3600.0  # without a request; such a session ends when a new one 
 
 
 class TooManySessions(NotServed):
-    """There are as many open sessions as the gateway allows."""
+    """Error: the gateway's limit of open sessions is reached."""
 
     def __init__(self, most: int) -> None:
         super().__init__(429, f"sessions: another one; at most {most:,} are open at once", "sessions")
 
 
 class NothingWaits(NotServed):
-    """No trajectory of the run waits for a service now. One may later."""
+    """Error: no trajectory of the run waits for a service now; the client may try again."""
 
     def __init__(self) -> None:
         super().__init__(503, "no trajectory of the run waits for a service; try again later", code="unavailable")
 
 
 class Host(Protocol):
-    """Opens sessions, and records what clients do with them."""
+    """Opens sessions, and records their rewards and ends (Protocol)."""
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
         """Open a session for a task.
 
         Raises:
-            NotServed: there is none.
+            NotServed: none can be opened.
         """
         ...
 
@@ -66,7 +66,7 @@ class Host(Protocol):
 
 
 class SessionTable:
-    """The sessions of a gateway."""
+    """Sessions of a gateway, by key and id."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, AgentSession] = {}
@@ -75,12 +75,12 @@ class SessionTable:
         self._dropped: dict[str, str] = {}  # names of dropped sessions by key
 
     def add(self, session: AgentSession) -> None:
-        """Add a session, in place of the one with its name."""
+        """Add a session, replacing one with the same id."""
         self._by_id[session.id] = self._by_key[session.key] = session
         self._dropped.pop(session.key, None)
 
     def retire(self, session: AgentSession) -> None:
-        """Note that a session has ended. It is shown for a while, and its key is known for longer."""
+        """Note that a session has ended. It can be shown for a while; its key is remembered for longer."""
         self._ended.append(session)
         while len(self._ended) > _SHOWN:
             old = self._ended.popleft()
@@ -91,19 +91,19 @@ class SessionTable:
             del self._dropped[next(iter(self._dropped))]
 
     def of_key(self, key: str) -> AgentSession | None:
-        """The session with this key."""
+        """Session with this key, or None."""
         return self._by_key.get(key)
 
     def dropped(self, key: str) -> str | None:
-        """The name of the dropped session with this key."""
+        """Id of the dropped session with this key, or None."""
         return self._dropped.get(key)
 
     def named(self, id: str) -> AgentSession | None:
-        """The session with this name."""
+        """Session with this id, or None."""
         return self._by_id.get(id)
 
     def open_ones(self) -> list[AgentSession]:
-        """The sessions that have not ended."""
+        """Sessions that have not ended."""
         return [session for session in self._by_id.values() if session.state == "open"]
 
 
@@ -144,13 +144,13 @@ MakeSampler = Callable[[str, SessionRecord], Sampler]
 
 
 class FolderRecord:
-    """The file of a session (a `SessionRecord`)."""
+    """File of one session (satisfies `SessionRecord`)."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, line: Line) -> None:
-        """Append a line so that it survives the process, or nothing of it.
+        """Append a line, completely or not at all; it survives the process.
 
         Raises:
             OSError: it cannot be written.
@@ -179,15 +179,15 @@ class FolderRecord:
 
 
 class RecordedSessions:
-    """The sessions of a gateway without a run (a `Host`)."""
+    """Sessions of a gateway without a run (satisfies `Host`)."""
 
     def __init__(self, folder: Path, model: ServedModel, sampler: MakeSampler, most: int = 4096) -> None:
-        """`most`: number of open sessions."""
+        """`most`: limit of open sessions."""
         self._folder, self._model, self._sampler, self._most = folder, model, sampler, most
         self._table = SessionTable()
 
     def load(self) -> SessionTable:
-        """Load the sessions of earlier processes. Those of this one join them.
+        """Load the sessions of earlier processes into a table; new ones are added to it.
 
         Raises:
             RunFolderError: a file holds something else.
@@ -204,7 +204,7 @@ class RecordedSessions:
         """See `Host`.
 
         Raises:
-            TooManySessions: as many as may be are open, and in use.
+            TooManySessions: the limit is reached, and all sessions are in use.
         """
         await self._make_room()
         opened = Opened(new_key(), new_key(), int(time.time()), {**about})
@@ -223,7 +223,7 @@ class RecordedSessions:
         self._table.retire(session)
 
     async def _make_room(self) -> None:
-        """End the session that has been idle for longest, if a new one needs its room."""
+        """End the session that has been idle for longest, if the limit is reached."""
         found = self._table.open_ones()
         if len(found) < self._most:
             return
@@ -257,7 +257,7 @@ class RecordedSessions:
 
 
 def _read(path: Path) -> list[Line]:
-    """The lines of a session's file. A last one that is not whole is cut off."""
+    """Lines of a session's file; an incomplete last line is cut off."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
@@ -272,5 +272,5 @@ def _read(path: Path) -> list[Line]:
 
 
 def new_key() -> str:
-    """A key, or a name, that nobody can guess."""
+    """Random secret, used as a key or an id."""
     return secrets.token_hex(_SECRET_BYTES)

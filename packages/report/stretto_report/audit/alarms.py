@@ -1,7 +1,8 @@
-"""What goes wrong in a run although nothing fails: each alarm a function from its measurements to one sentence.
+"""Alarms: problems of a run that raise no error. Each is a function from its measurements to one sentence.
 
-An alarm is about now: what has passed again is none. Every alarm compares means over `WINDOW` steps, so that one
-strange step says nothing. What a run does not measure raises none, and `AlarmReport` says so.
+An alarm is about the present; one whose cause has passed is withdrawn. Every alarm compares means over `WINDOW` steps,
+so that a single odd step does not matter. Measurements that a run lacks raise no alarm; `AlarmReport` lists these
+alarms as unchecked.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _CUT_OFF = 0.5  # of the completions
 
 
 def entropy_collapse(found: Evidence) -> Iterator[Alarm]:
-    """The entropy is less than a fifth of what it was in the beginning: the policy says the same whatever the seed."""
+    """The entropy is less than a fifth of its initial value: the policy samples nearly the same for any seed."""
     name = "trainer.entropy"
     if (ill := apart(found.steps, found.series.get(name), lambda mean, begin: mean < 0.2 * begin)) is not None:
         message = f"the entropy fell from {ill.was:.3g} to {ill.now:.3g} nats"
@@ -60,8 +61,8 @@ def length_explosion(found: Evidence) -> Iterator[Alarm]:
 
 
 def completions_cut_off(found: Evidence) -> Iterator[Alarm]:
-    """Half of the completions or more end at their limit of tokens, and most are not right: where they are, the limit
-    may be meant."""
+    """At least half of the completions end at the token limit, and most of these are not right. (If most are right, the
+    limit may be intended.)"""
     name, title = "truncated", "completions cut off"
     right = found.series.get("accuracy")
     ill = apart(found.steps, found.series.get(name), lambda mean, begin: mean >= _CUT_OFF, 1)
@@ -77,8 +78,8 @@ def completions_cut_off(found: Evidence) -> Iterator[Alarm]:
 
 
 def idle_role(found: Evidence) -> Iterator[Alarm]:
-    """A role has done nothing at all for `WINDOW` steps, and for ten seconds. The workers that judge are left out: as
-    long as there are steps, agents or workflows bring their own rewards."""
+    """A role was idle for `WINDOW` steps and ten seconds. Reward workers are exempt, since agents and workflows may
+    bring their own rewards."""
     clock = found.series.get("rl_seconds")
     if clock is None or len(clock) < WINDOW:
         return
@@ -93,7 +94,7 @@ def idle_role(found: Evidence) -> Iterator[Alarm]:
 
 
 def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
-    """The mean staleness is nine tenths of the bound: generation waits for it, more than for anything else."""
+    """Mean staleness is at least nine tenths of the bound: generation waits mostly for the bound."""
     bound = found.in_force
     if not bound or not np.isfinite(bound):
         return
@@ -104,7 +105,7 @@ def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
 
 
 def disk_filling(found: Evidence) -> Iterator[Alarm]:
-    """What is free on the disk is less than the steps that are left will write, or less than 1 GiB."""
+    """Free disk space is less than the remaining steps will need, or less than 1 GiB."""
     if found.disk is None or not len(found.steps):
         return
     done = int(found.steps[-1])
@@ -119,8 +120,8 @@ def disk_filling(found: Evidence) -> Iterator[Alarm]:
 
 @dataclass(frozen=True)
 class Check:
-    """One alarm: it is decided by any of the series `needs`, over so many `windows`. A name that ends with a point is
-    the beginning of names; ``evaluation`` are two evaluations."""
+    """One alarm with its requirements: it needs any of the series `needs`, over `windows` windows. A name that ends
+    with a point is a prefix; ``evaluation`` means two evaluations."""
 
     title: str
     alarms: Callable[[Evidence], Iterator[Alarm]]
@@ -157,24 +158,24 @@ CHECKS: tuple[Check, ...] = (
 
 
 class AlarmReport(Record, frozen=True):
-    """The alarms in the order of the steps since which they hold; of how many that were looked at, and the titles of
-    those that nothing is measured for, which is other than that nothing is wrong."""
+    """Alarms in the order of their first steps, the number of alarms that were checked, and the titles of those that
+    could not be, for lack of measurements."""
 
     alarms: list[Alarm]
     checks: int
     not_measured: tuple[str, ...]
 
     def with_death(self, reason: str, step: int) -> AlarmReport:
-        """The same, and whether the run is dead looked at too: for the `reason`, if there is one, after a step."""
+        """Add the check whether the run is dead: an alarm with `reason`, if not empty, after `step`."""
         dead = [Alarm("dead_run", "the run is dead", step, reason, "logs")] if reason else []
         return AlarmReport([*dead, *self.alarms], self.checks + 1, self.not_measured)
 
     def told(self) -> dict[str, object]:
-        """For `stretto inspect --json`."""
+        """The report as JSON for `stretto inspect --json`."""
         return {"alarms": self.alarms, "alarms_checked": self.checks, "alarms_not_measured": self.not_measured}
 
     def lines(self) -> list[str]:
-        """For a terminal: each alarm, and how many could not be looked at."""
+        """Lines for a terminal: each alarm, and the number of those that could not be checked."""
         return [*map(str, self.alarms), f"alarms  {self}"]
 
     def __str__(self) -> str:
@@ -189,20 +190,20 @@ class AlarmReport(Record, frozen=True):
 
 
 def findings_of(found: Evidence) -> AlarmReport:
-    """All alarms, and what could not be looked at."""
+    """Check all alarms; the report also names those that could not be checked."""
     alarms = sorted((alarm for check in CHECKS for alarm in check.alarms(found)), key=lambda alarm: alarm.first_step)
     missing = tuple(check.title for check in CHECKS if not check.is_measured(found))
     return AlarmReport(alarms, len(CHECKS), missing)
 
 
 def alarms_of(found: Evidence) -> list[Alarm]:
-    """All alarms, in the order of the steps since which they hold."""
+    """All alarms, in the order of their first steps."""
     return findings_of(found).alarms
 
 
 class AlarmWatch:
-    """The alarms of a run that is shown step by step. A step costs an append to each series that an alarm reads; the
-    alarms are decided when they are asked for."""
+    """Alarms of a run that is observed step by step. A step is cheap (it is appended to the series); alarms are
+    computed on demand."""
 
     def __init__(self, folder: Path, bound: float | None, last_step: int | None, mismatch: float = 0.1) -> None:
         """`bound`, `last_step` and `mismatch`: as in `Evidence`."""
@@ -212,12 +213,12 @@ class AlarmWatch:
 
     @classmethod
     def of(cls, folder: Path, recipe: Mapping[str, Any] | None = None) -> AlarmWatch:
-        """The alarms of the run in a folder, by its `recipe`; None: that of the folder is read."""
+        """Watch the run in a folder, by its `recipe`; None: read it from the folder."""
         recipe = _tables(RunFolder(folder).recipe) if recipe is None else recipe
         return cls(folder, number_of(recipe, "rollout", "max_staleness"), last_step_of(recipe), mismatch_of(recipe))
 
     def step(self, metrics: StepMetrics) -> None:
-        """The next step."""
+        """Add the next step."""
         for name, value in numbers_of(metrics):
             if name.startswith(("busy.", "memory.", "canary.")) or name in READ:
                 column = self._series.setdefault(name, array("d"))
@@ -227,19 +228,19 @@ class AlarmWatch:
         self._steps.append(metrics.step)
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
-        """The next held-out accuracy."""
+        """Add the next held-out accuracy."""
         self._evaluations.append(evaluation)
 
     def sentences(self) -> dict[str, str]:
-        """The alarms of now: by the title of each, its line."""
+        """Line of each current alarm, by its title."""
         return {alarm.title: str(alarm) for alarm in self.alarms()}
 
     def alarms(self) -> list[Alarm]:
-        """The alarms of now."""
+        """Current alarms."""
         return self.findings().alarms
 
     def findings(self) -> AlarmReport:
-        """The alarms of now, and what could not be looked at."""
+        """Current alarms, and those that could not be checked."""
         steps = np.array(self._steps, np.int64)
         series = {name: np.full(len(steps), np.nan) for name in self._series}
         for name, column in self._series.items():
@@ -250,8 +251,7 @@ class AlarmWatch:
 
 
 def findings_of_run(path: Path) -> AlarmReport:
-    """The alarms of a running, finished or dead run. Lines of its metrics that cannot be read are left out, as they are
-    in the browser.
+    """Alarms of a running, finished or dead run. Unreadable lines of its metrics are skipped.
 
     Raises:
         RunFolderError: there is no run.
@@ -280,20 +280,20 @@ def _readable(metrics: Path) -> Iterator[MetricsLine]:
 
 
 def last_step_of(recipe: Mapping[str, Any]) -> int | None:
-    """`trainer.steps` of a recipe; None if it has none, or one that no column can hold."""
+    """`trainer.steps` of a recipe; None if it is missing or has more than 64 bits."""
     steps = number_of(recipe, "trainer", "steps")
     return int(steps) if steps is not None and abs(steps) < _LARGEST else None
 
 
 def mismatch_of(recipe: Mapping[str, Any]) -> float:
-    """The nats between engine and trainer that rounding may come to."""
+    """Difference in nats between engine and trainer that rounding explains, by the dtypes of the recipe."""
     sections = (recipe.get(name) for name in ("engine", "trainer"))
     types = [section.get("dtype") for section in sections if isinstance(section, dict)]
     return AGREEING[coarser("float32", *(dtype for dtype in types if dtype in AGREEING))]
 
 
 def _tables(recipe: Path) -> Mapping[str, Any]:
-    """Those of a recipe; none if it cannot be read."""
+    """Tables of a recipe; empty if it cannot be read."""
     try:
         return tomllib.loads(recipe.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -301,14 +301,14 @@ def _tables(recipe: Path) -> Mapping[str, Any]:
 
 
 def number_of(recipe: Mapping[str, Any], section: str, key: str) -> float | None:
-    """A number of a recipe; None if it has none there, or one that no column can hold."""
+    """A number of a recipe; None if it is missing, no number, or has more than 64 bits."""
     found = recipe.get(section)
     value = found.get(key) if isinstance(found, dict) else None
     return value if type(value) is float or (type(value) is int and abs(value) < _LARGEST) else None
 
 
 def disk_of(folder: Path) -> Disk | None:
-    """The disk of a run that is running; of another it does not matter."""
+    """Disk of a running run; None for any other."""
     try:
         if not lock.is_held(folder):
             return None

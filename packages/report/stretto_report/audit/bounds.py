@@ -1,4 +1,4 @@
-"""The bounds that a run promises to keep: those of its recipe, and how the run has changed them."""
+"""Bounds that a run promises to keep: those of its recipe, and their recorded changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADAPTIVE = {
 
 @dataclass(frozen=True)
 class RecordedChange:
-    """A bound that the run has changed after `step`; `key` is that of the first group which was admitted under it."""
+    """A change of a bound after `step`; `key` is that of the first group admitted under the new value."""
 
     step: int
     name: str
@@ -31,8 +31,8 @@ class RecordedChange:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds that the recipe sets; `adaptive` has those which the run may change, each from the first value (which
-    is the least) to the second."""
+    """Bounds set by the recipe; `adaptive` has the range (least and initial value, greatest value) of each that the run
+    may change."""
 
     batch_size: int
     group_size: int
@@ -45,7 +45,7 @@ class Bounds:
 
 
 def read_bounds(recipe: Path) -> Bounds:
-    """The bounds of a run.
+    """Read the bounds of a run from its recipe.
 
     Raises:
         StoreError: the recipe is missing, damaged or incomplete.

@@ -1,4 +1,4 @@
-"""`stretto check` and `stretto inspect --ledger`: the laws, checked against the records of a run alone."""
+"""`stretto check` and `stretto inspect --ledger`: check the laws against the records of a run alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Findings:
-    """The breaches of each law, none where it was kept. `balance` counts trajectories by state; `notes` name what could
-    not be checked."""
+    """Breaches by law, empty where it was kept. `balance`: trajectories by state; `notes`: what could not be
+    checked."""
 
     breaches: Mapping[str, tuple[str, ...]]
     balance: Mapping[str, int]
@@ -48,7 +48,7 @@ def check_run(folder: str | Path) -> Findings:
 
 
 def print_findings(findings: Findings) -> int:
-    """Print one line for each law, with its first breaches; the exit code: 1 if a law was broken."""
+    """Print one line per law, with its first breaches; returns the exit code: 1 if a law was broken."""
     for law, breaches in findings.breaches.items():
         print(f"{'BROKEN' if breaches else 'kept  '}  {law}" + (f" ({len(breaches)})" if breaches else ""))
         for breach in breaches[:_SHOWN]:
@@ -59,7 +59,7 @@ def print_findings(findings: Findings) -> int:
 
 
 def print_balance(folder: str | Path, console: Console | None = None) -> int:
-    """Print the balance of the ledger, then the findings; the exit code: 1 if a law was broken."""
+    """Print the balance of the ledger, then the findings; returns the exit code: 1 if a law was broken."""
     findings = check_run(folder)
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title=str(folder), title_justify="left")
     table.add_column(style="dim", justify="right")

@@ -71,7 +71,7 @@ _TRAINED_TRAJECTORIES = """
 
 
 def broken_checksums(connection: sqlite3.Connection, number: int) -> Iterator[str]:
-    """A sentence for each checksum that does not fit, in a ledger of format `number`.
+    """A sentence for each checksum that does not match, in a ledger of format `number`.
 
     The checksum of a step covers the tokens that it trained on; without them (`store.keep_payloads`) it is not checked.
     """
@@ -98,8 +98,8 @@ def broken_checksums(connection: sqlite3.Connection, number: int) -> Iterator[st
 
 
 def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, object]]]) -> Iterator[str]:
-    """A sentence for each file of a run's start that has changed; `start` has, by folder and by file, the size and the
-    XXH3 checksum (128 bits)."""
+    """A sentence for each file of a run's start that has changed. `start` has size and XXH3 checksum (128 bits) by
+    folder and file."""
     for name, files in start.items():
         for file, seal in files.items():
             path = folder / name / file
@@ -112,12 +112,12 @@ def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, obj
 
 
 def payload_fits(trajectory: str, columns: Sequence[object], payload: bytes) -> bool:
-    """Whether a trajectory is what was written; `columns` are its outcome, reward, stop reason and interruptions."""
+    """Whether a trajectory's checksum matches; `columns` are its outcome, reward, stop reason and interruptions."""
     return payload[:CHECKSUM_BYTES] == _checksum(trajectory, columns, payload[CHECKSUM_BYTES:])
 
 
 def segments_of(bulk: Sequence[Any]) -> list[list[Any]] | None:
-    """The segments of a payload; None in format 2, where it has one turn and no segments."""
+    """Segments of a payload; None in format 2, which has a single turn without segments."""
     return bulk[0] if isinstance(bulk[1], str) else None
 
 
@@ -142,7 +142,7 @@ def _step_fits(
 def _trained(
     group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
 ) -> tuple[object, ...]:
-    """The part of a trajectory that the checksum of its step covers, in the form in which it was written."""
+    """Part of a trajectory that the checksum of its step covers, in its original form."""
     bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
     if (segments := segments_of(bulk)) is not None:
         return f"{group}/{member}", [_decisive(segment) for segment in segments], outcome, reward

@@ -1,4 +1,4 @@
-"""`stretto diff`: the first step at which two runs differ, and the fields that do."""
+"""`stretto diff`: the first step at which two runs differ, and the differing fields."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TIMES = "seconds"  # begins the names of measured times, which differ between a
 
 
 class Parting(Record, frozen=True):
-    """`step` is the first step at which the runs differ, in `fields`; without `fields`, the number of steps of both.
-    `policies` are the versions whose weights were compared."""
+    """Result of a comparison. `step` is the first step that differs, in `fields`; if `fields` is empty, the runs are
+    equal and `step` is their number of steps. `policies`: versions whose weights were compared."""
 
     step: int
     fields: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ def _differences(one: _Step, other: _Step) -> Iterator[str]:
 
 
 def _of_segments(left: Trajectory, right: Trajectory) -> Iterator[str]:
-    """Segment by segment; a single turn is not numbered. Engines and interruptions may differ."""
+    """Differing fields, segment by segment; a single turn is not numbered. Engines and interruptions may differ."""
     if (counts := [len(one.segments) for one in (left, right)])[0] != counts[1]:
         yield f"segments of {left.id} ({counts[0]} and {counts[1]})"
     for place, (ours, theirs) in enumerate(zip(left.segments, right.segments, strict=False)):
@@ -106,7 +106,7 @@ def _of_segments(left: Trajectory, right: Trajectory) -> Iterator[str]:
 
 
 def _weights(folders: tuple[RunFolder, RunFolder], version: int, compared: list[int]) -> tuple[str, ...]:
-    """Whether the weights of a version differ, as a field; a version that can be compared is added to `compared`."""
+    """The field for differing weights of a version, if they differ; a comparable version is added to `compared`."""
     same = same_weights(*(folder.policy(version) for folder in folders))
     if same is not None:
         compared.append(version)

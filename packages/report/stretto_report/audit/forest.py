@@ -1,4 +1,4 @@
-"""The laws of segments: where they stand, which versions may follow each other, what was trained."""
+"""Laws of segments: their parents, the order of their versions, their training."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from stretto_report.audit.history import NOTHING, PROMPT, History, RecordedTraje
 
 
 def every_segment_has_its_place(history: History) -> Iterator[str]:
-    """A segment is behind an earlier one, the prompt or, if it was given, nothing; so each sampled token is in one
-    sample. A sampled one has as many log-probabilities and versions as tokens, a given one none."""
+    """Each segment follows an earlier one, the prompt or, if it was given, nothing. A sampled one has as many
+    log-probabilities and versions as tokens, a given one none."""
     for one in history.trajectories:
         for place, segment in enumerate(one.segments):
             if not NOTHING <= segment.parent < place:
@@ -22,8 +22,8 @@ def every_segment_has_its_place(history: History) -> Iterator[str]:
 
 
 def backward_versions(one: RecordedTrajectory) -> Iterator[tuple[int, ...]]:
-    """The versions of each sampled segment whose versions go back, or begin before those of the turn that it is behind:
-    that turn's last version and its own."""
+    """Sampled segments whose versions decrease, or begin below those of the preceding turn: that turn's last version,
+    then the segment's own."""
     last: list[tuple[int, ...]] = []  # version of the last sampled token from the root to the end of each segment
     for segment in one.segments:
         before = last[segment.parent] if PROMPT < segment.parent < len(last) else ()
@@ -34,7 +34,7 @@ def backward_versions(one: RecordedTrajectory) -> Iterator[tuple[int, ...]]:
 
 
 def every_sampled_token_is_trained_once(history: History) -> Iterator[str]:
-    """The trainer says of each step that it trained on as many tokens as its batch has, and masked the others."""
+    """In each step, the trainer reports as many trained and masked tokens as the batch has."""
     for step in history.steps:
         line = history.lines.get(step.step)
         if line is not None and (line.trained, line.masked) != (step.trained_tokens, step.masked_tokens):

@@ -1,4 +1,4 @@
-"""The records of a run, read for the checker from SQLite directly: no line here is shared with the writers."""
+"""Reader of a run's records for the checker, directly from SQLite: it shares no code with the writers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stretto_report.audit.bounds import Bounds, RecordedChange, read_bounds
 from stretto_report.audit.checksums import CHECKSUM_BYTES, broken_checksums, broken_files, payload_fits, segments_of
 
 FORMATS = (2, 3, 4, 5)  #: formats that can be checked
-PROMPT, NOTHING = -1, -2  #: what a segment is behind that is behind no other
+PROMPT, NOTHING = -1, -2  #: `parent` of a segment without one
 _FIRST_SEALED = 3
 _ENGINES, _PARENT = 5, 6  # their places in a segment
 
@@ -43,7 +43,7 @@ _STEPS = (
 
 @dataclass(frozen=True)
 class RecordedSegment:
-    """What is known of one segment of a trajectory; a given one has no versions."""
+    """A recorded segment of a trajectory; a given one has no versions."""
 
     tokens: int
     logprobs: int
@@ -53,7 +53,7 @@ class RecordedSegment:
 
 @dataclass(frozen=True)
 class RecordedTrajectory:
-    """One trajectory. `versions` is None if its tokens were not kept, or are damaged; then it has no segments."""
+    """A recorded trajectory. If its tokens were not kept or are damaged, `versions` is None and it has no segments."""
 
     id: str
     group: str
@@ -90,8 +90,8 @@ class RecordedGroup:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One training step: `batch` has its groups in order, each with the members that were trained on. `own_oldest` has
-    the oldest version that is in the loss for groups for which it is another than that of the step."""
+    """A training step. `batch`: its groups in order, each with the trained members. `own_oldest`: oldest version in the
+    loss for groups whose value differs from the step's."""
 
     step: int
     version: int
@@ -106,8 +106,8 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class RecordedLine:
-    """What ``metrics.jsonl`` says of a step: tokens that the trainer trained on and masked; since the start of the run,
-    tokens that engines have sampled, and tokens by category of the goodput budget (none of an earlier stretto)."""
+    """A step's line of ``metrics.jsonl``: trained and masked tokens of the step; since the start of the run, sampled
+    tokens and tokens by category of the goodput budget (empty in runs of earlier versions)."""
 
     trained: int
     masked: int
@@ -117,7 +117,7 @@ class RecordedLine:
 
 @dataclass(frozen=True)
 class RecordedData:
-    """The questions of a run: their digest on record and as they are now; what the order of an epoch follows from."""
+    """Questions of a run: recorded and current digest, and the inputs to the order of an epoch."""
 
     digest: str
     found: str
@@ -130,8 +130,8 @@ class RecordedData:
 
 @dataclass(frozen=True)
 class RecordedProofs:
-    """The versions that each engine has proven by the canary, as ranges; versions before `since` need no proof, because
-    an earlier stretto ran them."""
+    """Ranges of versions that each engine has proven by the canary. Versions before `since` need no proof: the stretto
+    that ran them had no canary."""
 
     since: int
     proven: Mapping[str, tuple[tuple[int, int], ...]]
@@ -152,7 +152,7 @@ class History:
     broken_checksums: tuple[str, ...]
     broken_start: tuple[str, ...]  # files of the run's start that have changed
     edited: tuple[str, ...]  # keys of the recipe that differ from the record
-    notes: tuple[str, ...]  # what cannot be checked
+    notes: tuple[str, ...]  # records that cannot be checked
     lines: Mapping[int, RecordedLine]  # by step
     changes: tuple[RecordedChange, ...] = ()  # of bounds
     most_in_flight: Mapping[str, int] = field(
@@ -194,7 +194,7 @@ def read_history(folder: Path) -> History:
 
 
 def _address(path: Path) -> str:
-    """Read only; immutable where SQLite can write no index of the log and there is no log."""
+    """Read-only URI; immutable if there is no log and SQLite cannot write its index."""
     log, index = path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")
     bare = not index.exists() and not (log.exists() and log.stat().st_size)
     how = "mode=ro&immutable=1" if bare and not os.access(path.parent, os.W_OK) else "mode=ro"
@@ -202,7 +202,7 @@ def _address(path: Path) -> str:
 
 
 def _policies(folder: Path) -> tuple[int, ...]:
-    """The versions whose policy is kept."""
+    """Versions whose policy is kept."""
     kept = [path.name[1:] for path in (folder / "policy").glob("v*") if path.is_dir()]
     return tuple(sorted(int(version) for version in kept if version.isdecimal()))
 
@@ -237,7 +237,7 @@ def _history(
 
 
 def _data(questions: Path, fact: Mapping[str, Any]) -> RecordedData:
-    """The record, and what the file of the questions says now."""
+    """The recorded data, compared with the current file of questions."""
     found, prompts = _digest(questions)
     return RecordedData(
         digest=fact["digest"],
@@ -256,7 +256,7 @@ def _proofs(fact: Mapping[str, Any]) -> RecordedProofs:
 
 
 def _digest(questions: Path) -> tuple[str, tuple[str, ...]]:
-    """The digest and the ids of the questions; in place of the digest what is wrong with the file, if something is."""
+    """Digest and ids of the questions; if the file is faulty, the fault in place of the digest."""
     whole, prompts = hashlib.blake2b(digest_size=16), list[str]()
     try:
         # Ends of lines of other kinds than this one may be in a text.
@@ -271,8 +271,7 @@ def _digest(questions: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def _kept(folder: Path, start: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The folders of a run's start that exist: a run that has just begun has no policy yet, and a reference may be on
-    another machine."""
+    """Folders of a run's start that exist: a new run has no policy yet, and a reference may be on another machine."""
     return {name: files for name, files in start.items() if (folder / name).exists()}
 
 
@@ -288,7 +287,7 @@ def _not_judged(folder: Path, number: int, facts: Mapping[str, Any]) -> Iterator
 
 
 def _edited(folder: Path, recorded: str | None) -> Iterator[str]:
-    """A sentence for each key of the recipe that differs from the record and that a resume may not change."""
+    """A sentence for each recipe key that differs from the record and must not change on a resume."""
     if recorded is None:
         return
     before, after = tomllib.loads(recorded), tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
@@ -307,7 +306,7 @@ def _differing(name: str, before: object, after: object, ignored: Set[str] = fro
 def _groups(
     connection: sqlite3.Connection, bounds: Bounds, changes: Sequence[RecordedChange]
 ) -> tuple[RecordedGroup, ...]:
-    """All groups; `bounds` are in force until the first changes."""
+    """All groups, each with its bounds; `bounds` apply until the first of the changes."""
     facts: dict[str, tuple[str, int, int, float, float]] = {}
     trajectories: dict[str, list[RecordedTrajectory]] = {}
     of_staleness, of_number = (
@@ -342,7 +341,8 @@ def _most_in_flight(connection: sqlite3.Connection, stretches: Sequence[tuple[in
 
 
 def in_force(changes: Sequence[RecordedChange], key: int, start: float) -> float:
-    """The bound under which the group `key` was admitted, of `changes` in the order of their keys, or else `start`."""
+    """Bound under which the group `key` was admitted: the newest of `changes` (ordered by key) up to it, or else
+    `start`."""
     place = bisect_right(changes, key, key=lambda change: change.key)
     return changes[place - 1].after if place else start
 
@@ -373,7 +373,7 @@ def _segment(place: int, columns: list[Any]) -> RecordedSegment:
 
 
 def _lines(path: Path) -> Mapping[int, RecordedLine]:
-    """The line of metrics of each step."""
+    """Line of metrics by step."""
     found: dict[int, RecordedLine] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:

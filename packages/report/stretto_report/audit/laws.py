@@ -1,6 +1,6 @@
-"""The laws of a run, each a function from its history to one sentence for each breach.
+"""Laws of a run: each is a function from its history to one sentence per breach.
 
-The laws hold after any crash: work may be unfinished, and nothing may be wrong.
+They hold after any crash: work may be unfinished, but no record may be wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def the_file_is_whole(history: History) -> Iterator[str]:
 
 
 def every_checksum_fits(history: History) -> Iterator[str]:
-    """Groups, trajectories, partials, batches and facts are what was written."""
+    """Checksums of groups, trajectories, partials, batches and facts match."""
     yield from history.broken_checksums
 
 
@@ -56,7 +56,7 @@ def everything_issued_has_one_state(history: History) -> Iterator[str]:
 
 
 def nothing_is_trained_twice(history: History) -> Iterator[str]:
-    """The members of all batches are the trajectories in state trained, each once."""
+    """The members of all batches are exactly the trajectories in state trained, each once."""
     placed = Counter((name, member) for step in history.steps for name, members in step.batch for member in members)
     yield from (f"{name}/{member} is in {count} batches" for (name, member), count in placed.items() if count > 1)
     in_batches = {
@@ -93,9 +93,9 @@ def versions_grow_by_one(history: History) -> Iterator[str]:
 
 
 def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
-    """Equation 3 held when each group was issued: the earlier groups that did not end untrained fill no more batches
-    than its version and the bound in force allow. (Others ended untrained at a time that is not on record.) The live
-    version never decreases, and no token of a group is older than the version at which it was admitted."""
+    """Equation 3 held when each group was issued: the earlier groups, without those that ended untrained, fill no more
+    batches than its version and the bound in force allow. The live version never decreases, and no token of a group is
+    older than the version at which it was admitted."""
     bounds, counted, live = history.bounds, 0, 0
     for group in history.groups:
         version = group.admitted_version
@@ -111,8 +111,8 @@ def no_group_starts_before_its_turn(history: History) -> Iterator[str]:
 
 
 def no_bound_is_broken(history: History) -> Iterator[str]:
-    """No token was trained at a version beyond the bound from its own, and none at an older version. The bound is the
-    one in force when its group was admitted."""
+    """No token was trained later than its bound allows, nor before its own version existed. The bound is the one in
+    force when its group was admitted."""
     bounds, policy = {group.id: group.max_staleness for group in history.groups}, history.bounds.beyond_bound
     for step, one in _trained(history):
         bound, oldest = bounds[one.group], step.own_oldest.get(one.group, step.oldest_trainable)
@@ -129,8 +129,8 @@ def no_bound_is_broken(history: History) -> Iterator[str]:
 
 
 def no_more_are_in_flight_than_allowed(history: History) -> Iterator[str]:
-    """When a group was issued, no more groups were in flight than the number in force then: of those that the run has
-    counted, and of those that are in flight still."""
+    """The number of groups in flight never exceeded its bound in force at an issue, both by the run's own count and by
+    those still in flight."""
     unfinished = 0
     for group in history.groups:
         unfinished += (still := "in_flight" in _states(group))
@@ -141,8 +141,8 @@ def no_more_are_in_flight_than_allowed(history: History) -> Iterator[str]:
 
 
 def bounds_change_as_recorded(history: History) -> Iterator[str]:
-    """A bound changes only where the recipe leaves it to the run, within the recipe's limits, from what it was before,
-    after a step that is on record; the one on staleness not twice after one."""
+    """A bound changes only if the recipe makes it adaptive, within the recipe's limits, from its recorded previous
+    value, after a recorded step; the staleness bound at most once per step."""
     adaptive = history.bounds.adaptive
     value = {name: lowest for name, (lowest, _) in adaptive.items()}
     newest = dict.fromkeys(adaptive, 0)
@@ -201,8 +201,8 @@ def _incomplete(
 
 
 def every_token_has_its_engine(history: History) -> Iterator[str]:
-    """An engine that is named as a writer of tokens is on the roster of the run; the writers of a trajectory wrote as
-    many tokens as it has."""
+    """Each engine named as sampler of tokens is on the run's roster, and the engines of a trajectory sampled as many
+    tokens as it has."""
     for one in history.trajectories:
         yield from (
             f"{one.id} has tokens of {name}, which is not on the roster"
@@ -213,7 +213,7 @@ def every_token_has_its_engine(history: History) -> Iterator[str]:
 
 
 def every_token_was_sampled_by_proven_weights(history: History) -> Iterator[str]:
-    """The engine that wrote a token had proven, by the canary, that it computed with the version of the token."""
+    """The engine that sampled a token had proven, by the canary, that it held the token's version."""
     if history.proofs is None:
         return
     since, proven = history.proofs.since, history.proofs.proven
@@ -228,8 +228,8 @@ def every_token_was_sampled_by_proven_weights(history: History) -> Iterator[str]
 
 
 def no_prompt_is_skipped_or_repeated(history: History) -> Iterator[str]:
-    """Each epoch asks each prompt once, and again only after an attempt that ended untrained; each attempt that ended
-    untrained, and may be repeated, was repeated or is next."""
+    """Each epoch admits each prompt once, and again only after an attempt that ended untrained; each such attempt that
+    may be repeated was repeated, or is next."""
     epochs: dict[int, dict[str, list[RecordedGroup]]] = defaultdict(lambda: defaultdict(list))
     for group in history.groups:
         epochs[group.epoch][group.prompt].append(group)
@@ -261,8 +261,8 @@ def _attempts(
 def _drawn(
     epochs: Mapping[int, Mapping[str, list[RecordedGroup]]], position: tuple[int, int], same: bool
 ) -> Iterator[str]:
-    """The prompts that were drawn are those that were issued; `same`: each epoch asks all (else
-    `prompts_come_in_their_order` knows which)."""
+    """The drawn prompts equal the issued ones. `same`: each epoch draws all prompts (otherwise see
+    `prompts_come_in_their_order`)."""
     newest, drawn = position
     sizes = {epoch: len(prompts) for epoch, prompts in epochs.items()}
     if sizes.get(newest, 0) != drawn:
@@ -290,7 +290,7 @@ def _failed(group: RecordedGroup) -> bool:
 
 
 def _asked_again(group: RecordedGroup, failures: int, most: int) -> bool:
-    """Expired groups always; failed ones up to `most` failures; filtered ones never."""
+    """Whether an attempt is repeated: expired groups always, failed ones up to `most` failures, filtered ones never."""
     states = _states(group)
     return states <= {"expired", "failed"} and ("expired" in states or failures < most)
 

@@ -1,4 +1,4 @@
-"""The law of the data: the questions are those on record, and come in the order that is on record."""
+"""Law of the data: questions and their order are as recorded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from stretto_report.audit.history import History, RecordedData, RecordedGroup
 
 
 def prompts_come_in_their_order(history: History) -> Iterator[str]:
-    """The questions have the digest on record; the prompts of each epoch come in the order that seed, epoch and weights
-    say, and one is left out only if its share of right completions in the epoch before lets it rest."""
+    """The questions have the recorded digest. The prompts of each epoch come in the order that follows from seed, epoch
+    and weights; one is skipped only if its share of right completions in the epoch before permits it."""
     if (data := history.data) is None:
         return
     if data.found != data.digest:
@@ -42,7 +42,7 @@ def _reach(planned: list[str], prompt: str) -> int:
 
 
 def _order(data: RecordedData, epoch: int) -> list[int]:
-    """The places of the epoch's prompts, from the record alone."""
+    """Indices of the epoch's prompts in order, computed from the record alone."""
     taken = [prompts for _, prompts, _ in data.sources]
     if data.sources and all(weight is not None for _, _, weight in data.sources):
         pairs = [(prompts, float(weight or 0)) for _, prompts, weight in data.sources]
@@ -62,7 +62,7 @@ def _order(data: RecordedData, epoch: int) -> list[int]:
 
 
 def _restless(history: History, epoch: int, left_out: set[str]) -> Iterator[str]:
-    """Prompts that were left out of the epoch, and had no reason to rest."""
+    """Skipped prompts of the epoch that should not have been skipped."""
     data = history.data
     assert data is not None, "asked for runs with a record of their data"
     before = [group for group in history.groups if group.epoch == epoch - 1 and group.prompt in left_out]

@@ -1,4 +1,4 @@
-"""Predicted beside measured: what `stretto plan` said of a run, and what the run came to, term by term."""
+"""Comparison of a `stretto plan` prediction with the measured run, term by term."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ RECIPE = "recipe"  #: the name of the resolved recipe in the ledger
 #: Sections that a step does not depend on, or that are of the machines: a resume may change them.
 _NO_MATTER = frozenset({"evaluation", "store", "deadlines", "gateway", "logging", "cluster"})
 _NO_MATTER_OF_TRAINER = frozenset({"steps", "checkpoint_every", "keep_versions"})
-_OUTCOMES = frozenset({"step_seconds", "tokens_per_second"})  # which the other terms explain
+_OUTCOMES = frozenset({"step_seconds", "tokens_per_second"})  # sums of the other terms
 
 
 class Term(Record, frozen=True):
-    """One term of a step. `ratio` is predicted over measured, None where nothing was measured. `off` is how far the
-    prediction is off: a share of the measured step for seconds, of the measured value for tokens, and versions for the
-    staleness."""
+    """One term of a step. `ratio`: predicted over measured, None if not measured. `off`: the error, as a share of the
+    measured step for seconds, of the measured value for tokens, in versions for staleness."""
 
     predicted: float
     measured: float
@@ -40,8 +39,8 @@ class Term(Record, frozen=True):
 
 
 class PredictedRun(Record, frozen=True):
-    """A prediction beside its run; `most_off` is the term that explains most of the error, empty where the prediction
-    has none that was measured.
+    """A prediction compared with its run. `most_off`: the term that explains most of the error, empty if no predicted
+    term was measured.
 
     Example: ``PredictedRun("Xeon, 2 cores", "d0c1...", {"engines.generate": Term(0.061, 0.082, 0.744, -0.18), ...},
     most_off="engines.generate")``
@@ -59,7 +58,7 @@ class _Layout(Record, frozen=True, forbid_unknown_fields=False):
 
 
 class _Saved(Record, frozen=True, forbid_unknown_fields=False):
-    """What is read of the output of `stretto plan --json`."""
+    """Fields that are read from the output of `stretto plan --json`."""
 
     machine: str
     layouts: tuple[_Layout, ...]
@@ -67,14 +66,14 @@ class _Saved(Record, frozen=True, forbid_unknown_fields=False):
 
 
 def settings_digest(tables: Mapping[str, Any]) -> str:
-    """A digest of the resolved tables of a recipe, without the settings that the seconds of a step do not depend on."""
+    """Digest of a recipe's resolved tables, without settings that do not affect the seconds of a step."""
     kept: dict[str, Any] = {name: table for name, table in tables.items() if name not in _NO_MATTER}
     kept["trainer"] = {key: value for key, value in tables["trainer"].items() if key not in _NO_MATTER_OF_TRAINER}
     return hashlib.blake2b(json.dumps(_named(kept), sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
 def _named(value: Any) -> Any:
-    """The same with the names of files in place of their paths, which differ from machine to machine."""
+    """The value with file names in place of paths, which differ between machines."""
     if isinstance(value, dict):
         return {key: _named(inner) for key, inner in value.items()}
     return Path(value).name if isinstance(value, str) and value.startswith("/") else value
@@ -93,11 +92,11 @@ def run_digest(path: str | Path) -> str:
 
 
 def predicted_beside_measured(path: str | Path, file: Path | None = None) -> PredictedRun | None:
-    """The comparison by a prediction in `file`, or by the one in the run folder; None without one, or before the
-    first step that took time.
+    """Compare a run with the prediction in `file`, by default that of the run folder; None without one, or before the
+    first timed step.
 
     Raises:
-        RunFolderError: there is no run; the file is no prediction, or that of another recipe than the run's.
+        RunFolderError: there is no run; or the file is no prediction, or one for another recipe.
     """
     folder = RunFolder.open(path)
     place = file or folder.prediction
@@ -112,7 +111,7 @@ def predicted_beside_measured(path: str | Path, file: Path | None = None) -> Pre
 
 
 def terms_of_run(folder: RunFolder) -> dict[str, float] | None:
-    """The terms that a run has come to so far; None before the first step that took time."""
+    """Measured terms of a run so far; None before the first timed step."""
     with reading(folder.ledger) as connection:
         totals = fact(connection, TOTALS, Totals)
         inspection = inspection_of(connection)
@@ -122,8 +121,8 @@ def terms_of_run(folder: RunFolder) -> dict[str, float] | None:
 
 
 def _other_machine(folder: RunFolder, predicted: str) -> str:
-    """The machine of the run, unless it may be the one that is `predicted`: its processor and cores, or the name or a
-    part of the name of one of its accelerators. Empty too where the run has no record of it."""
+    """Machine of the run if it differs from the `predicted` one in processor and cores, and in the names of its
+    accelerators; "" if it may be the same, or is not recorded."""
     try:
         ran = msgspec.json.decode((folder.path / "machine.json").read_bytes(), type=Machine)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -135,7 +134,11 @@ def _other_machine(folder: RunFolder, predicted: str) -> str:
 
 
 def check_digest(place: Path, predicted: str | None, of_run: str) -> None:
-    """Raises RunFolderError where a prediction is not of the run's recipe."""
+    """Check that a prediction belongs to the run's recipe.
+
+    Raises:
+        RunFolderError: it does not.
+    """
     if predicted is None:
         found, remedy = "predicts the layouts of a number of GPUs, not a run", "plan the recipe without --gpus"
     elif predicted != of_run:
@@ -158,7 +161,7 @@ def _read(place: Path) -> _Saved:
 
 
 def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
-    """The terms of a run that has trained, under the names of a prediction: seconds of a step by role and work."""
+    """Measured terms of a run, named as in a prediction: seconds of a step by role and work."""
     steps, trained = inspection.steps, inspection.tokens.trained + inspection.goodput["masked"].tokens
     step = inspection.rl_seconds / steps
     engines = [name for name in totals.busy if name in totals.generated_by] or [
@@ -183,8 +186,8 @@ def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
 
 
 def compared(machine: str, recipe: str, predicted: Mapping[str, float], measured: Mapping[str, float]) -> PredictedRun:
-    """The terms that both have. `step_seconds` and `tokens_per_second` are what the others explain, and are never the
-    one that is most off."""
+    """Compare the terms that both have. `step_seconds` and `tokens_per_second` are sums of the others, so they are
+    never `most_off`."""
     terms = {name: _term(name, predicted[name], measured) for name in predicted if name in measured}
     causes = {name: abs(term.off) for name, term in terms.items() if name not in _OUTCOMES}
     return PredictedRun(machine, recipe, terms, max(causes, key=lambda name: causes[name], default=""))

@@ -1,7 +1,7 @@
-"""The timeline of a run in the Trace Event Format of Chrome, which Perfetto reads: a process for each role, its spans
-as complete events on lanes, moments of the run as instant events, measurements as counters.
+"""Export of a run's timeline in Chrome's Trace Event Format, for Perfetto: a process per role, spans as complete events
+on lanes, events of the run as instant events, measurements as counters.
 
-Everything is sorted by time in a file of SQLite that has no name, so that memory does not grow with the run.
+Events are sorted by time in a temporary SQLite file, so that memory does not grow with the run.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ Event = dict[str, Any]
 
 
 def export_trace(path: str | Path, file: str | Path) -> int:
-    """Write the timeline of a run to `file`, compressed if its name ends with ``.gz``; returns how many events it has
-    beside the names of processes and lanes. The file is whole or absent.
+    """Write the timeline of a run to `file`, compressed if its name ends with ``.gz``; returns the number of events,
+    without those that name processes and lanes. The file is complete or absent.
 
     Raises:
-        RunFolderError: there is no run, or `file` is something else than a file or cannot be written.
+        RunFolderError: there is no run, or `file` cannot be written or is no regular file.
         StoreError: its spans, metrics or ledger cannot be read.
     """
     folder, target = RunFolder.open(path), Path(file)
@@ -70,7 +70,7 @@ def export_trace(path: str | Path, file: str | Path) -> int:
 
 
 def _collect(folder: RunFolder, table: sqlite3.Connection) -> None:
-    """Everything that has a place in time, on the clock of the spans."""
+    """Collect all timed records, on the clock of the spans."""
     spans = (
         (span.start, max(span.start, span.end), span.role, span.name, span.version, span.bytes)
         for span in iterate_spans(folder.spans)
@@ -91,20 +91,20 @@ def _collect(folder: RunFolder, table: sqlite3.Connection) -> None:
     )
     with reading(folder.ledger) as connection:
         behind = [at - taken[step] for step, at in connection.execute(_COMMITTED) if step in taken]
-        if behind:  # what Unix seconds are on the clock of the spans
+        if behind:  # offset from Unix time to the spans' clock
             offset = median(behind)
             events = ((at - offset, name, "i", detail) for at, name, detail in connection.execute(_EVENTS))
             table.executemany("INSERT INTO moments VALUES (?, ?, ?, ?)", events)
 
 
 def _counters(line: StepMetrics) -> dict[str, dict[str, float]]:
-    """Measurements of the batch, at the moment at which it was taken."""
+    """Measurements of the batch as counters, at the time when it was taken."""
     groups = {name: value for name, value in line.queues.items() if value is not None}
     return {"staleness": {"mean": line.staleness_mean, "largest": line.staleness_max}, "groups": groups}
 
 
 def _machines(folder: RunFolder) -> dict[str, str]:
-    """By engine, the name of its machine."""
+    """Name of the machine of each engine."""
     return {engine.name: engine.host for engine in read_fact(folder.ledger, ENGINES, tuple[Membership, ...]) or ()}
 
 
@@ -119,7 +119,7 @@ def _write(output: BinaryIO | gzip.GzipFile, name: str, events: Iterator[Event])
 
 
 def _events(table: sqlite3.Connection, machines: Mapping[str, str]) -> Iterator[Event]:
-    """In the order of their times, in microseconds since the first; names come before what has them."""
+    """Trace events in order of time, in microseconds since the first; names come before their users."""
     yield from _named(_RUN, 0, "run")
     roles = [role for (role,) in table.execute("SELECT DISTINCT role FROM spans")]
     numbers = {role: number for number, role in enumerate(sorted(roles, key=role_rank), start=_RUN + 1)}
@@ -155,14 +155,14 @@ def _moment(begin: int, name: str, kind: str, detail: str) -> Event:
 
 
 class _Lanes:
-    """The lanes of one role: events of one lane lie in one another or apart, as the format demands; one that overlaps
-    another in part goes to the next lane."""
+    """Lanes of one role. In one lane, events must be nested or disjoint; an event that partly overlaps goes to the next
+    lane."""
 
     def __init__(self) -> None:
         self._open: list[list[int]] = []  # by lane, the ends of the events that others may lie in
 
     def place(self, begin: int, end: int) -> tuple[int, bool]:
-        """The lane of the next event, counted from 1, and whether it is a new one; events come by their beginnings, the
+        """Lane (counted from 1) of the next event, and whether the lane is new. Events must come ordered by begin,
         longer ones first."""
         for number, ends in enumerate(self._open, start=1):
             while ends and ends[-1] <= begin:

@@ -1,4 +1,4 @@
-"""The alarms of a run that is followed (`audit.alarms`), each of them once."""
+"""Alarms of a followed run (`audit.alarms`), each sent once."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ _METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 
 
 class AlarmFollower:
-    """Reads the metrics from their beginning, wherever the tool is: an alarm compares with the run's first steps."""
+    """Reads the metrics from the beginning, wherever the tool's cursor is, since alarms compare with the first
+    steps."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lines, self._watch = LineFollower(RunFolder(folder).metrics, _METRICS), AlarmWatch.of(folder)
 
     def new(self, sent: Collection[str]) -> list[Alarm]:
-        """The alarms of now whose titles are not among `sent`; none as long as no line has come.
+        """Current alarms whose titles are not in `sent`; empty while there is no new line.
 
         Raises:
-            StoreError: the metrics are no file that can be read.
+            StoreError: the metrics cannot be read.
         """
         if not self._read():
             return []
         return [alarm for alarm in self._watch.alarms() if alarm.title not in sent]
 
     def _read(self) -> bool:
-        """Whether there were new lines."""
+        """Read on; returns whether there were new lines."""
         found = False
         while True:
             lines, again = self._lines.read_on()
@@ -43,7 +44,7 @@ class AlarmFollower:
             for line in lines:
                 if isinstance(line, StepMetrics):
                     self._watch.step(line)
-                elif type(line) is EvaluationLine:  # those of further sets raise none
+                elif type(line) is EvaluationLine:  # further sets raise no alarms
                     self._watch.evaluated(line)
             found |= bool(lines)
             if not self._lines.more:

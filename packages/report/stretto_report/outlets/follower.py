@@ -1,12 +1,12 @@
-"""Follows the records of a run, and hands each line to a tool once.
+"""Follows the records of a run, and passes each line to a logging tool once.
 
     metrics.jsonl, samples.jsonl ──► RunFollower ──► Outlet, a tool: points, tables, alarms
                                         │
                                         ▼
                        cursor: what the tool has, beside the run
 
-The curve of a tool only grows: a step that the run has done again after a crash stays as it was when the tool got it
-first, since no tool can take a point back.
+Curves of a tool are append-only, since no tool can take a point back: a step that is repeated after a crash keeps its
+first values there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SAMPLES = msgspec.json.Decoder(SampledCompletion)
 
 
 class LinesRead(Record, frozen=True):
-    """How far a file has been read; see `LineFollower`."""
+    """Position in a file that is being read; see `LineFollower`."""
 
     identity: tuple[int, int, str]
     offset: int
@@ -56,22 +56,22 @@ class LinesRead(Record, frozen=True):
 
 
 class Cursor(Record, frozen=True):
-    """What a tool has of a run."""
+    """Progress of a tool: the lines, tables and alarms of a run that it has."""
 
-    project: str = ""  # of the tool, where the run is; empty: not recorded
+    project: str = ""  # project in the tool; empty: not recorded
     run: str = ""  # the tool's own name for the run
     began: float = 0.0  # when the run began, in seconds since 1970
     sent: Mapping[str, int] = {}  # curve: the newest step
     points: int = 0  # all of them
     tabled: int = -ROW_STEPS  # the step of the newest table
     metrics: LinesRead | None = None
-    samples: LinesRead | None = None  # those behind it are in no table yet
+    samples: LinesRead | None = None  # later samples are in no table yet
     alarms: Mapping[str, int] = {}  # by the title of each that the tool has: the step since which it held
     fault: str = ""  # the newest line that could not be read, and was left out
 
 
 def read_cursor(path: Path) -> Cursor:
-    """That of a file; a new one if there is none.
+    """Read a cursor file; a new cursor if there is none.
 
     Raises:
         OSError, msgspec.MsgspecError: it cannot be read.
@@ -80,7 +80,7 @@ def read_cursor(path: Path) -> Cursor:
 
 
 class About(Record, frozen=True):
-    """A run for a tool. `folder` is for files of the tool's own; `began` in seconds since 1970."""
+    """Description of a run for a tool. `folder`: for the tool's own files; `began`: Unix time in seconds."""
 
     folder: Path
     project: str
@@ -91,7 +91,7 @@ class About(Record, frozen=True):
 
 
 class Outlet(Protocol):
-    """One tool. An error of the tool is raised as it is: the process ends, and another one goes on."""
+    """One logging tool (Protocol). An exception ends the process, and a new process continues from the cursor."""
 
     @property
     def run(self) -> str:
@@ -100,32 +100,32 @@ class Outlet(Protocol):
 
     @property
     def had(self) -> Mapping[str, int]:
-        """The newest step of each curve that is in the tool already. Empty where the tool keeps a point that is sent
-        twice once, or cannot be asked."""
+        """Newest step of each curve that the tool already has. Empty if the tool ignores repeated points, or cannot be
+        asked."""
         ...
 
     def send(self, points: Sequence[MetricsPoint], first: int) -> None:
-        """Take points, `first` the number of the first among all points of the run; the tool has them at the return."""
+        """Send points; on return, the tool has stored them. `first`: index of the first among all points of the run."""
         ...
 
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
-        """Take completions that were sampled up to a step, behind this number of points."""
+        """Send completions that were sampled up to `step`, after `points` points."""
         ...
 
     def alarm(self, alarm: Alarm) -> None:
-        """Take an alarm; the tool has it at the return."""
+        """Send an alarm; on return, the tool has stored it."""
         ...
 
     def close(self, how: How) -> None:
-        """No more is to come for now; `how` the run ended."""
+        """Close the run in the tool; `how` says how it ended."""
         ...
 
 
 class RunFollower:
-    """See the module."""
+    """Passes new lines of a run's records to one outlet, and keeps the cursor."""
 
     def __init__(self, folder: Path, path: Path, cursor: Cursor, outlet: Outlet, beat: Callable[[], None]) -> None:
-        """`path`: the file of the cursor; `beat` is called when the tool has taken a portion."""
+        """`path`: file of the cursor; `beat` is called each time the tool has taken a portion."""
         run = RunFolder(folder)
         self._outlet, self._path, self._beat = outlet, path, beat
         self._metrics, self._samples = LineFollower(run.metrics, _METRICS), LineFollower(run.samples, _SAMPLES)
@@ -142,11 +142,11 @@ class RunFollower:
         self._write()  # before anything is sent: another process goes on in the same run of the tool
 
     def advance(self) -> bool:
-        """Hand on what is new, a megabyte at most, in portions; whether there may be more.
+        """Pass on new lines in portions, at most a megabyte; returns whether there may be more.
 
         Raises:
-            StoreError: a file of the run is none that can be read.
-            Exception: what the tool raises.
+            StoreError: a file of the run cannot be read.
+            Exception: any error of the tool.
         """
         lines, _ = self._metrics.read_on()
         points = self._new([point_of(line) for line in lines])
@@ -162,7 +162,7 @@ class RunFollower:
         return self._metrics.more or self._samples.more
 
     def finish(self, how: Callable[[], How] = lambda: "finished") -> None:
-        """Hand on the rest, and close the tool; `how` says how the run ended.
+        """Pass on the rest, and close the tool; `how` returns how the run ended.
 
         Raises:
             StoreError, Exception: as `advance`.
@@ -183,14 +183,14 @@ class RunFollower:
         self._beat()
 
     def _fault(self) -> str:
-        """The newest line that could not be read: in the log of the process once, for the conductor in the cursor."""
+        """Newest unreadable line: logged once, and kept in the cursor for the conductor."""
         fault = self._metrics.fault or self._samples.fault or self._cursor.fault
         if fault != self._cursor.fault:
             print(fault, file=sys.stderr)
         return fault
 
     def _new(self, points: Sequence[MetricsPoint]) -> list[MetricsPoint]:
-        """Those that the tool does not have."""
+        """Points that the tool does not have."""
         sent, new = dict(self._cursor.sent), []
         for point in points:
             if point.step > sent.get(point.curve, -1):
@@ -206,8 +206,7 @@ class RunFollower:
         self._keep(msgspec.structs.replace(self._cursor, tabled=self._step, samples=LinesRead.of(self._samples)))
 
     def _hand_on_alarms(self) -> None:
-        """Each once in a run, by its title: one that passes and comes back is known, and so is one of steps that are
-        done again."""
+        """Send each alarm once per run, by its title, even if it passes and comes back, or its steps are repeated."""
         for alarm in self._alarms.new(self._cursor.alarms):
             self._outlet.alarm(alarm)
             alarms = {**self._cursor.alarms, alarm.title: alarm.first_step}

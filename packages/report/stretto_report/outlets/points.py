@@ -1,5 +1,5 @@
-"""The lines of a run as points of curves: the same names as in docs/reference/metrics.md, a section for each kind of
-line and for each map of a line."""
+"""Metric lines as points of curves, named as in docs/reference/metrics.md, with a section for each kind of line and
+each map in a line."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _BOUNDS = ("low", "high")  # of an interval
 
 
 class MetricsPoint(Record, frozen=True):
-    """The numbers of one line, at one step. `curve` is the kind of the line, and of a further set its name too; of one
-    curve, steps grow.
+    """Numbers of one line, at one step. `curve`: kind of the line, with the name of a further set. Steps ascend within
+    a curve.
 
     Example: ``MetricsPoint("step", 12, 84.5, {"reward": 0.5, "trainer/loss": -0.02, "busy/engine-0": 0.97})``
     """
@@ -35,7 +35,7 @@ class MetricsPoint(Record, frozen=True):
 
 
 def point_of(line: MetricsLine) -> MetricsPoint:
-    """The numbers of a line, but for those that were not measured.
+    """Point with the measured numbers of a line.
 
     >>> from stretto.store.series.metrics import EvaluationLine
     >>> line = EvaluationLine(8, 8, 60.0, 50.0, 0.5, prompts=2, pass_at={4: 0.75}, ci95=(0.25, 0.75))
@@ -72,7 +72,7 @@ def _numbers(fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def newest_steps(found: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
-    """The newest step of each curve, by the points of a tool: the step of each, and the names of its numbers.
+    """Newest step of each curve, from a tool's points: pairs of a step and the names of its numbers.
 
     >>> newest_steps([(7, ["reward", "wall_seconds"]), (4, ["evaluation/wall_seconds"]), (9, ["samples"])])
     {'step': 7, 'evaluation': 4}
@@ -88,7 +88,7 @@ def newest_steps(found: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
 
 
 def flat_recipe(path: Path) -> dict[str, Value]:
-    """The recipe of a run folder, each key with its sections: ``{"trainer.steps": 400, ...}``. A list is its JSON.
+    """Recipe of a run folder with dotted keys: ``{"trainer.steps": 400, ...}``. A list becomes JSON text.
 
     Raises:
         OSError, ValueError: it cannot be read.

@@ -1,7 +1,7 @@
-"""The process that follows a run for one tool: ``python -m stretto_report.outlets.role SPEC``.
+"""Process that follows a run for one tool: ``python -m stretto_report.outlets.role SPEC``.
 
-It is no part of the run's work: it has the lowest claim to the processor, and the run waits for it at its own end only,
-for a while. It knows no retries: what a tool raises ends it, and another one goes on from the cursor.
+It runs at the lowest CPU priority, and only the end of the run waits for it, for a bounded time. It does not retry: an
+error of the tool ends it, and a new process continues from the cursor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOWEST = 19  # of the priorities of processes
 
 
 class FollowerSpec(Record, frozen=True):
-    """What to follow, and for which tool. The run ends when the other end of the pipe `until` is closed.
+    """Run and tool of a follower. The run has ended when the other end of the pipe `until` is closed.
 
     Example: ``FollowerSpec("wandb", "runs/first", "stretto", "first", ("baseline",), until=7)``
     """
@@ -50,7 +50,7 @@ class FollowerSpec(Record, frozen=True):
 
 
 def main(arguments: list[str]) -> int:
-    """Follow until the run has ended, and hand on the rest."""
+    """Follow until the run has ended, and pass on the rest."""
     spec = msgspec.json.decode(arguments[0], type=FollowerSpec)
     end_with_conductor()
     os.nice(_LOWEST)
@@ -59,10 +59,10 @@ def main(arguments: list[str]) -> int:
 
 
 def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
-    """`main`; `beat` is called as long as the tool replies.
+    """Body of `main`; `beat` is called each time the tool replies.
 
     Raises:
-        Exception: what the tool raises, the run's files, or the cursor.
+        Exception: any error of the tool, the run's files, or the cursor.
     """
     look_in(spec.path)
     folder = RunFolder(Path(spec.folder).resolve())
@@ -85,9 +85,8 @@ def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
 
 
 def _how(folder: RunFolder) -> How:
-    """How the run ended, by its ledger. The conductor writes that before it asks followers to end; a run that fails is
-    still ``running`` there, and so counts as failed. A run of an earlier stretto, which has no such fact, counts as
-    finished."""
+    """How the run ended, by its ledger. The conductor records a normal end before followers are asked to end; so a run
+    still ``running`` there has failed. A run of an earlier version without this fact counts as finished."""
     try:
         ending = read_ending(folder.ledger)
     except StoreError as error:
@@ -106,7 +105,7 @@ def _outlet(spec: FollowerSpec, about: About, cursor: Cursor) -> Outlet:
 
 
 def _beginning(folder: RunFolder) -> float:
-    """When the run began: its record of the machine is written then, and never again."""
+    """Unix time when the run began, from the record of its machine, which is written once."""
     machine = folder.path / "machine.json"
     return (machine if machine.exists() else folder.recipe).stat().st_mtime
 

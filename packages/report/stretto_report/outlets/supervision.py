@@ -1,6 +1,6 @@
-"""The processes that follow a run for its tools, from the conductor's side: started, replaced, ended with the run.
+"""Supervision, in the conductor, of the processes that follow a run for its tools.
 
-No failure of theirs is the run's: it is a sentence in the log, said once as long as a tool takes nothing.
+Their failures never fail the run: each is one sentence in the log until the tool works again.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ async def followed(
     path: str = "",
     hung: float = HUNG_SECONDS,
 ) -> AsyncIterator[None]:
-    """Have each tool of the recipe follow the run as long as the block lasts.
+    """Have each tool of the recipe follow the run during the block.
 
     Args:
-        say: gets the sentences of the log.
-        stopped: whether the run ends before its last step; then, or when it fails, tools have less time for its end.
-        path: a folder in which modules of the user's own tools are looked for first.
+        say: gets sentences for the log.
+        stopped: whether the run ends before its last step; then, or when it fails, tools have less time to finish.
+        path: folder that is searched first for modules of user-defined tools.
         hung: seconds in which a tool has to reply.
     """
     followers = [ToolFollower(tool, config, folder, say, hung, path) for tool in config.tools]
@@ -61,7 +61,7 @@ async def followed(
 
 
 class ToolFollower:
-    """The process that follows a run for one tool, and those that replace it."""
+    """Keeps one process that follows a run for one tool, replacing it when it dies."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class ToolFollower:
         self._ending = asyncio.Event()
         self._until: int | None = None  # our end of the pipe
         self._last = False  # the process was started when the run had ended
-        self._told = False  # it was said that the tool takes nothing, and it has taken nothing since
+        self._told = False  # reported that the tool receives nothing, and it has received nothing since
         self._before, self._fault, self._how = self._has(), "", ""
 
     async def run(self) -> None:
-        """Start processes until one has handed on everything after `end`; no error but a cancellation leaves it."""
+        """Start processes until one has passed on everything after `end`; raises nothing but a cancellation."""
         restarts = RestartBudget(math.inf, delay=_FIRST_PAUSE, factor=2.0, longest=_LONGEST_PAUSE)
         supervisor = Supervisor(
             self.tool, self._start, restarts, lambda _: self._tell(), wanted=lambda: not self._last, sleep=self._pause
@@ -107,27 +107,28 @@ class ToolFollower:
             self._say(f"{self.tool} has not taken the end of the run: {death.how}")
 
     def _tell(self) -> None:
-        """Say that the tool takes nothing, once until it takes something."""
+        """Report that the tool receives nothing, once until it receives something again."""
         if not self._told:
             self._say(
-                f"{self.tool} takes nothing: {self._how}; the run goes on without it, and tries again ({self._log})"
+                f"{self.tool} receives nothing: {self._how}; the run continues without it and retries ({self._log})"
             )
             self._told = True
 
     async def _pause(self, seconds: float) -> None:
-        """Wait between two processes, until the run ends at most."""
+        """Wait between two processes, at most until the run ends."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ending.wait(), seconds)
 
     def _has(self) -> bytes:
-        """What the tool has, as its cursor says."""
+        """Content of the cursor file."""
         try:
             return self._cursor.read_bytes()
         except OSError:
             return b""
 
     async def _start(self) -> None:
-        """
+        """Start the process.
+
         Raises:
             RoleDied: the system has no room for another process.
         """
@@ -152,7 +153,7 @@ class ToolFollower:
             os.close(far)
 
     async def _how_it_ended(self, restarts: RestartBudget) -> str:
-        """Wait until the process ends; "" if it was asked to and has handed on everything."""
+        """Wait until the process ends; returns how, or "" if it was asked to end and has passed on everything."""
         how = await self._process.ended()
         self._close()
         if (has := self._has()) != self._before:
@@ -165,7 +166,7 @@ class ToolFollower:
         return self._how
 
     async def end(self, task: asyncio.Task[None], seconds: float) -> None:
-        """The run has ended: the process hands on the rest, `seconds` long at most."""
+        """Let the process pass on the rest, for at most `seconds`, since the run has ended."""
         self._ending.set()
         self._close()
         with waiting("conductor", f"{self.tool} to take the end of the run", seconds):
@@ -183,7 +184,7 @@ class ToolFollower:
 
 
 def _fault(cursor: bytes) -> str:
-    """What a cursor says of a line that could not be read."""
+    """Unreadable line that a cursor names."""
     try:
         return msgspec.json.decode(cursor, type=Cursor).fault
     except (msgspec.MsgspecError, UnicodeDecodeError):  # there is none yet, or its process says that it cannot read it
@@ -191,7 +192,7 @@ def _fault(cursor: bytes) -> str:
 
 
 def _last_words(log: Path) -> str:
-    """The last line of a log."""
+    """Last line of a log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 4 * _LAST_WORDS))

@@ -1,4 +1,4 @@
-"""Tries an outlet of the user's own before a run, in an empty folder."""
+"""Trial of a user-defined outlet before a run, in an empty folder."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SAMPLE = SampledCompletion(0, "17", "3+8=", "11", "3+8=11", Outcome.RIGHT, 1.0,
 
 
 def outlet_faults(tool: str, config: OutletsConfig) -> Iterator[str]:
-    """A sentence for each way in which a class is no outlet: it is made, gets two points, a table and an alarm, and is
-    closed. It may raise whatever it raises."""
+    """A sentence for each fault of an outlet class, which is created, gets two points, a table and an alarm, and is
+    closed. Exceptions of the class are raised."""
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         about = About(Path(folder), config.project, TRIAL, config.tags, {"trainer.steps": 1}, 0.0)
         outlet: Outlet = OUTLETS.load(tool)(about, Cursor())
@@ -29,7 +29,7 @@ def outlet_faults(tool: str, config: OutletsConfig) -> Iterator[str]:
             yield f"has no method {', '.join(lacking)} (docs/how_to/doors/outlet.md)"
             return
         if not isinstance(getattr(outlet, "run", None), str):
-            yield "has no text 'run', the id by which another process goes on with the run"
+            yield "has no text 'run', the run id with which another process resumes logging"
         points = [MetricsPoint("step", step, float(step), {"reward": 0.5, "trainer/loss": 0.1}) for step in (1, 2)]
         outlet.send(points, 0)
         outlet.table(2, [_SAMPLE], 2)

@@ -28,7 +28,7 @@ _KEEP_ALIVE_SECONDS = 30
 
 
 class _WatchServer(HttpServer):
-    """A signal ends it, and is what it was asked to do: it is not raised again."""
+    """HTTP server whose normal end is a signal, which is not raised again."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called for SIGINT and SIGTERM."""
@@ -47,16 +47,16 @@ def watch(
     cache: Path | None = None,
     replays: Path | None = None,
 ) -> None:
-    """Serve until a signal ends it; the address is said when it listens.
+    """Serve the dashboard until a signal; `say` gets the address once it listens.
 
     Args:
-        token: what opens the dashboard on loopback; None makes one.
-        password: what opens it where others than this machine may ask; see `PASSWORD`.
+        token: secret for access on loopback; None generates one.
+        password: secret for access from other machines; see `PASSWORD`.
         opens: open the address in a browser.
-        replays: the folder of what replays make that are begun from the page; None allows none.
+        replays: folder for the results of replays started from the page; None forbids replays.
 
     Raises:
-        RunFolderError: a folder is not there, the address cannot be had, or there is no password for it.
+        RunFolderError: a folder is missing, the address cannot be bound, or it needs a password.
     """
     loopback = _is_loopback(host)
     secret = _secret(host, loopback, token, password)
@@ -91,7 +91,7 @@ def watch(
 
 
 def _way(folder: Path, address: str) -> Path:
-    """A page of the user's own that leads to an address: everybody on the machine can see the command line of a
+    """Write a private HTML page that redirects to the address: all users of a machine can see the command line of a
     browser, and would see the token."""
     page = folder / "open.html"
     page.touch(mode=0o600)

@@ -1,5 +1,4 @@
-"""`stretto watch RUN --terminal`: the view of `stretto train` on a run that somebody else has started, from its folder
-alone."""
+"""`stretto watch RUN --terminal`: the display of `stretto train` for any run, from its folder alone."""
 
 from __future__ import annotations
 
@@ -34,14 +33,14 @@ Leaves = Callable[[float], bool]
 
 
 def watch_in_terminal(folders: Sequence[Path], leaves: Leaves | None = None) -> None:
-    """Show one run until it ends, or until the user leaves by ``q``, Ctrl-C or SIGTERM; the run does not notice.
+    """Show one run until it ends, or the user leaves by ``q``, Ctrl-C or SIGTERM; the run is not affected.
 
     Args:
-        leaves: waits for its seconds, and says whether to leave before the run ends; None: asks the keyboard.
+        leaves: waits for its argument in seconds, and returns whether to leave; None: asks the keyboard.
 
     Raises:
-        RunFolderError: there is not one folder, or no run in it.
-        StoreError: the metrics are no plain file.
+        RunFolderError: not exactly one folder, or no run in it.
+        StoreError: the metrics are no regular file.
     """
     run = _run_of(folders)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -103,8 +102,8 @@ def _show_on(
     lines: list[MetricsLine],
     leaves: Leaves,
 ) -> list[MetricsLine] | None:
-    """Show lines, and those that come, until the run has ended or the user leaves: None; or until the file was written
-    again: its first lines."""
+    """Show `lines` and all that follow. Returns None when the run has ended or the user leaves; the first new lines
+    when the file was rewritten."""
     while True:
         for line in lines:
             if isinstance(line, StepMetrics):
@@ -122,7 +121,7 @@ def _show_on(
 
 @contextlib.contextmanager
 def _keyboard(stream: TextIO) -> Iterator[Leaves]:
-    """Waits for the key ``q`` on a terminal, and in vain elsewhere; the terminal is given back as it was."""
+    """Wait for the key ``q`` on a terminal, for nothing elsewhere; the terminal's mode is restored."""
     if not stream.isatty():
         yield lambda seconds: bool(select.select([], [], [], seconds)[0])
         return

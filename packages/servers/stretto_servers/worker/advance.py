@@ -1,7 +1,7 @@
-"""How far a load is: the bytes that a worker has read of versions, in a file beside the weights.
+"""Progress of a load: number of bytes that a worker has read, kept in a file beside the weights.
 
-A server replies to an order when it has carried it out, so the order itself does not say whether it goes on. The worker
-counts, the adapter looks. Where the worker cannot write, on another machine say, nothing shows.
+A server replies only when a load is finished, so progress is shown here: the worker counts, the adapter reads. If the
+worker cannot write there (on another machine, say), no progress is visible.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _SUFFIX = ".advance"
 
 
 class Advance:
-    """The worker's end. It goes on counting where an earlier load of this process has ended."""
+    """Counter in the worker; continues from earlier loads of the process."""
 
     def __init__(self, folder: str) -> None:
         self._file = Path(folder, f"{os.getpid()}{_SUFFIX}")
         self._read = _number(self._file)
 
     def add(self, size: int) -> None:
-        """So many bytes more."""
+        """Add `size` bytes."""
         self._read += size
         with suppress(OSError):
             self._file.write_text(str(self._read))
 
 
 def read_of(folder: Path) -> int:
-    """The adapter's end: bytes that all workers have read."""
+    """Bytes read by all workers so far; used by the adapter."""
     return sum(_number(file) for file in folder.glob(f"*{_SUFFIX}"))
 
 

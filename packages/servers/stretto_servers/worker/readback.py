@@ -1,15 +1,15 @@
-"""What a server's worker holds of each published tensor, as sums of its bits.
+"""Checksums of the tensors in a server worker's memory, which can be summed over shards.
 
     worker    every part of a tensor in its memory ─► count, plain sum, placed sum   the workers' add up
     adapter   the tensor as it was published       ─► the same                       equal, or the tensor is another one
 
-A sum runs over the words of 64 bits of a tensor, or over its numbers where rows have no whole words: `plain` adds them,
-`placed` adds each as often as its place says, both modulo 2^64. Any flipped bit changes the plain sum; two numbers that
-change places change the placed one. Sums of parts add up to that of the whole, so that shards of several workers, fused
-layers and memory of a GPU need no copy, and no worker has to know what another one has. Zeros count without their sign.
+A sum runs over the 64-bit words of a tensor, or over its numbers where rows have no whole words: `plain` adds them,
+`placed` adds each times its position, both modulo 2^64. A flipped bit changes the plain sum; a swap of two numbers
+changes the placed one. Sums of parts add up to that of the whole, so shards of several workers, fused layers and GPU
+memory need no copy, and workers need not know of each other. Zeros count without their sign.
 
-Where a layer computes from a copy in an order of its own, as on a processor, the layer itself is asked: its outputs for
-the columns of the identity are its weights, to the last bit, since every product is exact.
+Where a layer computes from a packed copy, as on a CPU, the layer itself is run: its outputs for the columns of the
+identity are its weights, to the last bit, since every product is exact.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Sums:
-    """Of the parts so far; `unit`: bytes of what is added."""
+    """Sums of the parts so far; `unit`: bytes per summand."""
 
     dtype: str
     unit: int
@@ -48,19 +48,19 @@ class Sums:
 
     @classmethod
     def parse(cls, text: str) -> Sums:
-        """From `str`.
+        """Inverse of `str`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text is malformed.
         """
         dtype, unit, count, plain, placed = text.split()
         return cls(dtype, int(unit), int(count), int(plain), int(placed))
 
     def add(self, other: Sums) -> None:
-        """Parts of the same tensor, of another worker.
+        """Add parts of the same tensor from another worker.
 
         Raises:
-            ValueError: they were not added in the same way.
+            ValueError: their units differ.
         """
         if (self.dtype, self.unit) != (other.dtype, other.unit):
             raise ValueError(f"{self} and {other} are not of one tensor")
@@ -69,13 +69,13 @@ class Sums:
         self.placed = (self.placed + other.placed) % _MODULUS
 
     def are(self, whole: Sums) -> bool:
-        """Whether they are those of the whole tensor, or of several copies of it."""
+        """Whether they are the sums of the whole tensor, or of several copies of it."""
         copies, rest = divmod(self.count, max(1, whole.count))
         times = (copies * whole.plain % _MODULUS, copies * whole.placed % _MODULUS)
         return copies > 0 and not rest and (self.plain, self.placed) == times
 
     def take(self, block: Tensor, row: int, column: int, width: int) -> None:
-        """Numbers [rows, columns] that stand at (row, column) of a tensor whose rows have `width` numbers."""
+        """Add a block [rows, columns] that begins at (row, column) of a tensor with `width` numbers per row."""
         if not block.numel():
             return
         plain, unit, size = block.detach() + 0, self.unit, block.element_size()  # -0 becomes 0
@@ -89,12 +89,12 @@ class Sums:
         self.placed = (self.placed + int((down * rows).sum()) + int((along * columns).sum())) % _MODULUS
 
     def add_padding(self, *blocks: Tensor) -> None:
-        """What stands beyond the tensor; zeros change nothing."""
+        """Add blocks beyond the tensor; only zeros leave the sums unchanged."""
         self.plain = (self.plain + sum(int(block.count_nonzero()) for block in blocks)) % _MODULUS
 
 
 def sums_of(tensor: Tensor) -> Sums | None:
-    """Of a whole tensor; None where its numbers are no floating-point numbers."""
+    """Sums of a whole tensor; None if it is not floating-point."""
     found = _empty(tensor.dtype, tensor.shape)
     if found is not None:
         for row, block in _blocks(_matrix(tensor)):
@@ -105,11 +105,11 @@ def sums_of(tensor: Tensor) -> Sums | None:
 def held(
     model: nn.Module, shapes: Mapping[str, Sequence[int]], advanced: Callable[[int], object] = lambda size: None
 ) -> dict[str, str]:
-    """The sums of what a worker's model has of each tensor, by its published name; what cannot be read is left out.
+    """Sums of each published tensor in a worker's model, by name; unreadable ones are left out.
 
     Args:
-        shapes: of the published tensors. What a layer has beyond them is padding, which has to be zero.
-        advanced: gets the bytes of each part that was read.
+        shapes: shapes of the published tensors. What a layer has beyond them is padding, which has to be zero.
+        advanced: called with the number of bytes of each part that was read.
     """
     found: dict[str, Sums] = {}
     with torch.inference_mode():
@@ -129,7 +129,7 @@ def held(
 
 @dataclass
 class _Part:
-    """Rows of a layer's memory that belong to one published tensor, and where they stand there."""
+    """Rows of a layer's memory that belong to one published tensor, and their position in it."""
 
     name: str
     dtype: torch.dtype
@@ -155,7 +155,7 @@ def _parts(name: str, module: Any) -> Iterator[_Part]:
 
 
 def _slices(last: str, module: Any, rows: int) -> list[tuple[str, int, int, int]]:
-    """Of a layer's rows: the published layer, first and last row here, and the place of the first one there."""
+    """Parts of a layer's rows: published layer, first and last row here, and position of the first row there."""
     rank = _rank(module)
     if hasattr(module, "shard_indices"):  # a vocabulary, padded
         own = module.shard_indices
@@ -191,7 +191,7 @@ def _reader(
 
 
 def _is_packed(last: str, module: Any) -> bool:
-    """Whether the layer computes from a copy of its weights; a table of embeddings is read as it is."""
+    """Whether the layer computes from a packed copy of its weights; embedding tables do not."""
     copies = hasattr(module, "cpu_linear") or getattr(module, "use_intel_amx_backend", False)
     return bool(copies) and (last == "lm_head" or not hasattr(module, "shard_indices"))
 
@@ -207,7 +207,7 @@ def _empty(dtype: torch.dtype, shape: Sequence[int]) -> Sums | None:
 
 
 def _size(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows, columns; a vector has one column."""
+    """Rows and columns; a vector has one column."""
     width = shape[-1] if len(shape) > 1 else 1
     return math.prod(shape) // max(1, width), width
 

@@ -1,6 +1,6 @@
-"""A plugin of SGLang: loads say how far they are, and `/weights_checker` tells what a worker holds.
+"""Plugin of SGLang that reports the progress of loads and the content of a worker's memory.
 
-SGLang loads it in each of its processes, by the entry point beside this file. Two functions of it are wrapped:
+SGLang loads it in each of its processes, by the entry point beside this file. It wraps two functions:
 
     the tensors of a load      counted as they are read (`advance`)
     /weights_checker           action "stretto_held": the sums of `readback` in place of checksums
@@ -25,15 +25,15 @@ _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterat
 
 
 def register() -> None:
-    """What the entry point calls."""
+    """Entry point: install the wrappers."""
     hooks = import_module(_HOOKS)
     hooks.HookRegistry.register(_CHECKER, handle, hooks.HookType.AROUND)
     hooks.HookRegistry.register(_LOADER, counted, hooks.HookType.AROUND)
 
 
 def handle(original: Callable[..., Any], checker: Any, action: str, *arguments: Any, **settings: Any) -> Any:
-    """As SGLang's own, with one action more; `skip_tensor_list` has the folder of the version, and
-    the shapes of its tensors as JSON."""
+    """SGLang's handler with an additional action; `skip_tensor_list` has the folder of the version, and the shapes of
+    its tensors as JSON."""
     if action != ACTION:
         return original(checker, action, *arguments, **settings)
     folder, shapes = settings["skip_tensor_list"]
@@ -45,7 +45,7 @@ def handle(original: Callable[..., Any], checker: Any, action: str, *arguments: 
 def counted(
     original: Callable[..., Iterator[tuple[str, Tensor]]], loader: Any, source: Any, *arguments: Any, **settings: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors; one that was read counts when the next one is wanted."""
+    """The same tensors, counted when the next one is requested."""
     advance = _ADVANCE.Advance(str(source.model_or_path))
     for name, tensor in original(loader, source, *arguments, **settings):
         yield name, tensor

@@ -1,8 +1,8 @@
-"""vLLM's worker, extended by loading a version of the weights from a folder, and by telling what it holds then.
+"""Extension of vLLM's worker: loads weights from a folder, and reports the content of its memory.
 
 Stretto is not installed in vLLM's environment, so this file imports nothing of it. vLLM mixes the class into its worker
-(``--worker-extension-cls vllm_extension.Loader``, with this folder on PYTHONPATH), and `/collective_rpc` calls it by
-name, between pause and resume; vLLM answers after every worker has done it.
+(``--worker-extension-cls vllm_extension.Loader``, with this folder on PYTHONPATH); `/collective_rpc` calls it by name
+between pause and resume, and returns when every worker is done.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _ADVANCE, _READBACK = (import_module(f"{_HERE}{name}") for name in ("advance", "
 
 
 class Loader:
-    """Methods that vLLM's worker gets; the names stay clear of vLLM's own."""
+    """Methods added to vLLM's worker, with names that do not clash with vLLM's own."""
 
     model_runner: Any
 
     def stretto_load(self, folder: str) -> dict[str, int]:
-        """Load every ``*.safetensors`` of the folder; how many tensors that were.
+        """Load every ``*.safetensors`` of the folder; returns the number of tensors.
 
-        vLLM's reload empties the layers first: where it fails halfway, the next step ends the server. So all that can
-        be wrong with the files is found before.
+        vLLM's reload empties the layers first, and a failure halfway would end the server at its next step. So all
+        files are checked before.
         """
         advance = _ADVANCE.Advance(folder)
         tensors = sum(1 for _ in _tensors(Path(folder), advance))
@@ -38,7 +38,7 @@ class Loader:
         return {"tensors": tensors}
 
     def stretto_held(self, folder: str, shapes: str) -> dict[str, str]:
-        """What this worker holds of the tensors whose shapes JSON tells (`readback`)."""
+        """Sums (`readback`) of this worker's tensors; `shapes` is JSON."""
         found: dict[str, str] = _READBACK.held(
             self.model_runner.get_model(), json.loads(shapes), _ADVANCE.Advance(folder).add
         )
@@ -54,7 +54,7 @@ class Loader:
 
 
 def _tensors(folder: Path, advance: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of every file; one that was read counts when the next one is wanted."""
+    """Every tensor of every file, counted when the next one is requested."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder}: no *.safetensors")

@@ -1,9 +1,9 @@
-"""Tests that are written as Python asserts, as HumanEval and MBPP have them, taken apart into calls and results.
+"""Parser of tests written as Python asserts (HumanEval, MBPP) into calls and expected results.
 
-An assert that runs beside the program can be fooled by it: an object that equals everything, an exit before the end. A
-call whose result is compared elsewhere cannot. So ``assert candidate([1, 2]) == 3`` becomes the call ``f([1, 2])`` and
-the result 3, and ``assert abs(candidate(2) - 1.41) < 0.01`` a result and how far it may be off. An assert of another
-form is refused, it is never left out: ``assert candidate(1)`` asks for the truth of what may be no value at all.
+A program can fool an assert that runs beside it: by an object that equals everything, or by an early exit. It cannot
+fool a call whose result is compared elsewhere. So ``assert candidate([1, 2]) == 3`` becomes the call ``f([1, 2])`` and
+the result 3, and ``assert abs(candidate(2) - 1.41) < 0.01`` a result and a tolerance. Asserts of another form are
+refused, never dropped: ``assert candidate(1)`` tests the truth of a result that may be no plain value.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _CANDIDATE = "candidate"
 
 
 class BadTests(Undecided):
-    """Tests that cannot be read: no completion can be judged by them."""
+    """The tests cannot be read, so no completion can be judged by them."""
 
 
 def calls_of_check(source: str, entry_point: str) -> Iterator[CallTest]:
-    """The asserts of HumanEval's ``def check(candidate): ...``.
+    """Tests from the asserts of HumanEval's ``def check(candidate): ...``.
 
     Raises:
-        BadTests: one of its statements is not of the form ``assert candidate(...) == ...``.
+        BadTests: a statement is not of the form ``assert candidate(...) == ...``.
     """
     checks = [node for node in _parsed(source).body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if not checks:
@@ -42,7 +42,7 @@ def calls_of_check(source: str, entry_point: str) -> Iterator[CallTest]:
 
 
 def call_of_assert(line: str) -> CallTest:
-    """One assert of MBPP.
+    """Test from one assert of MBPP.
 
     Raises:
         BadTests: it is not of the form ``assert f(...) == ...``.
@@ -55,7 +55,7 @@ def call_of_assert(line: str) -> CallTest:
 
 
 def _test(statement: ast.Assert, names: dict[str, str]) -> CallTest | None:
-    """The test of one assert; `None` for one without any call, such as HumanEval's ``assert True``."""
+    """Test from one assert; `None` for an assert without any call, such as HumanEval's ``assert True``."""
     match statement.test:
         case ast.Compare(left=ast.Call() as call, ops=[ast.Eq() | ast.Is()], comparators=[wanted]):
             return _call(call, _value(wanted, statement), names, statement)

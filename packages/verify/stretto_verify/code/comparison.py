@@ -1,12 +1,13 @@
-"""Is it what was expected? Compared by the grader, in whose memory alone the expected outputs are.
+"""Comparison of expected and actual outputs, in the grader, so that a program never has the expected ones in its
+memory.
 
-Text is compared line by line without the spaces at the ends of lines and the empty lines at the end, words apart, and
-numbers by value. What the expected text shows counts: the zeros in front of a number, an indentation, several spaces in
-a row. A line without a letter or a digit is a drawing, and is compared as it is. Values of calls must be of the same
-kind: a number is no text and True is not 1.
+Text is compared line by line, without trailing spaces and trailing empty lines, word by word, numbers by value.
+Formatting of the expected text counts: leading zeros, indentation, several spaces in a row. A line without letters or
+digits is a drawing and compared exactly. Results of calls must have the same type: a number is no text and True is not
+1.
 
-A number that is expected as an integer must be that integer. One that is expected with a fraction may differ by one
-part in a million, but not by half of its last place that is shown, of the first six; or by 1e-9.
+An expected integer must be matched exactly. For an expected fraction, the tolerance is one part in a million, but less
+than half of the last shown digit of the first six; or 1e-9.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from stretto_verify.sandbox.values import TUPLE
 
 _RELATIVE, _ABSOLUTE = Fraction(1, 10**6), Fraction(1, 10**9)
-_PLACES = 6  # that computed numbers are good for
+_PLACES = 6  # reliable decimal places of computed numbers
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?", re.ASCII)
 _INTEGER = re.compile(r"([+-]?)0*([0-9]+)", re.ASCII)
 _PADDED = re.compile(r"[+-]?0[0-9]", re.ASCII)
@@ -30,7 +31,7 @@ _LONGEST_NUMBER = 400
 
 
 def same_text(expected: str, printed: str, *, alike: bool = False) -> bool:
-    """Is the standard output the expected one? `alike`: 3.0 is 3.
+    """Whether the standard output equals the expected one. `alike`: 3.0 equals 3.
 
     >>> same_text("1 2.50\\n", "1  2.5 \\n\\n"), same_text("12", "1 2"), same_text("100000000", "100000001")
     (True, False, False)
@@ -40,7 +41,7 @@ def same_text(expected: str, printed: str, *, alike: bool = False) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """The lines without the indentation that they all have."""
+    """Lines without their common indentation."""
     text = text.rstrip().replace("\r\n", "\n")
     lines = [line.rstrip() for line in text.split("\n")] if text else []
     margin = min((len(line) - len(line.lstrip()) for line in lines if line), default=0)
@@ -65,7 +66,7 @@ def _same_line(alike: bool, expected: str, printed: str) -> bool:
 
 
 def _gaps(line: str) -> list[str]:
-    """The spaces in front of each word."""
+    """Spaces in front of each word."""
     return re.split(r"\S+", line)[:-1]
 
 
@@ -85,10 +86,9 @@ def _same_word(alike: bool, expected: str, printed: str) -> bool:
 
 
 def same_value(expected: Any, found: Any, *, alike: bool = False) -> bool:
-    """Is the result of a call, in the form of `sandbox.values.plain`, the expected one?
+    """Whether the result of a call, in the form of `sandbox.values.plain`, equals the expected one.
 
-    A list may be expected where a tuple is found, since JSON has no tuples; not the other way round. `alike`: 1 is
-    True.
+    An expected list matches a tuple, since JSON has no tuples; not the other way round. `alike`: 1 equals True.
     """
     same = partial(same_value, alike=alike)
     match expected, found:
@@ -112,7 +112,7 @@ def same_value(expected: Any, found: Any, *, alike: bool = False) -> bool:
 
 
 def near(expected: float, found: Any, within: float) -> bool:
-    """Is the result of a call a number that is no further than `within` from the expected one?
+    """Whether the result of a call is a number within the distance `within` of the expected one.
 
     >>> near(1.41, 1.4142, 0.01), near(1.41, 1.43, 0.01), near(1.0, True, 0.01)
     (True, False, False)
@@ -132,7 +132,7 @@ def _close_value(expected: float, found: float) -> bool:
 
 
 def _close(expected: str, found: Fraction) -> bool:
-    """Is a number what is shown of another one?"""
+    """Whether a number equals the shown one within its tolerance."""
     wanted, shown = Fraction(expected), -int(Decimal(expected).as_tuple().exponent)
     last = Fraction(1, 2) / Fraction(10) ** shown if shown < _PLACES else Fraction(1, 10**_PLACES)
     return abs(found - wanted) <= max(min(_RELATIVE * abs(wanted), last), _ABSOLUTE)

@@ -45,10 +45,10 @@ from builtins import *
 
 
 def parse_tests(given: object) -> ProgramTests:
-    """The tests in any of the forms above.
+    """Parse tests in any of the forms above.
 
     Raises:
-        BadTests: in none of them; the message says which test and what is wrong with it.
+        BadTests: no form fits; the message says which test is wrong, and how.
     """
     for _ in range(_DEPTH):
         if isinstance(given, str):
@@ -60,7 +60,7 @@ def parse_tests(given: object) -> ProgramTests:
 
 
 def gold(prompt: str, completion: str, answer: str) -> bool:
-    """Can `answer` be the tests of a question?
+    """Whether `answer` can be the tests of a question.
 
     Raises:
         BadTests: it cannot; the reason says why.
@@ -76,7 +76,7 @@ def _json(text: str) -> object:
 
 
 def _row(row: Mapping[str, Any]) -> ProgramTests:
-    """A dictionary: of inputs and outputs, or a whole row."""
+    """Tests from a dictionary: inputs and outputs, or a whole dataset row."""
     if "inputs" in row and "outputs" in row:
         return _lists(row["inputs"], row["outputs"], row.get("fn_name"))
     if "public_test_cases" in row or "private_test_cases" in row:
@@ -98,7 +98,7 @@ def _row(row: Mapping[str, Any]) -> ProgramTests:
 
 
 def _mbpp(row: Mapping[str, Any]) -> ProgramTests:
-    """Asserts, with what they import (rows that were checked by hand) and with what they set up (the others)."""
+    """Asserts with their imports (sanitized rows) and their setup code (other rows)."""
     imports, setup = row.get("test_imports") or "", row.get("test_setup_code") or ""
     texts = {"test_imports": _joined(imports, "test_imports"), "test_setup_code": _text(setup, "test_setup_code")}
     for place, text in texts.items():
@@ -148,7 +148,7 @@ def _test(test: Any, place: str, metadata: Mapping[str, Any]) -> StdinTest | Cal
 
 
 def _lists(inputs: object, outputs: object, name: object) -> ProgramTests:
-    """Inputs beside outputs; with a name the inputs are lists of arguments."""
+    """Tests from parallel lists of inputs and outputs; with a function `name`, inputs are argument lists."""
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise BadTests("'inputs' and 'outputs' are not lists of the same length")
     pairs = list(zip(inputs, outputs, strict=True))
@@ -170,12 +170,12 @@ def _lists(inputs: object, outputs: object, name: object) -> ProgramTests:
 
 
 def _accepted(wanted: object) -> tuple[Any, ...]:
-    """Some of these rows hold the result in a list of its own, others do not, and nothing says which."""
+    """Accepted results: some rows wrap the result in a list, others do not, without any mark."""
     return (wanted, wanted[0]) if isinstance(wanted, list) and len(wanted) == 1 else (wanted,)
 
 
 def _joined(value: object, place: str) -> str:
-    """A text, or its lines."""
+    """A text, or its lines joined."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     return _text(value, place)
@@ -202,7 +202,7 @@ def _metadata(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _unpacked(given: Any) -> Iterable[object]:
-    """A list of tests: as it is, as JSON, or as LiveCodeBench packs it (JSON in a pickle, deflated, in base 64)."""
+    """List of tests: as it is, from JSON, or from LiveCodeBench's packing (JSON in a pickle, deflated, base 64)."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -226,7 +226,7 @@ def _unpickled_text(packed: str) -> str:
 
 
 class _TextsOnly(pickle.Unpickler):
-    """A pickle is a program; this one may call nothing."""
+    """Unpickler that refuses to call anything, since a pickle is a program."""
 
     def find_class(self, module: str, name: str) -> Never:
         raise pickle.UnpicklingError(f"it wants {module}.{name}")

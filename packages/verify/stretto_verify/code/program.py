@@ -1,8 +1,8 @@
-"""The program in a completion.
+"""Extraction of the program from a completion.
 
-Models think aloud, show drafts and explain what they have written; the program is the last finished block of code, or
-the last one that defines the function which is asked for. A completion without any block is a program itself: so write
-models that were told to write nothing else.
+Models show drafts and explanations beside their program. The program is the last finished code block, or the last one
+that defines the required function. A completion without any block is taken as a program, as from models that were told
+to write nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_CLOSING = 8  # fences that are tried as the end of a block
 
 
 class Program(NamedTuple):
-    """A program as it is run: `before` and `after` it other texts, in the same module."""
+    """A program to run; `before` and `after` are other texts of the same module."""
 
     source: str
     before: str = ""
@@ -35,12 +35,12 @@ class Program(NamedTuple):
 def extract_program(
     completion: str, preamble: str = "", entry_point: str = "", called: frozenset[str] = frozenset()
 ) -> str | None:
-    """The program of a completion; `None`: there is none.
+    """Extract the program of a completion; `None` if there is none.
 
-    A block of code counts when it is closed and says that it is Python; where none says so, when it says nothing
-    (beside blocks that do, that is an output or an example). Where functions are `called`, a block that defines them
-    goes before those behind it, which show how they are used. With an `entry_point` it may also continue the
-    `preamble` (the head of the function, in the prompts of HumanEval): where it does not define that name itself.
+    A code block counts when it is closed and marked as Python; unmarked blocks count only if none is marked (otherwise
+    they are outputs or examples). With `called` functions, a block that defines them is preferred to later ones, which
+    show their use. With an `entry_point`, the block may also continue the `preamble` (the function's head, in the
+    prompts of HumanEval) if it does not define that name itself.
 
     >>> extract_program("First\\n```python\\nx = 1\\n```\\nor\\n```python\\nprint(2)\\n```\\nIt says\\n```\\n2\\n```")
     'print(2)\\n'
@@ -61,7 +61,7 @@ def extract_program(
 
 
 def defines(program: str, name: str) -> bool:
-    """Does the program define a function or a variable of that name, at its top or in a class?"""
+    """Whether the program defines a function or variable of that name, at top level or in a class."""
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -70,7 +70,7 @@ def defines(program: str, name: str) -> bool:
 
 
 def helpers(preamble: str, entry_point: str) -> str:
-    """What a preamble has beside the function that is asked for: imports, other functions. Empty where it is no Python.
+    """Code of a preamble besides the required function: imports, other functions. Empty if it is no valid Python.
 
     >>> helpers("import math\\n\\ndef half(n): return n / 2\\n\\ndef f(n):", "f")
     'import math\\ndef half(n):\\n    return n / 2'
@@ -85,7 +85,8 @@ def helpers(preamble: str, entry_point: str) -> str:
 
 
 def _is_left_out(statement: ast.stmt, entry_point: str) -> bool:
-    """The function itself, since only the completion may define it, and what must stand first in its text."""
+    """Whether to drop a statement: the required function, which only the completion may define, and statements that
+    must come first in a file."""
     return _defined([statement], entry_point) or (
         isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
     )
@@ -111,7 +112,7 @@ def _names(statement: ast.stmt) -> list[str]:
 
 
 def _blocks(text: str) -> tuple[list[str], bool]:
-    """The finished blocks of Python, or of no language where there are none, and whether any block was begun."""
+    """Finished blocks of Python (or unmarked ones if none is marked), and whether any block was begun."""
     labelled: list[str] = []
     unlabelled: list[str] = []
     fences = list(_FENCE.finditer(text))
@@ -136,7 +137,7 @@ def _blocks(text: str) -> tuple[list[str], bool]:
 
 
 def _closing(fences: Sequence[re.Match[str]], start: int, ticks: str) -> Iterator[int]:
-    """The fences from `start` that may close a block."""
+    """Fences from `start` on that may close a block."""
     for number in range(start, len(fences)):
         fence = fences[number]
         if fence["ticks"].startswith(ticks) and not fence["label"] and not fence["bullet"]:
@@ -152,5 +153,5 @@ def _is_program(text: str) -> bool:
 
 
 def _without_margin(block: str, width: int) -> str:
-    """A block in an item of a list begins where the text of the item does: so much space is in front of its lines."""
+    """A block without the indentation of the list item that contains it."""
     return re.sub(rf"^[ \t]{{1,{width}}}", "", block, flags=re.MULTILINE) if width else block

@@ -1,9 +1,9 @@
-"""The verdict on a program: run in a sandbox against inputs, judged outside of it.
+"""Verdict on a program: run in a sandbox, judged outside of it.
 
     completion ──► program ──► sandbox: one process per input ──► outputs ──► compared here with what was expected
 
-Right: every test passed. Wrong: a test did not, whatever the program did about it. Undecided: the sandbox or the tests
-are at fault, or the tests together take longer than is allowed, and nothing is known about the program.
+Right: every test passed. Wrong: a test failed through the program. Undecided: the sandbox or the tests are at fault, or
+all tests together exceed the time limit.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _OUT_OF_TIME = "time limit of all tests"
 
 
 class Judgement(NamedTuple):
-    """How many tests passed, of how many, and what came first of those that did not; `unknown`: nothing was wrong when
-    the time of all tests was over."""
+    """Number of passed tests, of all tests, and the first failure. `unknown`: the time limit was reached without any
+    failure."""
 
     passed: int
     total: int
@@ -48,9 +48,9 @@ class Judgement(NamedTuple):
 
 
 class CodeReward:
-    """Judges programs, one at a time, in one sandbox that it keeps.
+    """Judges programs, one at a time, in one persistent sandbox.
 
-    Called as a reward, the gold answer is the tests as JSON, in any form of `formats`.
+    As a reward, its gold answer is the tests as JSON, in any form of `formats`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CodeReward:
         self._sandbox = sandbox(walls, config)
 
     def __call__(self, prompt: str, completion: str, answer: str) -> bool:
-        """Is the program right? Tests after the first that fails are not run.
+        """Whether the program is right. Tests after the first failure are not run.
 
         Raises:
             Undecided: the tests cannot be read, or the sandbox could not run them.
@@ -80,14 +80,14 @@ class CodeReward:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a run has to record: the level of its sandbox, and how that was found."""
+        """Facts for the run's record: level of the sandbox, and how it was found."""
         return {"sandbox": str(self.report)}
 
     def judge(self, completion: str, tests: ProgramTests, *, to_the_end: bool = True) -> Judgement:
-        """Run the program of a completion against all tests, or until one fails.
+        """Run a completion's program against all tests, or until one fails.
 
         Raises:
-            SandboxFailed: it could not be run.
+            SandboxFailed: the sandbox could not run it.
         """
         program = program_of(completion, tests)
         if program is None:
@@ -106,7 +106,7 @@ class CodeReward:
         self._sandbox.close()
 
     def _judge_input(self, program: Program, test: StdinTest, clock: _Clock, *, alike: bool) -> str:
-        """What is wrong with the program on one input; empty: nothing."""
+        """Failure of the program on one input; empty if it passes."""
         if clock.left <= 0:
             return _OUT_OF_TIME
         seconds, patience = clock.allow(1)
@@ -121,7 +121,8 @@ class CodeReward:
     def _judge_calls(
         self, program: Program, tests: tuple[CallTest, ...], clock: _Clock, *, alike: bool
     ) -> tuple[int, str]:
-        """All calls in one process, which gets the arguments and never the results."""
+        """Run all calls in one process, which gets the arguments but not the expected results; returns the number
+        passed and the first failure."""
         calls = [{"name": test.call, "args": list(test.args)} for test in tests]
         ended = self._run({**program._asdict(), "calls": calls}, b"", *clock.allow(len(tests)))
         clock.charge(ended)
@@ -145,16 +146,16 @@ class CodeReward:
         return sum(right), next(problems, "")
 
     def _is_slow_alone(self, ended: ProgramEnd) -> bool:
-        """Whether the call in which a program was ended took too long by itself. How much of the processor it had is
-        known of the whole run."""
+        """Whether the last call alone exceeded its limit. Its CPU share is estimated from the whole run."""
         computed = ended.silent * ended.cpu_seconds / ended.seconds
         return computed >= self._config.seconds or ended.silent >= clock_limit(self._config.seconds)
 
     def _run(self, task: dict[str, Any], given: bytes, seconds: float, patience: float) -> ProgramEnd:
-        """The end of a program; of one that ends its sandbox each time, while others do not, that it did so.
+        """Run a program; returns its end. A program that repeatedly kills its sandbox, while others do not, is blamed
+        for it.
 
         Raises:
-            SandboxFailed: the sandbox fails by itself.
+            SandboxFailed: the sandbox fails without the program's fault.
         """
         for _ in range(_TRIES):
             with suppress(SandboxFailed):
@@ -164,8 +165,8 @@ class CodeReward:
 
 
 def program_of(completion: str, tests: ProgramTests) -> Program | None:
-    """The program of a completion as it is run: behind the `prelude` and before the `setup`; behind the `preamble` too,
-    without the head of the function where the completion repeats it."""
+    """A completion's program ready to run: after `prelude` and `preamble` (without the function's head if the
+    completion repeats it), before `setup`."""
     called = frozenset(test.call for test in tests.calls)
     source = extract_program(completion, tests.preamble, tests.entry_point, called)
     if source is None:
@@ -176,7 +177,7 @@ def program_of(completion: str, tests: ProgramTests) -> Program | None:
 
 @dataclass
 class _Clock:
-    """Seconds that one completion has spent: its programs are charged, a sandbox that failed is not."""
+    """Time spent on one completion; failures of the sandbox are not charged."""
 
     config: SandboxConfig
     computed: float = 0.0
@@ -184,7 +185,7 @@ class _Clock:
 
     @property
     def left(self) -> float:
-        """Seconds of processor time; 0 as well when no more time is left by the clock."""
+        """Remaining CPU seconds; 0 also when no wall-clock time is left."""
         return self.config.completion_seconds - self.computed if self._patience > 0 else 0.0
 
     @property
@@ -192,7 +193,7 @@ class _Clock:
         return clock_limit(self.config.completion_seconds) - self.waited
 
     def allow(self, tests: int) -> tuple[float, float]:
-        """Seconds for the next run, of the given number of tests: of processor time, and by the clock."""
+        """CPU and wall-clock seconds for the next run, which has this many tests."""
         seconds = min(tests * self.config.seconds, self.left)
         return seconds, min(clock_limit(seconds), self._patience)
 
@@ -208,7 +209,7 @@ def _is_accepted(test: CallTest, value: Any, *, alike: bool) -> bool:
 
 
 def _result(line: bytes) -> dict[str, Any]:
-    """What the guest wrote about one call; the program may have written there too."""
+    """Guest's report about one call, untrusted, since the program may have written it."""
     try:
         result = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a program is tested with: inputs for its standard input, or calls of a function."""
+"""Tests of a program: texts for its standard input, or calls of a function."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from stretto_verify.verdicts import Record
 
 
 class StdinTest(Record, frozen=True):
-    """What the program reads, and what it must write. Example: ``StdinTest(stdin="3 8\\n", stdout="11\\n")``"""
+    """Input of the program and the expected output. Example: ``StdinTest(stdin="3 8\\n", stdout="11\\n")``"""
 
     stdin: str
     stdout: str
 
 
 class CallTest(Record, frozen=True):
-    """A call and the results that are accepted, in the form of `sandbox.values.plain`.
+    """A call and its accepted results, in the form of `sandbox.values.plain`.
 
     Example: ``CallTest(call="add", args=(3, 8), accepted=(11,))``
     """
@@ -31,11 +31,11 @@ class ProgramTests(Record, frozen=True):
 
     stdin: tuple[StdinTest, ...] = ()
     calls: tuple[CallTest, ...] = ()
-    prelude: str = ""  #: what a completion may use without importing it
-    preamble: str = ""  #: what the completion was given to go on from: imports, helpers, and the head of `entry_point`
+    prelude: str = ""  #: names that a completion may use without importing them
+    preamble: str = ""  #: text that the completion continues: imports, helpers, and the head of `entry_point`
     entry_point: str = ""
     alike: bool = False  #: whether values that Python calls equal are the same, as where the tests are from: 1 and True
-    setup: str = ""  #: what the tests do with the names of a program before they call it
+    setup: str = ""  #: code of the tests that runs after the program and before the calls
 
     @property
     def count(self) -> int:

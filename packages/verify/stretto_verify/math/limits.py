@@ -1,8 +1,8 @@
 """Limits: texts that are refused before anything is computed.
 
-``9^{9^{9^{9}}}`` has fourteen characters and would never be evaluated. The pool kills a worker that hangs on it and
-leaves the completion undecided; but that takes a second each, and there may be a thousand. So the text is measured
-first, and every evaluation stays within `LARGEST_EXPONENT` and `LARGEST_INTEGER`.
+``9^{9^{9^{9}}}`` has fourteen characters and cannot be evaluated. The pool would kill a hanging worker, which takes a
+second for each of perhaps a thousand such completions. So texts are measured first, and every evaluation is limited to
+`LARGEST_EXPONENT` and `LARGEST_INTEGER`.
 """
 
 from __future__ import annotations
@@ -46,21 +46,20 @@ _POWER = re.compile(r"\^\s*[{(]?\s*-?\s*([0-9]+)")
 
 
 class TooLong(BaseException):
-    """The time is up; no library on the way may take it for an error of its own."""
+    """The time limit is over. A BaseException, so that no library catches it."""
 
 
 @contextmanager
 def limited_time(seconds: float = SECONDS) -> Iterator[None]:
-    """A limit on the processor time of the main thread, where signals arrive; other threads have none.
+    """Limit the CPU time of the main thread within the block; other threads get no signals and so no limit.
 
-    The garbage collector waits meanwhile: a collection goes through the whole process, which can take longer than the
-    limit, and a right answer would be wrong for it.
+    Garbage collection is paused, since a collection of the whole process can exceed the limit and fail a right answer.
 
-    A signal that arrives inside a callback of a weak reference or of a finalizer cannot end the comparison: Python
-    reports the exception there and drops it. The next signal ends it, so the report is left out.
+    A signal during a weak reference callback or finalizer cannot end the comparison: Python drops the exception after
+    reporting it. The next signal ends it, so the report is suppressed.
 
     Raises:
-        TooLong: the time is up.
+        TooLong: the limit is over.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -90,7 +89,7 @@ def limited_time(seconds: float = SECONDS) -> Iterator[None]:
 
 
 def check_piece(text: str) -> None:
-    """Check that a final answer is small enough to be read.
+    """Check that a final answer is small enough to be parsed.
 
     Raises:
         Undecided: it is not; the reason names the limit.
@@ -112,7 +111,7 @@ def check_piece(text: str) -> None:
 
 
 def check_symbolic(text: str) -> None:
-    """Check that the symbolic fallback, which expands and simplifies, may have this text.
+    """Check that the symbolic fallback, which expands and simplifies, can handle this text.
 
     Raises:
         Undecided: an expression in it can grow without bound.
@@ -122,7 +121,7 @@ def check_symbolic(text: str) -> None:
 
 
 def depth(text: str) -> int:
-    """The deepest nesting of brackets of any kind."""
+    """Deepest nesting of brackets."""
     deepest = level = 0
     for letter in text:
         if letter in "([{":

@@ -1,10 +1,10 @@
-"""The verdict on a completion in mathematics.
+"""Verdict on a completion in mathematics.
 
     completion ─► final answer ─► structure ─► compared with the gold structure ─► right · wrong
                    extract          parse        compare                             │ unknown
                                                                        math-verify ◄─┘
 
-docs/how_to/verify.md defines what is right, with reasons.
+docs/how_to/rewards.md defines which answers are right, with reasons.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ _COMMA = re.compile(  # three digits are a thousand
 
 
 def math(prompt: str, completion: str, answer: str) -> bool:
-    """Whether the final answer of `completion` is the gold `answer`.
+    """Whether the final answer of `completion` equals the gold `answer`.
 
     Raises:
-        Undecided: the gold answer is empty, beyond the limits, or cannot be read. A completion that is, is wrong.
+        Undecided: the gold answer is empty, exceeds the limits, or cannot be read. (A completion of that kind is
+            wrong.)
     """
     expected = gold_piece(answer)
     if completion.strip() == answer.strip() and not opened(prompt):
@@ -66,7 +67,7 @@ def math(prompt: str, completion: str, answer: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _checked(answer: str) -> str:
-    """Why `answer` cannot be a gold answer; empty: it can."""
+    """Why `answer` cannot be a gold answer; empty if it can."""
     piece = gold_piece(answer)
     try:
         _understand(read(piece.text))
@@ -95,7 +96,7 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def gold_piece(answer: str) -> FinalAnswer:
-    """The final answer of a gold answer.
+    """Final answer in a gold answer.
 
     Raises:
         Undecided: there is none.
@@ -130,7 +131,7 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         opinion = same(expected, found)
         plain = undeclared(spelled(given.text))
         if not opinion and plain != spelled(given.text) and undeclared(spelled(gold.text)) == spelled(gold.text):
-            other = _structure(plain)  # what the answer says of its names, the question may have said
+            other = _structure(plain)  # a declaration in the answer may be the question's
             opinion = opinion if other is None else same(expected, other)
         if opinion is not None:
             return opinion
@@ -143,14 +144,15 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
 
 
 def _with_point(given: FinalAnswer, gold: FinalAnswer) -> FinalAnswer:
-    """A number with a decimal comma, where the gold answer is a decimal: ``2,75`` for 2.75. Else ``2,75`` is a list."""
+    """The answer with a decimal comma read as a point (``2,75`` as 2.75) if the gold answer is a decimal; otherwise
+    ``2,75`` is a list."""
     if _DECIMAL.fullmatch(gold.text) is None or (found := _COMMA.fullmatch(given.text)) is None:
         return given
     return FinalAnswer(f"{found[1]}.{found[2]}", given.certain)
 
 
 def _is_written_back(gold: Node | None, given: FinalAnswer, found: Node | None, prompt: str) -> bool:
-    """Whether the answer is an equation of the question that was to be solved for a name, or a range that it has."""
+    """Whether the answer only repeats an unsolved equation or a range of the question."""
     relations = [one for one in (found.items if isinstance(found, Listing) else (found,)) if isinstance(one, Relation)]
     if not relations or compact(spelled(given.text)) not in _asked(prompt):
         return False
@@ -165,11 +167,11 @@ def _asked(prompt: str) -> str:
 
 
 def _understand(given: Node) -> None:
-    """Check that every scalar of a structure can be read and evaluated.
+    """Check that every scalar of a structure can be parsed and evaluated.
 
     Raises:
-        Unreadable: one cannot be read.
-        Undecided: the value of one is beyond the limits.
+        Unreadable: one cannot be parsed.
+        Undecided: the value of one exceeds the limits.
     """
     match given:
         case Scalar(latex=latex):
@@ -190,10 +192,10 @@ def _understand(given: Node) -> None:
 
 
 def _structure(text: str, *, is_whole: bool = False) -> Node | None:
-    """The structure of a text, None if it cannot be read.
+    """Parse a text; None if it cannot be read.
 
     Raises:
-        LeftOver: with `is_whole`, a reading leaves something over.
+        LeftOver: with `is_whole`, a part outside the structure could be an answer too.
     """
     try:
         return read(text)

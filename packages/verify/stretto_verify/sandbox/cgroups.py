@@ -1,6 +1,6 @@
-"""A control group for one sandbox: memory and processes counted over all that runs in it.
+"""Control group of a sandbox: limits on the memory and processes of everything in it.
 
-Groups need the right to make them, which root has as a rule; without it there is no level A.
+Creating groups usually needs root; without them there is no level A.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A place where groups can be made, and the limits that are set there: file name → name of the limit."""
+    """A folder in which groups can be created, with the limits to set there: file name → name of the limit."""
 
     folder: Path
     files: Mapping[str, str]
@@ -43,10 +43,10 @@ class ProgramGroup:
 
     @classmethod
     def create(cls, memory: int, processes: int, hierarchies: list[Hierarchy] | None = None) -> Self:
-        """A new group with at most `memory` bytes and `processes` processes.
+        """Create a group with at most `memory` bytes and `processes` processes.
 
         Raises:
-            OSError: there are no hierarchies for both limits, or they are not ours to change.
+            OSError: no hierarchy supports both limits, or we may not change it.
         """
         name = f"{_PREFIX}{os.getpid()}-{next(_numbers)}"
         group = cls()
@@ -64,9 +64,9 @@ class ProgramGroup:
         return group
 
     def add(self, process: int) -> None:
-        """Put a process into the group; what it starts from now on is in it too.
+        """Move a process into the group; its later children are in it too.
 
-        The kernel takes some milliseconds for it, so programs are forked into the group, not moved there.
+        The kernel takes some milliseconds, so programs are forked inside the group instead of moved.
         """
         for folder in self._folders:
             (folder / "cgroup.procs").write_text(str(process))
@@ -79,7 +79,7 @@ class ProgramGroup:
 
 
 def remove_groups_of(process: int) -> None:
-    """Remove the groups that a process has left behind which was killed."""
+    """Remove the groups that a killed process has left."""
     with contextlib.suppress(OSError):
         for hierarchy in find_hierarchies():
             for folder in hierarchy.folder.glob(f"{_PREFIX}{process}-*"):
@@ -87,10 +87,10 @@ def remove_groups_of(process: int) -> None:
 
 
 def find_hierarchies(proc: Path = Path("/proc/self")) -> list[Hierarchy]:
-    """Where groups for memory and processes can be made: below our own group, else at the root that we see.
+    """Folders in which groups for memory and processes can be created: below our own group, else at the visible root.
 
     Raises:
-        OSError: nowhere.
+        OSError: there are none.
     """
     own = dict(_own_groups((proc / "cgroup").read_text()))
     mounts = dict(_mounts((proc / "mounts").read_text()))
@@ -114,7 +114,7 @@ def _own_groups(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _mounts(text: str) -> Iterator[tuple[str, Path]]:
-    """Controllers with the folder where they are mounted; version 2 is called ``""``."""
+    """Mount folder of each controller; that of version 2 has the name ``""``."""
     for line in text.splitlines():
         _, folder, kind, options, *_ = line.split(" ")
         if kind == "cgroup2":
@@ -125,7 +125,7 @@ def _mounts(text: str) -> Iterator[tuple[str, Path]]:
 
 
 def _below(mount: Path, path: str) -> Path:
-    """In a container the path may be one of the outside, of which nothing is seen here."""
+    """Folder of our group; in a container the path may be an outside one, which is not visible here."""
     inside = mount / path.lstrip("/")
     return inside if inside.is_dir() else mount
 
@@ -152,7 +152,7 @@ def _remove(folder: Path, until: float) -> None:
 
 
 def _remove_orphans(parent: Path) -> None:
-    """Groups whose maker was killed."""
+    """Remove groups whose creator was killed."""
     for folder in parent.glob(f"{_PREFIX}*-*"):
         owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():

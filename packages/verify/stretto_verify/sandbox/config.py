@@ -14,7 +14,7 @@ _ALL_TESTS = "the same of all tests of one completion"
 
 
 class SandboxConfig(BaseModel, extra="forbid", frozen=True):
-    """Section ``[rewards.code]`` of a recipe: what a program may use, and how well it must be walled in."""
+    """Section ``[rewards.code]`` of a recipe: resource limits of a program, and the required sandbox level."""
 
     seconds: float = Field(2.0, gt=0, le=600, description=_TEST)
     completion_seconds: float = Field(10.0, gt=0, le=3600, description=_ALL_TESTS)

@@ -1,15 +1,15 @@
-"""The process inside a sandbox: a warm interpreter that forks once for every program.
+"""Process inside a sandbox: a warm interpreter that forks once for every program.
 
     host ── settings, then one order per program ──► guest ── forks ──► walls ──► the program
                                                        ▲                              │
                                                        └──────── how it ended ◄───────┘
 
-The host sends this file, `script` and `values` to a bare interpreter (``python -I -S -B``), so they stand alone and
-import little. Programs, inputs and outputs travel in descriptors that the guest passes on unread, so a later program
-cannot find an earlier one in its memory. Expected outputs never enter.
+The host sends this file, `script` and `values` to a bare interpreter (``python -I -S -B``), so they import little and
+nothing of this package. Programs, inputs and outputs travel in descriptors that the guest passes on unread, so a later
+program cannot find an earlier one in its memory. Expected outputs never enter.
 
-A step between fork and program that fails ends the child with a message, and the run is undecided: no wall is missing
-silently.
+If a step between fork and program fails, the child ends with a message and the run is undecided: no wall is silently
+missing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Function(_ctypes.CFuncPtr):
 
 
 def _function(name: str) -> Callable[..., int]:
-    """A function of the C library; integers go to it as `int`, bytes as pointers."""
+    """Function of the C library; integers are passed as `int`, bytes as pointers."""
     return _Function(_ctypes.dlsym(_ctypes.dlopen(None, 0), name))  # type: ignore[arg-type]
 
 
@@ -83,7 +83,7 @@ _syscall, _prctl_call, _mount = _function("syscall"), _function("prctl"), _funct
 
 
 class Guest:
-    """One interpreter inside the walls of one sandbox. `settings` are those of `walls.guest_settings`."""
+    """The interpreter inside one sandbox; `settings` come from `walls.guest_settings`."""
 
     def __init__(self, control: _socket.socket) -> None:
         body, (self._proc,) = _receive(control, SETTINGS_BYTES)
@@ -91,13 +91,13 @@ class Guest:
         self._control = control
         _become(self._settings["uid"])
         _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # a program may send it to the first process of its namespace
-        for name in self._settings["loaded"]:  # what many programs import, once for all of them
+        for name in self._settings["loaded"]:  # modules that many programs import, loaded once
             __import__(name)
         gc.freeze()  # what a program leaves is looked for among its own objects
         self._ids = os.getuid(), os.getgid()
 
     def serve(self) -> None:
-        """Orders, one at a time, until the host closes its end."""
+        """Carry out orders, one at a time, until the host closes its end."""
         self._control.send(b"ready")
         while True:
             order, given = _receive(self._control, ORDER.size)
@@ -109,7 +109,7 @@ class Guest:
             self._control.send(self._run(seconds, patience, given))
 
     def _run(self, seconds: float, patience: float, given: list[int]) -> bytes:
-        """One program from its fork to its end, and how it ended."""
+        """Run one program; returns how it ended."""
         start = time.monotonic()
         told, tell = os.pipe()
         child = _fork(self._settings["namespaces"])
@@ -126,9 +126,8 @@ class Guest:
         return REPLY.pack(status, timed_out, time.monotonic() - start, processor, usage.ru_maxrss * 1024) + problem
 
     def _wait(self, child: int, seconds: float, until: float) -> tuple[bool, float]:
-        """Wait for the child; what it was last seen to have computed. It is killed (then True) when it has computed for
-        `seconds`, but not before these are over by the clock too, and at the latest at `until`; and when the host
-        orders it or is gone."""
+        """Wait for the child; returns whether it was killed, and its CPU seconds. It is killed after `seconds` of CPU
+        time (and not before as much wall-clock time), at the time `until`, or when the host orders it or is gone."""
         descriptor = os.pidfd_open(child)
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -149,7 +148,7 @@ class Guest:
         return not ready, computed
 
     def _computed(self, child: int) -> float:
-        """Processor seconds of the child, and of what it has started as far as the kernel tells."""
+        """CPU seconds of the child and, as far as the kernel tells, of its descendants."""
         ticks, guest = 0, os.readlink("self", dir_fd=self._proc)  # by its number there
         waiting = [guest]
         while waiting:
@@ -179,7 +178,7 @@ class Guest:
             return file.read()
 
     def _live(self, given: list[int]) -> None:
-        """The whole life of a child; it never returns."""
+        """Body of a child process; never returns."""
         try:
             self._raise_walls(given)
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
@@ -213,14 +212,14 @@ class Guest:
         os.close(_FIRST_FREE - 1)
 
     def _map_user(self) -> None:
-        """The same user inside as outside."""
+        """Map the user to itself in the user namespace."""
         user, group = self._ids
         self._tell_proc("setgroups", "deny")
         self._tell_proc("uid_map", f"{user} {user} 1")
         self._tell_proc("gid_map", f"{group} {group} 1")
 
     def _tasks_of(self, user: int) -> int:
-        """Threads that the user has now, in all processes."""
+        """Number of threads that the user has now, in all processes."""
         found = 0
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
         processes = os.listdir(folder)
@@ -240,7 +239,7 @@ class Guest:
 
 
 def _receive(control: _socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """One message and the descriptors that came with it."""
+    """Receive one message with its descriptors."""
     descriptors: list[int] = []
     body, ancillary, _, _ = control.recvmsg(size, _socket.CMSG_LEN(8 * _INTEGERS.size))
     for level, kind, data in ancillary:
@@ -251,7 +250,7 @@ def _receive(control: _socket.socket, size: int) -> tuple[bytes, list[int]]:
 
 
 def _become(uid: int | None) -> None:
-    """Root becomes the user `uid`; `None`: the guest stays who it is."""
+    """Switch from root to the user `uid`; `None`: stay the same user."""
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -260,7 +259,8 @@ def _become(uid: int | None) -> None:
 
 
 def _fork(namespaces: int) -> int:
-    """As `os.fork`; with `namespaces` the child is their first process, and the kernel ends what it leaves behind."""
+    """Same as `os.fork`; with `namespaces`, the child is the first process of a new PID namespace, whose other
+    processes the kernel ends with it."""
     if not namespaces:
         return os.fork()
     return _checked("clone", _syscall(_SYS_CLONE[_MACHINE], namespaces | _SIGCHLD, None, None, None, None))
@@ -270,7 +270,7 @@ def _fork(namespaces: int) -> int:
 
 
 def _hide(folders: list[str]) -> None:
-    """Where the files of the host are in sight: empty folders over these, and no change of any file below the root."""
+    """If the host's files are visible, mount empty folders over these, and make everything below the root read-only."""
     if folders:
         for folder in folders:
             _checked(f"mount {folder}", _mount(b"tmpfs", folder.encode(), b"tmpfs", _NOSUID_NODEV, b"size=4096"))
@@ -284,7 +284,7 @@ def _mount_tmp(options: str) -> None:
 
 
 def _keep_only(given: list[int]) -> None:
-    """Number the given descriptors from 0 and close all others."""
+    """Renumber the given descriptors from 0 and close all others."""
     parked = 64
     for number, descriptor in enumerate(given):
         os.dup2(descriptor, parked + number)
@@ -306,7 +306,7 @@ def _drop_capabilities() -> None:
 
 
 def _landlock(files: int, scopes: int, read: Iterable[str], write: Iterable[str]) -> None:
-    """Allow reads below `read` and writes below `write` alone; `files` and `scopes` are the handled access rights."""
+    """Allow only reads below `read` and writes below `write`; `files` and `scopes` are the handled access rights."""
     attributes = struct.pack("<QQQ", files, 0, scopes)
     size = 24 if scopes else 8
     ruleset = _checked("landlock_create_ruleset", _syscall(_LANDLOCK_CREATE, attributes, size, 0))

@@ -1,4 +1,4 @@
-"""Descriptors that only Linux gives: files in memory, and places without a right to read them."""
+"""Linux-only descriptors: in-memory files, and O_PATH handles of folders."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 
 
 def memory_file(name: str) -> int:
-    """The descriptor of a new file in memory.
+    """Create a file in memory; returns its descriptor.
 
     Raises:
-        OSError: there are too many descriptors, or the system has no such files.
+        OSError: there are too many descriptors, or the system lacks memfd.
     """
     if sys.platform == "linux":
         return os.memfd_create(name)
@@ -19,10 +19,10 @@ def memory_file(name: str) -> int:
 
 
 def place(path: str) -> int:
-    """A descriptor that names a folder, and reads nothing of it.
+    """Descriptor that refers to a folder without read access (O_PATH).
 
     Raises:
-        OSError: there is no such folder, or the system has no such descriptors.
+        OSError: there is no such folder, or the system lacks O_PATH.
     """
     if sys.platform == "linux":
         return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

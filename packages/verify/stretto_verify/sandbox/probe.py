@@ -1,7 +1,7 @@
-"""Finds the strongest walls that hold on this machine, by attacking its own sandbox.
+"""Search for the strongest walls that hold on this machine, by attacking its own sandbox.
 
-Kernel, container and configuration decide in too many ways which walls are allowed. So each rung of the ladder is tried
-from the top, with the attacks of `attacks` and one honest program, and the first that holds is taken.
+Kernel, container and configuration decide in too many ways which walls are possible. So the rungs of the ladder are
+tried from the strongest, with the attacks of `attacks` and one honest program, and the first that holds is used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DAEMON_SECONDS = 0.5  # the daemon of the attack needs 0.3 s until it leaves it
 
 
 class Finding(Record, frozen=True):
-    """One attack on one rung: `stopped`, or what was seen instead."""
+    """Result of one attack on one rung: `stopped`, or else the observation."""
 
     attack: str
     stopped: bool
@@ -37,7 +37,7 @@ class Finding(Record, frozen=True):
 
 
 class Rung(Record, frozen=True):
-    """The findings of one rung, or the `problem` that kept it from standing."""
+    """Findings of one rung, or the `problem` that prevented it."""
 
     level: str
     warm: bool
@@ -111,7 +111,7 @@ class Baits:
         self._stack.close()
 
     def lay(self, program: str) -> str:
-        """The program with the places of the baits in it."""
+        """Insert the addresses of the baits into a program."""
         self.mark.unlink(missing_ok=True)
         return Template(program).safe_substitute(self._values)
 
@@ -140,7 +140,7 @@ def _seen(ended: ProgramEnd) -> str:
 
 
 def try_rung(walls: Walls, config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> Rung:
-    """Raise the walls of one rung, and run the attacks that its level must stop."""
+    """Set up the walls of one rung, and run the attacks that its level must stop."""
     findings: list[Finding] = []
     problem = ""
     try:
@@ -160,10 +160,10 @@ def try_rung(walls: Walls, config: SandboxConfig, attacks: Sequence[Attack] = AT
 
 
 def probe(config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> tuple[Walls, Report]:
-    """The strongest walls that hold here, and the report of all rungs tried.
+    """Find the strongest walls that hold here; also returns the report of all rungs tried.
 
     Raises:
-        SandboxRefused: only walls hold that are weaker than the configuration allows.
+        SandboxRefused: only walls weaker than the configuration allows hold.
     """
     rungs: list[Rung] = []
     for walls in ladder(config.warm):

@@ -1,7 +1,7 @@
-"""A sandbox: a program and an input go in, its output and how it ended come out.
+"""Sandbox: runs a program on an input; returns its output and how it ended.
 
-An exception, a signal or a limit of the program is in its `ProgramEnd`, and the program is wrong. A `SandboxFailed`
-says that the sandbox could not run it, and nothing about the program.
+Exceptions, signals and limits of the program are in its `ProgramEnd`, and the program is wrong. `SandboxFailed` means
+that the sandbox could not run it, which says nothing about the program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEPT_ERRORS = 4096  # bytes of the last errors, to be shown
 _READ = 1 << 16
 _LARGEST_REPLY = 1 << 16
 _STOP = b"k"  # anything that is no order
-_GUEST_BYTES, _GUEST_PROCESSES = 32 << 20, 2  # what the guest itself takes of its group
+_GUEST_BYTES, _GUEST_PROCESSES = 32 << 20, 2  # the guest's own share of its group's limits
 
 
 class SandboxFailed(Exception):
@@ -59,7 +59,7 @@ class ProgramEnd(Record, frozen=True):
 
     @property
     def how(self) -> str:
-        """``time limit``, ``signal 9``, ``exit status 1: ZeroDivisionError: division by zero``."""
+        """The end in words: ``time limit``, ``signal 9``, ``exit status 1: ZeroDivisionError: division by zero``."""
         if self.timed_out:
             return "time limit"
         if self.flooded:
@@ -93,9 +93,10 @@ class _Streams:
 
 
 class Sandbox:
-    """One slot: runs one program at a time. Warm walls keep their guest, others get a new one for each program.
+    """Runs one program at a time. With warm walls the guest process is kept, otherwise each program gets a new one.
 
-    Start it from a thread that lives as long as it does: the kernel ends bubblewrap with the thread that started it.
+    Start it from a thread that lives as long as the sandbox: the kernel ends bubblewrap with the thread that started
+    it.
 
     Example::
 
@@ -111,13 +112,13 @@ class Sandbox:
         self._user: SandboxUser | None = None
         self._guest: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._words: int | None = None  # what the guest and bubblewrap say on their standard error
+        self._words: int | None = None  # standard error of the guest and bubblewrap
 
     def start(self) -> None:
-        """Start the guest, if there is none.
+        """Start the guest, if it is not running.
 
         Raises:
-            SandboxFailed: these walls cannot be raised here; the message says why.
+            SandboxFailed: these walls cannot be set up here; the message says why.
         """
         if self._guest is not None:
             return
@@ -131,8 +132,8 @@ class Sandbox:
         """Run the program of a task (see `script.perform`) with `given` as its standard input.
 
         Args:
-            seconds: of processor time that it may take; a program that computes in parallel has them by the clock.
-            patience: seconds that it may take by the clock if it waits; None for those of `clock_limit`.
+            seconds: limit on CPU time; for a program that computes in parallel, on wall-clock time.
+            patience: limit on wall-clock time for a program that waits; None: `clock_limit`.
 
         Raises:
             SandboxFailed: it could not be run.
@@ -164,7 +165,7 @@ class Sandbox:
         return ProgramEnd(status, timed_out, streams.flooded, *said, *used, silent)  # type: ignore[call-arg]
 
     def close(self) -> None:
-        """End the guest, and with it all that runs in the sandbox."""
+        """End the guest and everything that runs in the sandbox."""
         self._end()
         for held in (self._group, self._user):
             if held is not None:
@@ -217,7 +218,7 @@ class Sandbox:
             raise OSError("the guest does not become ready")
 
     def _follow(self, output: int, errors: int, until: float) -> tuple[bytes, _Streams]:
-        """Read what the program writes until the guest says how it ended.
+        """Read the program's output until the guest reports its end.
 
         Raises:
             OSError: the guest is gone, or silent.
@@ -257,7 +258,7 @@ class Sandbox:
         return message
 
     def _failed(self, problem: str) -> SandboxFailed:
-        """The exception to raise; the guest, whatever its state, is not used again."""
+        """Exception to raise; the guest is not used again."""
         words = self._last_words()
         self._end()
         return SandboxFailed(f"{problem}: {words}" if words else problem)
@@ -286,7 +287,7 @@ class Sandbox:
 
 
 def _told_process(descriptor: int, until: float) -> int:
-    """The process id of the guest, which bubblewrap reports before the guest starts."""
+    """Pid of the guest, reported by bubblewrap before the guest starts."""
     told, poll = b"", select.poll()
     poll.register(descriptor, select.POLLIN)
     while not told.rstrip().endswith(b"}"):  # it writes in pieces
@@ -301,7 +302,7 @@ def _told_process(descriptor: int, until: float) -> int:
 
 @contextmanager
 def _file(content: bytes) -> Iterator[int]:
-    """A file in memory, to be read from its beginning."""
+    """In-memory file with this content, positioned at its beginning."""
     with open(memory_file("stretto-input"), "w+b") as file:
         file.write(content)
         file.seek(0)

@@ -1,6 +1,6 @@
-"""A program as a script: how it is run inside the sandbox, and how it ends.
+"""Execution of a program as a script inside the sandbox.
 
-A guest has this file too, so it stands alone, but for `values`, and imports little.
+Guests get this file too, so it imports little, and of this package only `values`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LARGEST_STACK = 64 << 20  # of a thread: deep recursion takes none, and a large
 
 
 def perform() -> int:
-    """Run the task in descriptor 3; the exit status."""
+    """Run the task in descriptor 3; returns the exit status."""
     with open(3, "rb") as file:
         task: dict[str, Any] = marshal.load(file)
     sys.argv = ["program.py"]
@@ -36,13 +36,13 @@ def perform() -> int:
     if calls is None:
         return _concluded(lambda: _execute(task, "__main__"), "__main__")
     results = os.dup(1)
-    os.dup2(2, 1)  # what the program prints is no result
+    os.dup2(2, 1)  # printed text is no result
     return _concluded(lambda: _call_all(_execute(task, "program"), calls, results), "program")
 
 
 def _concluded(work: Callable[[], object], name: str) -> int:
-    """Run as an interpreter runs a script, and end as it ends: join threads, run exit functions, flush, take the names
-    from the module, so that the files are closed that it has left open, and flush again."""
+    """Run like an interpreter runs a script, and end like it: join threads, run exit functions, flush, clear the
+    module's names (so that open files are closed), and flush again."""
     _reopen(name)
     status = 0
     try:
@@ -77,7 +77,8 @@ def _flush() -> None:
 
 
 def _flush_all() -> None:
-    """The first streams too, which the program may have replaced: an interpreter closes them as it forgets them."""
+    """Flush all streams, the original ones too (a program may have replaced them), as an interpreter does at its
+    end."""
     _flush()
     if sys.__stdout__ is not None and not sys.__stdout__.closed:
         sys.__stdout__.flush()
@@ -92,7 +93,7 @@ def _clear(name: str) -> None:
 
 
 def _status(code: object) -> int:
-    """What ``sys.exit(code)`` makes of its argument."""
+    """Exit status for the argument of ``sys.exit(code)``."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -102,8 +103,8 @@ def _status(code: object) -> int:
 
 
 def _reopen(name: str) -> None:
-    """Fresh standard streams, without buffers of the guest, and, for a script, their files, which lead nowhere without
-    /proc."""
+    """Open fresh standard streams, without the guest's buffers; for a script also their files, which are unreachable
+    without /proc."""
     stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
@@ -123,8 +124,8 @@ def _reopen(name: str) -> None:
 
 
 def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
-    """The program, between what is run before and after it: parts of one module, each compiled by itself, so that the
-    first line of a program is its first line (``from __future__ import annotations``)."""
+    """Run the program between its `before` and `after` parts: one module, each part compiled separately, so that the
+    program's first line is a first line (``from __future__ import annotations``)."""
     module = type(sys)(name)
     sys.modules[name] = module
     for part, file in (("before", "before.py"), ("source", "program.py"), ("after", "after.py")):
@@ -134,7 +135,7 @@ def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: int) -> None:
-    """One line for each call: ``{"value": ...}`` or ``{"error": ...}``."""
+    """Make all calls and write one line for each: ``{"value": ...}`` or ``{"error": ...}``."""
     for call in calls:
         try:
             function = _found(namespace, call["name"])
@@ -147,7 +148,7 @@ def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: i
 
 
 def _found(namespace: dict[str, Any], name: str) -> Callable[..., object]:
-    """The method of a class ``Solution`` of that name, or the function."""
+    """Method of that name of a class ``Solution``, or the function."""
     if hasattr(namespace.get("Solution"), name):
         return getattr(namespace["Solution"](), name)  # type: ignore[no-any-return]
     return namespace[name]  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""The system calls that a program in a sandbox may not make, as a filter that the kernel runs before each call.
+"""System call filter (seccomp) for programs in a sandbox.
 
-A filter is a small program of the classic BPF machine: instructions of eight bytes, jumps only forward. Refused calls
-fail with EPERM; those newer than the table with ENOSYS, as on an older kernel, so that nothing unknown gets through.
+The filter is a classic BPF program: instructions of eight bytes, only forward jumps. Refused calls fail with EPERM,
+calls newer than the table with ENOSYS, as on an older kernel, so that nothing unknown gets through.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the kernel calls a machine, and its numbers of the calls that are named above."""
+    """A machine architecture: its kernel name, and its numbers of the system calls above."""
 
     audit: int
     numbers: Mapping[str, int]
@@ -106,9 +106,9 @@ ARCHITECTURES = {
 
 
 def call_filter(machine: str | None = None, *, among_others: bool = False) -> bytes:
-    """The filter for a machine (this one, if left out), as the instructions that the kernel loads.
+    """Filter for a machine (default: this one), as BPF instructions for the kernel.
 
-    `among_others`: the program shares its process numbers with other processes; it may signal none and start none,
+    `among_others`: the program shares its PID namespace with other processes, so it may not signal or start any,
     threads excepted.
 
     Raises:
@@ -154,11 +154,11 @@ def _refuse(number: int) -> _Line:
 
 
 def _unless(*values: int) -> list[_Line]:
-    """Refuse these values of an argument."""
+    """Instructions that refuse these values of an argument."""
     return [line for value in values for line in ((JUMP_EQUAL, 0, 1, value), _refuse(errno.EPERM))]
 
 
 def _on_argument(place: int, number: int, checks: list[_Line]) -> list[_Line]:
-    """`checks` on the argument at `place` of one call, and only of that one."""
+    """Apply `checks` to the argument `place` of one system call."""
     body = [(LOAD, 0, 0, place), *checks, (RETURN, 0, 0, ALLOW)]
     return [(JUMP_EQUAL, 0, len(body), number), *body]

@@ -1,6 +1,6 @@
-"""The users of root's sandboxes: each owns nothing, and no other sandbox on this machine has it.
+"""User ids for root's sandboxes; each is used by only one sandbox on this machine, and owns nothing.
 
-Limits on processes are counted per user, so two sandboxes with one user would take each other's share.
+Process limits are counted per user, so two sandboxes with the same user would share one limit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _UNUSED_UIDS = 4_000
 
 
 class SandboxUser:
-    """The user of one sandbox. `uid` is None where we are not root: the guest stays who we are.
+    """User id of one sandbox; `uid` is None if we are not root and the guest keeps our user.
 
     Raises:
         OSError: all users are taken.
@@ -26,14 +26,15 @@ class SandboxUser:
             self.uid, self._claim = _claimed()
 
     def close(self) -> None:
-        """Give the user back."""
+        """Release the user id."""
         if self._claim is not None:
             self._claim.close()
             self._claim = None
 
 
 def _claimed() -> tuple[int, socket.socket]:
-    """The first free user, and what holds it: a name that the kernel frees with the process, however that ends."""
+    """First free user id, and the socket that reserves it: an abstract name that the kernel frees when the process
+    ends."""
     for number in range(_UNUSED_UIDS):
         uid = _FIRST_UNUSED_UID + (os.getpid() + number) % _UNUSED_UIDS
         claim = socket.socket(socket.AF_UNIX)

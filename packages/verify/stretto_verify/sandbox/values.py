@@ -1,6 +1,6 @@
-"""Arguments and results of calls as JSON that loses nothing: a tuple is no list, a key may be a number.
+"""Lossless JSON for arguments and results of calls: tuples differ from lists, keys may be numbers.
 
-The guest of a sandbox has this file too (`guest`), so it stands alone, and imports little.
+Guests get this file too (`guest`), so it imports little and nothing of this package.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ TUPLE, SET, DICT, BYTES = "\0tuple", "\0set", "\0dict", "\0bytes"
 
 
 def plain(value: object) -> Any:
-    """`value` as JSON that tells a tuple from a list, a set and keys of any kind.
+    """`value` as JSON that distinguishes tuples, lists, sets, and keys of any type.
 
     Raises:
-        TypeError: it is, or holds, something else than numbers, texts, bytes, None and these containers.
+        TypeError: it contains something else than numbers, texts, bytes, None and these containers.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -38,7 +38,7 @@ def plain(value: object) -> Any:
 
 
 def encoded(value: Any) -> str:
-    """The JSON of a plain value; what the json module, which is slow to import, would write."""
+    """JSON text of a plain value, without importing the json module, which is slow."""
     if isinstance(value, str):
         return _json.encode_basestring_ascii(str(value))
     if value is None or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The walls of a sandbox, and the ladder of levels: from the strongest walls that a machine might offer to none.
+"""Walls of a sandbox, and the ladder of levels from the strongest to none.
 
 | level | walls | what is missing |
 |---|---|---|
@@ -37,7 +37,7 @@ _NEW_IPC, _NEW_NET, _NEW_UTS = 0x08000000, 0x40000000, 0x04000000
 _INSIDE_BWRAP = _NEW_USER | _NEW_PROCESSES | _NEW_MOUNTS  # queues and shared memory are refused as calls
 _ON_THE_HOST = _INSIDE_BWRAP | _NEW_IPC | _NEW_NET | _NEW_UTS
 
-_LANDLOCK_FILES = ((1 << 13) - 1, (1 << 14) - 1, (1 << 15) - 1)  # what ABI 1, 2 and 3 know to watch over
+_LANDLOCK_FILES = ((1 << 13) - 1, (1 << 14) - 1, (1 << 15) - 1)  # access rights known to ABI 1, 2 and 3
 _LANDLOCK_SCOPES_FROM, _LANDLOCK_SCOPES = 6, 3  # abstract sockets, signals
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
 _BEGINNING = """import _socket, marshal, sys
@@ -69,7 +69,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Walls:
-    """One rung of the ladder. `namespaces` are those that each program gets for itself."""
+    """One rung of the ladder. `namespaces`: those created for each program."""
 
     level: Level
     bwrap: bool = False
@@ -80,12 +80,13 @@ class Walls:
 
     @property
     def warm(self) -> bool:
-        """Whether one guest may run program after program, since none leaves a trace for the next."""
+        """Whether one guest may run several programs, since none leaves a trace for the next."""
         return bool(self.namespaces) or not self.bwrap
 
 
 def ladder(warm: bool) -> Iterator[Walls]:
-    """The rungs from the strongest; where nested namespaces are not allowed, each program gets a new bubblewrap."""
+    """Rungs from the strongest. `warm`: also rungs with one bubblewrap for all programs, which need nested namespaces;
+    the others start a new one for each program."""
     for level, group in ((Level.A, True), (Level.B, False)):
         if warm:
             yield Walls(level, bwrap=True, group=group, namespaces=_INSIDE_BWRAP)
@@ -97,7 +98,7 @@ def ladder(warm: bool) -> Iterator[Walls]:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python and what it needs to run."""
+    """A Python interpreter and the folders that it needs."""
 
     executable: Path
     libraries: tuple[Path, ...]
@@ -109,12 +110,12 @@ class Interpreter:
 
     @property
     def packages(self) -> list[Path]:
-        """Folders of what others have installed: it might hold the solutions of a benchmark."""
+        """Folders of installed packages, which are hidden: they might contain solutions of a benchmark."""
         found = [path for place in self.libraries for path in place.glob("python*/*-packages")]
         return [path for path in found if path.is_dir() and not path.is_symlink()]
 
     def usable_by(self, uid: int | None) -> bool:
-        """Whether the user can read it (`None`: we)."""
+        """Whether the user can read it (`None`: our user)."""
         try:
             if uid is None:
                 return all(os.access(path, os.R_OK | os.X_OK) for path in (self.executable, self.libraries[0]))
@@ -124,7 +125,7 @@ class Interpreter:
 
 
 def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
-    """Our own interpreter without its environment, or the system's where the guest's user cannot read ours.
+    """Our own interpreter without its virtual environment, or the system's if the guest's user cannot read ours.
 
     Raises:
         OSError: there is none.
@@ -140,8 +141,8 @@ def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
 
 
 def command(walls: Walls, interpreter: Interpreter, config: SandboxConfig, control: int, told: int) -> list[str]:
-    """The command that starts a guest with the socket `control`; for its group, bubblewrap writes its process id to
-    `told` before the guest is ready.
+    """Command that starts a guest with the socket `control`; bubblewrap writes the guest's pid to `told` before the
+    guest is ready, to put it into its group.
 
     Raises:
         OSError: bubblewrap is not installed.
@@ -151,7 +152,8 @@ def command(walls: Walls, interpreter: Interpreter, config: SandboxConfig, contr
 
 
 def guest_program(interpreter: Interpreter) -> bytes:
-    """The modules `values`, `script` and `guest` for the interpreter: compiled, if it is of our own version."""
+    """The modules `values`, `script` and `guest`, marshalled for the interpreter: compiled for our own one, else as
+    source."""
     return marshal.dumps(_COMPILED if interpreter.executable == _own_executable() else _SOURCES)
 
 
@@ -160,7 +162,8 @@ def _own_executable() -> Path:
 
 
 def _bwrap(walls: Walls, interpreter: Interpreter, config: SandboxConfig, told: int) -> list[str]:
-    """Root starts bubblewrap as root, so that it can bind every interpreter; the guest then changes its user."""
+    """Arguments of bubblewrap. Root starts it as root, so that it can bind every interpreter; the guest then changes
+    its user."""
     program = shutil.which("bwrap", path=_BWRAP_PLACES)
     if program is None:
         raise OSError("bubblewrap is not installed (Debian: apt-get install bubblewrap)")
@@ -184,10 +187,10 @@ def _bwrap(walls: Walls, interpreter: Interpreter, config: SandboxConfig, told: 
 
 
 def guest_settings(walls: Walls, interpreter: Interpreter, config: SandboxConfig, uid: int | None) -> dict[str, Any]:
-    """The settings of a guest. `uid`: the user that it becomes (`None`: it stays ours).
+    """Settings of a guest. `uid`: the user that it becomes (`None`: it stays ours).
 
     Raises:
-        OSError: the kernel has no landlock, or the machine no table of system calls, and the walls need it.
+        OSError: the walls need landlock or a system call table, and the machine lacks it.
     """
     private = bool(walls.namespaces)
     alone = private or walls.bwrap or uid is not None
@@ -208,7 +211,8 @@ def guest_settings(walls: Walls, interpreter: Interpreter, config: SandboxConfig
 
 
 def _limits(config: SandboxConfig, *, counted: bool) -> dict[str, int]:
-    """`counted`: the guest's user has no other processes, so that a limit for the user is one for the program."""
+    """Resource limits. `counted`: the guest's user has no other processes, so per-user limits apply to the program
+    alone."""
     limits = {
         "RLIMIT_CPU": int(config.completion_seconds) + 1,
         "RLIMIT_AS": config.memory_mib * _MIB,

@@ -1,4 +1,4 @@
-"""The evaluations of a run: its held-out questions, further sets, and the best policy by one of them."""
+"""Evaluations of a run: held-out questions, further sets, and which of them selects the best policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stretto.store.series.metrics import EvaluationLine, read_metrics, read_sets
 
 
 def with_samples(evaluator: Evaluator, plan: Plan) -> Evaluator:
-    """The evaluator with as many completions of each prompt as the recipe says, and the reward's final answers."""
+    """Extend the evaluator by the recipe's number of completions per prompt, and the reward's final answers."""
     chosen = plan.recipe.evaluation
     return replace(evaluator, samples=chosen.samples, final_answer=FINAL_ANSWERS.get(plan.recipe.rewards.deciding))
 

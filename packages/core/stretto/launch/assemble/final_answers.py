@@ -1,4 +1,4 @@
-"""The final answers that a majority is counted over, as text, for the rewards that know what a final answer is."""
+"""Final answers as text, over which a majority is counted, for rewards that define a final answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machines of a run: this one alone, or those that `stretto_cluster` lets join."""
+"""Machines of a run: this one alone, or others too through `stretto_cluster`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _PACKAGES = ("stretto_app", "stretto_cluster")
 
 
 class Machines(Protocol):
-    """Other machines in a run: where they join, how weights reach them, and what they bring."""
+    """Other machines of a run: the port where they join, the weights they receive, the ranks and engines they run
+    (Protocol)."""
 
     @property
     def ranks(self) -> RankStarter | None:
-        """Starts ranks of the trainer on other machines; None: there are none."""
+        """Starter of trainer ranks on other machines; None if there are none."""
         ...
 
     async def open(self) -> None:
@@ -38,25 +39,25 @@ class Machines(Protocol):
         ...
 
     async def supervise(self) -> NoReturn:
-        """Keep what serves other machines alive.
+        """Keep the services for other machines alive.
 
         Raises:
-            RoleDied: a part of it dies too often.
+            RoleDied: one of them dies too often.
         """
         ...
 
     def drain_spans(self) -> list[Span]:
-        """The spans of other machines since the last call."""
+        """Spans of other machines since the last call."""
         ...
 
     async def close(self, why: str, again: bool) -> None:
-        """Dismiss every machine; `again`: the run may go on, and they may look for it."""
+        """Dismiss every machine with the reason `why`. `again`: the run may be resumed, so they may look for it."""
         ...
 
 
 @dataclass(frozen=True)
 class MachineParts:
-    """What other machines of a run work with."""
+    """Parts of a run that `Machines` need."""
 
     plan: Plan
     folder: RunFolder
@@ -69,35 +70,35 @@ class MachineParts:
 
 @dataclass(frozen=True)
 class ThisMachine:
-    """A run on this machine alone, without `stretto scale`."""
+    """A run on this machine alone, without `stretto scale` (satisfies `Machines`)."""
 
     parts: MachineParts
     ranks: None = None
 
     async def open(self) -> None:
-        """Say how weights reach the engines."""
+        """Log how weights reach the engines."""
         medium = medium_of(self.parts.plan.recipe)
         self.parts.report(f"weights.medium is {medium.medium}: {medium.reason}")
 
     async def supervise(self) -> NoReturn:
-        """There is nothing to keep alive."""
+        """Wait forever: nothing needs to be kept alive."""
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")
 
     def drain_spans(self) -> list[Span]:
-        """None: the roles of this machine say theirs themselves."""
+        """Empty: local roles report their spans themselves."""
         return []
 
     async def close(self, why: str, again: bool) -> None:
-        """There is none to dismiss."""
+        """Do nothing: no machine has joined."""
 
 
 def machines_of(parts: MachineParts) -> Machines:
-    """The machines of a run. Where the package for other machines is installed, its gate serves runs of one machine
-    too: `stretto scale` speaks to it.
+    """The machines of a run. Where `stretto_cluster` is installed, its gate also serves runs on one machine, for
+    `stretto scale`.
 
     Raises:
-        RecipeError: the recipe has other machines, and the package is missing, or of another version.
+        RecipeError: the recipe names other machines, and the package is missing or of another version.
     """
     if not parts.plan.recipe.has_machines and not is_there(*_PACKAGES):
         return ThisMachine(parts)

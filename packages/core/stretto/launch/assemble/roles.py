@@ -1,4 +1,4 @@
-"""The processes of a run: started together, replaced when they die, ended whatever happens."""
+"""Processes of a run: started together, replaced when they die, always ended."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _LAST_POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Roles:
-    """The processes of a run."""
+    """All role processes of a run."""
 
     engines: EnginePool
     trainer: TrainerLink
@@ -66,7 +66,8 @@ class Roles:
     workflows: Conversing | None = None
 
     async def poll(self, patience: float | None = None) -> list[Span]:
-        """The spans of all roles since the last poll, and new counters for `work`; engines get `patience` seconds."""
+        """Collect the spans of all roles since the last poll and refresh the counters of `work`; waits `patience`
+        seconds for engines."""
         of_engines = await self.engines.poll(patience)
         return [
             *of_engines,
@@ -76,7 +77,7 @@ class Roles:
         ]
 
     async def poll_unless(self, stop: StopSignal) -> list[Span]:
-        """`poll`; once a stop is requested, it waits a second for an engine that does not reply."""
+        """Same as `poll`; once a stop is requested, it waits only a second for an engine that does not reply."""
         spans = None if stop.requested else await stop.unless(self.poll())
         return await self.poll(_LAST_POLL_SECONDS) if spans is None else spans
 
@@ -91,14 +92,14 @@ class Roles:
         raise AssertionError("a watcher never ends by itself")
 
     def progress(self) -> object:
-        """Changes with all work of a role; of engines, as of the last poll."""
+        """Value that changes with any role's work; for engines, as of the last poll."""
         work = self.work()
         ended = 0 if self.workflows is None else self.workflows.ended
         roles = self.rewards.busy_seconds, self.trainer.progress, ended
         return work.generated, work.recomputed, self.engines.busy(), *roles
 
     def work(self) -> Work:
-        """The work of all roles so far; of engines, as of the last poll."""
+        """Work of all roles so far; for engines, as of the last poll."""
         busy = self.engines.busy() | {
             "trainer": self.trainer.busy_seconds,
             "rewards": self.rewards.busy_seconds / self.rewards.workers,
@@ -114,7 +115,7 @@ class Roles:
         )
 
     def resident(self) -> dict[str, int]:
-        """Bytes of memory by role, its descendants included; of engines, as of the last poll."""
+        """Memory in bytes by role, descendants included; for engines, as of the last poll."""
         pids = {"trainer": self.trainer.process.pids, "rewards": self.rewards.pids}
         if isinstance(self.workflows, WorkflowPool):
             pids["workflow"] = self.workflows.pids
@@ -123,8 +124,8 @@ class Roles:
 
 
 def kept_proving(ledger: Ledger, version: int) -> Proving:
-    """The canaries of a run that goes on at this version, with what its ledger has of them, and keeps from now on. An
-    earlier stretto has kept nothing."""
+    """Canary checks of a run resumed at this version, restored from its ledger and kept there from now on. Older
+    ledgers have none."""
     proving = Proving()
     proving.restore(ledger.get(CANARY, CanaryRecord) or CanaryRecord(since=version))
     ledger.watch(CANARY, lambda: proving.record)
@@ -147,10 +148,10 @@ async def running_roles(
     """Start every role, unless a stop is requested meanwhile; afterwards no process, socket or shared memory is left.
 
     Args:
-        version: that of the run; the trainer reaches it from the checkpoint of step `saved_step`.
-        tenure: that of this conductor among those that the run has had.
-        proving: the canaries, of earlier processes too.
-        report: gets the sentences of the log: roles that were replaced, facts of a reward, roles that did not end well.
+        version: current version of the run; the trainer reaches it from the checkpoint of step `saved_step`.
+        tenure: identifies this conductor among all that the run has had.
+        proving: the canary checks, those of earlier processes included.
+        report: gets sentences for the log: replaced roles, facts of a reward, roles that did not end well.
     """
     recipe = plan.recipe
     with _endpoints(plan, folder, version) as endpoints:
@@ -198,8 +199,8 @@ async def running_roles(
 
 @contextmanager
 def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoints]:
-    """The endpoints of a run; all that is outside of its folder goes at the end, also when a second signal cuts the
-    wait for the roles short (the kernel ends them then)."""
+    """Create the endpoints of a run; those outside its folder are removed at the end, even if a second signal cuts the
+    wait for the roles short."""
     mailbox = mailbox_name(folder)
     _sweep(folder, mailbox)
     remove_abandoned(SHARED)
@@ -222,8 +223,8 @@ def _forget_sockets(folder: RunFolder) -> None:
 
 
 def locked_socket_folder() -> tuple[Path, int]:
-    """A new folder for sockets, and the descriptor that keeps other runs from removing it as long as this process
-    lives.
+    """Create a folder for sockets; returns it with the descriptor of its lock, which keeps other runs from removing it
+    while this process lives.
 
     Raises:
         RunFolderError: it cannot be locked; it is gone then.
@@ -251,8 +252,8 @@ def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -
 
 
 def _sweep(folder: RunFolder, mailbox: str) -> None:
-    """Remove the sockets and shared memory that a killed run left outside of its folder, and nothing else. In a copy of
-    a run folder the file names the sockets of the original: while that runs, they stay."""
+    """Remove sockets and shared memory that a killed run left outside of its folder, nothing else. In a copy of a run
+    folder, the file names the sockets of the original; while that runs, they stay."""
     remove(mailbox, SHARED)
     with contextlib.suppress(OSError):  # there are none, or they are not ours: the next run has a folder of its own
         sockets = Path((folder.path / _SOCKETS).read_text().strip())
@@ -269,19 +270,19 @@ def _sweep(folder: RunFolder, mailbox: str) -> None:
 
 
 def mailbox_name(folder: RunFolder) -> str:
-    """The name under which a run publishes in shared memory: that of its folder's lock, which no other living run has,
-    wherever the folder is moved or copied to."""
+    """Name for the run's shared memory, derived from the lock of its folder: unique among living runs, even if the
+    folder is moved or copied."""
     return digest(identity(folder.path / lock.NAME))
 
 
 def record_facts(folder: RunFolder, facts: Mapping[str, str]) -> None:
-    """Write ``rewards.json``: the facts of a reward, such as the level of its sandbox."""
+    """Write ``rewards.json``: facts of the reward, such as the level of its sandbox."""
     if facts:
         folder.write("rewards.json", msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n")
 
 
 async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None]) -> None:
-    """Run all of them to their end; errors are reported."""
+    """Await all coroutines to their end; errors are reported."""
     for end in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(end, BaseException):
             report(f"while the roles were ended: {end}")
@@ -290,10 +291,10 @@ async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None
 async def _up(
     machines: Machines, engines: EnginePool, patience: float, *starts: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    """Open the gate, start all roles, and wait for the first engine: those that join may still be starting.
+    """Open the gate, start all roles, and wait for the first engine; others may still be starting.
 
     Raises:
-        StrettoError: a role cannot be started; or what serves other machines fails meanwhile, with its name.
+        StrettoError: a role cannot be started, or a service for other machines fails meanwhile; names it.
     """
 
     async def up() -> None:

@@ -60,14 +60,14 @@ CONDUCTOR = "conductor"
 
 @dataclass(frozen=True)
 class StartState:
-    """Where a run starts: at version 0, or behind the last batch on record."""
+    """Starting point of a run: version 0, or the state after the last recorded batch."""
 
     version: int = 0
-    saved_step: int = 0  # of the checkpoint from which the trainer gets there
-    broken: tuple[str, ...] = ()  # what is wrong with newer checkpoints
+    saved_step: int = 0  # step of the checkpoint from which the trainer reaches it
+    broken: tuple[str, ...] = ()  # faults of newer checkpoints
 
     def sentences(self) -> list[str]:
-        """What the log says about it."""
+        """Log lines about the starting point."""
         found = [f"a newer checkpoint is not whole: {sentence}" for sentence in self.broken]
         if self.version:
             start = (
@@ -79,7 +79,7 @@ class StartState:
 
     @classmethod
     def of(cls, folder: RunFolder, keep: int) -> StartState:
-        """Behind the last batch of the ledger.
+        """State after the last batch of the ledger.
 
         Raises:
             StoreError: the ledger, or every checkpoint, is broken.
@@ -91,7 +91,7 @@ class StartState:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every part of a run works with."""
+    """Objects that every part of a run uses."""
 
     plan: Plan
     folder: RunFolder
@@ -101,16 +101,16 @@ class RunContext:
     stop: StopSignal
 
     def report(self, sentence: str) -> None:
-        """Show a sentence about the roles, and put it on record."""
+        """Show a sentence about the roles, and record it."""
         self.reporter.say(sentence)
         self.ledger.event("role", sentence)
 
 
 async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Reporter, spawner: Spawner) -> int:
-    """Train from `start` to the recipe's last step; the exit code: 0, or 128 + the signal that stopped it.
+    """Train from `start` to the recipe's last step; returns the exit code: 0, or 128 + the signal that stopped it.
 
     Raises:
-        StrettoError: the run cannot go on; its folder stays resumable from the last checkpoint.
+        StrettoError: the run cannot continue; its folder stays resumable from the last checkpoint.
     """
     stop, since = StopSignal(), time.monotonic()
     stop.call(lambda: reporter.say(_stopping(plan, folder)))
@@ -157,7 +157,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
 
 
 def _followed(context: RunContext) -> AbstractAsyncContextManager[None]:
-    """The tools of `[logging]` follow the run as long as the block lasts."""
+    """Let the tools of `[logging]` follow the run during the block."""
     recipe, reporter, stop = context.plan.recipe, context.reporter, context.stop
     if not recipe.logging.tools:
         return nullcontext()
@@ -169,7 +169,7 @@ def _followed(context: RunContext) -> AbstractAsyncContextManager[None]:
 
 
 def _earlier(folder: RunFolder, ledger: Ledger) -> Totals:
-    """What earlier processes of the run have done; the tokens in flight of which nothing is journaled are lost."""
+    """Totals of earlier processes of the run; tokens in flight without a journal count as lost."""
     if (totals := ledger.get(TOTALS, Totals)) is None:
         return Totals(max_staleness=None)
     members = (member for group in read_unfinished(folder.ledger) for member in group.members.values())
@@ -187,14 +187,14 @@ def _roles_of(recipe: Recipe) -> str:
 
 
 def _keep_roster(context: RunContext, roles: Roles) -> None:
-    """The engines of this process behind those of earlier ones, in the ledger from now on."""
+    """Keep the list of engines in the ledger: those of earlier processes, then those of this one."""
     ledger, roster = context.ledger, roles.engines.roster
     roster.restore(ledger.get(ENGINES, list[Membership]) or [], context.start.version)
     ledger.watch(ENGINES, roster.rows)
 
 
 def _selection(context: RunContext) -> SelectionWatch:
-    """What sees which groups are lost; the ledger keeps what it knows."""
+    """The watch for selection bias, which sees every lost group; the ledger keeps its state."""
     ledger = context.ledger
     watch = SelectionWatch(ledger, time.monotonic, ledger.get(SELECTION, SelectionBias), context.report)
     ledger.watch(SELECTION, lambda: watch.known)
@@ -228,12 +228,12 @@ def _stopping(plan: Plan, folder: RunFolder) -> str:
 
 
 def _phase(recipe: Recipe, number: int) -> str:
-    """Which of the three phases begins; a run without a warm start has the last two."""
+    """Title of the phase that begins; a run without a warm start has only the last two of three."""
     return f"phase {number} of 3" if recipe.warm_start is not None else f"phase {number - 1} of 2"
 
 
 def _drop_what_came_later(context: RunContext) -> None:
-    """Drop broken checkpoints, policies of steps that are not on record, and the lines of steps that are done again."""
+    """Drop broken checkpoints, policies of unrecorded steps, and log lines of steps that will be repeated."""
     folder, start = context.folder, context.start
     for path in folder.policies.glob("v*"):
         if path > folder.policy(start.version):
@@ -301,7 +301,8 @@ def _prompts(plan: Plan, position: Position) -> PromptStream:
 def _generation(
     context: RunContext, roles: Roles, controller: Controller, restored: Mapping[str, GroupInFlight]
 ) -> tuple[InFlight, GroupWorkflow]:
-    """What generates and judges a group; in a synchronous run, whose groups begin and leave together, in rounds."""
+    """Generation and judging of groups; in rounds if the run is synchronous, since groups then begin and end
+    together."""
     plan = context.plan
     in_flight = InFlight(roles.engines, context.ledger, restored)
     rounds: Rounds | None = None
@@ -317,7 +318,7 @@ def _generation(
 def _conversations(
     context: RunContext, roles: Roles, pool: Conversing, unfinished: Sequence[UnfinishedGroup]
 ) -> tuple[InFlight, GroupWorkflow]:
-    """What makes the trajectories of a group by the recipe's workflow."""
+    """Generation of trajectories by the recipe's workflow."""
     in_flight = InFlight(roles.engines, context.ledger)
     sessions = TrajectorySessions(in_flight, context.ledger, unfinished_sessions(unfinished))
     return in_flight, workflow_groups(context.plan, pool, sessions, roles.rewards.score_group)
@@ -359,7 +360,7 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
 
 
 def _record_again(context: RunContext, updates: Sequence[Update], controller: Controller, recorder: Recorder) -> None:
-    """The run ended between a batch and the line of its step: the step was done again, and is recorded now."""
+    """Record steps that were repeated because the run ended between a batch and the line of its step."""
     recorded = context.ledger.last_update()
     for update in (update for update in updates if update.step > recorded):
         (batch,) = read_batches(context.folder.ledger, update.step - 1, update.step)

@@ -1,4 +1,4 @@
-"""The specs of a run's roles, and their endpoints."""
+"""Specs (start-up settings) of a run's roles, and their endpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONTROL, WEIGHTS_KEY = "control.sock", "weights.key"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """What roles share: the mailbox of published weights, a folder for sockets, and the file of the kernels in use."""
+    """Resources that roles share: mailbox of published weights, folder for sockets, file of the kernels in use."""
 
     mailbox: str
     mailbox_folder: Path
@@ -32,12 +32,12 @@ class Endpoints:
 
 
 def engine_specs(recipe: Recipe, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
-    """The engines that a run starts itself; `published` False: they serve the folder as it is."""
+    """Specs of the engines that the run starts itself; `published` False: they serve the model folder as it is."""
     return [engine_spec(recipe, model, endpoints, number, published) for number in range(recipe.local_engines)]
 
 
 def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
-    """One engine of a run, on the run's own machine."""
+    """Spec of one engine on the run's own machine."""
     config, deadlines = recipe.engine, recipe.deadlines
     unix = config.transport == "unix"
     return EngineSpec(
@@ -62,14 +62,14 @@ def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, 
 
 
 def engines_of_folder(recipe: Recipe, model: Path, folder: Path, logs: Path, spawner: Spawner) -> EnginePool:
-    """Engines that serve a model as it is, without a trainer, not started yet; `folder` is that of `socket_folder`."""
+    """Pool of engines, not started yet, that serve a model folder without a trainer; `folder`: see `socket_folder`."""
     endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # no weights are published
     specs = engine_specs(recipe, model, endpoints, published=False)
     return EnginePool(specs, logs, recipe.deadlines, recipe.engine.role, spawner=spawner)
 
 
 def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) -> TrainerSpec:
-    """The trainer of a run; `tokens` is the folder for what becomes of each token."""
+    """Spec of the trainer; `tokens` is the folder for per-token data."""
     recipe, folder = plan.recipe, inspect_model_folder(model)
     kept = TokensSpec(folder=str(tokens), config=recipe.logging.model_dump_json(include=set(TokensConfig.model_fields)))
     return TrainerSpec(
@@ -97,7 +97,7 @@ def _rank_host(recipe: Recipe) -> str:
 
 
 def own_address() -> str:
-    """The address of this machine by which the machines of its network reach it; the loopback's without a network."""
+    """Address of this machine in its network; loopback if there is no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # no packet is sent: the kernel chooses the interface of the default route
@@ -108,8 +108,9 @@ def own_address() -> str:
 
 
 def _published(recipe: Recipe) -> str | None:
-    """The dtype that all engines round the weights to when they load them, if the trainer may as well. Adapters they
-    round after they have added them to the policy; how servers at given addresses compute, their flags say."""
+    """Dtype to which all engines round the weights on loading, so that the trainer may round before publishing; None if
+    they differ or do not round. Adapters are rounded after merging; servers at given addresses decide by their own
+    flags."""
     engine = recipe.engine
     if engine.dtype == "float32" or recipe.trainer.lora is not None or engine.addresses:
         return None

@@ -1,4 +1,4 @@
-"""Supervised training, for a warm start, `stretto sft` and `stretto dpo`, in a process of its own."""
+"""Supervised training in a process of its own, for a warm start, `stretto sft` and `stretto dpo`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ async def train_in_process(
     spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Train the policy in `model` on examples; `folder` exists once the policy in it is whole. A process that is
-    killed, or has no heartbeat for `hung` seconds, is replaced once, with a line to `say`.
+    """Train the policy in `model` on examples; `folder` appears once the policy in it is complete. A process that is
+    killed, or sends no heartbeat for `hung` seconds, is replaced once, reported to `say`.
 
     Raises:
         RoleDied, DeadlineExceeded, RoleFailed: the process failed, was killed twice, or took more than `seconds`.
@@ -96,7 +96,11 @@ async def _follow(
 
 
 def refuse_old(out: Path) -> None:
-    """Raises RunFolderError: the folder that a command would write exists already."""
+    """Check that the output folder of a command does not exist yet.
+
+    Raises:
+        RunFolderError: it exists.
+    """
     if out.exists():
         raise RunFolderError([Problem(str(out), "exists already", "give a new folder")])
 

@@ -1,4 +1,4 @@
-"""The supervised warm start: trained in a process of its own, with all cores; its result is cached for later runs."""
+"""Supervised warm start, trained in its own process with all cores; the result is cached for later runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def warm_start(
     spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """The folder of version 0 of the policy: the base itself if the recipe has no warm start.
+    """Folder of version 0 of the policy: the base itself if the recipe has no warm start.
 
     Raises:
         RoleDied, DeadlineExceeded, RoleFailed: the process that trains failed.
@@ -49,7 +49,7 @@ async def warm_start(
 
 
 def warm_start_key(plan: Plan) -> str:
-    """A digest of all that the result depends on: the files of the base, the demonstrations, the settings."""
+    """Digest of everything that determines the result: base model, demonstrations, settings."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
     weights = xxhash.xxh3_128()
@@ -68,7 +68,7 @@ async def fine_tune_to(
     spawner: Spawner,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Train the plan's base on its demonstrations; `folder` exists once the policy in it is whole."""
+    """Train the plan's base on its demonstrations; `folder` appears once the policy in it is complete."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
     await train_in_process(
@@ -90,7 +90,7 @@ async def fine_tune_to(
 def sft(
     recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning, spawner: Spawner = FRESH
 ) -> None:
-    """`stretto sft`: the recipe's warm start alone, written to `out`.
+    """Run the recipe's warm start alone and write the policy to `out` (`stretto sft`).
 
     Raises:
         UserError: the recipe has no warm start, or something that it names is wrong.
@@ -107,7 +107,7 @@ def sft(
 
 
 def copy_policy(source: Path, target: Path, copied: Callable[[Path], None] = lambda part: None) -> None:
-    """Copy a policy folder, whole or not at all; `copied` is called with the copy before it gets its name."""
+    """Copy a policy folder, completely or not at all; `copied` is called with the copy before it is renamed."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)

@@ -1,4 +1,4 @@
-"""The workflow of a run, and of its evaluations."""
+"""Workflows of a run and of its evaluations."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from stretto.worlds.workflows.rendering import PlainRendering, TemplateRendering
 
 
 class Conversations(GroupWorkflow, Protocol):
-    """The trajectories of groups, by a workflow or by agents."""
+    """Generates trajectories by a workflow or by agents (Protocol)."""
 
     async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
-        """One trajectory of an evaluation."""
+        """Generate one trajectory of an evaluation."""
         ...
 
 
 class AgentGateway(Protocol):
-    """Where agents find the policy of a run (`stretto_app.extensions.agents.RunGateway`)."""
+    """Serves a run's policy to agents (`stretto_app.extensions.agents.RunGateway`)."""
 
     @property
     def ended(self) -> int:
-        """Trajectories that have ended: a sign of progress."""
+        """Number of trajectories that have ended: a sign of progress."""
         ...
 
     async def start(self) -> None: ...
@@ -49,15 +49,15 @@ class AgentGateway(Protocol):
     ) -> Conversations: ...
 
 
-#: What makes trajectories of several turns, with its start and its end.
+#: Makes trajectories of several turns; has to be started and closed.
 Conversing = WorkflowPool | AgentGateway
 
 
 def workflow_pool(
     plan: Plan, log: Path, say: Callable[[str], None] = lambda sentence: None, folder: RunFolder | None = None
 ) -> Conversing | None:
-    """The processes of the recipe's workflow, or the gateway of its agents, not started yet; None if it has none.
-    `folder`: of the run, if it is one."""
+    """Worker processes of the recipe's workflow, or the gateway of its agents, not started yet; None if the recipe has
+    neither. `folder`: that of the run, if there is one."""
     config = plan.recipe.workflow
     if isinstance(config, AgentConfig):
         gateway = from_package("stretto_app.extensions.agents:RunGateway", "workflow.kind", "stretto_gateway")
@@ -70,7 +70,7 @@ def workflow_pool(
 
 
 def workflow_groups(plan: Plan, pool: Conversing, sessions: TrajectorySessions, score: Score) -> Conversations:
-    """The groups of a run."""
+    """Generates the groups of a run by its workflow."""
     if not isinstance(pool, WorkflowPool):
         return pool.groups(sessions.open, score, _verdict_of(plan))
     return WorkflowGroups(pool, sessions.open, plan.details, _services(plan, pool, score))
@@ -83,7 +83,7 @@ def conversing(
     score: Score,
     count: Callable[[Completion], None] = lambda completion: None,
 ) -> Converse | None:
-    """The trajectories of an evaluation; None: single turns. `count` gets each turn."""
+    """Generates the trajectories of an evaluation; None: single turns. `count` is called with each turn."""
     if pool is None:
         return None
     opened = sessions_of_evaluation(generate, count)
@@ -107,6 +107,6 @@ def _services(plan: Plan, pool: WorkflowPool, score: Score) -> Services:
 
 
 def _verdict_of(plan: Plan) -> Callable[[float], Verdict]:
-    """Of a number, by the recipe's rewards of right and wrong."""
+    """Function from a number to a verdict, by the recipe's rewards of right and wrong."""
     worth = Worth(right=plan.recipe.rewards.right, wrong=plan.recipe.rewards.wrong)
     return lambda value: verdict_of(value, worth)

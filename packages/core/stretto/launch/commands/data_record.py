@@ -1,4 +1,4 @@
-"""What a run has on record of its data: the questions with their origins, their digest, and the order they come in."""
+"""Record of a run's data: questions with their origins, their digest, and their order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ DATA = "data"  #: the name of the fact in the ledger
 
 
 class DataRecord(Record, frozen=True):
-    """`digest` is of id, prompt and gold answer of each line of ``questions.jsonl``. Seed, epoch, sources and the
-    prompts that rest (`easy`, `hard`; None: none does) determine the order of an epoch."""
+    """Digest and order of a run's questions. `digest` covers id, prompt and gold answer of each line of
+    ``questions.jsonl``. Seed, epoch, sources and skipped prompts (`easy`, `hard`; None: none) determine the order of an
+    epoch."""
 
     digest: str
     seed: int
@@ -44,7 +45,7 @@ class DataRecord(Record, frozen=True):
 
 
 def write_questions(folder: RunFolder, plan: Plan) -> None:
-    """``questions.jsonl``: the prompts for training, each with its gold answer and where it is from."""
+    """Write ``questions.jsonl``: the training prompts, each with its gold answer and source."""
     asked = [
         ExportedQuestion(prompt.id, prompt.text, prompt.answer, place or None, source)
         for prompt, (place, source) in zip(plan.training, plan.origins, strict=True)

@@ -1,4 +1,4 @@
-"""`stretto dpo`: a policy is trained on preference pairs; `launch.recipe.preferences` is its recipe."""
+"""`stretto dpo`: trains a policy on preference pairs; `launch.recipe.preferences` is its recipe."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def dpo(
 
 
 def _found(recipe: PreferenceRecipe) -> tuple[Path, Preferences]:
-    """The folder of the model, and the pairs as token ids; all checks that need no loaded model are made here."""
+    """Folder of the model, and the pairs as token ids, after all checks that need no loaded model."""
     config = recipe.preferences
     check_data_files([("preferences.file", config.file)])
     check_devices({"preferences": config})

@@ -1,4 +1,4 @@
-"""`stretto eval`: how good a model folder is on held-out questions, with the engine, sampling and reward of a run."""
+"""`stretto eval`: accuracy of a model folder on held-out questions, with the engine, sampling and reward of a run."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from stretto.worlds.sources.readers import is_local
 
 _GYM = "reasoning-gym:"
 _GYM_QUESTIONS = 256
-_SEED = 20_250_530  # of the questions that are made: not that of a run, which is trained on others
+_SEED = 20_250_530  # seed of generated questions, different from that of a run
 
 
 @dataclass(frozen=True)
 class DataChoice:
-    """Datasets that are asked whole: files, folders, names of the hub, or ``reasoning-gym:TASK``."""
+    """Datasets to evaluate on, with all their rows: files, folders, names of the hub, or ``reasoning-gym:TASK``."""
 
     data: tuple[str, ...]
     mapping: str | None = None
 
     def tree(self, overrides: Overrides = ()) -> dict[str, Any]:
-        """The sections of a recipe that asks them. Overrides of ``source.KEY`` are for each source.
+        """Recipe sections for evaluating on these datasets. Overrides of ``source.KEY`` apply to each source.
 
         Raises:
-            RecipeError: there is no such mapping, or an override is not of its form.
+            RecipeError: the mapping is unknown, or an override is malformed.
         """
         if self.mapping is not None and self.mapping not in MAPPINGS:
             raise RecipeError([Problem("--mapping", repr(self.mapping), nearest(self.mapping, MAPPINGS))])
@@ -86,8 +86,8 @@ class DataChoice:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked beside the recipe: completions of each question (None: as the recipe says), and the file for the
-    results of each question."""
+    """Options beside the recipe: completions per question (None: as in the recipe), and a file for per-question
+    results."""
 
     samples: int | None = None
     rows: Path | None = None
@@ -152,7 +152,7 @@ def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples:
 
 
 def _files(task: Path | DataChoice) -> Iterator[tuple[str, str]]:
-    """The files that the command line names, with its options."""
+    """Files that the command line names, each with its option."""
     if isinstance(task, Path):
         yield "--task", str(task)
         return
@@ -161,7 +161,7 @@ def _files(task: Path | DataChoice) -> Iterator[tuple[str, str]]:
 
 
 def _several(rewards: object) -> bool:
-    """Whether the section has rewards of its own in place of the one that the data bring."""
+    """Whether the section has rewards of its own, in place of the data's default."""
     return isinstance(rewards, dict) and bool(rewards.get("functions"))
 
 

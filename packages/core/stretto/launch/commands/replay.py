@@ -45,8 +45,8 @@ _STOP_GRACE = 1.0
 
 @dataclass(frozen=True)
 class Replayed:
-    """The result of a replay. `equal` is None if settings were changed, or if the weights cannot be compared, for the
-    reason `incomparable`."""
+    """Result of a replay. `equal`: whether the weights equal the run's; None if settings were changed, or if the
+    weights cannot be compared for the reason `incomparable`."""
 
     folder: Path
     branch: Branch
@@ -113,7 +113,11 @@ def replay(
 
 
 def _refuse_edited(folder: RunFolder, recorded: Recipe) -> None:
-    """Raises RunFolderError: recipe.toml differs from the recorded recipe."""
+    """Check that recipe.toml still equals the recorded recipe.
+
+    Raises:
+        RunFolderError: they differ.
+    """
     if edited := differences(recorded, load_recipe(folder.recipe)):
         remedy = "restore the run's own recipe, and change settings by --set"
         raise RunFolderError(Problem(f"{folder.recipe}: {key}", found, remedy) for key, found in edited)
@@ -147,7 +151,7 @@ async def _train(
 
 
 async def _saved(trainer: TrainerLink, checkpoint: Path) -> None:
-    """Save a checkpoint; if the trainer dies, its replacement saves it, within the restart budget of the link."""
+    """Save a checkpoint; if the trainer dies, its replacement saves it, within the restart budget."""
     while True:
         try:
             return await trainer.save_checkpoint(checkpoint)
@@ -165,7 +169,7 @@ async def _trainer(
     recovery: Recovery | None = None,
     version: int = 0,
 ) -> AsyncIterator[TrainerLink]:
-    """A trainer in a process of its own, as in a run, that publishes nothing."""
+    """Start a trainer process as in a run, but without publishing."""
     link = TrainerLink(log, recipe.deadlines, recovery, spawner=spawner)
     model = folder.policy(0)
     spec = TrainerSpec(
@@ -188,7 +192,7 @@ async def _trainer(
 
 
 def _all_but_logs_removed(target: Path) -> list[Path]:
-    """Remove all but the logs of the trainer and its ranks, and return these: they explain a failure."""
+    """Remove everything except the logs of the trainer and its ranks; returns those, which explain a failure."""
     logs = sorted(target.glob("*.txt"))
     for path in [path for path in target.iterdir() if path not in logs]:
         if path.is_dir():
@@ -212,7 +216,7 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
 
 
 def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, updates: Sequence[Update]) -> None:
-    """Complete the branch as a run folder: the run's ledger and metrics, with the branch's updates."""
+    """Complete the branch as a run folder: ledger and metrics of the run, with the branch's updates."""
     (target / ORIGIN).write_bytes(msgspec.json.format(msgspec.json.encode(branch)) + b"\n")
     (target / "recipe.toml").write_text(to_toml(recipe))
     try:

@@ -1,4 +1,4 @@
-"""`stretto train`: from a recipe file to a run folder that explains itself."""
+"""`stretto train`: from a recipe file to a run folder."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ _CONTAINERS = 1_000_000
 
 @contextmanager
 def collected_seldom() -> Iterator[None]:
-    """Hold the garbage collector back: it leaves alone what was there before the block, and begins only when a million
-    containers more have come than gone. Records hold no cycles, so there is hardly any garbage, and a look at the
-    tokens of each is a third of the work of a conductor of hundreds of engines (docs/how_to/cluster.md). Afterwards the
-    collector is as before, unless something was frozen earlier: that is shared with another process, or large."""
+    """Within the block, collect garbage rarely: objects from before are exempt, and a collection starts only after a
+    million further allocations. Records hold no cycles; otherwise collection would take a third of the time of a
+    conductor with hundreds of engines (docs/how_to/cluster.md). Afterwards the collector is as before, unless something
+    was frozen earlier: that is shared with another process, or large."""
     (first, *others), frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.freeze()
     gc.set_threshold(_CONTAINERS, *others)
@@ -78,11 +78,11 @@ def collected_seldom() -> Iterator[None]:
 
 
 def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run_dir: Path | None = None) -> None:
-    """`stretto train --dry-run`: read, check and measure everything, start nothing. Of a model whose folder holds no
-    weights, the rest is checked, and what is not is told.
+    """`stretto train --dry-run`: read, check and measure everything, start nothing. If the model folder has no weights,
+    everything else is checked, and the skipped checks are named.
 
     Raises:
-        UserError: with every mistake that was found.
+        UserError: lists every mistake.
     """
     if resume:
         prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)
@@ -117,12 +117,13 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
 def prepare(
     recipe_path: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, write: bool = True
 ) -> Prepared:
-    """Check everything and lock the run folder; nothing is started. `write`: the recipe of a resumed run is replaced.
+    """Check everything and lock the run folder; nothing is started.
 
-    A run to resume is given as its folder, with its own recipe, or as a recipe and `run_dir`.
+    A run to resume is given as its folder, with its own recipe, or as a recipe and `run_dir`. `write`: replace the
+    recipe of a resumed run.
 
     Raises:
-        UserError: with every mistake that was found.
+        UserError: lists every mistake.
         StoreError: a resumed run's ledger is damaged, or has another format.
     """
     if resume and recipe_path.is_dir():
@@ -163,14 +164,18 @@ def _memory_per_device(asked: Outline) -> str:
 
 
 def _assert_alone(path: Path, recipe: Recipe) -> None:
-    """Raises RunFolderError: a conductor of the run is alive with another copy of this folder."""
+    """Check that no conductor of the same run is alive with another copy of this folder.
+
+    Raises:
+        RunFolderError: one is.
+    """
     if (path / _JOIN).exists():
         alone = from_package("stretto_cluster.succession:assert_alone", f"{path / _JOIN}")
         asyncio.run(alone(path, recipe.cluster.tls or ""))
 
 
 def _fitting(plan: Plan) -> Plan:
-    """The plan, if the memory may suffice.
+    """The plan, if memory may suffice.
 
     Raises:
         RecipeError: the estimate is more than `_HOPELESS` times the available memory.
@@ -184,7 +189,7 @@ def _fitting(plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan, the locked run folder, and the state from which the run starts."""
+    """A plan, the locked run folder, and the starting point of the run."""
 
     plan: Plan
     folder: RunFolder
@@ -199,10 +204,11 @@ class Prepared:
         return self.plan.recipe.trainer.steps
 
     def recall(self, step: Callable[[StepMetrics], None], evaluated: Callable[[EvaluationLine], None]) -> None:
-        """Show the measurements on record of a run that is resumed, without those of steps that are done again.
+        """Replay the recorded measurements of a resumed run to the callbacks, without those of steps that will be
+        repeated.
 
         Raises:
-            StoreError: a line of them cannot be read.
+            StoreError: a line cannot be read.
         """
         steps, evaluations = read_metrics(self.folder.metrics)
         for line in steps:
@@ -213,7 +219,7 @@ class Prepared:
                 evaluated(evaluation)
 
     def train(self, reporter: Reporter, spawner: Spawner = FRESH) -> int:
-        """Train; the exit code: 0, or 128 + the signal that stopped the run.
+        """Train; returns the exit code: 0, or 128 + the signal that stopped the run.
 
         Raises:
             StrettoError: the run failed; it can be resumed from its last checkpoint.
@@ -235,7 +241,7 @@ class Prepared:
                 told = described(error) if isinstance(error, OSError) else str(error)
                 logbook.ends()
                 logbook.note(f"failed: {told}")
-                with suppress(StoreError, OSError):  # what ended the run may be the ledger, and is what the user hears
+                with suppress(StoreError, OSError):  # the ledger may have ended the run: report that error
                     self._record(Ending.of_error(error, told))
                 raise
             logbook.ends()
@@ -264,12 +270,13 @@ def _new(path: Path, plan: Plan) -> RunFolder:
 
 
 def _fingerprint(plan: Plan) -> str:
-    """A digest of the training prompts."""
+    """Digest of the training prompts."""
     return digest(msgspec.json.encode(plan.training))
 
 
 def _check_moved(folder: RunFolder, before: Recipe, plan: Plan) -> tuple[str, ...]:
-    """The paths that a resume may change, since their contents are compared: the model here, the data as questions."""
+    """Keys of paths that a resume may change because their contents are compared instead: the model here, the data as
+    questions."""
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
         known = ledger.get(_MODEL, str)
     moved = before.model.path != plan.recipe.model.path
@@ -281,15 +288,19 @@ def _check_moved(folder: RunFolder, before: Recipe, plan: Plan) -> tuple[str, ..
 
 
 def _model_fingerprint(plan: Plan) -> str:
-    """A digest of config, tokenizer, and names and shapes of the weights, of which the run has its own copy."""
+    """Digest of config, tokenizer, and names and shapes of the weights (the run has its own copy of the values)."""
     tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_weights(plan.base.path).items())
     texts = [(plan.base.path / name).read_text() for name in ("config.json", "tokenizer.json")]
     return digest(*texts, tensors)
 
 
 def _check_questions(folder: RunFolder, plan: Plan) -> None:
-    """Raises RunFolderError: the questions have changed: those for training, to whose order the position in a
-    checkpoint refers, or the held-out ones, whose accuracies could not be compared."""
+    """Check that the questions of a resumed run are unchanged: a checkpoint holds a position in the training questions,
+    and accuracies on other held-out questions could not be compared.
+
+    Raises:
+        RunFolderError: they have changed.
+    """
     for kind, key, found in (
         ("training", _QUESTIONS, _fingerprint(plan)),
         ("held-out", _HELD_OUT, plan.kept_apart_digest),
@@ -333,7 +344,11 @@ def _where_it_ended(folder: RunFolder, plan: Plan) -> StartState:
 
 
 def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: StartState) -> None:
-    """Raises RunFolderError: steps after the last checkpoint, which are repeated, would get other learning rates."""
+    """Check that steps after the last checkpoint, which are repeated, get the same learning rates.
+
+    Raises:
+        RunFolderError: they would get others.
+    """
     again = range(beginning.saved_step, beginning.version)  # their versions
     if all(learning_rate(before, at, before.steps) == learning_rate(after, at, after.steps) for at in again):
         return

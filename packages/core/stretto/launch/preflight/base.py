@@ -1,4 +1,4 @@
-"""The policy before any training: a folder, or a model that is built once and cached."""
+"""Base policy before any training: a folder, or a model that is built once and cached."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Startable(Protocol):
 
 
 def base_folder(recipe: Startable) -> Path:
-    """The folder of the policy before any training; a model from `[model.build]` is built once and cached."""
+    """Folder of the policy before any training; a model from `[model.build]` is built once and cached."""
     if recipe.model.path is not None:
         return Path(recipe.model.path)
     assert recipe.model.build is not None, "validated: either a path or a build"
@@ -35,7 +35,11 @@ def base_folder(recipe: Startable) -> Path:
 
 
 def check_cache() -> None:
-    """Raises RecipeError: the cache of built models and warm starts cannot be written."""
+    """Check that the cache of built models and warm starts can be written.
+
+    Raises:
+        RecipeError: it cannot.
+    """
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,5 +51,5 @@ def check_cache() -> None:
 
 
 def digest(*parts: object) -> str:
-    """A short name that depends on all parts."""
+    """Short name that depends on all parts."""
     return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=10).hexdigest()

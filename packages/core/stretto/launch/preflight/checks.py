@@ -55,10 +55,10 @@ _LARGEST_PORT = 65_535
 
 
 def longest_prompt_allowed(recipe: Recipe, base: ModelFolder) -> int:
-    """Tokens of the longest prompt that leaves ``sampling.max_tokens`` for the completion.
+    """Length in tokens of the longest prompt that leaves ``sampling.max_tokens`` for the completion.
 
     Raises:
-        ModelFolderError, RecipeError: no prompt does, in the model's context or in the engine's KV cache.
+        ModelFolderError, RecipeError: no prompt fits into the model's context or the engine's KV cache.
     """
     completion = recipe.sampling.max_tokens
     if completion >= base.context_length:
@@ -78,7 +78,11 @@ def check_top_k(recipe: Recipe, base: ModelFolder) -> None:
 
 
 def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
-    """Raises ModelFolderError: the model in the folder `reference`, named by `key`, has another vocabulary."""
+    """Check that the model in the folder `reference`, named by `key`, has the vocabulary of `tokenizer`.
+
+    Raises:
+        ModelFolderError: it has another.
+    """
     folder = inspect_model_folder(reference)
     check_kind(folder)
     other = load_tokenizer(folder.path)
@@ -89,7 +93,7 @@ def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
 
 
 def data_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """The files and folders of the recipe's data, each with its key; those of the hub are none."""
+    """Local files and folders of the recipe's data, each with its key."""
     if isinstance(recipe.task, JsonlTask):
         yield "task.file", recipe.task.file
         if recipe.task.held_out_file is not None:
@@ -105,15 +109,19 @@ def data_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def check_data_files(named: Iterable[tuple[str, str]]) -> None:
-    """Raises DataError: files, given with what the user calls them by, are not there; with the nearest name of each."""
+    """Check that files exist; `named` pairs each with the user's name for it.
+
+    Raises:
+        DataError: some do not; with the nearest name of each.
+    """
     missing = [(name, Path(file)) for name, file in named if not Path(file).exists()]
     if missing:
         raise DataError(Problem(name, f"{file}: no such file", nearest_file(file)) for name, file in missing)
 
 
 def check_reward_function(config: RewardsConfig) -> None:
-    """Import the reward in a process that can be killed, since a module of the user's own may hang or exit; likewise a
-    reward that depends on the machine.
+    """Import the reward in a process that can be killed, since a user's module may hang or exit, and a built-in may
+    depend on the machine.
 
     Raises:
         RewardFunctionError: it cannot be loaded.
@@ -132,7 +140,11 @@ def check_reward_function(config: RewardsConfig) -> None:
 
 
 def check_reward_addresses(config: RewardsConfig) -> None:
-    """Raises RewardFunctionError: nothing answers at an address that a reward asks."""
+    """Check that every address that a reward asks accepts connections.
+
+    Raises:
+        RewardFunctionError: one does not.
+    """
     faults = {name: (section.address, unreachable(section.address)) for name, section in config.asked.items()}
     if dead := {name: told for name, told in faults.items() if told[1]}:
         remedy = "start the server, or give the address of one that runs"
@@ -143,7 +155,7 @@ def check_reward_addresses(config: RewardsConfig) -> None:
 
 
 def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
-    """Import and make the workflow in a process that can be killed; what it needs of the model.
+    """Load the workflow in a process that can be killed; returns its requirements.
 
     Raises:
         WorkflowError: it cannot be used.
@@ -161,10 +173,11 @@ def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
 
 
 def check_workflow_fits(name: str, needs: WorkflowReady, tokenizer: Tokenizer, plain: str | None) -> None:
-    """`plain`: the place of a prompt that is no chat, if there is one.
+    """Check model and prompts against the requirements `needs`. `plain`: place of a prompt that is no chat, if there is
+    one.
 
     Raises:
-        WorkflowError: the model, or the prompts, are not what the workflow needs.
+        WorkflowError: they do not fit.
     """
     problems, why = [], needs.needs_chat_template
     if why and not tokenizer.has_chat_template:
@@ -184,7 +197,11 @@ def check_workflow_fits(name: str, needs: WorkflowReady, tokenizer: Tokenizer, p
 
 
 def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
-    """Raises RewardFunctionError: a reward names a source that there is not, or none judges the questions of one."""
+    """Check the sources that rewards name.
+
+    Raises:
+        RewardFunctionError: a reward names an unknown source, or no reward judges the questions of one.
+    """
     known, problems = set(sources), []
     named = known - {""} or {"none: the task has no sources with names"}
     for number, part in enumerate(config.functions):
@@ -201,7 +218,11 @@ def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
 
 
 def check_machine(recipe: Recipe) -> None:
-    """Raises RecipeError: this machine lacks what its own roles need; another is asked when it joins."""
+    """Check that this machine can run its own roles; other machines are checked when they join.
+
+    Raises:
+        RecipeError: it cannot.
+    """
     check_ports(recipe)
     check_logging(recipe.logging)
     engine = recipe.engine if recipe.local_engines else None
@@ -209,7 +230,11 @@ def check_machine(recipe: Recipe) -> None:
 
 
 def check_ports(recipe: Recipe) -> None:
-    """Raises RecipeError: a port of this machine on which an engine would listen is in use, or does not exist."""
+    """Check the ports of this machine on which engines will listen.
+
+    Raises:
+        RecipeError: one is in use, or does not exist.
+    """
     config = recipe.engine
     if config.transport == "unix" or not recipe.local_engines:  # engines elsewhere take free ports of their machines
         return
@@ -223,7 +248,11 @@ def check_ports(recipe: Recipe) -> None:
 
 
 def check_logging(config: OutletsConfig) -> None:
-    """Raises RecipeError: a tool that the run is to be shown in is not installed, or a port is in use."""
+    """Check the tools of `[logging]`.
+
+    Raises:
+        RecipeError: one is not installed, or its port is in use.
+    """
     if config.tools:
         check_packages(OUTLETS.key, "stretto_report")
     problems = [
@@ -241,26 +270,38 @@ def check_logging(config: OutletsConfig) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found; a folder of its name, such as that of W&B's files, is none."""
+    """Whether a package can be found; a mere folder of its name, such as W&B's ``wandb/``, does not count."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 
 
 def check_cluster(recipe: Recipe) -> None:
-    """Raises RecipeError: machines that the run needs cannot join, or not where and how the recipe says."""
+    """Check that the machines that the run needs can join as the recipe says.
+
+    Raises:
+        RecipeError: they cannot.
+    """
     if recipe.has_machines:
         from_package("stretto_app.extensions.joining:check_cluster", "cluster", "stretto_cluster")(recipe)
 
 
 def check_ray(recipe: Recipe) -> None:
-    """Raises RecipeError: the Ray cluster that is to start the engines is not there, or could never have them all."""
+    """Check that the Ray cluster that will start the engines is there and large enough.
+
+    Raises:
+        RecipeError: it is not.
+    """
     if recipe.cluster.placer == "ray":
         from_package("stretto_app.extensions.joining:check_ray", "cluster.placer", "stretto_cluster")(recipe)
 
 
 def check_in_flight(config: RolloutConfig) -> None:
-    """Raises RecipeError: the completions in flight would not fit into the queue of one engine, the only one perhaps
-    while others are replaced. A full queue looks like a lost engine."""
+    """Check that all completions in flight fit into the queue of one engine, perhaps the only one while others are
+    replaced. A full queue would look like a lost engine.
+
+    Raises:
+        RecipeError: they do not fit.
+    """
     _, groups = config.in_flight_bounds
     if (completions := groups * config.group_size) > MOST_WAITING:
         key = "rollout.max_in_flight_max" if config.max_in_flight == "auto" else "rollout.max_in_flight"
@@ -269,7 +310,11 @@ def check_in_flight(config: RolloutConfig) -> None:
 
 
 def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None]) -> None:
-    """Raises RecipeError: a section asks for a GPU, and torch finds none."""
+    """Check that torch finds a GPU if a section asks for one.
+
+    Raises:
+        RecipeError: it finds none.
+    """
     wanted = [name for name, section in sections.items() if section is not None and section.device == "cuda"]
     if wanted and not torch.cuda.is_available():
         found, remedy = "'cuda', and torch finds no GPU that it can use", "'auto' takes a GPU if there is one"
@@ -277,7 +322,11 @@ def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None])
 
 
 def check_kind(base: ModelFolder) -> None:
-    """Raises ModelFolderError: by its config, the engine or the trainer cannot compute the model."""
+    """Check by the model's config that engine and trainer can compute it.
+
+    Raises:
+        ModelFolderError: they cannot.
+    """
     config = check_fit(base)
     refuse_unsupported(config)
     refuse_untrainable(config)
@@ -295,10 +344,10 @@ def is_free(port: int) -> bool:
 
 
 def medium_of(recipe: Recipe) -> ChosenMedium:
-    """How weights reach the engines of a run, and why.
+    """Chosen way for weights to reach the engines of a run, with the reason.
 
     Raises:
-        RecipeError: they cannot, as the recipe has it.
+        RecipeError: the recipe allows none.
     """
     elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
     return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))

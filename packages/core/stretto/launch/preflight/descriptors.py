@@ -1,5 +1,5 @@
-"""The file descriptors of a run. Where too few are allowed, libraries say something else: SQLite, "unable to open
-database file"."""
+"""File descriptors of a run. With too few, libraries fail with misleading errors, as SQLite's "unable to open database
+file"."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ _GUEST = 4  # an engine that joins: its machine's wire, log, counters and tokens
 def descriptors_needed(
     *, engines: int = 1, ranks: int = 1, reward_workers: int = 1, groups: int = 1, agents: int = 0
 ) -> int:
-    """What the conductor may have open at once, the process of a run that has the most: `groups` are in flight."""
+    """Most descriptors that the conductor may have open at once, more than any other process; `groups` are in
+    flight."""
     roles = _ENGINE * engines + _RANK * ranks + _REWARD_WORKER * reward_workers
     return _CONDUCTOR + roles + _GROUP * groups + _AGENT * agents
 
 
 def no_room_for(guests: int) -> str:
-    """Why `guests` more engines cannot join this process: it may open too few further descriptors; "" if they can."""
+    """Why this process has too few descriptors for `guests` more engines; "" if it has enough."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     left = allowed - len(open_descriptors())
     if allowed == resource.RLIM_INFINITY or left >= _GUEST * guests:
@@ -35,7 +36,7 @@ def no_room_for(guests: int) -> str:
 
 
 def check_descriptors(needed: int | None = None) -> None:
-    """Refuse to start with fewer than `needed`, by default than the smallest run needs.
+    """Refuse to start with fewer than `needed` descriptors; the default is that of the smallest run.
 
     Raises:
         RecipeError: with both numbers.

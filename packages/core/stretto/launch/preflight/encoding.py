@@ -22,10 +22,10 @@ _LAST = 64  # tokens of a prompt among which the mark of a thought may be
 
 
 def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest: int) -> tuple[Prompt, ...]:
-    """Prompts of 1 to `longest` tokens; chats are rendered by the chat template.
+    """Encode prompts to 1 to `longest` tokens; chats are rendered by the chat template.
 
     Raises:
-        DataError: with every question that has characters unknown to the tokenizer, or is too long.
+        DataError: lists every question that is too long or has characters unknown to the tokenizer.
         ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     prompts: list[Prompt] = []
@@ -48,7 +48,7 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
 
 
 def prompts_as_bytes(questions: Iterable[Question]) -> tuple[Prompt, ...]:
-    """Prompts without a tokenizer: the bytes of their texts stand for tokens."""
+    """Prompts without a tokenizer: each byte of the text counts as one token."""
     return tuple(
         Prompt(id=one.id, token_ids=tuple(_all_text(one).encode()), text=one.text, answer=one.answer)
         for one in questions
@@ -61,7 +61,7 @@ def _all_text(question: Question) -> str:
 
 @dataclass(frozen=True)
 class Within:
-    """The questions whose prompts fit, and their prompts; a note where some did not."""
+    """Questions whose prompts fit, with their prompts, and a note if some did not."""
 
     questions: tuple[Question, ...]
     prompts: tuple[Prompt, ...]
@@ -75,8 +75,8 @@ def encode_within(
     long_prompts: Literal["drop", "truncate"],
     which: str,
 ) -> Within:
-    """`encode_prompts`, where those of more than `longest` tokens are left out, or lose their first ones; `which` they
-    are is for the note.
+    """Same as `encode_prompts`, but longer prompts are dropped or lose their first tokens; `which` names the questions
+    in the note.
 
     Raises:
         DataError: as for `encode_prompts`; or every prompt is too long.
@@ -102,7 +102,7 @@ def encode_within(
 def encode_demonstrations(
     questions: Sequence[Question], tokenizer: Tokenizer, context: int
 ) -> tuple[Demonstration, ...]:
-    """Prompts and demonstrations as token ids, together at most `context`; demonstrations end with the end-of-sequence
+    """Encode prompts and demonstrations, at most `context` tokens together; demonstrations end with the end-of-sequence
     token.
 
     Raises:
@@ -128,7 +128,7 @@ def encode_demonstrations(
 
 
 def encode_preferences(pairs: Sequence[Pair], tokenizer: Tokenizer, context: int) -> tuple[Preference, ...]:
-    """Pairs as token ids; a prompt with either of its completions has at most `context`.
+    """Encode pairs; a prompt with either completion has at most `context` tokens.
 
     Raises:
         DataError: as for `encode_prompts`.
@@ -154,7 +154,7 @@ def place_of(question: Question) -> str:
 
 
 def refuse(problems: Sequence[Problem]) -> None:
-    """Raises DataError: with the first of the problems and the number of the others, if there are any."""
+    """Raise DataError with the first of the problems and the number of the others, if there are any."""
     problems = list(dict.fromkeys(problems))  # one file may hold training and held-out questions
     if len(problems) > _SHOWN:
         more = Problem("the task", f"{len(problems) - _SHOWN} more questions like these")

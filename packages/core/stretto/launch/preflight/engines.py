@@ -1,4 +1,4 @@
-"""Checks of `[engine]` that start and ask no server: keys, addresses, the interpreter, the size of heads."""
+"""Checks of `[engine]` that start no server: keys, addresses, interpreter, head size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ for name in sys.argv[1:]:
 
 
 def check_embedded(config: EngineConfig) -> None:
-    """Raises RecipeError: the settings are of a server, where this process generates with the embedded engine."""
+    """Check settings for the embedded engine of this process.
+
+    Raises:
+        RecipeError: they are settings of a server.
+    """
     found = "and only the runs and evaluations of a recipe have another engine than the embedded one"
     problems = [Problem(f"engine.{key}", f"is given, {found}", "leave it out") for key in _given(config)]
     remedy = 'allowed: "native"; vLLM and SGLang are servers themselves'
@@ -47,8 +51,12 @@ def _given(config: EngineConfig) -> list[str]:
 
 
 def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
-    """Raises RecipeError: with everything in `[engine]` that its kind cannot do, and an interpreter without it, unless
-    it is not to be looked for `here`."""
+    """Check that the kind of engine supports all keys of `[engine]` and, if `here`, that the interpreter has it
+    installed.
+
+    Raises:
+        RecipeError: lists everything unsupported.
+    """
     config = recipe.engine
     if config.kind == "native":
         remedy = 'only engine.kind = "vllm" or "sglang" has it'
@@ -61,7 +69,7 @@ def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
 
 
 def make_of_recipe(recipe: Recipe) -> Capabilities:
-    """What the recipe's make can do, from the release on that the recipe needs."""
+    """Capabilities of the recipe's kind of engine, from the release on that the recipe needs."""
     make = capabilities_of(recipe.engine.kind)
     return replace(make, oldest=max(make.oldest, make.broadcast)) if recipe.weights.medium == "broadcast" else make
 
@@ -111,7 +119,7 @@ def _addresses(config: EngineConfig) -> Iterator[Problem]:
 
 
 def _is_here(address: str) -> bool:
-    """Whether a server is reached by the loopback interface."""
+    """Whether the address of a server is loopback."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -145,8 +153,11 @@ def _interpreter(config: EngineConfig, make: Capabilities) -> Iterator[Problem]:
 
 
 def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
-    """Raises RecipeError: the server's attention on a processor has no kernel for the model's heads, and it is to run
-    on this machine."""
+    """Check that a CPU server on this machine has an attention kernel for the model's head size.
+
+    Raises:
+        RecipeError: it has none.
+    """
     config = recipe.engine
     if config.kind == "native" or config.addresses or recipe.cluster.placer != "local" or not config.on_cpu:
         return
@@ -159,10 +170,10 @@ def check_head_dim(recipe: Recipe, base: ModelFolder) -> None:
 
 
 def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
-    """Ask every server of `engine.addresses` what it serves, and the tokens of some of the prompts.
+    """Ask every server of `engine.addresses` for its model, and for the tokens of some of the prompts.
 
     Raises:
-        RecipeError: nobody answers, or it is another model's; with every server.
+        RecipeError: some do not answer, or serve another model; lists all of them.
     """
     if recipe.engine.addresses:
         ask = from_package("stretto_servers.checks:check_running_servers", "engine.addresses")

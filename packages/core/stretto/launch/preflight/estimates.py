@@ -1,4 +1,4 @@
-"""Memory and disk that a run will need, and warnings: what will work, but perhaps not as hoped."""
+"""Estimates of a run's memory and disk, and warnings about settings that work but may not do what the user hopes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that each part of the run will need, and bytes that are available."""
+    """Bytes that each part of the run will need, and bytes available."""
 
     trainer: int
     engines: int
@@ -36,7 +36,7 @@ class MemoryEstimate:
 
 
 def step_and_run(plan: Outline) -> tuple[str, str]:
-    """What one step and the whole run consume: which batch is which."""
+    """Two sentences: the size of one step (its batches), and of the whole run."""
     recipe = plan.recipe
     prompts, each, steps = recipe.rollout.batch_size, recipe.rollout.group_size, recipe.trainer.steps
     sequences, updates = prompts * each, recipe.trainer.minibatches
@@ -51,10 +51,13 @@ def step_and_run(plan: Outline) -> tuple[str, str]:
 
 
 def estimate_memory(plan: Outline) -> MemoryEstimate:
-    """Trainer: weights; gradients and Adam's two moments of the trained ones; a copy of all but gradients while a
-    checkpoint is written; reference and critic, if any; for each rank the activations of one micro-batch, and for each
-    but the first the whole policy, which it reads before it keeps its part. Engine: weights and KV cache, in the
-    processes of its server if it has one."""
+    """Estimate the memory of a run.
+
+    Trainer: weights; gradients and Adam's two moments of the trained ones; a copy of all but gradients while a
+    checkpoint is written; reference and critic, if any. For each rank: activations of one micro-batch; for each but the
+    first also the whole policy, which it reads before it keeps its part. Engine: weights and KV cache, in its server's
+    processes if it has one.
+    """
     recipe, base = plan.recipe, plan.base
     width = {"float32": 4, "bfloat16": 2, "float16": 2}
     longest = plan.longest_prompt + plan.sampling.max_tokens
@@ -84,7 +87,7 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
 
 @dataclass(frozen=True)
 class DiskEstimate:
-    """Bytes that the run folder will have at most, and bytes that its disk has left."""
+    """Upper bound in bytes for the run folder, and bytes left on its disk."""
 
     ledger: int
     policies: int
@@ -104,9 +107,12 @@ class DiskEstimate:
 
 
 def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
-    """Ledger: 16 bytes for each token (id, log-probability, version) of the longest completions, 200 for each row; what
-    became of each token: 13, within its own bound. Policies in the dtype that they are written in; checkpoints in
-    float32 with Adam's two moments, of a critic too, and one more while it is written."""
+    """Estimate the disk space of a run.
+
+    Ledger: 16 bytes for each token (id, log-probability, version) of the longest completions, 200 for each row.
+    Per-token data: 13 bytes, within their own bound. Policies in the dtype in which they are written. Checkpoints:
+    float32 with Adam's two moments, of a critic too, and one more while it is written.
+    """
     recipe, weights = plan.recipe, plan.base.parameters * 4
     trainer, store, rollout = recipe.trainer, recipe.store, recipe.rollout
     kept = trainer.steps + 1 if trainer.keep_versions == "all" else trainer.keep_versions + 1
@@ -123,7 +129,7 @@ def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
 
 
 def _width(wanted: str, own: str) -> int:
-    """Bytes of a number of the policies that are written."""
+    """Bytes per number in written policies."""
     return 2 if (own if wanted == "model" else wanted) in ("bfloat16", "float16") else 4
 
 

@@ -1,4 +1,4 @@
-"""Gold answers that the reward cannot read are found before the run."""
+"""Check of gold answers: those that the reward cannot read are found before the run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _READING_SECONDS = 60.0  # far more than a gold answer within the limits of the 
 
 @dataclass(frozen=True)
 class Sifted:
-    """The questions whose gold answers can be read, and the problems of the others."""
+    """Questions whose gold answers can be read, and the problems of the others."""
 
     questions: Questions
     unreadable: tuple[Problem, ...] = ()
 
     @property
     def warnings(self) -> list[str]:
-        """The count, and the first of them with their lines."""
+        """Number of unreadable gold answers, and the first of them with their lines."""
         if not self.unreadable:
             return []
         count = len(self.unreadable)
@@ -40,10 +40,10 @@ class Sifted:
 
 
 def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _READING_SECONDS) -> Sifted:
-    """Leave out the questions whose gold answers the reward cannot read, if the reward has a reader of them.
+    """Leave out questions whose gold answers the reward cannot read, if the reward has a reader for them.
 
-    Reward workers read each gold answer once. The result depends on the gold answers alone: one that takes longer than
-    `reading_seconds` is an error, since another machine might be faster.
+    Reward workers read each gold answer once. One that takes longer than `reading_seconds` is an error, not left out:
+    otherwise the result would depend on the machine's speed.
 
     Raises:
         DataError: no gold answer of the training or of the held-out questions can be read, or one takes too long.
@@ -81,7 +81,7 @@ def _key(question: Question) -> tuple[str, str]:
 
 
 def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """The gold answers that the reader `config` cannot read, with the reasons.
+    """Gold answers that the reader `config` cannot read, with the reasons.
 
     Raises:
         RewardFunctionError: the workers do not start.
@@ -93,8 +93,8 @@ def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dic
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """The gold answers that cannot be read, with the reasons. They are read in portions, each with a deadline that even
-    the slowest ones keep."""
+    """Gold answers that cannot be read, with the reasons. They are read in portions, each with a deadline that even the
+    slowest meet."""
     workers = max(config.workers, min(cores(), len(golds) // _PORTION))
     patient = {
         "max_consecutive_undecided": len(golds) + 1,

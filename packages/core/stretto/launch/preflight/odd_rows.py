@@ -1,4 +1,4 @@
-"""Warnings about rows of a dataset: they repeat the question of another row, or have digits of another script."""
+"""Warnings about odd rows of a dataset: repeated questions, digits of another script."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from stretto.worlds.data.task import Question, Questions
 
 
 def repeated(questions: Questions) -> list[str]:
-    """Sentences about rows that are held out and trained on, that repeat a question with another answer, or that are
-    duplicates. (Generated questions repeat by chance, and never among the held-out ones.)"""
+    """Warnings about rows that are both held out and trained on, duplicates, and rows that repeat a question with
+    another answer. Generated questions are exempt."""
     training, held_out = ([row for row in rows if row.place] for rows in (questions.training, questions.held_out))
     both = {row.place for row in training}  # one file may be given as both
     held_out = [row for row in held_out if row.place not in both]
@@ -27,7 +27,7 @@ def repeated(questions: Questions) -> list[str]:
 
 
 def _again(rows: Sequence[Question]) -> list[tuple[Question, Question]]:
-    """Rows with the question of an earlier row, and that row."""
+    """Rows that repeat the question of an earlier row, each with that row."""
     first = {_asked(row): row for row in reversed(rows)}
     return [(row, first[_asked(row)]) for row in rows if first[_asked(row)] is not row]
 
@@ -44,7 +44,7 @@ def _warning(pairs: Sequence[tuple[Question, Question]], what: str) -> list[str]
 
 
 def strange_digits(questions: Questions) -> list[str]:
-    """A sentence about gold answers with digits such as ``１２`` (full width), which no completion in plain digits
+    """A warning about gold answers with digits such as ``１２`` (full width), which no completion in plain digits
     equals."""
     found = [(row, strange) for row in (*questions.training, *questions.held_out) if (strange := _strange(row))]
     if not found:

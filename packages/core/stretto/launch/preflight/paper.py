@@ -1,4 +1,4 @@
-"""The check of a recipe for other machines: its model folder has a config.json here, and its weights elsewhere."""
+"""Check of a recipe whose model folder has a config.json here, but its weights on another machine."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _NO_GPUS = 0
 
 
 def is_on_paper(recipe: Recipe) -> bool:
-    """Whether the model folder describes a model whose weights are not there."""
+    """Whether the model folder has a config but no weights."""
     path = Path(recipe.model.path) if recipe.model.path is not None else None
     return path is not None and (path / "config.json").is_file() and not has_weights(path)
 
 
 def outline(recipe: Recipe) -> Outline:
-    """Check all that does not depend on weights, devices, interpreters and servers; `notes` begin with what was not
-    checked. Without a tokenizer a prompt counts as many tokens as its text has bytes, the most that it can have.
+    """Check everything that does not depend on weights, devices, interpreters and servers; `notes` begin with the
+    skipped checks. Without a tokenizer, a prompt counts as many tokens as its text has bytes, an upper bound.
 
     Raises:
-        RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
+        RecipeError, ModelFolderError, DataError, RewardFunctionError: lists every problem of that part.
     """
     told = try_parts(recipe, outlets=False)
     check_engine_keys(recipe, here=False)

@@ -1,4 +1,4 @@
-"""The plan of a run: a recipe whose model, data and reward have been found, read and checked. Starts no role."""
+"""Plan of a run: a recipe whose model, data and reward have been read and checked. Starts no role."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ from stretto_verify.thoughts import PIECES
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What a recipe asks for: the shape of the model, the questions, their longest prompt."""
+    """Result of the checks without weights: the recipe, the model's shape, the questions, their longest prompt."""
 
     recipe: Recipe
     base: ModelFolder
@@ -93,15 +93,18 @@ class Plan(Outline):
     demonstrations: tuple[Demonstration, ...]
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # by prompt and gold answer, for the rewards
     kept_apart_digest: str = ""  # of their texts and gold answers
-    details: QuestionDetails = field(default_factory=QuestionDetails)  # what a workflow gets beside the prompts
+    details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:
-    """Find, read and check everything that the recipe names. `has_policy`: version 0 of the policy exists already, so
-    the plan needs no demonstrations; `dry`: nothing is to be started, and outlets of the user's own are tried too.
+    """Find, read and check everything that the recipe names.
+
+    Args:
+        has_policy: version 0 of the policy exists, so demonstrations are not needed.
+        dry: nothing will be started; user-defined outlets are tried too.
 
     Raises:
-        RecipeError, ModelFolderError, DataError, RewardFunctionError: with every problem of that part.
+        RecipeError, ModelFolderError, DataError, RewardFunctionError: lists every problem of that part.
     """
     _check_descriptors(recipe)
     told = try_parts(recipe, outlets=dry)
@@ -165,7 +168,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
 
 
 def _closing_notes(recipe: Recipe, questions: Questions, *, tried: bool) -> Iterator[str]:
-    """`tried`: a run that goes on has its reward's verdicts on record, and was told of the first ones when it began."""
+    """Last warnings. `tried`: a resumed run has recorded verdicts, and its reward was tried when it began."""
     yield from schedule_notes(recipe)
     yield from repeated(questions)
     if not tried:
@@ -173,7 +176,7 @@ def _closing_notes(recipe: Recipe, questions: Questions, *, tried: bool) -> Iter
 
 
 def schedule_notes(recipe: Recipe) -> Iterator[str]:
-    """A warm-up that is longer than the training."""
+    """A warning if the warm-up is longer than the training."""
     for name, section in (("trainer", recipe.trainer), ("warm_start", recipe.warm_start)):
         if section is not None and section.warmup_steps > section.steps:
             reached = section.learning_rate * section.steps / section.warmup_steps
@@ -184,7 +187,11 @@ def schedule_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def _check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Raises RecipeError, WorkflowError, ModelFolderError: agents cannot be started, or cannot reach the policy."""
+    """Check that agents can be started and can reach the policy.
+
+    Raises:
+        RecipeError, WorkflowError, ModelFolderError: they cannot.
+    """
     if isinstance(recipe.workflow, AgentConfig):
         from_package("stretto_app.extensions.agents:check_agents", "workflow.kind", "stretto_gateway")(
             recipe, tokenizer
@@ -208,7 +215,7 @@ def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]]]:
     """All questions of the task, each with a reward that judges it, and those of each further evaluation.
 
     Raises:
-        DataError: with the mistakes of all their files.
+        DataError: lists the mistakes of all their files.
     """
     check_data_files(data_files(recipe))
     mistakes, sets = Mistakes(), list[list[Question]]()
@@ -227,7 +234,7 @@ def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]]]:
 def encoded_within_limits(
     recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest: int
 ) -> tuple[Within, Within]:
-    """The prompts for training and those that are held out, by the task's policy for long ones."""
+    """Training and held-out prompts, with long ones treated as the task says."""
     task = recipe.task
     limit, policy = (task.max_prompt_tokens, task.long_prompts) if isinstance(task, DatasetTask) else (None, "refuse")
     longest = min(longest, limit or longest)
@@ -245,7 +252,7 @@ def encoded_within_limits(
 def _sets(
     recipe: Recipe, read: Sequence[list[Question]], tokenizer: Tokenizer, longest: int
 ) -> tuple[tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...], list[Question]]:
-    """The prompts of the further evaluations, and all their questions, whose gold answers can be read."""
+    """Prompts of the further evaluations, and all their questions with readable gold answers."""
     found: list[tuple[EvaluationSet, tuple[Prompt, ...]]] = []
     asked: list[Question] = []
     for one, questions in zip(recipe.evaluation.sets, read, strict=True):
@@ -256,10 +263,10 @@ def _sets(
 
 
 def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tuple[PromptSource, ...]:
-    """The sources of the questions that are left.
+    """Sources of the remaining questions.
 
     Raises:
-        DataError: none is left of a source with a weight.
+        DataError: a source with a weight has none left.
     """
     counted = Counter(question.source for question in questions)
     if empty := [name for name in weights if not counted[name]]:
@@ -269,11 +276,11 @@ def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tup
 
 
 def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], Row]:
-    """What the rewards need of rows, by prompt and gold answer: further fields, which one of the user's own may take,
-    and the source, if some judge those of some sources.
+    """Data of rows for rewards, by prompt and gold answer: further fields for user-defined rewards, and the source if
+    rewards depend on it.
 
     Raises:
-        DataError: rows have the prompt and the gold answer of another, and differ from it in these.
+        DataError: rows with equal prompt and gold answer differ in these.
     """
     parts = recipe.rewards.parts
     own = any(part.function not in BUILT_IN for part in parts)
@@ -305,7 +312,7 @@ def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer
 
 
 def _plain(questions: Sequence[Question]) -> str | None:
-    """The place of a prompt that is no chat."""
+    """Place of a prompt that is no chat; None if all are chats."""
     return next((row.place or "[task]" for row in questions if not (row.messages or row.as_chat)), None)
 
 

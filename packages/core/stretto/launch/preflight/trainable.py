@@ -13,7 +13,11 @@ from stretto.trainer.parallel.lora import adapt
 
 
 def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
-    """Raises RecipeError: more ranks than the machine has `gpus`, or adapters for layers that the model lacks."""
+    """Check ranks and adapters of the trainer.
+
+    Raises:
+        RecipeError: more ranks than the machine has `gpus`, or adapters for layers that the model lacks.
+    """
     if config.device != "cpu" and 0 < gpus < config.local_ranks:
         here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
         found = f"{config.ranks}{here}, and the machine has {gpus} GPUs, one for each rank"
@@ -31,7 +35,11 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
 
 
 def check_checkpoint(folder: Path, config: TrainerConfig, model: Path) -> None:
-    """Raises RunFolderError: a trainer of this model cannot resume from the checkpoint in `folder`."""
+    """Check that a trainer of this model can resume from the checkpoint in `folder`.
+
+    Raises:
+        RunFolderError: it cannot.
+    """
     policy = skeleton(model)
     if config.lora is not None:
         adapt(policy, config.lora)

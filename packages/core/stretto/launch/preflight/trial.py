@@ -1,6 +1,6 @@
-"""The trial of what is the user's own, before a run.
+"""Trial of user-defined parts before a run.
 
-Of a reward gold answers are judged as completions: are the verdicts right, in time, and the same twice? The parts that
+A reward judges gold answers as completions: the verdicts should be right, in time, and the same twice. Other parts that
 a recipe names are called on made-up values.
 """
 
@@ -41,15 +41,15 @@ from stretto_verify.thoughts import closed
 _TRIED = 4
 _TRIED_BUILT_IN = 64  # built-in rewards are quick
 _PATIENCE = 10.0  # seconds for all calls together; one call may take as long
-_MOST_FAULTS = 3  # that are told of one part
+_MOST_FAULTS = 3  # reported for one part
 
 
 def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
-    """Warnings about the parts of the user's own, which are called on made-up values; `outlets`: these too, which may
-    show what they get to others.
+    """Call user-defined parts on made-up values; returns warnings. `outlets`: try outlets too, which may publish what
+    they get.
 
     Raises:
-        RecipeError: parts raise, return something else than they have to, or do not return; with every part.
+        RecipeError: parts raise, return a wrong type, or do not return; lists all of them.
     """
     trials = [(key, name, trial) for key, part, trial in _trials(recipe, outlets) if is_own(name := _name(part))]
     if problems := [problem for key, name, trial in trials for problem in _faults(key, name, trial)]:
@@ -64,7 +64,7 @@ def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
 
 
 def _trials(recipe: Recipe, outlets: bool) -> Iterator[tuple[str, str | Section, Callable[[], Iterator[str]]]]:
-    """The key, the part and its trial, of all parts of the recipe."""
+    """Key, part and trial of every user-defined part of the recipe."""
     algorithm, rollout, engine, logging = recipe.algorithm, recipe.rollout, recipe.engine, recipe.logging
     correction = CORRECTIONS.bound(algorithm.correction)
     yield LOSSES.key, algorithm.loss, partial(loss_faults, algorithm.loss)
@@ -93,7 +93,7 @@ def _name(part: str | Section) -> str:
 
 
 def _faults(place: str, name: str, trial: Callable[[], Iterator[str]]) -> list[Problem]:
-    """What is wrong with a part. It is tried in a thread of its own, which is left behind if it does not return."""
+    """Problems of a part. The trial runs in a thread, which is left behind if it does not return."""
     found: list[Problem] = []
 
     def run() -> None:
@@ -121,11 +121,11 @@ class _Call:
 
 
 def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: float = _PATIENCE) -> list[str]:
-    """Warnings about the verdicts on the first gold answers, of each reward alone on those that it judges.
+    """Warnings about the verdicts on the first gold answers, for each reward alone on the questions that it judges.
 
-    Only the first reward of a source has to find gold answers right: the others may be about something else. Built-in
-    rewards are tried on the gold answers of files only, since those of generated tasks are right. A reward of
-    the user's own may depend on chance, or not on the gold answer, so it is warned about and not refused.
+    Only the first reward of a source has to find gold answers right; others may judge something else. Built-in rewards
+    are tried on gold answers of files only, since those of generated tasks are right. A user-defined reward may be
+    random or ignore the gold answer, so it is warned about and not refused.
 
     Raises:
         RewardFunctionError: the workers do not start; no call returned a verdict in time; a built-in reward finds no
@@ -167,7 +167,7 @@ def _tried(config: RewardsConfig, questions: Sequence[Question], patience: float
 
 
 async def _twice(config: RewardsConfig, rows: Sequence[Question], patience: float) -> tuple[list[_Call], list[_Call]]:
-    """The calls of two rounds of at least one call each; after `patience` seconds no further call begins."""
+    """Calls of two rounds, each with at least one call; after `patience` seconds no further call begins."""
     patient = {
         "workers": 1,
         "max_consecutive_undecided": 1 << 20,
@@ -192,7 +192,7 @@ def _is_lost(call: _Call, limit: float) -> bool:
 
 
 def _lost(config: RewardsConfig, call: _Call, count: int) -> Problem:
-    """The problem of `count` calls without a verdict in time, of which `call` is the last."""
+    """Problem of `count` calls without a verdict in time, the last of them `call`."""
     which = f"the gold answer of {place_of(call.question)}, judged as a completion"
     if call.verdict.outcome is Outcome.UNDECIDED and not call.verdict.reason.startswith(TIMED_OUT):
         times = f"in any of {count} calls" if count > 1 else "in one call"

@@ -1,4 +1,4 @@
-"""The settings of a gateway."""
+"""Settings of a gateway and of agents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if
 
 
 class GatewayConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Section ``[gateway]`` of a recipe: where agents find the policy, and what is served at most.
+    """Section ``[gateway]`` of a recipe: address at which agents reach the policy, and limits.
 
     Example: ``GatewayConfig(turns=200)``
     """
@@ -27,9 +27,8 @@ class GatewayConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class AgentConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Section ``[workflow]`` of a recipe with ``kind = "agent"``: a program of any kind that finds the policy behind
-    the base URL of its client. Without `command` and `function`, services open the sessions over HTTP.
-    """
+    """Section ``[workflow]`` of a recipe with ``kind = "agent"``: any program that reaches the policy through the base
+    URL of its client. Without `command` and `function`, external services open the sessions over HTTP."""
 
     kind: Literal["agent"] = Field(description="trajectories are made by programs that speak HTTP")
     command: Words = Field((), description="a program and its arguments; started once for each trajectory")

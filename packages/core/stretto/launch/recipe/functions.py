@@ -1,4 +1,4 @@
-"""A reward that is given as a function of Python: its worker, another process, imports it by its name."""
+"""Rewards given as Python functions: converted to names, by which worker processes import them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REMEDY = "write it into a file beside the recipe or the notebook, import it fro
 
 
 def with_named_reward(section: Any) -> Any:
-    """The section ``[rewards]`` with its functions by name, if they are functions, or one is all that was given.
+    """The section ``[rewards]`` with functions replaced by their names; the section may be a function itself.
 
     Raises:
         ValueError: another process could not import the function.
@@ -34,7 +34,7 @@ def with_named_reward(section: Any) -> Any:
 
 
 def _named_part(part: Any) -> tuple[Any, str]:
-    """A table of ``[[rewards.functions]]`` with its function by name, and the folder of the module."""
+    """A table of ``[[rewards.functions]]`` with its function by name, and the folder of the function's module."""
     if not isinstance(part, Mapping) or not callable(part.get("function")):
         return part, ""
     named = named_reward(part["function"])
@@ -42,7 +42,7 @@ def _named_part(part: Any) -> tuple[Any, str]:
 
 
 def named_reward(function: Callable[..., object]) -> dict[str, str]:
-    """The keys `function` and `path` of ``[rewards]`` by which a worker finds a function.
+    """Keys `function` and `path` of ``[rewards]`` with which a worker can import the function.
 
     Raises:
         ValueError: it could not.
@@ -67,7 +67,7 @@ def named_reward(function: Callable[..., object]) -> dict[str, str]:
 
 
 def _imported_as(module: ModuleType, path: Path) -> str:
-    """The name by which another process imports the module; a script's is that of its file."""
+    """Name by which another process can import the module; for a script, that of its file."""
     if module.__name__ != "__main__":
         return module.__name__
     return module.__spec__.name if module.__spec__ is not None else path.stem

@@ -12,8 +12,8 @@ _CLUSTERS = ("auto", "local")
 
 
 class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Where the engines of a run are, and how machines join it. The token is not part of a recipe: it is taken from the
-    environment variable STRETTO_TOKEN, or made; the run folder's join.json has it."""
+    """Section ``[cluster]``: where the engines of a run are, and how machines join. The token is not part of a recipe:
+    it comes from the environment variable STRETTO_TOKEN, or is generated; the run folder's join.json has it."""
 
     placer: Literal["local", "given", "ray"] = Field(
         "local",

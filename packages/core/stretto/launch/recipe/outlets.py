@@ -1,4 +1,4 @@
-"""Settings of `[logging]`: the tools that a run is shown in, beside stretto's own pages."""
+"""Settings of `[logging]`: tools that show a run, beside stretto's own pages."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ OUTLETS = Door(
     section=Section,
 )
 
-#: What follows a run for Prometheus, as for a tool.
+#: Name of the follower that serves Prometheus.
 PROMETHEUS = "prometheus"
 _MOST_TAGS = 32
 
 
 def _listed(value: object) -> object:
-    """A TOML list as a tuple, each name once; one name alone is a list of one."""
+    """A TOML list as a tuple without repetitions; a single name is a list of one."""
     if isinstance(value, str):
         return (value,)
     return tuple(dict.fromkeys(value)) if isinstance(value, list) else value
@@ -50,7 +50,7 @@ Tag = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class OutletsConfig(BaseModel, extra="forbid", frozen=True):
-    """The tools that a run is shown in, beside its own pages (docs/reference/metrics.md).
+    """Tools that show a run, beside its own pages (docs/reference/metrics.md).
 
     Example: ``OutletsConfig(to=("wandb", "tensorboard"), project="arithmetic")``
     """
@@ -77,12 +77,12 @@ class OutletsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """Each tool that follows the run, Prometheus included."""
+        """Every tool that follows the run, Prometheus included."""
         return (*self.to, *((PROMETHEUS,) if self.prometheus_port is not None else ()))
 
 
 def stem(tool: str) -> str:
-    """The name of a tool in the names of its files and of its process.
+    """Name of a tool, as used in the names of its files and its process.
 
     >>> stem("my_tools:Tool")
     'my_tools.Tool'
@@ -91,7 +91,8 @@ def stem(tool: str) -> str:
 
 
 def destinations(config: OutletsConfig, run: Path, environment: Mapping[str, str]) -> list[str]:
-    """A sentence for each tool: where it shows the run of the folder `run`, as far as the tool's variables say it.
+    """A sentence for each tool that says where it shows the run in the folder `run`, as far as its environment
+    variables tell.
 
     >>> destinations(OutletsConfig(to="tensorboard", prometheus_port=9400), Path("runs/first"), {})
     ['shown in tensorboard: files in runs/first/tensorboard; tensorboard --logdir runs', \

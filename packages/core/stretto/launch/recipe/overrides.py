@@ -1,4 +1,4 @@
-"""Values that replace those of a recipe: texts of a command line, or values of Python."""
+"""Overrides of a recipe: texts of a command line, or Python values."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | Non
 
 
 def at_override(problem: Problem, place: str, overrides: Overrides) -> Problem:
-    """A problem of the recipe `place`; at the override that has caused it, if one has: an override of its key, or for a
-    problem of a whole section one of a key that it speaks of."""
+    """Attribute a problem of the recipe `place` to the override that caused it, if there is one: an override of its key
+    or, for a problem of a whole section, of a key that the problem mentions."""
     key = problem.place.removeprefix(place).removeprefix(": ")
     for own in _keys(overrides):
         if f"{key}.".startswith(f"{own}."):
@@ -46,7 +46,7 @@ def at_override(problem: Problem, place: str, overrides: Overrides) -> Problem:
 
 
 def _keys(overrides: Overrides) -> Iterator[str]:
-    """The keys that overrides set, of tables those inside of them."""
+    """Keys that overrides set; of tables, the keys inside."""
     if isinstance(overrides, Mapping):
         given = ((key, as_parsed(value)) for key, value in overrides.items())
     else:
@@ -60,7 +60,7 @@ def _keys(overrides: Overrides) -> Iterator[str]:
 
 
 def as_parsed(value: Any) -> Any:
-    """A value of Python's as a parsed file would hold it; of a section only what was given."""
+    """A Python value as a parsed file would hold it; of a section only the given keys."""
     match value:
         case BaseModel():
             return value.model_dump(mode="python", exclude_unset=True)
@@ -72,7 +72,7 @@ def as_parsed(value: Any) -> Any:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """A table changes the keys that it names, unless it is of another kind; all else replaces what was there."""
+    """A table changes only the keys that it names, unless its kind differs; any other value replaces the old one."""
     if not isinstance(old, dict) or not isinstance(new, dict) or new.get("kind", old.get("kind")) != old.get("kind"):
         return new
     instead = {_INSTEAD.get(key) for key in new}

@@ -1,4 +1,4 @@
-"""The doors of a recipe: the keys that name parts of the user's own, and where their modules are looked for."""
+"""Keys of a recipe that name user-defined parts (doors), and where their modules are searched for."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DOORS: tuple[Door[Any], ...] = (LOSSES, CORRECTIONS, ESTIMATORS, FILTERS, PACING
 
 
 def find_parts(tree: dict[str, Any], folder: Path) -> None:
-    """Write the folder of the recipe into `path`, if a module that a door names is there and no `path` is given."""
+    """Set `path` to the folder of the recipe, if a user-defined module is there and no `path` is given."""
     if "path" not in tree and any(is_beside(name, folder) for name in _named(tree)):
         tree["path"] = str(folder.resolve())
 
 
 def is_beside(name: object, folder: Path) -> bool:
-    """Whether the module of a part of the user's own is in a folder."""
+    """Whether the module of a user-defined part is in a folder."""
     if not (isinstance(name, str) and is_own(name)):
         return False
     module = folder / name.partition(":")[0].partition(".")[0]
@@ -33,7 +33,7 @@ def is_beside(name: object, folder: Path) -> bool:
 
 
 def _named(tree: Mapping[str, Any]) -> Iterator[object]:
-    """The names that the keys of all doors hold."""
+    """Names that the keys of all doors hold."""
     for door in DOORS:
         found: Any = tree
         for key in door.key.split("."):

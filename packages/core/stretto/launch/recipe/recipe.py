@@ -1,4 +1,4 @@
-"""The recipe of a run: one TOML file, composed of the rooms' configurations. Its mistakes are reported all at once."""
+"""Recipe of a run: one TOML file, composed of the rooms' configurations. All mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def _kind_of_workflow(section: Any) -> str:
-    """Which of the two a section is; one without a kind is a function."""
+    """Which of the two kinds a section is; the default is a function."""
     return section.get("kind", "function") if isinstance(section, dict) else getattr(section, "kind", "function")
 
 
@@ -73,7 +73,7 @@ _BY_KIND = Discriminator(_kind_of_workflow)
 
 
 class Recipe(BaseModel, extra="forbid", frozen=True):
-    """A whole run.
+    """A validated recipe: all settings of a run.
 
     Example::
 
@@ -86,7 +86,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         )
 
     Raises:
-        RecipeError: with one problem for each key that is not what it should be.
+        RecipeError: lists one problem for each wrong key.
     """
 
     seed: int = Field(1, ge=0, lt=2**63, description="seed of all random draws")
@@ -120,7 +120,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     @model_validator(mode="wrap")
     @classmethod
     def _mistakes_are_problems(cls, tree: Any, build: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
-        """A recipe in code is refused as one in a file is; the context of the validation is the name of the file."""
+        """Report mistakes as RecipeError, also for a recipe made in code; the validation context is the name of the
+        file."""
         if isinstance(tree, Mapping) and isinstance(path := tree.get("path"), str):
             look_in(path)  # before the parts that it names are loaded
         try:
@@ -130,7 +131,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
     @property
     def local_engines(self) -> int:
-        """Engines that the run starts on the machine of the conductor; others start theirs and join."""
+        """Number of engines that the run starts on the conductor's machine; other machines start theirs and join."""
         return self.engine.count if self.cluster.placer == "local" else 0
 
     @property
@@ -143,7 +144,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     @property
     def in_rounds(self) -> bool:
         """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`);
-        those of a workflow do not (docs/explanation/decisions/0027-workflows-and-rounds.md)."""
+        false with a workflow (docs/explanation/decisions/0027-workflows-and-rounds.md)."""
         return self.workflow is None and self.engine.in_rounds(self.rollout.staleness_bounds[1] == 0)
 
     @model_validator(mode="after")
@@ -228,10 +229,10 @@ def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
 
 
 def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
-    """The tables of a recipe file with the overrides applied and paths absolute, not validated yet.
+    """Read a recipe file as tables, with overrides applied and paths absolute, but not validated.
 
     Raises:
-        RecipeError: the file cannot be read or parsed, or an override is not of its form.
+        RecipeError: the file cannot be read or parsed, or an override is malformed.
     """
     tree = read_toml(path)
     _resolve_paths(tree, path.parent)
@@ -243,7 +244,7 @@ def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
 
 
 def _find_module(section: Any, folder: Path) -> None:
-    """The module of a reward, or of a workflow, and files of a command, are first looked for beside the recipe."""
+    """Search the recipe's folder first for modules of rewards and workflows, and for files of a command."""
     if not isinstance(section, dict) or "path" in section:
         return
     command = section.get("command")
@@ -258,10 +259,10 @@ def _find_module(section: Any, folder: Path) -> None:
 
 
 def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = None) -> None:
-    """Replace values of the tables; paths are relative to `folder`, or else to the working directory.
+    """Replace values of the tables; paths are relative to `folder`, by default the working directory.
 
     Raises:
-        RecipeError: an override is not of its form.
+        RecipeError: an override is malformed.
     """
     if isinstance(overrides, Mapping):
         told = [put(tree, key, as_parsed(value), f"override {key!r}") for key, value in overrides.items()]
@@ -274,20 +275,20 @@ def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = N
 
 
 def validate(tree: Mapping[str, Any], place: str, overrides: Overrides = ()) -> Recipe:
-    """A recipe from parsed TOML; `place` names the file in the messages, which name those of the `overrides` in the
-    tree that they are about.
+    """Make a recipe of parsed TOML. Messages name the file `place`, or the one of `overrides` (already applied to the
+    tree) that caused the problem.
 
     Raises:
-        RecipeError: with one problem for each wrong key.
+        RecipeError: lists one problem for each wrong key.
     """
     return validated(tree, place, Recipe, overrides)
 
 
 def validated(tree: Mapping[str, Any], place: str, kind: type[Kind], overrides: Overrides = ()) -> Kind:
-    """`validate` for a recipe of any kind.
+    """Same as `validate`, for any kind of recipe.
 
     Raises:
-        RecipeError: with one problem for each wrong key.
+        RecipeError: lists one problem for each wrong key.
     """
     try:
         return kind.model_validate(tree, strict=True, context=place)
@@ -299,7 +300,7 @@ def validated(tree: Mapping[str, Any], place: str, kind: type[Kind], overrides: 
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file.
+    """Parse a TOML file.
 
     Raises:
         RecipeError: it cannot be read or parsed.
@@ -329,7 +330,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def shipped_recipes() -> Path:
-    """The folder that has the recipes of an installed stretto."""
+    """Folder with the recipes of an installed stretto."""
     return Path(sys.prefix) / "share" / "stretto" / "recipes"
 
 
@@ -346,7 +347,7 @@ def _override(tree: dict[str, Any], override: str) -> Problem | None:
 
 
 def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
-    """Paths in a recipe are relative to the recipe, so that it works from any folder."""
+    """Make paths absolute: they are relative to the recipe, so that it works from any folder."""
     for place in _PATHS:
         *sections, key = place.split(".")
         part: Any = tree
@@ -360,7 +361,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
 
 
 def _sources(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    """The sources of the task and of further evaluations, as far as they are tables."""
+    """Tables of the task's sources and those of further evaluations."""
     found: list[Any] = []
     for section, key in (("task", "sources"), ("task", "held_out_sources"), ("evaluation", "sets")):
         part = tree.get(section)
@@ -380,12 +381,12 @@ def _absolute(text: str, folder: Path, place: str) -> Path:
 
 
 def to_toml(recipe: BaseModel) -> str:
-    """The resolved recipe as TOML: every key with the value that the run uses. It reads back as itself."""
+    """The resolved recipe as TOML: every key with the value in use. Parsing it gives an equal recipe."""
     return tomli_w.dumps(recipe.model_dump(mode="python", exclude_none=True))
 
 
 def differences(old: Recipe, new: Recipe, ignored: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Keys whose values differ, with both values, except for the keys and sections that are `ignored`."""
+    """Keys whose values differ, with both values, without the keys and sections in `ignored`."""
     before, after = _flat(old.model_dump(mode="python")), _flat(new.model_dump(mode="python"))
     return [
         (key, f"was {before.get(key)!r} and is {after.get(key)!r}")

@@ -1,4 +1,4 @@
-"""The resolved recipe of a run in its ledger, with which a resume is compared."""
+"""Resolved recipe of a run in its ledger, which a resume is compared with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def record_recipe(ledger: Ledger, recipe: Recipe) -> None:
 
 
 def recorded_recipe(folder: RunFolder, text: str | None) -> Recipe:
-    """The recipe from its recorded `text`; without one (an older format) the recipe of the run folder.
+    """The recipe from its recorded `text`; without one (older format), the recipe of the run folder.
 
     Raises:
         RecipeError: this version of stretto cannot read it.

@@ -20,7 +20,7 @@ from stretto.worlds.sources.task import Source
 
 
 class ModelConfig(BaseModel, extra="forbid", frozen=True):
-    """The first policy: a Hugging Face folder, or a new model with random weights."""
+    """Initial policy: a Hugging Face folder, or a new model with random weights."""
 
     path: str | None = Field(None, description="Hugging Face folder, relative to the recipe's folder")
     build: BuildConfig | None = Field(None, description="architecture and alphabet of a new model")
@@ -37,8 +37,7 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
         return self
 
     def modules(self) -> tuple[str, ...]:
-        """The module of transformers that has the model's architecture, so that a run imports it once and not in each
-        role; none where the folder names no such architecture."""
+        """Modules of transformers to import before forking roles: that of the model's architecture, if it is known."""
         kind = self.build.family if self.build is not None else _kind_in(Path(self.path or ""))
         name = f"transformers.models.{kind}.modeling_{kind}"
         try:
@@ -48,7 +47,7 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
 
 
 def _kind_in(folder: Path) -> str:
-    """What the config of a folder calls its architecture; "" if it cannot be read, which is refused elsewhere."""
+    """Architecture that the config in a folder names; "" if it cannot be read, which is refused elsewhere."""
     try:
         return str(msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object]).get("model_type"))
     except (OSError, msgspec.DecodeError):
@@ -59,9 +58,9 @@ StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r
 
 
 class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """The sampling of completions; engine and trainer compute the same distribution.
+    """Sampling of completions; engine and trainer compute the same distribution.
 
-    Temperature, then top_k, then top_p, then min_p; log-probabilities are of the remaining distribution.
+    Temperature applies first, then top_k, top_p, min_p; log-probabilities are of the resulting distribution.
     """
 
     max_tokens: int = Field(256, ge=1, description="most tokens of a completion")
@@ -78,12 +77,12 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     )
 
     def record(self, stop_token_ids: tuple[int, ...]) -> Sampling:
-        """The setting as a record for requests and the trainer."""
+        """These settings as a record for requests and the trainer."""
         return Sampling(stop_token_ids=stop_token_ids, **self.model_dump())
 
 
 class EvaluationSet(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """A further set of questions, evaluated as the held-out ones are."""
+    """A further set of questions, evaluated like the held-out ones."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="in the log and in metrics.jsonl")
     source: Source = Field(
@@ -130,7 +129,7 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fal
 
 
 class LoggingConfig(OutletsConfig, TokensConfig, extra="forbid", frozen=True):
-    """What is kept of each token, and the tools that a run is shown in (docs/reference/metrics.md).
+    """Per-token data to keep, and the tools that show a run (docs/reference/metrics.md).
 
     Example: ``LoggingConfig(to=("wandb",), project="arithmetic", tokens="none")``
     """

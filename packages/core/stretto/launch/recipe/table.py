@@ -1,8 +1,6 @@
-"""Every key that a recipe may have, as Markdown.
+"""Table of all recipe keys as Markdown: ``python -m stretto.launch.recipe.table > docs/reference/recipe.md``.
 
-``python -m stretto.launch.recipe.table > docs/reference/recipe.md`` writes the page.
-
-The table is read off the configurations themselves (their JSON schemas), so that it cannot say anything else.
+It is generated from the configurations' JSON schemas, so it cannot differ from them.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def recipe_table() -> str:
-    """The whole page."""
+    """The whole page as Markdown."""
     return _HEAD + "".join(_pages(Recipe.model_json_schema())) + _PREFERENCES + "".join(_preferences())
 
 
@@ -61,7 +59,7 @@ def _said_once(chapters: Iterable[str]) -> Iterator[str]:
 
 
 def _section(place: str, schema: Schema, definitions: Schema) -> Iterator[str]:
-    """The keys of one section that hold values, then the sections within it."""
+    """Keys of one section that hold values, then the sections within it."""
     within: list[tuple[str, Schema]] = []
     listed: list[Schema] = []  # two lists may have the same tables
     rows: list[str] = []
@@ -96,12 +94,12 @@ def _about(schema: Schema) -> str:
 
 
 def _references(value: Schema) -> list[str]:
-    """Names of the definitions that a value may be."""
+    """Names of the definitions that a value may refer to."""
     return [choice["$ref"].rpartition("/")[2] for choice in _choices(value) if "$ref" in choice]
 
 
 def _choices(value: Schema) -> list[Schema]:
-    """What a value may be, choices within choices too."""
+    """Alternatives of a value, nested ones included."""
     inner = value.get("anyOf") or value.get("oneOf") or ()
     return [found for choice in inner for found in _choices(choice)] if inner else [value]
 

@@ -1,1 +1,1 @@
-"""What every HTTP server of ours does with a body and a reply."""
+"""HTTP helpers that all servers share: bodies, replies, names, bounds."""

@@ -1,4 +1,4 @@
-"""HTTP of every server: the body of a request, whole replies, server-sent events, clients that close the connection."""
+"""ASGI helpers of every server: request bodies, replies, server-sent events, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY) -> bytes | None:
-    """The body of a request; None when it has more than `largest` bytes.
+    """Read the body of a request; None if it has more than `largest` bytes.
 
-    Most clients send all before they read the reply, and would find their connection reset if it ended before: so some
-    more of such a body is read, and dropped. A client that waits to be told to send is not told to.
+    Most clients send everything before they read the reply, and would see a reset connection. So a bounded rest of a
+    too large body is read and dropped, unless the client waits for ``100 Continue``.
     """
     if int(header(scope, b"content-length") or 0) > largest:
         if header(scope, b"expect") is None:
@@ -53,7 +53,7 @@ async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY)
 
 
 async def _drop(receive: Receive) -> None:
-    """Read to the end of a body, or to the end of the patience with it."""
+    """Read and drop the rest of a body, within a bound of time."""
     left, more = _DROPPED_BYTES, True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DROPPED_SECONDS):
@@ -64,19 +64,19 @@ async def _drop(receive: Receive) -> None:
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The value of a header; names are in small letters."""
+    """Value of a header, or None; `name` in lower case."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
 async def reply(send: Send, status: int, content_type: str, body: bytes, headers: Iterable[Header] = ()) -> None:
-    """A whole reply."""
+    """Send a whole reply."""
     told = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode()), *headers]
     await send({"type": "http.response.start", "status": status, "headers": told})
     await send({"type": "http.response.body", "body": body})
 
 
 async def when_gone(receive: Receive, leave: Callable[[], None]) -> None:
-    """Call `leave` as soon as the client has closed its connection; for a task of its own."""
+    """Call `leave` as soon as the client has disconnected; run it as a task."""
     while (await receive())["type"] != "http.disconnect":
         pass
     leave()
@@ -88,8 +88,8 @@ async def unless_gone(
     alive: Callable[[], Coroutine[Any, Any, None]] | None = None,
     seconds: float | None = None,
 ) -> T | None:
-    """The result of `work`; None if the client closes its connection before, which cancels the work. `alive` is awaited
-    every `seconds` until then. The deadline is that of the work or of the client."""
+    """Result of `work`; None, with the work cancelled, if the client disconnects first. `alive` is awaited every
+    `seconds` until then. No deadline of its own: that of the work or the client applies."""
     working, gone = asyncio.create_task(work), asyncio.create_task(when_gone(receive, lambda: None))
     try:
         while not (await asyncio.wait((working, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
@@ -101,7 +101,7 @@ async def unless_gone(
 
 
 def sent_event(data: object, kind: str = "", id: object = None) -> bytes:
-    """One server-sent event, whose data is written as JSON.
+    """Encode one server-sent event, with `data` as JSON.
 
     >>> sent_event({"a": 1}, "news")
     b'event: news\\ndata: {"a":1}\\n\\n'
@@ -111,10 +111,10 @@ def sent_event(data: object, kind: str = "", id: object = None) -> bytes:
 
 
 class HttpExchange:
-    """One request and its reply, which is whole or a stream of events.
+    """One request and its reply, which is sent whole or as a stream of events.
 
     Attributes:
-        status: of the reply, once it has begun; 0 before.
+        status: status of the reply once it has begun; 0 before.
         headers: further headers of the reply.
     """
 
@@ -124,7 +124,7 @@ class HttpExchange:
         self.headers: list[Header] = []
 
     async def send(self, message: Message) -> None:
-        """Send a message of ASGI."""
+        """Send an ASGI message."""
         self.status = self.status or message["status"]  # the first message of a reply has it
         await self._send(message)
 
@@ -133,7 +133,7 @@ class HttpExchange:
         await reply(self.send, status, media, body, self.headers)
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """Send events. The first ones begin the reply."""
+        """Send events; the first call also sends the headers."""
         if not self.status:
             headers = [*_STREAMED, *self.headers]
             await self.send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -1,4 +1,4 @@
-"""From the body of a request to a record, and what is said of a body that holds none."""
+"""Parsing of request bodies into records, and error messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<n
 
 
 def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
-    """The record in a body. A field that is null where the record knows none, or no null, counts as absent: clients
-    tell everything that their own types have.
+    """Parse a body into a record. Unknown fields that are null, and null where the record allows none, count as absent,
+    since some clients send every field of their types.
 
     Raises:
-        RefusedRequest: it is not there; names the first wrong field.
+        RefusedRequest: the body is invalid; names the first wrong field.
     """
     try:
         try:
@@ -47,8 +47,8 @@ def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
 
 
 def _without_nulls(value: Any, kinds: Sequence[msgspec.inspect.Type]) -> Any:
-    """A value without the fields that count as absent. What is JSON of the client's own, as the arguments of a call or
-    a schema, stays as it is."""
+    """A value without the null fields that count as absent. Free-form JSON, such as the arguments of a call or a
+    schema, is unchanged."""
     kinds = [one for kind in kinds for one in (kind.types if isinstance(kind, msgspec.inspect.UnionType) else [kind])]
     if isinstance(value, list):
         items = [kind.item_type for kind in kinds if isinstance(kind, _LISTS)]
@@ -74,8 +74,8 @@ def _takes_null(kind: msgspec.inspect.Type) -> bool:
 
 
 def refusal_of(message: str, kind: Any, remedy: str = "see /openapi.json") -> RefusedRequest:
-    """The refusal for a message of msgspec, which contains the name of the field, about a body that is no `kind`. The
-    `remedy` stands where no field of the kind has nearly this name."""
+    """Refusal for an error message of msgspec, which names the field, about a body that should be a `kind`. `remedy` is
+    used if no field has a similar name."""
     place = _PLACE.search(message)
     path, sentence = (place["path"], message[: place.start()]) if place else ("", message)
     name = _FIELD.match(sentence)
@@ -89,7 +89,7 @@ def refusal_of(message: str, kind: Any, remedy: str = "see /openapi.json") -> Re
 
 
 def _fields(kind: msgspec.inspect.Type, path: list[str]) -> Iterator[str]:
-    """The names of the fields of the objects that may stand at a path of names and of ``[``, one for each list."""
+    """Names of the fields that are possible at `path`, which consists of names and ``[`` for each list."""
     if isinstance(kind, msgspec.inspect.UnionType):
         yield from chain.from_iterable(_fields(one, path) for one in kind.types)
     elif isinstance(kind, msgspec.inspect.ListType | msgspec.inspect.VarTupleType) and path[:1] == ["["]:
@@ -103,7 +103,8 @@ def _fields(kind: msgspec.inspect.Type, path: list[str]) -> Iterator[str]:
 
 
 def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
-    """The field with a value that Python's json writes and JSON forbids, that value, and what is allowed."""
+    """Find a value that Python's json accepts and JSON forbids (NaN, half of a surrogate pair): its field, the value,
+    and what is allowed."""
     try:
         tree = json.loads(raw)
         for field, value in tree.items() if isinstance(tree, dict) else ():
@@ -118,7 +119,7 @@ def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """The leaves of nested lists and objects, names included."""
+    """Leaves of nested lists and objects, keys included."""
     parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else None
     if parts is None:
         yield value

@@ -1,8 +1,7 @@
-"""The names under which a server may be asked.
+"""Check of the header ``Host`` against DNS rebinding.
 
-A page of another site can let a name of its own point at this machine (DNS rebinding); the browser takes the server
-for that site then, and the name is in ``Host``. An address as it is, and a name that only this machine gives itself,
-cannot be had so.
+A web page of another site can point its own host name at this machine; the browser then takes the server for that site
+and sends the name in ``Host``. IP addresses, and names that only this machine gives itself, cannot be forged so.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ _AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?", re.ASCII)
 
 
 class HostNames:
-    """What ``Host`` may say."""
+    """Values of ``Host`` that a server accepts."""
 
     def __init__(self, *given: str, loopback: bool) -> None:
-        """`given`: further names, as a user has given them. `loopback`: it listens there alone, and its addresses and
-        names are the only ones."""
+        """`given`: further names from the user. `loopback`: the server listens on loopback only, so only those names
+        and addresses are accepted."""
         self._loopback = loopback
         self._names = _LOOPBACK_NAMES | {name.lower() for name in given}
         if not loopback:  # the second asks the resolver, which may take seconds
             self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
 
     def has(self, host: str) -> bool:
-        """Whether a value of Host is an address or a name of this server."""
+        """Whether `host`, a value of Host, is an address or a name of this server."""
         try:
             name = urlsplit(f"//{host}").hostname if _AUTHORITY.fullmatch(host) else None
         except ValueError:
@@ -47,8 +46,7 @@ class HostNames:
         return address.is_loopback or not self._loopback
 
     def foreign(self, scope: Scope) -> str | None:
-        """The Host of a request if it is none of these; no browser leaves it out, and without one a request is of
-        a program."""
+        """Host of a request if it is not accepted, else None. A missing Host is accepted: browsers always send one."""
         if (value := header(scope, b"host")) is None or self.has(host := value.decode("latin-1")):
             return None
         return host[:80]
@@ -58,18 +56,18 @@ LOOPBACK = HostNames(loopback=True)  #: of a server that listens there alone
 
 
 def is_loopback(bound: socket.socket) -> bool:
-    """Whether a socket is bound to an address that this machine alone can reach."""
+    """Whether a socket is bound to a loopback address."""
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
 def own_address(scope: Scope) -> str:
-    """Where the connection of a request has reached this server, as ``http://host:port``."""
+    """Address at which a request reached this server, as ``http://host:port``."""
     host, port = scope["server"]
     return f"{scope['scheme']}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class OwnNames:
-    """The ASGI application around another one that is asked under its own names alone."""
+    """ASGI middleware that refuses requests with a foreign Host."""
 
     def __init__(self, inner: ASGIApp, names: HostNames) -> None:
         self._inner, self._names = inner, names
@@ -84,5 +82,5 @@ class OwnNames:
 
 
 def foreign_host(host: str) -> str:
-    """What is said of a Host that is not the server's."""
+    """Error message for a foreign Host."""
     return f"host: {host!r} is no name of this server; ask it by its address, or by localhost on its own machine"

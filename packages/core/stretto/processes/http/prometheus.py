@@ -1,4 +1,4 @@
-"""Pages in Prometheus' text format, version 0.0.4: a line for each number, so that no client library is needed."""
+"""Prometheus' text format, version 0.0.4, written without a client library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Metric(NamedTuple):
 
 
 def page_of(metrics: Iterable[Metric]) -> str:
-    """The page that Prometheus scrapes."""
+    """Page of metrics for Prometheus to scrape."""
     return "".join(f"{line}\n" for metric in metrics for line in _lines(metric))
 
 

@@ -1,4 +1,4 @@
-"""Whether anything accepts connections at an address."""
+"""Check whether an address accepts connections."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""uvicorn's server, with bounds on strangers: connections that have not shown the key of what is served.
+"""uvicorn's server with bounds on strangers: connections that have not yet shown the key.
 
-One more than `strangers` takes the place of the one that has been idle for longest; a request that is being answered is
-not cut off, and while all places have one, callers are turned away. A stranger that is idle for `patience` seconds is
-turned out: one that says nothing, does not end TLS's handshake, or sends a request drop by drop.
+At most `strangers` are open: one more replaces the one idle for longest, but never one whose request is being answered;
+if all are busy, new callers are refused. A stranger that is idle for `patience` seconds (sends nothing, does not finish
+TLS, or sends a request very slowly) is disconnected.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _ADMIT = "stretto.admit"
 
 
 def admit(scope: Scope) -> None:
-    """For an application: this request has shown the key, so its connection is no stranger's any more."""
+    """Mark the connection of this request as no stranger; called by the application when it has seen the key."""
     if (admitted := scope.get("state", {}).get(_ADMIT)) is not None:
         admitted()
 
 
 def settings_of(app: ASGIApp, **further: Any) -> uvicorn.Config:
-    """What all servers have in common; `further` are settings of uvicorn as well.
+    """uvicorn settings that all servers share; `further` are added.
 
     Nothing is logged: an error of a request goes to its client, one that ends the server is raised.
     """
@@ -62,13 +62,13 @@ class _Stranger:
 
     @property
     def busy(self) -> bool:
-        """Whether a request has come as a whole, and has not been answered as a whole."""
+        """Whether a complete request has arrived and its reply is not complete."""
         cycle = self.protocol.cycle if self.protocol is not None else None
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
 
 class HttpServer(uvicorn.Server):
-    """See the module. What is said of strangers holds for sockets, not for a path of the file system."""
+    """uvicorn server that bounds strangers on TCP sockets (not on Unix sockets)."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class HttpServer(uvicorn.Server):
         patience: float = PATIENCE_SECONDS,
         signals: bool = True,
     ) -> None:
-        """`signals`: SIGINT and SIGTERM end the server; else the process handles them."""
+        """`signals`: SIGINT and SIGTERM end the server; otherwise the process handles them."""
         super().__init__(config)
         self._signals = signals
         self._most_strangers, self._idle_seconds = strangers, patience
@@ -115,7 +115,7 @@ class HttpServer(uvicorn.Server):
             asyncio.get_running_loop().add_reader(endpoint, self._accept, endpoint)
 
     def _accept(self, endpoint: socket.socket) -> None:
-        """Take the callers that wait, some of them at a time."""
+        """Accept waiting callers, a few at a time."""
         for _ in range(_AT_ONCE):
             try:
                 connection, _ = endpoint.accept()
@@ -185,7 +185,7 @@ class HttpServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving_beside(app: ASGIApp, bound: socket.socket) -> AsyncIterator[str]:
-    """Serve on a bound socket while the block runs, beside other work of the process. Yields the address as
+    """Serve on a bound socket during the block, as a task of this process; yields the address as
     ``http://host:port``."""
     settings = settings_of(
         app, backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=_SHUTDOWN_SECONDS

@@ -1,4 +1,4 @@
-"""The command line that others see of this process."""
+"""Command line of this process as `ps` shows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ADDRESSES = (
 
 
 class _Map(ctypes.Structure):
-    """``struct prctl_mm_map``: where the parts of a process begin and end in its memory."""
+    """``struct prctl_mm_map``: memory layout of a process."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in _ADDRESSES),
@@ -25,10 +25,10 @@ class _Map(ctypes.Structure):
 
 
 def make_room(size: int) -> None:
-    """Let the command line of this process, and of its copies, have `size` bytes from now on.
+    """Reserve `size` bytes for the command line of this process and of its forks.
 
     Raises:
-        OSError: the kernel does not let it.
+        OSError: the kernel refuses.
     """
     library = ctypes.CDLL(None, use_errno=True)
     library.malloc.restype = library.sbrk.restype = ctypes.c_void_p
@@ -44,7 +44,7 @@ def make_room(size: int) -> None:
 
 
 def show_as(words: Sequence[str]) -> None:
-    """Write a command line over that of this process, as far as it has room, for `ps`."""
+    """Overwrite the command line that `ps` shows, as far as there is room."""
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS])
     text = "\0".join(words).encode()[: end - start - 1]
     if start:  # 0 where a process may not know it

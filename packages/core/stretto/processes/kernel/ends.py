@@ -1,4 +1,4 @@
-"""Ends of processes, seen and caused by descriptor (pidfd): a number may be another process's by now."""
+"""Process descriptors (pidfd), to wait for and signal a process whose pid may be reused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 
 
 def end_of(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends.
+    """Open a descriptor that becomes readable when the process ends.
 
     Raises:
         ProcessLookupError: it has ended, and was waited for.
-        OSError: there are too many descriptors, or the system has no such ones.
+        OSError: there are too many descriptors, or the system lacks pidfd.
     """
     if sys.platform == "linux":
         return os.pidfd_open(pid)
@@ -21,7 +21,7 @@ def end_of(pid: int) -> int:
 
 
 def send_signal(end: int, number: signal.Signals) -> None:
-    """Send a signal to the process of a descriptor of `end_of`.
+    """Send a signal to the process of a descriptor from `end_of`.
 
     Raises:
         ProcessLookupError: it has ended.
@@ -33,7 +33,7 @@ def send_signal(end: int, number: signal.Signals) -> None:
 
 
 def has_exited(pid: int) -> bool:
-    """Whether a child has exited; it can still be waited for."""
+    """Whether a child has exited; it can still be waited for afterwards."""
     if sys.platform == "linux":
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     raise OSError(errno.ENOSYS, f"{sys.platform} cannot look at a child without waiting for it")

@@ -1,4 +1,4 @@
-"""The event loop of servers."""
+"""Event loop of servers (uvloop)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Result = TypeVar("Result")
 
 
 def new_event_loop() -> AbstractEventLoop:
-    """A loop that nobody runs yet."""
+    """Create an event loop that is not running."""
     return uvloop.new_event_loop()
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
-    """As `asyncio.run`, by the loop of servers."""
+    """Same as `asyncio.run`, with the event loop of servers."""
     return uvloop.run(main)

@@ -1,4 +1,4 @@
-"""Memory that the C library and the kernel give: options of the allocator, files that are in memory alone."""
+"""Memory options of the C library, and in-memory files of the kernel."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def set_memory(options: Mapping[int, int]) -> None:
 
 
 def memory_file(name: str) -> int:
-    """The descriptor of a new file in memory, closed in programs that this process starts.
+    """Create a file in memory; its descriptor is closed in programs that this process starts.
 
     Raises:
-        OSError: there are too many descriptors, or the system has no such files.
+        OSError: there are too many descriptors, or the system lacks memfd.
     """
     if sys.platform == "linux":
         return os.memfd_create(name, os.MFD_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What a process asks of the kernel for itself (prctl)."""
+"""Requests of a process about itself (prctl)."""
 
 from __future__ import annotations
 

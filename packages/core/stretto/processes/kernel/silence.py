@@ -1,4 +1,4 @@
-"""Connections whose other end is gone without a word."""
+"""TCP keepalive for connections whose peer may vanish."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 
 def notice_silence(connected: socket.socket, seconds: int) -> None:
-    """Have the kernel ask the other end while nothing comes, and give the connection up after `seconds`.
+    """Enable TCP keepalive probes that close an idle connection after `seconds` without a response.
 
-    Completions may take longer than a machine may be away.
+    A plain timeout would not do: a completion may take longer than a peer may be away.
     """
     asks = max(1, seconds // 4)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -35,7 +35,7 @@ class CodeLine(msgspec.Struct, frozen=True):
 
 
 class Scored(NamedTuple):
-    """What is added to a line."""
+    """Fields that are added to a scored line."""
 
     verdict: str
     judgement: Judgement
@@ -43,11 +43,11 @@ class Scored(NamedTuple):
 
 
 def print_scored(path: Path, config: SandboxConfig, workers: int) -> None:
-    """Print every line of the file, in order, with its `verdict`, how many tests `passed`, the `seconds` that it took
-    and the `level` of the sandbox. What the sandbox is, and why lines are undecided, is written to stderr.
+    """Print every line of the file, in order, with `verdict`, `passed` (number of tests), `seconds` and sandbox
+    `level`. Reasons for undecided lines, and the kind of sandbox, go to stderr.
 
     Raises:
-        DataError: the file or some of its lines are not what they should be; nothing was judged.
+        DataError: the file or some of its lines are malformed; nothing was judged.
         RewardFunctionError: no sandbox that is safe enough can be made here.
     """
     lines = read_lines(path, CodeLine)
@@ -66,7 +66,7 @@ def print_scored(path: Path, config: SandboxConfig, workers: int) -> None:
 
 
 def read_tests(given: Sequence[tuple[str, object]]) -> list[ProgramTests]:
-    """The tests of every row; `given` are places and tests.
+    """Parse the tests of every row; `given` are pairs of place and tests.
 
     Raises:
         DataError: some cannot be read; the first twenty are named.

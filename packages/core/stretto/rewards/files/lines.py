@@ -1,4 +1,4 @@
-"""JSONL files that are to be scored: every bad line is found before the first completion is judged."""
+"""Reader of JSONL files to score: all bad lines are found before the first completion is judged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class Line(Generic[Fields]):
-    """One line: where it is, all that it says, and the fields that are asked for."""
+    """One line: its place, its whole object, and the requested fields."""
 
     place: str
     row: dict[str, Any]
@@ -24,11 +24,11 @@ class Line(Generic[Fields]):
 
 
 def read_lines(path: Path, fields: type[Fields]) -> list[Line[Fields]]:
-    """All lines of a JSONL file, blank ones left out.
+    """Read all lines of a JSONL file that are not blank.
 
     Raises:
-        DataError: the file is missing, empty or not text, or lines are no object with the `fields`; each of the first
-            twenty is named with its number.
+        DataError: the file is missing, empty or not text, or lines are not objects with the `fields`; names the first
+            twenty.
     """
     return read_rows(path, lambda text, _, place: _line(text, place, fields))
 

@@ -16,7 +16,7 @@ from stretto.rewards.service.wire import ScoreItem
 
 
 class MathLine(msgspec.Struct, frozen=True):
-    """The fields that a line must have; others are kept. `answer` is another name of `completion`."""
+    """Required fields of a line; others are kept. `answer` is another name of `completion`."""
 
     gold: str | int | float
     completion: str | msgspec.UnsetType = msgspec.UNSET
@@ -29,16 +29,16 @@ class MathLine(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What is to be judged."""
+        """The completion to judge."""
         return self.answer if self.completion is msgspec.UNSET else self.completion  # type: ignore[return-value]
 
 
 def print_scored(path: Path, config: RewardsConfig) -> None:
-    """Print every line of the file, in order, with its `verdict` and the `seconds` that it took; why a line is
-    undecided is written to stderr.
+    """Print every line of the file, in order, with its `verdict` and `seconds`. Reasons for undecided lines go to
+    stderr.
 
     Raises:
-        DataError: the file or some of its lines are not what they should be; nothing was judged.
+        DataError: the file or some of its lines are malformed; nothing was judged.
     """
     asyncio.run(_print(read_lines(path, MathLine), config))
 

@@ -1,4 +1,4 @@
-"""Asynchronous reward functions: called like any other, one completion after the other."""
+"""Adapter for asynchronous reward functions: called like any other, one completion after the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MACHINERY = (str(Path(asyncio.__file__).parent), __file__)
 
 
 class _Awaited:
-    """Waits for the coroutine on an event loop that lasts as long as the reward, so that its clients stay connected."""
+    """Runs the coroutine on an event loop that lives as long as the reward, so that its HTTP clients stay connected."""
 
     def __init__(self, function: Callable[..., Coroutine[Any, Any, float | bool]]) -> None:
         self._function, self._runner = function, asyncio.Runner()
@@ -28,7 +28,7 @@ class _Awaited:
 
 
 def awaited(function: RewardFunction) -> RewardFunction:
-    """The function, or where it is asynchronous one that waits for what it says."""
+    """The function itself, or a synchronous wrapper if it is asynchronous."""
     # Asking for `type(...)`: an instance's own attribute would not be what a call runs.
     call = getattr(type(function), "__call__", None)  # noqa: B004
     inner = function.func if isinstance(function, functools.partial) else function
@@ -36,5 +36,5 @@ def awaited(function: RewardFunction) -> RewardFunction:
 
 
 def is_machinery(file: str) -> bool:
-    """Whether a frame of this file stands between a caller and an asynchronous reward."""
+    """Whether `file` is a stack frame of the wrapper or of asyncio, not of the user's code."""
     return file.startswith(_MACHINERY)

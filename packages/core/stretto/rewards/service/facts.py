@@ -21,7 +21,7 @@ class Facts:
         self.known: dict[str, str] = {}
 
     def hear(self, worker: str, found: Mapping[str, str]) -> list[str]:
-        """A sentence for each new fact."""
+        """Take a worker's facts; returns a sentence for each that is new."""
         if not self.known:
             self.known = dict(found)
         news = {name: fact for name, fact in found.items() if fact not in self.known.values()}

@@ -1,4 +1,4 @@
-"""One call of a reward function becomes one verdict, whatever the function does."""
+"""One call of a reward function becomes one verdict, even if it fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _REASON_LIMIT = 300  # characters; a user's exception may carry a whole document
 
 
 def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
-    """Call `function` on one completion; whatever is no verdict is undecided, with the reason."""
+    """Call `function` on one completion; an exception or an invalid result gives an undecided verdict with the
+    reason."""
     try:
         value = _plain(function(item.prompt, item.completion, item.answer))
     except Undecided as error:
@@ -34,7 +35,7 @@ def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
 
 
 def verdict_of(value: object, worth: Worth) -> Verdict:
-    """The verdict for what a reward function returned: a bool, or a number that is the reward itself."""
+    """Verdict for a returned value: a bool, or a number that is the reward itself."""
     if isinstance(value, bool):
         return worth.verdict_right if value else worth.verdict_wrong
     if not isinstance(value, int | float):
@@ -46,12 +47,12 @@ def verdict_of(value: object, worth: Worth) -> Verdict:
 
 
 def _plain(value: Any) -> object:
-    """A scalar of numpy or torch, or an array of no dimensions, as Python's own number."""
+    """A scalar or 0-d array of numpy or torch as a Python number."""
     return value.item() if getattr(value, "shape", None) == () else value
 
 
 def undecided(reason: str) -> Verdict:
-    """No verdict: the completion fails with this reason, and is never scored zero."""
+    """Undecided verdict: the completion fails with this reason, and is never scored zero."""
     return Verdict(outcome=Outcome.UNDECIDED, reward=None, reason=reason[:_REASON_LIMIT])
 
 
@@ -66,7 +67,7 @@ def _described(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """`` in FILE:LINE``: the line of the reward's own file that was under way, whichever library raised the error."""
+    """`` in FILE:LINE``: the innermost line of the reward's own file in the traceback."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)][1:]
     frames = [(file, line) for file, line in frames if not is_machinery(file)]
     own = [f" in {file}:{line}" for file, line in frames if file == frames[0][0]]

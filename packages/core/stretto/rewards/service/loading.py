@@ -1,4 +1,4 @@
-"""Loads a reward function by name, or raises with the reason."""
+"""Loading of a reward function by name."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _CONTRACT = "a reward is called as function(prompt, completion, answer) and retu
 
 
 def load_reward(name: str, settings: str = "{}", place: str = PLACE) -> RewardFunction:
-    """The reward called `name`: a built-in, or ``package.module:function`` from the import path; `settings` is the
-    section of a built-in that has one, as JSON; `place` is where the recipe names it.
+    """Load the reward `name`: a built-in, or ``package.module:function`` from the import path. `settings` is the
+    section of a built-in that has one, as JSON; `place` is the key of the recipe, for messages.
 
     Raises:
         RewardFunctionError: unknown name, module that cannot be imported, something that is not callable, that is an
@@ -45,7 +45,7 @@ def _checked(place: str, name: str, found: object) -> RewardFunction:
 
 
 def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
-    """The fields of a row (a JSON object) that the reward has parameters for, behind the three of every reward."""
+    """Fields of a row (JSON object) for which the function has parameters beyond the first three."""
     if not row:
         return {}
     fields: dict[str, Any] = json.loads(row)
@@ -57,7 +57,7 @@ def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
 
 
 def _further(found: Callable[..., object]) -> list[str]:
-    """The parameters behind the first three, by name."""
+    """Names of the parameters beyond the first three."""
     parameters = list(inspect.signature(found).parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     first = [parameter.name for parameter in parameters if parameter.kind in positional][:3]

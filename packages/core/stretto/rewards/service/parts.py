@@ -1,4 +1,4 @@
-"""The rewards of a run, added up: each part judges alone, and their weighted sum is one verdict."""
+"""Sum of several rewards: each part judges alone, and their weighted sum is one verdict."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class LoadedPart:
     function: RewardFunction
 
     def judges(self, item: ScoreItem) -> bool:
-        """Whether it is for the completions of the item's source."""
+        """Whether the part applies to the source of the item."""
         return not self.settings.sources or item.source in self.settings.sources
 
     def verdict(self, item: ScoreItem, worth: Worth) -> Verdict:
-        """Its verdict alone."""
+        """Verdict of this part alone."""
         fields = fields_taken(self.function, item.fields)
         return judge(partial(self.function, **fields) if fields else self.function, item, worth)
 
 
 def loaded(parts: Sequence[PartSettings]) -> tuple[LoadedPart, ...]:
-    """The parts with their functions.
+    """Load the functions of all parts.
 
     Raises:
         RewardFunctionError: one cannot be used.
@@ -42,7 +42,7 @@ def loaded(parts: Sequence[PartSettings]) -> tuple[LoadedPart, ...]:
 
 
 def facts_of(parts: Sequence[LoadedPart]) -> dict[str, str]:
-    """What a run has to record about its rewards: built-ins that depend on the machine say what they found."""
+    """Facts about the rewards to record, from built-ins that depend on the machine."""
     found: dict[str, str] = {}
     for part in parts:
         found |= getattr(part.function, "facts", {}) if part.settings.function in BUILT_IN else {}
@@ -50,7 +50,7 @@ def facts_of(parts: Sequence[LoadedPart]) -> dict[str, str]:
 
 
 def judge_all(parts: Sequence[LoadedPart], item: ScoreItem, worth: Worth) -> Verdict:
-    """The verdict of the parts that judge the item's source, in their order.
+    """Verdict of all parts that apply to the item's source, in order.
 
     The reward is the sum of weight times value. The first part says whether the completion is right. One undecided part
     makes the whole undecided, and those behind it are not asked.

@@ -1,13 +1,13 @@
-"""The reward service: worker processes that can be killed, scoring while generation goes on.
+"""The reward service: worker processes that can be killed, scoring while generation continues.
 
     score(items) ─► queue ─► least busy worker ─► verdicts
                       ▲           │ hangs or dies
                       └───────────┘ it is killed and replaced, the other items are scored again
 
 A thread cannot be stopped in the middle of ``9 ** 9 ** 9``; a process can. So a completion costs at most its timeout,
-the slot always comes back, and the completion that was the cause is undecided: a reason, and never a zero reward.
-The timeout is one of processor time, so that a verdict does not depend on what else the machine has to do. A reward
-that waits instead of computing has longer by the clock (`stretto_verify.clock.clock_limit`).
+the slot always comes back, and the completion that was the cause is undecided: a reason, and never a zero reward. The
+timeout is one of processor time, so that a verdict does not depend on what else the machine has to do. A reward that
+waits instead of computing has longer by the clock (`stretto_verify.clock.clock_limit`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class RewardPool:
         hung: float = 10.0,
         rows: Mapping[tuple[str, str], Row] | None = None,
     ) -> None:
-        """`on_change` reports a worker that comes back with other `facts`, or that sent no heartbeat for `hung` seconds
-        and is replaced. `rows` has what else the rewards need of each question, by prompt and gold answer."""
+        """`on_change` gets a sentence when a worker comes back with other `facts`, or was replaced after `hung` seconds
+        without a heartbeat. `rows`: further data of the questions for rewards, by prompt and gold answer."""
         self._hung = hung
         self._rows = rows or {}
         self.busy_seconds = 0.0  # seconds of all workers together
@@ -85,12 +85,12 @@ class RewardPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of all workers."""
+        """Process ids of all workers."""
         return [pid for slot in self._slots if slot.process is not None for pid in slot.process.pids]
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """The facts about the reward, for the run's record."""
+        """Facts about the reward, for the run's record."""
         return self._facts.known
 
     async def start(self) -> None:
@@ -133,12 +133,12 @@ class RewardPool:
         return verdicts
 
     async def score_group(self, prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
-        """As `score`, for several completions of one prompt."""
+        """Same as `score`, for several completions of one prompt."""
         row = self._rows.get((prompt, answer), Row())
         return await self.score([ScoreItem(prompt, text, answer, row.fields, row.source) for text in completions])
 
     def drain_spans(self) -> list[Span]:
-        """The stretches of work since the last call, for the timeline."""
+        """Spans of work since the last call, for the timeline."""
         spans, self._spans = self._spans, []
         return spans
 
@@ -211,7 +211,7 @@ class RewardPool:
         assert slot.process is not None
         progress = slot.process.progress
         how = await slot.process.end()
-        # What wrote into the replies stands before its own reply: it is in the oldest chunk.
+        # The completion that wrote into the wire has no reply yet: it is in the oldest chunk.
         lost = blame(tuple(slot.outstanding.values()), slot.judged, 0 if how == FORGED else progress)
         slot.outstanding.clear()
         self._score_again(lost.innocent, how)
@@ -252,7 +252,7 @@ class RewardPool:
                 self._send(slot, chunk)
 
     def _load(self, slot: _Slot) -> int:
-        """Chunks that it holds; one that takes no more is full."""
+        """Number of chunks that the slot holds; a full one if its worker takes no more."""
         return len(slot.outstanding) if slot.ready and not self._is_worn(slot) else _DEPTH
 
     def _is_worn(self, slot: _Slot) -> bool:
@@ -272,7 +272,8 @@ class RewardPool:
         slot.outstanding[self._requests] = chunk
 
     def _replied(self, slot: _Slot, reply: Verdicts) -> None:
-        """
+        """Hand the verdicts of a reply to their calls.
+
         Raises:
             WireError: it is no reply to the oldest request, so user code has written it.
         """
@@ -332,14 +333,14 @@ class RewardPool:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Nobody awaits this task, so all calls fail with its error."""
+        """Fail all calls if a background task ended with an error; nobody awaits the task."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
 
 class _Slot:
-    """A place for one worker, with the chunks that it holds."""
+    """Place of one worker, with the chunks that it holds."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -360,7 +361,7 @@ class _Slot:
 
     @property
     def is_judging(self) -> bool:
-        """Whether it was judging at the last poll."""
+        """Whether the worker was judging at the last poll."""
         return self.seen % 2 == 1
 
     def still_for(self, longest: float) -> float:
@@ -379,7 +380,7 @@ class _Slot:
 
     @property
     def computed(self) -> float:
-        """Processor seconds of what it judges, but for those before it was first looked at."""
+        """Processor seconds spent on the current item since it was first polled."""
         assert self.process is not None
         return self.process.processor_seconds - self._before
 
@@ -388,7 +389,7 @@ async def check_reward(config: RewardsConfig) -> None:
     """Load the reward in a worker process, where a module that hangs or exits does no harm.
 
     Raises:
-        RewardFunctionError: it cannot; the message says why.
+        RewardFunctionError: the reward cannot be used; the message says why.
         RoleDied, DeadlineExceeded: the worker ended or hung while importing it.
     """
     async with RewardPool(config.model_copy(update={"workers": 1})):

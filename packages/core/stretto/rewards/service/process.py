@@ -1,4 +1,4 @@
-"""One worker process: start, requests, kill, and how it ended."""
+"""One worker process: start, requests, kill, end."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ _MARK = "STRETTO_REWARD_WORKER"  # in the environment of a worker and, if they k
 
 
 class WorkerProcess:
-    """A running worker. `on_reply` is called with each reply, and a WireError that it raises ends the worker; `on_lost`
-    is called once, when the worker's end of the wire closes.
+    """A worker process. `on_reply` is called with each reply; a WireError from it ends the worker. `on_lost` is called
+    once, when the worker's end of the wire closes.
 
     Raises (from `start`):
         RewardFunctionError: the worker cannot use the reward function.
@@ -103,26 +103,27 @@ class WorkerProcess:
 
     @property
     def signs(self) -> object:
-        """Its heartbeats; before the first, its CPU time. They change while the worker starts or waits."""
+        """A value that changes while the worker starts or waits: its heartbeats, and before the first one its CPU
+        time."""
         if self._process is None or self._progress is None:
             return None
         return self._progress.beats or cpu_ticks(self._process.pid)
 
     @property
     def processor_seconds(self) -> float:
-        """Of it and of the processes that it has started and that run."""
+        """CPU seconds of the worker and its running descendants."""
         if self._process is None:
             return 0.0
         return sum(map(cpu_ticks, (self._process.pid, *descendants(self._process.pid)))) / 100
 
     @property
     def pids(self) -> list[int]:
-        """The process, if it has been started."""
+        """Process id, if the process has been started."""
         return [self._process.pid] if self._process is not None else []
 
     @property
     def ended(self) -> bool:
-        """Whether it has exited; its socket stays open while a process that it forked holds it."""
+        """Whether the process has exited. Its socket may stay open in a process that it forked."""
         process = self._process
         return process is not None and process.returncode is None and has_exited(process.pid)
 
@@ -141,7 +142,7 @@ class WorkerProcess:
         self._wire.write(frame(request))
 
     def kill(self) -> None:
-        """SIGKILL to the worker and to whatever it started, in sessions of its own too."""
+        """Send SIGKILL to the worker and all its descendants, also those in other sessions."""
         if self._process is not None and self._process.returncode is None:
             for pid in (*descendants(self._process.pid), self._process.pid):
                 for send in (os.killpg, os.kill):
@@ -149,7 +150,7 @@ class WorkerProcess:
                         send(pid, signal.SIGKILL)
 
     async def end(self) -> str:
-        """Kill, wait until the kernel has let go of it, and say how it ended: ``signal 9``, ``exit status 3``."""
+        """Kill the worker, wait for its exit, and return how it ended: ``signal 9``, ``exit status 3``."""
         self.kill()
         self._wire.close()
         self._ready.cancel()
@@ -207,7 +208,8 @@ class _LostWhileStarting(Exception):
 
 
 def _spawn(settings: WorkerSettings, log: Path | None, mark: str) -> subprocess.Popen[bytes]:
-    """Its own session, so that Ctrl-C in the terminal reaches the conductor alone; prints go to the log."""
+    """Start the worker in its own session, so that Ctrl-C in the terminal reaches only the conductor; its output goes
+    to the log."""
     arguments = [sys.executable, "-m", "stretto.rewards.service.worker", msgspec.json.encode(settings).decode()]
     output: IO[bytes] | int = subprocess.DEVNULL if log is None else log.open("ab")
     try:
@@ -226,7 +228,7 @@ def _spawn(settings: WorkerSettings, log: Path | None, mark: str) -> subprocess.
 
 
 class _Wire(asyncio.Protocol):
-    """The pool's end of one socket."""
+    """The pool's end of a worker's socket."""
 
     def __init__(
         self, received: Callable[[FromWorker], None], lost: Callable[[], None], distrust: Callable[[str], None]

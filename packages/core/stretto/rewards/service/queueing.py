@@ -68,7 +68,7 @@ def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class Blame:
-    """What was lost with a worker: the item in work (alone in its chunk), and the innocent others."""
+    """Result of a lost worker: the item in progress (alone in its chunk), and the innocent others."""
 
     culprit: Chunk | None
     innocent: tuple[Chunk, ...] = field(default=())

@@ -1,4 +1,4 @@
-"""Score the completions of a file with the workers that a run has: ``stretto score``."""
+"""Scoring of a file's completions with the workers of a run: ``stretto score``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from stretto.rewards.service.wire import ScoreItem
 
 
 async def scored(config: RewardsConfig, items: Sequence[ScoreItem]) -> AsyncIterator[tuple[Verdict, float]]:
-    """The verdict of every item and the seconds it took, in order, each as soon as all before it are there.
+    """Verdict and seconds of every item, in order, each as soon as all before it are there.
 
-    Undecided ones, however many, do not stop the rest.
+    Undecided verdicts, however many, do not stop the rest.
 
     Raises:
         RewardFunctionError, RoleDied, DeadlineExceeded: as `RewardPool`.

@@ -38,7 +38,7 @@ class ScoreItem(Record, frozen=True, array_like=True):
 
 
 class Row(Record, frozen=True):
-    """What a reward may need of a question beside its text and gold answer."""
+    """Data of a question that a reward may need beside its text and gold answer."""
 
     fields: str = ""  # the other fields of its row, as a JSON object
     source: str = ""  # the name of its source
@@ -151,7 +151,7 @@ class JudgingCounter:
         return self._read()[1]
 
     def beat(self) -> None:
-        """One heartbeat; only from the thread that judges, or while nothing is judged."""
+        """Count one heartbeat; only from the thread that judges, or while nothing is judged."""
         count, beats = self._read()
         _COUNTERS.pack_into(self._page, 0, count, beats + 1)
 

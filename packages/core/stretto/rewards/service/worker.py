@@ -68,7 +68,7 @@ class Worker:
                 self._socket.sendall(frame(reply))
 
     def _read(self) -> bytes:
-        """What the pool sends next; has no deadline, because the pool closes the socket when it ends."""
+        """Next message of the pool; no deadline, because the pool closes the socket when it ends."""
         self._progress.beat()
         while not select.select([self._socket], [], [], _BEAT_SECONDS)[0]:
             self._progress.beat()
@@ -76,7 +76,8 @@ class Worker:
 
     @contextmanager
     def _heartbeat(self) -> Iterator[None]:
-        """A thread beats during the import, which may take long; later none is left, so that a reward may fork."""
+        """Send heartbeats from a thread during the block (the import). No thread is left afterwards, so that a reward
+        may fork."""
         over = threading.Event()
 
         def beat() -> None:
@@ -100,7 +101,7 @@ class Worker:
 
 
 def _moved(descriptor: int) -> int:
-    """The same socket under another number, not inherited by what the reward starts."""
+    """The same socket under another descriptor, which child processes of the reward do not inherit."""
     try:
         moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, random.choice(_OUT_OF_REACH))
     except OSError:  # fewer descriptors are allowed than that

@@ -38,7 +38,7 @@ class FileSeal(Record, frozen=True):
 
 
 class Manifest(Record, frozen=True):
-    """The files of a whole checkpoint. Example: ``Manifest(step=40, files={"trainer.json": FileSeal(...)})``"""
+    """The files of a complete checkpoint. Example: ``Manifest(step=40, files={"trainer.json": FileSeal(...)})``"""
 
     step: int
     files: dict[str, FileSeal]
@@ -46,7 +46,7 @@ class Manifest(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The newest whole checkpoint, and a sentence for each newer one that is broken."""
+    """The newest complete checkpoint, with a sentence for each newer one that is broken."""
 
     step: int
     path: Path
@@ -54,7 +54,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run; the newest `keep` stay.
+    """The checkpoints of one run, of which the newest `keep` are kept.
 
     Example::
 
@@ -71,7 +71,7 @@ class Checkpoints:
         return self._folder / f"step-{step:06d}"
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Let `write` fill a folder, seal it, and rename it to its final name; an error changes nothing.
+        """Call `write` with a folder to fill, seal it, and rename it to its final name; an error changes nothing.
 
         Raises:
             StoreError: the folder cannot be written (disk full, read-only, removed); names the path.
@@ -127,7 +127,7 @@ class Checkpoints:
         return None
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints after `step`, which are broken, or remove them: the run is resumed from `step`."""
+        """Rename or remove the (broken) checkpoints after `step`, from which the run is resumed."""
         for later in (number for number in self.steps() if number > step):
             path = self.path(later)
             aside = self._folder / f"broken-{path.name}"
@@ -204,7 +204,7 @@ def _seal(step: int, part: Path) -> None:
 
 
 def _switch(part: Path, final: Path) -> None:
-    """Rename `part` to `final`; an older folder of the same step is moved aside first."""
+    """Rename `part` to `final`; an older folder of that name is moved aside first."""
     aside = final.with_name(f".{final.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -220,7 +220,7 @@ def _switch(part: Path, final: Path) -> None:
 
 
 def _copy(part: Path, final: Path) -> None:
-    """File by file, the manifest last: a folder that is not whole has none."""
+    """Copy file by file, the manifest last, so that an incomplete folder has none."""
     (final / _MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(final, ignore_errors=True)
     files = [path.relative_to(part) for path in part.rglob("*") if path.is_file()]

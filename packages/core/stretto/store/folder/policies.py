@@ -1,4 +1,4 @@
-"""Comparison of policy folders: their weights on disk, byte for byte."""
+"""Byte-for-byte comparison of the weights in two policy folders."""
 
 from __future__ import annotations
 

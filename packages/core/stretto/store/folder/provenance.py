@@ -1,4 +1,4 @@
-"""The surroundings of a run: library versions and the machine, for ``versions.json`` and ``machine.json``."""
+"""Library versions and machine of a run, for ``versions.json`` and ``machine.json``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "
 
 
 class Machine(Record, frozen=True):
-    """Example: ``Machine(system="Linux 6.1", processor="AMD EPYC 9B14", cores=2, memory_gib=24.0, accelerators=())``"""
+    """Hardware and system of a machine. Example: ``Machine(system="Linux 6.1", processor="AMD EPYC 9B14", cores=2,
+    memory_gib=24.0, accelerators=())``"""
 
     system: str
     processor: str
@@ -25,7 +26,7 @@ class Machine(Record, frozen=True):
 
 
 def library_versions() -> dict[str, str]:
-    """Versions, by name, of Python, stretto and the libraries that influence its numbers; absent ones are left out."""
+    """Versions, by name, of Python, stretto and the libraries that influence its numbers; missing ones are left out."""
     versions = {"python": platform.python_version()}
     for name in ("stretto", *_LIBRARIES):
         try:
@@ -36,7 +37,7 @@ def library_versions() -> dict[str, str]:
 
 
 def machine() -> Machine:
-    """The machine: cores by this process's affinity, memory, NVIDIA devices by name."""
+    """Describe this machine: cores by this process's affinity, memory, NVIDIA devices by name."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return Machine(
         system=f"{platform.system()} {platform.release()}",

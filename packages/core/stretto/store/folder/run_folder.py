@@ -60,10 +60,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path) -> Self:
-        """A folder for a new run.
+        """Create the folder of a new run and lock it.
 
         Raises:
-            RunFolderError: it holds another run, or other files, or is in use, or cannot be written.
+            RunFolderError: it holds another run or other files, is in use, or cannot be written.
         """
         folder = Path(path)
         try:
@@ -83,7 +83,7 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: str | Path) -> Self:
-        """The folder of a run that ended, to write in again; half-written files are removed.
+        """Lock the folder of a run that has ended, to continue it; half-written files are removed.
 
         Raises:
             RunFolderError: there is no run, or it is still running.
@@ -95,7 +95,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """The folder of a running, finished or dead run, read only.
+        """Open the folder of a running, finished or dead run, read only.
 
         Raises:
             RunFolderError: there is no run.
@@ -108,8 +108,7 @@ class RunFolder:
         return cls(folder)
 
     def is_ours(self) -> bool:
-        """Whether the folder at this path is still the one that we locked: it may have been moved, and another run may
-        be in its place."""
+        """Whether the folder at this path is still the one that was locked: it may have been moved and replaced."""
         if self._lock is None:
             return False
         held = os.fstat(self._lock)
@@ -117,20 +116,20 @@ class RunFolder:
 
     @property
     def mark(self) -> str:
-        """What no other run on this machine has, and a resumed one has again; "" without the lock, whose it is."""
+        """Unique id of the run on this machine, the same after a resume; "" without the lock."""
         if self._lock is None:
             return ""
         held = os.fstat(self._lock)
         return f"{held.st_dev}-{held.st_ino}"
 
     def release(self) -> None:
-        """Let other writers in."""
+        """Release the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def write(self, name: str, text: str) -> None:
-        """Write one small file of the folder, whole or not at all.
+        """Write one small file of the folder, completely or not at all.
 
         Raises:
             OSError: it cannot be written, or the folder is no longer ours.
@@ -151,13 +150,14 @@ class RunFolder:
         return self.logs / f"{role}.txt"
 
     def policy(self, version: int) -> Path:
-        """``policy/v000012``: the Hugging Face folder of version 12."""
+        """Path of a policy's Hugging Face folder: ``policy/v000012`` for version 12."""
         return self.policies / f"v{version:06d}"
 
 
 def _why_not_new(folder: Path) -> Problem | None:
-    """A folder with a ledger holds a run. A recipe beside the inner folders was left by a run that was killed before it
-    had a ledger; any other file is somebody's own and is not overwritten."""
+    """Why a new run cannot use the folder; None if it can. A folder with a ledger holds a run. A recipe beside the
+    inner folders was left by a run that was killed before it had a ledger; any other file belongs to somebody and is
+    not overwritten."""
     if (folder / "ledger.sqlite").exists():
         return Problem(str(folder), "holds another run", "resume it with --resume, or give another --run-dir")
     killed = all((folder / inner).is_dir() for inner in _INNER)
@@ -178,7 +178,7 @@ def _refused(folder: Path, found: str, remedy: str) -> RunFolderError:
 
 
 def _runs_beside(folder: Path) -> str:
-    """The remedy for a run that is not there: the nearest of the runs beside it, or the newest."""
+    """Remedy for a missing run: the name of the run beside it that is most similar, or else newest."""
     places = {folder.parent, folder.parent / "runs"}
     runs = {path.parent.name: path.parent for place in places for path in place.glob("*/ledger.sqlite")}
     if not runs:

@@ -1,4 +1,4 @@
-"""Records as a parquet file, row group by row group; its schema is that of the record's own annotations."""
+"""Parquet writer for records, one row group at a time; its schema comes from the record's annotations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPRESSION = "zstd"
 
 
 class Parquet:
-    """Needs pyarrow, which comes with ``stretto[data]``."""
+    """Writes records to a parquet file; needs pyarrow (``stretto[data]``)."""
 
     def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
         """Raises UserError: pyarrow is missing."""
@@ -40,7 +40,7 @@ class Parquet:
             self._write_group()
 
     def close(self) -> None:
-        """Write the last row group and the footer, without which the file is none."""
+        """Write the last row group and the footer; without the footer the file is invalid."""
         try:
             if self._rows:
                 self._write_group()
@@ -57,7 +57,7 @@ class Parquet:
 
 
 def _plain(value: Any) -> Any:
-    """What Arrow makes rows of: a mapping is a list of names with values."""
+    """A value as Arrow takes it: a mapping becomes a list of name-value pairs."""
     if isinstance(value, msgspec.Struct):
         return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, dict):

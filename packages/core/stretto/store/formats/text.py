@@ -1,4 +1,4 @@
-"""Records as lines of text: JSON lines, and CSV for spreadsheets."""
+"""Text formats for records: JSON lines, and CSV for spreadsheets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUL, _SHOWN_NUL = "\x00", "\u2400"
 
 
 class JsonLines:
-    """One object a line, UTF-8; what is not a number (NaN) is null."""
+    """Writes records as JSON lines (UTF-8); NaN becomes null."""
 
     def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
         self._file, self._encode = file, msgspec.json.Encoder().encode
@@ -22,12 +22,12 @@ class JsonLines:
         self._file.write(self._encode(row) + b"\n")
 
     def close(self) -> None:
-        """All is written."""
+        """Does nothing: every row is written already."""
 
 
 class Csv:
-    """One row a record behind a row of names (RFC 4180, UTF-8): texts in quotation marks, null as an empty cell without
-    them, nested values as JSON text. No text begins like a formula: see `cell`."""
+    """Writes records as CSV with a header (RFC 4180, UTF-8): texts are quoted, null is an unquoted empty cell, nested
+    values are JSON text. No text begins like a formula: see `cell`."""
 
     def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
         self._file, self._names = file, kind.__struct_fields__
@@ -37,7 +37,7 @@ class Csv:
         self._line(",".join(cell(getattr(row, name)) for name in self._names))
 
     def close(self) -> None:
-        """All is written."""
+        """Does nothing: every row is written already."""
 
     def _line(self, line: str) -> None:
         self._file.write(f"{line}\n".encode())
@@ -46,8 +46,8 @@ class Csv:
 def cell(value: object) -> str:
     """A value as a cell of CSV.
 
-    A text that a spreadsheet could take for a formula, and one that begins with an apostrophe, has an apostrophe before
-    it: without the first one it is the text again. NUL, at which many readers end, becomes its picture ``␀``.
+    A text that a spreadsheet could take for a formula, or that begins with an apostrophe, gets an apostrophe in front;
+    remove that one to recover it. NUL, at which many readers stop, becomes its picture ``␀``.
 
     >>> cell(None), cell(0.5), cell("a"), cell('=HYPERLINK("x")'), cell((1, 2))
     ('', '0.5', '"a"', '"\\'=HYPERLINK(""x"")"', '"[1,2]"')

@@ -1,4 +1,4 @@
-"""What deletes the payloads and prompts that a ledger need not keep (``store.keep_payloads``), and what is left."""
+"""SQL that deletes payloads and prompts which need not be kept (``store.keep_payloads``), and finds what is left."""
 
 from __future__ import annotations
 

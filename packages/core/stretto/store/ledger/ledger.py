@@ -67,7 +67,7 @@ _CALLING = "SELECT DISTINCT key FROM calls"
 
 
 class Ledger:
-    """The only writer of ``ledger.sqlite``.
+    """Writer of ``ledger.sqlite``; a run has only one.
 
     Example, with groups of two::
 
@@ -117,7 +117,7 @@ class Ledger:
     # The life of a trajectory.
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
-        """A group of `members` trajectories is in flight."""
+        """Record that a group of `members` trajectories is in flight."""
         key = self._next_key
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")
@@ -133,18 +133,19 @@ class Ledger:
         self._flush_if_due()
 
     def buffer(self, group: Group) -> None:
-        """A complete group waits to be trained on."""
+        """Record that a complete group waits to be trained on."""
         for trajectory in group.trajectories:
             self._move(trajectory.id, State.BUFFERED, "", trajectory)
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """A trajectory ends untrained: filtered, expired or failed. `trajectory` is None if it has no completion."""
+        """Record that a trajectory ended untrained: filtered, expired or failed. `trajectory` is None if it has no
+        completion."""
         if state not in UNTRAINED:
             raise StoreError(f"trajectory {id} cannot be settled as {state}; only commit_batch trains")
         self._move(id, state, reason, trajectory)
 
     def commit_batch(self, batch: Batch) -> None:
-        """The trajectories of the batch are trained in its step; on return this, and all before it, is in the file."""
+        """Record that the batch is trained in its step; on return, it and all earlier changes are in the file."""
         step = step_columns(batch, time.time())
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         for trajectory in trajectories:
@@ -159,14 +160,15 @@ class Ledger:
         self.flush()
 
     def record_update(self, update: Update) -> None:
-        """The step's update was published."""
+        """Record that the step's update was published."""
         self._note(_UPDATE_STEP, update_columns(update))
         self._flush_if_due()
 
-    # What a trajectory in flight has so far, and payloads that are no longer needed.
+    # Trajectories in flight, and payloads that are no longer needed.
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None:
-        """Append new tokens to a segment, `node`, of a trajectory in flight; after a crash it is resumed from them.
+        """Append newly sampled tokens to segment `node` of a trajectory in flight, which is continued from them after a
+        crash.
 
         The first piece of a segment has its parent and its cause. A given segment is one piece, and so is the beginning
         of a turn, which may have no tokens yet.
@@ -176,14 +178,15 @@ class Ledger:
         row.journaled += max(1, len(piece.token_ids))
 
     def retract(self, id: str, count: int, node: int = 0) -> None:
-        """Delete the pieces of a segment behind its first `count` tokens, from the file too."""
+        """Delete the tokens of a segment after its first `count`, from the file too."""
         self.flush()
         self._partials += retraction(self._query, id, self._row(id).key, count, node)
         self.flush()
 
     def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None:
-        """The session of a trajectory in flight is about to make a call; numbers grow. If it is `durable`, its begin
-        and its end are each in the file on return: what must not be done twice is never begun without a record."""
+        """Record that the session of a trajectory in flight is about to make call `number` (ascending). If `durable`,
+        its begin and its end are each in the file on return, so that a call that must not be repeated never begins
+        unrecorded."""
         row = self._row(id)
         if number < row.calls:
             raise StoreError(f"{self._path}: call {number} of trajectory {id} has begun before")
@@ -193,7 +196,7 @@ class Ledger:
             self.flush()
 
     def end_call(self, id: str, number: int, reply: bytes) -> None:
-        """The reply of a call has come; also of one that an earlier process of the run has begun."""
+        """Record the reply of a call, also of one that an earlier process of the run began."""
         row = self._row(id)
         if number not in row.open_calls:
             raise StoreError(f"{self._path}: call {number} of trajectory {id} was never begun, or has ended")
@@ -202,7 +205,7 @@ class Ledger:
             self.flush()
 
     def forget(self, step: int) -> None:
-        """Delete the payloads that ``store.keep_payloads`` does not keep: no resume starts before `step` any more.
+        """Delete payloads that ``store.keep_payloads`` does not keep; no resume will start before `step`.
 
         Groups that had nothing left at the last call are skipped: a long run has many of them.
         """
@@ -217,11 +220,11 @@ class Ledger:
         self._settled = self._next_key if unsettled is None else unsettled
 
     def sync(self) -> None:
-        """Flush, and force the log to disk: a checkpoint must not outlive the batches that led to it.
+        """Flush, and sync the write-ahead log to disk: a checkpoint must not outlive the batches that led to it.
 
-        The ledger itself is forced by SQLite, before it restarts the log, and never here: a process that closes any
-        descriptor of a file releases all its locks on that file, SQLite's too. The next reader would then take itself
-        for the only one, and remove the log under the run (sqlite.org/howtocorrupt, 2.2).
+        SQLite itself syncs the ledger before it restarts the log. It must not be done here: a process that closes any
+        descriptor of a file releases all its locks on that file, SQLite's too. The next reader would take itself for
+        the only one, and remove the log under the run (sqlite.org/howtocorrupt, 2.2).
         """
         self.flush()
         log = log_of(self._path)
@@ -234,9 +237,9 @@ class Ledger:
     # Facts beside the trajectories.
 
     def put(self, name: str, value: object) -> None:
-        """Keep a value that JSON can hold under a name: the seed, the data position, the totals.
+        """Keep a JSON value under a name: the seed, the data position, the totals.
 
-        The newest value is written, in the same transaction as the changes of state around it.
+        It is written in the same transaction as the changes of state around it.
         """
         self._facts[name] = _json(value)
         self._flush_if_due()
@@ -247,12 +250,12 @@ class Ledger:
         return find_fact(self._query(META), self._path, name, kind)
 
     def watch(self, name: str, source: Callable[[], object]) -> None:
-        """Keep under a name the value of `source()` at each flush: a value that must agree with the states."""
+        """Keep the value of `source()` under a name at each flush, for values that must agree with the states."""
         self._sources[name] = source
 
     def change_bound(self, change: BoundChange) -> None:
-        """A bound has changed for all groups that are issued from now on: a fact for those who go on with the run and
-        check it, an event for those who read it."""
+        """Record that a bound has changed for all groups issued from now on: as a fact for resumes and checks, and as
+        an event for readers."""
         self._flights.changed()
         self._changes.append(msgspec.structs.replace(change, key=self._next_key))
         self.put(BOUNDS, self._changes)
@@ -260,7 +263,7 @@ class Ledger:
         self.event("bound", told)
 
     def event(self, name: str, detail: str) -> None:
-        """Record an event for a reader of the run: an engine was replaced, a step was skipped."""
+        """Record an event for readers of the run: an engine was replaced, a step was skipped."""
         self._note(_INSERT_EVENT, (time.time(), name, detail))
         self._flush_if_due()
 
@@ -275,12 +278,12 @@ class Ledger:
         return found
 
     def balance(self) -> Balance:
-        """Trajectories by state, changes that are not flushed yet included."""
+        """Trajectories by state, unflushed changes included."""
         return Balance(**{state.value: self._counts[state] for state in State})
 
     @property
     def on_record(self) -> OnRecord:
-        """Tokens by what became of them, changes that are not flushed yet included."""
+        """Tokens by their fate, unflushed changes included."""
         return self._tokens.on_record
 
     # Writing.
@@ -389,7 +392,7 @@ class Ledger:
             raise self._break(error) from error
 
     def _break(self, error: Exception) -> StoreError:
-        """Roll the transaction back, and refuse everything from now on."""
+        """Roll the transaction back, and refuse everything from now on; returns the error to raise."""
         if self._connection.in_transaction:
             self._connection.rollback()
         self._broken = StoreError(f"{self._path}: cannot be written: {error}")

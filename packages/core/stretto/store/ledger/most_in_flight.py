@@ -1,4 +1,4 @@
-"""How many groups were in flight when another one was issued, counted apart from the controller that admits them."""
+"""Highest number of groups in flight, counted independently of the controller that admits them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ IN_FLIGHT = "in_flight"
 
 
 class MostInFlight:
-    """One stretch lasts from one change of a bound to the next."""
+    """Counts groups in flight; keeps the highest number for each stretch between two changes of a bound."""
 
     def __init__(self, facts: Iterable[tuple[str, str, object]], path: Path, rows: Iterable[LiveRow]) -> None:
-        """`facts`: the table ``meta`` of the ledger at `path`; `rows`: those of trajectories that are not final."""
+        """`facts`: rows of the table ``meta`` of the ledger at `path`; `rows`: rows of unfinished trajectories."""
         self._stretches = find_fact(facts, path, IN_FLIGHT, list[tuple[int, int]]) or []
         self._members = Counter(row.group_key for row in rows if row.state is State.IN_FLIGHT)
         self._begins = not self._stretches
 
     def changed(self) -> None:
-        """A bound has changed for all groups that are issued from now on."""
+        """Begin a new stretch: a bound has changed for all groups issued from now on."""
         self._begins = True
 
     def issued(self, key: int, members: int) -> dict[str, str]:
-        """A group is in flight; returns the fact as JSON, by its name, if it has changed."""
+        """Count one more group in flight; returns the changed fact as JSON by its name, empty if unchanged."""
         self._members[key] = members
         if self._begins:
             self._stretches.append((key, 0))
@@ -42,7 +42,7 @@ class MostInFlight:
         return {IN_FLIGHT: msgspec.json.encode(self._stretches).decode()}
 
     def moved(self, row: LiveRow, before: State) -> None:
-        """A trajectory was in the state `before`, and is in another one."""
+        """Note that a trajectory has left the state `before`."""
         if before is State.IN_FLIGHT:
             self._members[row.group_key] -= 1
             if not self._members[row.group_key]:

@@ -1,10 +1,10 @@
-"""What a trajectory in flight has so far: the tokens of its segments, piece by piece, and the calls of its session.
+"""Records of trajectories in flight: tokens of their segments, piece by piece, and calls of their sessions.
 
     piece    seal · segment                                the first segment of a trajectory, all of a single turn
-             seal · [place of the segment, segment]        any other
+             seal · [index of the segment, segment]        any other
 
-The pieces of a segment come in their order, those of several segments in any; the first says which segment it is
-behind. A call is on record when it begins, with what was asked, and again when its reply has come.
+Pieces of one segment come in order, those of several segments in any order; the first piece names the parent. A call is
+recorded when it begins, with its request, and again when its reply has come.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Query = Callable[[str, tuple[int, ...]], list[Any]]
 
 
 class JournaledCall(Record, frozen=True):
-    """A call of a session: of a tool, or of an agent to the gateway. Without a `reply` its end is not on record."""
+    """A call of a session, to a tool or by an agent to the gateway. `reply` is None while its end is not recorded."""
 
     number: int
     asked: bytes
@@ -42,9 +42,9 @@ class JournaledCall(Record, frozen=True):
 
 
 class UnfinishedMember(Record, frozen=True):
-    """The segments of a trajectory in flight by their places, and its calls by their numbers.
+    """Record of a trajectory in flight: segments by index, calls by number.
 
-    A segment of which nothing was on record, though later ones are, is empty and behind nothing.
+    A segment without any recorded token, though later ones have some, is empty and has no parent.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -52,16 +52,17 @@ class UnfinishedMember(Record, frozen=True):
 
 
 def encode_piece(id: str, piece: Segment, node: int = 0) -> bytes:
-    """A seal and new tokens of a segment of a trajectory in flight."""
+    """Encode new tokens of segment `node` of a trajectory in flight, with a seal."""
     body = _encode((node, piece) if node else piece)
     return seal(id, body) + body
 
 
 def decode_piece(id: str, sealed: bytes) -> tuple[int, Segment]:
-    """The place of a segment and one piece of it; the last piece of a sampled segment has a stop reason.
+    """Decode one piece; returns the index of its segment and the piece. The last piece of a sampled segment has a stop
+    reason.
 
     Raises:
-        StoreError: it is not what was written.
+        StoreError: the bytes are damaged.
     """
     body = sealed[SIZE:]
     check(sealed[:SIZE], seal(id, body), f"a piece of trajectory {id}")
@@ -69,7 +70,7 @@ def decode_piece(id: str, sealed: bytes) -> tuple[int, Segment]:
 
 
 def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
-    """The segments of which these are the pieces."""
+    """Join pieces to segments."""
     found: dict[int, list[Segment]] = {}
     for node, piece in pieces:
         found.setdefault(node, []).append(piece)
@@ -78,8 +79,8 @@ def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
 
 
 def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """The statements that delete the pieces of segment `node` behind its first `count` tokens. Raises as `query`, and
-    as `decode_piece`."""
+    """SQL statements that delete the tokens of segment `node` after its first `count`. Raises as `query` and
+    `decode_piece`."""
     told = 0
     for begin, sealed in query(_BEGINS, (key,)):
         place, piece = decode_piece(id, sealed)
@@ -89,17 +90,21 @@ def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterat
 
 
 def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[JournaledCall]:
-    """Raises StoreError where one is not what was written."""
+    """Recorded calls of the trajectory with this key.
+
+    Raises:
+        StoreError: one is damaged.
+    """
     for number, asked, reply, sealed in connection.execute(_CALLS, (key,)):
         check(sealed, seal(id, number, asked, reply), f"call {number} of trajectory {id}")
         yield JournaledCall(number, asked, reply)
 
 
 def read_member(connection: sqlite3.Connection, id: str, key: int, number: int) -> UnfinishedMember:
-    """The trajectory with this key, from a ledger of format `number`.
+    """Record of the trajectory with this key, from a ledger of format `number`.
 
     Raises:
-        StoreError: a piece or a call is not what was written.
+        StoreError: a piece or a call is damaged.
     """
     pieces = (decode_piece(id, sealed) for (sealed,) in connection.execute(_PIECES, (key,)))
     calls = read_calls(connection, id, key) if number > 4 else ()  # earlier ones have no calls

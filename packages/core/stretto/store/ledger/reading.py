@@ -1,4 +1,4 @@
-"""What a resume needs of a ledger: the batches that were trained on, and the unfinished groups. Read only."""
+"""Reading a ledger for a resume: the batches that were trained on, and the unfinished groups."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ _membership = msgspec.json.Decoder(list[BatchMember]).decode
 class UnfinishedGroup(Record, frozen=True):
     """A group that is buffered or in flight.
 
-    A buffered group has `trajectories`. A group in flight has the `members` of which something is on record: of a
-    single turn one segment, which has ended if it has a stop reason.
+    A buffered group has `trajectories`. A group in flight has those `members` with recorded tokens; a single turn is
+    one segment, finished if it has a stop reason.
     """
 
     id: str
@@ -100,7 +100,7 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
 
 
 def tokens_on_record(connection: sqlite3.Connection) -> OnRecord:
-    """The sampled tokens of all trajectories, by what became of them."""
+    """Count the sampled tokens of all trajectories by their fate."""
     rows = {state: (tokens, unjudged) for state, tokens, unjudged in connection.execute(_TOKENS)}
     ((masked,),) = connection.execute(_MASKED)
     tokens = {name: rows.get(name, (0, 0))[0] for name in ("trained", "buffered", "filtered", "expired", "failed")}
@@ -120,10 +120,10 @@ def last_step(path: Path) -> int:
 
 
 def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
-    """The value that `Ledger.put` keeps under `name`, or None.
+    """The value kept under `name` by `Ledger.put`, or None.
 
     Raises:
-        StoreError: it is not what was written, or the file is damaged.
+        StoreError: the value or the file is damaged.
     """
     with reading(path) as connection:
         return find_fact(connection.execute(META), path, name, kind)

@@ -1,4 +1,4 @@
-"""Rows of the ledger: how they are encoded, and the rows in memory of trajectories that are not final."""
+"""Encoding of the ledger's rows, and in-memory rows of unfinished trajectories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
 
 
 class Payload(Record, frozen=True, array_like=True):
-    """The bulk of a trajectory; before format 5 it ends with the text."""
+    """Bulk data of a trajectory; before format 5 it ends with the text."""
 
     segments: tuple[Segment, ...]
     text: str
@@ -27,8 +27,8 @@ class Payload(Record, frozen=True, array_like=True):
 
 
 class BatchMember(Record, frozen=True, array_like=True):
-    """A group of a batch, with the members that are trained on. `oldest_trainable` is given where it is another version
-    than that of the step: ``["0.17.0", [0, 1, 3]]`` or ``["0.18.0", [0, 1, 2, 3], 6]``."""
+    """A group of a batch, with the members that are trained on. `oldest_trainable` is given where it differs from the
+    step's: ``["0.17.0", [0, 1, 3]]`` or ``["0.18.0", [0, 1, 2, 3], 6]``."""
 
     group: str
     members: list[int]
@@ -58,8 +58,7 @@ _MASKED = 5  # the place of the masked tokens in a row of table ``steps``
 
 
 def encode_payload(trajectory: Trajectory) -> bytes:
-    """A seal and the payload. The seal also covers the verdict, the stop reason and the interruptions, which are in the
-    trajectory's row."""
+    """Encode a trajectory's payload with a seal, which also covers its verdict, stop reason and interruptions."""
     verdict = trajectory.verdict
     columns = (verdict.outcome.value, verdict.reward, trajectory.stop_reason, trajectory.interrupted)
     body = _ENCODER.encode(Payload(trajectory.segments, trajectory.text, verdict.rewards, trajectory.session))
@@ -67,13 +66,13 @@ def encode_payload(trajectory: Trajectory) -> bytes:
 
 
 def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Payload:
-    """The payload of a trajectory; `columns` are its outcome, reward, stop reason and interruptions.
+    """Decode a payload; `columns` are the trajectory's outcome, reward, stop reason and interruptions.
 
     A payload of format 2 is ``[token_ids, behavior_logprobs, versions, text]``: one segment, which ends as the columns
     say.
 
     Raises:
-        StoreError: it is not what was written.
+        StoreError: the payload is damaged.
     """
     body = sealed[SIZE:]
     check(sealed[:SIZE], seal(id, columns, body), f"trajectory {id}")
@@ -96,7 +95,7 @@ UPSERT = """
 
 
 class LiveRow:
-    """The row of a trajectory that is in flight or buffered, as the next flush writes it."""
+    """Row of a trajectory in flight or buffered, as the next flush writes it."""
 
     __slots__ = (
         "_outcome",
@@ -126,14 +125,14 @@ class LiveRow:
         """Change the state.
 
         Raises:
-            StoreError: `state` cannot follow; names both.
+            StoreError: the change to `state` is not allowed; names both.
         """
         if state not in ALLOWED.get(self.state, ()):
             raise StoreError(f"trajectory {self.key} is {self.state} and cannot become {state}")
         self.state, self.reason = state, reason
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Note the end of the completion, and its verdict."""
+        """Note the finished completion and its verdict."""
         verdict = trajectory.verdict
         sampled = [segment.versions for segment in trajectory.segments if segment.versions]
         self.finished = True
@@ -149,13 +148,13 @@ class LiveRow:
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens on record: none while it is in flight."""
+        """Sampled tokens on record; 0 while in flight."""
         count = self._outcome[3]
         assert isinstance(count, int)
         return count
 
     def columns(self) -> tuple[object, ...]:
-        """In the order of the table ``trajectories``."""
+        """Values in the column order of the table ``trajectories``."""
         head = (self.key, self.group_key, self.member, self.state.value, self.reason, self.trained_step)
         columns = head + self._outcome
         return (*columns, seal(*columns))
@@ -165,7 +164,7 @@ class LiveRow:
         """The row with these `columns`.
 
         Raises:
-            StoreError: they are not what was written.
+            StoreError: the row is damaged.
         """
         key, group_key, member, state, reason, _, *outcome, sealed = columns
         check(sealed, seal(*columns[:-1]), f"row {key} of trajectories")
@@ -179,20 +178,20 @@ class LiveRow:
 
 
 class TokenTally:
-    """The tokens of a ledger by what became of them, kept as its rows change."""
+    """Running token counts of a ledger by their fate."""
 
     def __init__(self, start: OnRecord) -> None:
         self._counts: Counter[str] = Counter(msgspec.structs.asdict(start))
 
     def moved(self, row: LiveRow, before: State, had: int) -> None:
-        """`row` was in state `before`, with `had` tokens."""
+        """Account for `row`, which was in state `before` with `had` tokens."""
         self._counts[before.value] -= had
         self._counts[row.state.value] += row.tokens
         if not row.finished:
             self._counts[f"{row.state}_unjudged"] += 1
 
     def trained(self, step: tuple[object, ...]) -> None:
-        """A step (the columns of its row) has trained its tokens but for the masked ones."""
+        """Account for the masked tokens of a trained step, given the columns of its row."""
         masked = step[_MASKED]
         assert isinstance(masked, int)
         self._counts["trained"] -= masked
@@ -235,5 +234,5 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
 
 
 def update_columns(update: Update) -> tuple[object, ...]:
-    """The columns of ``steps`` that are known after the update; the step comes last."""
+    """Columns of ``steps`` that are known after the update; the step number comes last."""
     return (update.version, msgspec.json.encode(update.metrics).decode(), update.step)

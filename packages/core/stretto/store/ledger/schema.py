@@ -98,8 +98,7 @@ CREATE TABLE events (at REAL NOT NULL, name TEXT NOT NULL, detail TEXT NOT NULL)
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """The ledger at `path`, created if it is missing, and of this format from now on; the caller begins and ends
-    transactions.
+    """Open the ledger at `path`, create it or upgrade its format; the caller begins and ends transactions.
 
     Raises:
         StoreError: another format, not a ledger, damaged, or not writable.
@@ -123,8 +122,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 
 def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connection:
-    """The ledger at `path`, read only, also while a run writes; `patience` seconds are waited where another has locked
-    it. Reading changes nothing of the run; where there is a log, SQLite may add its index beside it.
+    """Open the ledger at `path` read only, also while a run writes; waits `patience` seconds for a lock. Reading does
+    not change the run, but SQLite may add its index beside a write-ahead log.
 
     Raises:
         StoreError: missing, another format, not a ledger, or damaged.
@@ -145,10 +144,10 @@ def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connect
 
 @contextmanager
 def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connection]:
-    """`open_for_reading`, until the block ends.
+    """`open_for_reading` as a context manager.
 
     Raises:
-        StoreError: as `open_for_reading`, or a value was read that nobody wrote.
+        StoreError: as `open_for_reading`, or a damaged value was read.
     """
     try:
         with closing(open_for_reading(path, patience)) as connection:
@@ -159,7 +158,7 @@ def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connect
 
 
 def check_resting_log(path: Path) -> None:
-    """`check_log`, unless a run is writing: the end of its log may be incomplete at any moment.
+    """Same as `check_log`, but skipped while a run is writing: the end of its log may be incomplete.
 
     Raises:
         StoreError: no run is writing, and the log is damaged.
@@ -169,8 +168,8 @@ def check_resting_log(path: Path) -> None:
 
 
 def _address(path: Path) -> str:
-    """SQLite reads a log through an index beside it. Without a log, and where nobody writes or no index can be written,
-    the ledger is opened as immutable: nothing appears beside it."""
+    """URI for SQLite, which reads a log through an index beside it. Without a log, or where no index can be written,
+    the ledger is opened as immutable, so that no file appears beside it."""
     log, index = log_of(path), path.with_name(f"{path.name}-shm")
     bare = not (log.exists() and log.stat().st_size)
     resting = not lock.is_held(path.parent) or (not index.exists() and not os.access(path.parent, os.W_OK))

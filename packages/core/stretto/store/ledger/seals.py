@@ -33,16 +33,15 @@ _ROWS = {
 
 
 def seal(*content: object) -> bytes:
-    """XXH3 (64 bits) of the content, in order."""
+    """XXH3 checksum (64 bits) of the content, in order."""
     return xxhash.xxh3_64_digest(_encode(content))
 
 
 def find_fact(rows: Iterable[tuple[str, str, object]], path: Path, name: str, kind: type[Value]) -> Value | None:
-    """The value of the table ``meta`` under `name`, or None; all `rows` are checked, since a damaged one may have lost
-    its name.
+    """Value of the table ``meta`` under `name`, or None. All `rows` are checked, since damage may be in a name.
 
     Raises:
-        StoreError: a row is not what was written.
+        StoreError: a row is damaged.
     """
     facts = dict[str, str]()
     for known, value, sealed in rows:
@@ -52,8 +51,8 @@ def find_fact(rows: Iterable[tuple[str, str, object]], path: Path, name: str, ki
 
 
 def batch_seal(batch: Batch, number: int) -> bytes:
-    """The seal of all that decides what a batch does to the weights: tokens, log-probabilities, versions, rewards, and
-    their order. `number` is the format of the ledger."""
+    """Checksum of all data of a batch that affect the weights: tokens, log-probabilities, versions, rewards, and their
+    order. `number` is the format of the ledger."""
     groups = [
         (group.id, group.prompt.token_ids, [_sealed(group.id, trajectory, number) for trajectory in group.trajectories])
         for group in batch.groups
@@ -73,24 +72,28 @@ def _sealed(group: str, trajectory: Trajectory, number: int) -> tuple[object, ..
 
 
 def _decisive(segment: Segment) -> tuple[object, ...]:
-    """What of a segment decides what it does to the weights; its parent and its reward if it has either."""
+    """Fields of a segment that affect the weights; parent and reward only if it has either."""
     fields = msgspec.structs.astuple(segment)[:SEALED]
     plain = segment.parent is None and segment.reward is None
     return fields if plain else (*fields, segment.parent, segment.reward)
 
 
 def check(found: object, expected: bytes, what: str) -> None:
-    """Raises StoreError where a seal does not fit: what was read is not what was written."""
+    """Compare a seal with the expected one.
+
+    Raises:
+        StoreError: they differ, so the data read are damaged.
+    """
     if found != expected:
         raise StoreError(f"{what} is not what was written: its checksum does not fit")
 
 
 def check_rows(connection: sqlite3.Connection, path: Path) -> None:
-    """Check that no row is damaged or missing; payloads have seals of their own. Later queries on the connection see
-    the ledger as it was checked, though the run writes on.
+    """Check that no row is damaged or missing, payloads excepted (they have their own seals). Later queries on the
+    connection see the checked state, even while the run writes.
 
     Raises:
-        StoreError: names the first row that is not.
+        StoreError: names the first damaged or missing row.
     """
     connection.execute("BEGIN")
     for (found,) in connection.execute("PRAGMA integrity_check(1)"):

@@ -25,16 +25,16 @@ Sums = tuple[int, int]
 
 
 def log_of(ledger: Path) -> Path:
-    """Where SQLite keeps the log of a ledger."""
+    """Path of a ledger's write-ahead log."""
     return ledger.with_name(f"{ledger.name}-wal")
 
 
 def check_log(ledger: Path, largest: int = LARGEST) -> None:
-    """Check the log of a ledger that no process has open. A log that stays as it is is read once.
+    """Check the write-ahead log of a ledger that no process has open. An unchanged log is read only once.
 
     Raises:
-        StoreError: whole frames follow a broken one, and SQLite would drop them silently; or it has more bytes than
-            `largest`.
+        StoreError: valid frames follow a broken one, and SQLite would drop them silently; or the log is larger than
+            `largest` bytes.
     """
     log = log_of(ledger)
     try:
@@ -58,14 +58,16 @@ def check_log(ledger: Path, largest: int = LARGEST) -> None:
 
 @lru_cache(maxsize=1_024)
 def _damage(log: Path, stamp: tuple[int, ...]) -> int | None:
-    """The offset at which whole frames begin to be lost, None if none are; `stamp`: what tells the file."""
+    """Byte offset from which valid frames would be lost, None if none are. `stamp` identifies the file's state for
+    caching."""
     data = log.read_bytes()
     broken = _first_broken(data)
     return broken if broken is not None and _goes_on(data, broken) else None
 
 
 def _first_broken(data: bytes) -> int | None:
-    """The offset of the header, if it is broken, or of the first frame that is broken or of an earlier log; or None."""
+    """Byte offset of the first broken header or frame, or of the first frame of an earlier log; None if there is
+    none."""
     order = _MAGIC.get(int.from_bytes(data[:4], "big"))
     if order is None or len(data) < _HEADER:
         return 0
@@ -83,7 +85,7 @@ def _first_broken(data: bytes) -> int | None:
 
 
 def _goes_on(data: bytes, broken: int) -> bool:
-    """Whether frames of the same log follow the broken one; after a broken header, whether any frame does."""
+    """Whether frames of the same log follow the broken one; after a broken header, whether any valid frame does."""
     if broken == 0:
         return len(data) >= _HEADER + _FRAME
     frame = _FRAME + _page_size(data)
@@ -95,7 +97,7 @@ def _page_size(data: bytes) -> int:
 
 
 def _checksum(data: bytes, sums: Sums, order: str) -> Sums:
-    """SQLite's: ``s0 += x0 + s1; s1 += x1 + s0`` over pairs of 32-bit words."""
+    """SQLite's checksum: ``s0 += x0 + s1; s1 += x1 + s0`` over pairs of 32-bit words."""
     s0, s1 = sums
     for x0, x1 in struct.iter_unpack(f"{order}II", data):
         s0 = (s0 + x0 + s1) & 0xFFFFFFFF

@@ -1,5 +1,5 @@
-"""Lines of a JSON-lines file as they are appended, for readers that are not the run. The file may be anybody's: no link
-leads out of the run, no pipe holds the reader, no line is read without a bound."""
+"""Reader of a growing JSON-lines file, for processes other than the run. The file is not trusted: links out of the run
+are refused, pipes do not block the reader, the length of a line is bounded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NO_FILE = (0, 0, "")
 
 
 def open_plain(path: Path) -> int:
-    """A descriptor of a regular file.
+    """Open a regular file; returns its descriptor.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: it does not exist.
         StoreError: it is a link, a pipe, a folder, or cannot be read.
     """
     try:
@@ -42,10 +42,10 @@ def open_plain(path: Path) -> int:
 
 
 def decode_line(decoder: msgspec.json.Decoder[Line], row: bytes) -> Line:
-    """A record of a line.
+    """Decode one line to a record.
 
     Raises:
-        StoreError: it is none, or a number in it has more than 64 bits: no column and no reply can hold it.
+        StoreError: it is invalid, or has an integer of more than 64 bits, which no column and no reply can hold.
     """
     try:
         line = decoder.decode(row)
@@ -59,9 +59,9 @@ def decode_line(decoder: msgspec.json.Decoder[Line], row: bytes) -> Line:
 
 
 class LineFollower(Generic[Line]):
-    """The whole lines of a JSON-lines file as they are appended; a file that was written again is read again.
+    """Returns complete lines of a JSON-lines file as they are appended; a rewritten file is read again from its start.
 
-    `faults` says which lines could not be read; they are left out.
+    `faults` names lines that could not be read; they are left out.
     """
 
     def __init__(self, path: Path, decoder: msgspec.json.Decoder[Line]) -> None:
@@ -72,7 +72,10 @@ class LineFollower(Generic[Line]):
         self.fault: str | None = None
 
     def read_on(self) -> tuple[list[Line], bool]:
-        """The next lines, a few megabytes at most, and whether they are the first of a file that was written again.
+        """Read the next lines, a few megabytes at most.
+
+        Returns:
+            The lines, and whether they are the first of a file that was rewritten.
 
         Raises:
             StoreError: as `open_plain`.
@@ -101,7 +104,7 @@ class LineFollower(Generic[Line]):
         return self._lines(whole), again
 
     def _begin(self) -> bool:
-        """Start anew; whether something had been read."""
+        """Start over; returns whether anything had been read."""
         had = self.offset > 0
         self.identity, self.offset, self.number, self.fault = _NO_FILE, 0, 0, None
         return had

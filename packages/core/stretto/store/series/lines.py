@@ -56,7 +56,7 @@ class LineWriter(Generic[Line]):
                 raise OSError(0, "no space left for a whole line")
 
     def _cut_torn_line(self) -> None:
-        """Remove the end of a line that a killed writer has left."""
+        """Remove the incomplete last line that a killed writer left."""
         if not self.path.is_file():
             return
         data = self.path.read_bytes()
@@ -65,16 +65,16 @@ class LineWriter(Generic[Line]):
 
 
 def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
-    """All whole lines of a file; none if there is no file. A torn last line is left out.
+    """Read all complete lines of a file; empty if there is no file. An incomplete last line is left out.
 
     Raises:
-        StoreError: a whole line cannot be read; names file and line.
+        StoreError: a complete line cannot be read; names file and line.
     """
     return list(iterate_lines(path, decoder))
 
 
 def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line]:
-    """The lines of `read_lines`, one at a time.
+    """Same as `read_lines`, one line at a time.
 
     Raises:
         StoreError: as `read_lines`.
@@ -88,8 +88,7 @@ def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[L
 def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[Line], bool]) -> None:
     """Rewrite the file with only the lines for which `keep` is true.
 
-    A line that cannot be read is left out, and a file that cannot be written stays as it is, each with a warning: lines
-    are worth less than the run that is resumed.
+    An unreadable line is dropped, and a file that cannot be written stays unchanged, each with a warning.
     """
     if not path.exists():
         return

@@ -53,7 +53,7 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
 
 
 class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
-    """Held-out accuracy of one version: prompts that are never trained on, sampled with a fixed seed.
+    """Held-out accuracy of one version, on prompts that are never trained on, sampled with a fixed seed.
 
     Example::
 
@@ -99,8 +99,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-    """The steps and the evaluations of a run, in the order in which they happened; those of further sets are left to
-    `read_sets`.
+    """Steps and evaluations of a run, in order, without those of further sets (see `read_sets`).
 
     Raises:
         StoreError: a line in the middle cannot be read.
@@ -111,7 +110,7 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
 
 
 def iterate_steps(path: Path) -> Iterator[StepMetrics]:
-    """The steps of a run, one at a time.
+    """Iterate over the steps of a run.
 
     Raises:
         StoreError: a line in the middle cannot be read.
@@ -120,7 +119,7 @@ def iterate_steps(path: Path) -> Iterator[StepMetrics]:
 
 
 def read_sets(path: Path) -> dict[str, list[SetEvaluationLine]]:
-    """The evaluations of each further set, by its name.
+    """Evaluations of each further set, by its name.
 
     Raises:
         StoreError: a line in the middle cannot be read.
@@ -133,5 +132,5 @@ def read_sets(path: Path) -> dict[str, list[SetEvaluationLine]]:
 
 
 def rewind_metrics(path: Path, step: int) -> None:
-    """Remove the lines after `step`: the run is resumed from there."""
+    """Remove the lines after `step`, from which the run is resumed."""
     keep_lines(path, _DECODER, lambda line: line.step <= step)

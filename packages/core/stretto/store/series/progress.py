@@ -1,4 +1,4 @@
-"""The line of a run's progress, which the screen and the log have every few seconds.
+"""Progress line of a run, shown on screen and logged every few seconds.
 
 step 322/2700 0:33 left 4:05 | held-out 92.4 % | reward .95 | len 24 | stale 1.6/2 | gen 18k t/s 91 % | train 14k 74 %
 """
@@ -14,7 +14,7 @@ from stretto.store.series.metrics import EvaluationLine, StepMetrics
 
 #: Characters of a line at most.
 LONGEST = 120
-#: What the words of a line mean.
+#: Meaning of the words in a progress line.
 LEGEND = (
     "held-out: accuracy on prompts never trained on | len: tokens | stale: versions/bound | gen, train: tokens/s, busy"
 )
@@ -24,7 +24,7 @@ _ENGINE, _TRAINER = "engine", "trainer"
 
 
 class RunProgress:
-    """The newest step of a run of `steps` steps, with the held-out accuracy and the rates beside it."""
+    """Progress of a run of `steps` steps: newest step, held-out accuracy, token rates."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -54,7 +54,7 @@ class RunProgress:
         return {"generated": (generated - generated_then) / seconds, "trained": (trained - trained_then) / seconds}
 
     def line(self) -> str:
-        """The line of the newest step, `LONGEST` characters at most; empty before the first."""
+        """Progress line of the newest step, at most `LONGEST` characters; empty before the first."""
         if (metrics := self._newest) is None:
             return ""
         head = f"step {_times(metrics.step, self.steps, metrics.rl_seconds)}"
@@ -74,7 +74,7 @@ class RunProgress:
         yield 6, f"stale {brief(metrics.staleness_mean)}{bound}"
 
     def _work(self, metrics: StepMetrics) -> Iterator[tuple[int, str]]:
-        """What engines and trainer do, and the role that is busier than both, if there is one."""
+        """Parts of the line about engines, trainer, and the role that is busier than both, if there is one."""
         busy = {role: share for role, share in metrics.busy.items() if share is not None}
         engines = [share for role, share in busy.items() if role.startswith(_ENGINE)]
         rates = self.rates()
@@ -90,7 +90,7 @@ class RunProgress:
 
 
 def lesson_line(phase: str, step: int, steps: int, seconds: float, loss: float, accuracy: float | None) -> str:
-    """The line of supervised training.
+    """Progress line of supervised training.
 
     >>> lesson_line("warm start", 10, 300, 12.0, 0.31, None)
     'warm start 10/300 0:12 left 5:48 | loss 0.3100'
@@ -100,12 +100,12 @@ def lesson_line(phase: str, step: int, steps: int, seconds: float, loss: float, 
 
 
 def seconds_left(step: int, steps: int, seconds: float) -> float | None:
-    """Until the last step at the pace so far; None before the first step, or if the last is not known."""
+    """Seconds until the last step at the pace so far; None before the first step, or if the last is unknown."""
     return seconds / step * (steps - step) if 0 < step <= steps else None
 
 
 def clock(seconds: float) -> str:
-    """A duration.
+    """Format a duration in seconds.
 
     >>> clock(33.4), clock(245), clock(3725)
     ('0:33', '4:05', '1:02:05')
@@ -116,7 +116,7 @@ def clock(seconds: float) -> str:
 
 
 def brief(number: float) -> str:
-    """A number in two digits, and more before the point.
+    """Format a number in two digits, or all digits before the point if there are more.
 
     >>> [brief(number) for number in (0.9512, -0.5, 1.6, 24.3, 987, 17_950, 1.4e6, 0)]
     ['.95', '-.5', '1.6', '24', '987', '18k', '1.4M', '0']

@@ -13,8 +13,8 @@ from stretto.store.series.lines import keep_lines
 
 
 class SampledCompletion(Record, frozen=True):
-    """One judged completion. `versions` sampled its tokens; `version`, under which it counts, is the newest of them, or
-    the newest of its evaluation.
+    """One judged completion. `versions`: those that sampled its tokens. `version`: the newest of them, or of its
+    evaluation; the completion counts for it.
 
     Example: ``SampledCompletion(prompt_id="17", prompt="3+8=", answer="11", completion="3+8=11", ...)``
     """
@@ -51,5 +51,5 @@ _DECODER = msgspec.json.Decoder(SampledCompletion)
 
 
 def rewind_samples(path: Path, version: int) -> None:
-    """Remove the completions of later versions: they are sampled again."""
+    """Remove completions of later versions, which will be sampled again."""
     keep_lines(path, _DECODER, lambda sample: sample.version <= version)

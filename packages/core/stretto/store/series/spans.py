@@ -1,4 +1,4 @@
-"""``spans.jsonl``: the work of every role over time, for the timeline plot."""
+"""``spans.jsonl``: time spans of every role's work, for the timeline plot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SpanLog:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """All spans of a run, in the order in which they were written.
+    """Read all spans of a run, in the order of writing.
 
     Raises:
         StoreError: a line in the middle cannot be read.
@@ -33,7 +33,7 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def iterate_spans(path: Path) -> Iterator[Span]:
-    """The spans of `read_spans`, one at a time.
+    """Same as `read_spans`, one span at a time.
 
     Raises:
         StoreError: as `read_spans`.
@@ -42,7 +42,7 @@ def iterate_spans(path: Path) -> Iterator[Span]:
 
 
 def role_rank(role: str) -> tuple[int, str, int]:
-    """Conductor and trainer first; engine-10 behind engine-9."""
+    """Sort key for roles: conductor and trainer first, engine-10 after engine-9."""
     kind, _, number = role.rpartition("-")
     if not number.isdecimal():
         kind, number = role, "0"

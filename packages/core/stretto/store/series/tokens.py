@@ -1,9 +1,9 @@
-"""``tokens/``: what training steps did with each sampled token, one file for a step.
+"""``tokens/``: how each training step treated each sampled token, one file per step.
 
 step-000007.safetensors     columns over the sampled tokens of the step's trajectories, one trajectory after the other
 
-Derived from what the trainer computes anyway: only views of tokens need these files. A step that is trained
-again writes its file again.
+The trainer computes these numbers anyway; only views of tokens read the files. A step that is trained again rewrites
+its file.
 
 Axes: T trajectory, S sampled token of all of them.
 """
@@ -35,7 +35,7 @@ _GIB = 1 << 30
 
 
 class TokensConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """What is kept of single tokens; a part of section ``[logging]``."""
+    """Which per-token data to keep; part of section ``[logging]``."""
 
     tokens: Literal["all", "none"] | Annotated[int, Field(ge=1)] = Field(
         "all",
@@ -48,7 +48,7 @@ class TokensConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         return self.tokens == "all" or (self.tokens != "none" and step % self.tokens == 0)
 
     def most_bytes(self, tokens: int) -> int:
-        """Of the files of a run that trains this many tokens."""
+        """Upper bound in bytes for the files of a run that trains this many tokens."""
         if self.tokens == "none":
             return 0
         every = 1 if self.tokens == "all" else self.tokens
@@ -56,7 +56,7 @@ class TokensConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
 
 class TokenOutcome(IntFlag):
-    """What became of a sampled token; 0: it was too old for the loss."""
+    """How the loss treated a sampled token; 0: it was too old."""
 
     IN_LOSS = 1
     BOUNDED = 2  # the bound of the loss acts: counted by `clip_fraction`
@@ -66,8 +66,7 @@ class TokenOutcome(IntFlag):
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Sampled tokens of one trajectory or of several, their sampled segments one after the other; NaN where a number is
-    not known.
+    """Columns over the sampled tokens of one or several trajectories, concatenated; NaN where a number is unknown.
 
     Example: two tokens, the first too old for the loss::
 
@@ -82,7 +81,7 @@ class SampledTokens:
 
 
 class TokenFiles:
-    """Writes the files of a run, and removes the oldest when there are too many bytes. Not for several threads."""
+    """Writes the files of a run, and removes the oldest when they exceed the byte limit. Not thread-safe."""
 
     def __init__(self, folder: Path, most_gib: float) -> None:
         self._folder, self._most = folder, most_gib * _GIB
@@ -90,8 +89,8 @@ class TokenFiles:
         self._total = 0
 
     def write(self, step: int, lengths: Mapping[str, int], tokens: SampledTokens) -> None:
-        """Write the file of a step, whole or not at all: `lengths` has the tokens of each trajectory, by its id. It is
-        not forced to disk, where it would hold up the ledger.
+        """Write the file of a step, completely or not at all; `lengths`: number of tokens of each trajectory, by id.
+        The file is not synced to disk, which would delay the ledger.
 
         Raises:
             OSError: it cannot be written.
@@ -122,16 +121,16 @@ class TokenFiles:
 
 
 def tokens_file(folder: Path, step: int) -> Path:
-    """``step-000007.safetensors`` of step 7."""
+    """Path of a step's file: ``step-000007.safetensors`` for step 7."""
     return folder / f"step-{step:06d}.safetensors"
 
 
 def read_tokens(folder: Path, step: int, ids: Sequence[str]) -> dict[str, SampledTokens]:
-    """Those of these trajectories that the step has trained.
+    """Tokens of those of the trajectories `ids` that the step has trained.
 
     Raises:
         FileNotFoundError: the step has no file.
-        StoreError: its file is not what was written.
+        StoreError: its file is damaged.
     """
     path = tokens_file(folder, step)
     try:
@@ -156,6 +155,6 @@ def _record(file: Any, id: str, start: int, end: int) -> SampledTokens:
 
 
 def _found(folder: Path) -> list[tuple[int, int]]:
-    """The steps that have a file, and its bytes."""
+    """The steps that have a file, with its size in bytes."""
     named = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     return [(int(name[1]), path.stat().st_size) for name, path in named if name is not None]

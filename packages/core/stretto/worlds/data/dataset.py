@@ -56,7 +56,7 @@ def read_rows(path: Path, task: JsonlTask) -> list[Question]:
     """All questions of a file.
 
     Raises:
-        DataError: the file is missing, empty or not text, or some of its rows are not what they should be.
+        DataError: the file is missing, empty or not text, or some of its rows are invalid.
     """
     columns = Columns(
         prompt=task.prompt_field,

@@ -18,16 +18,17 @@ Read = TypeVar("Read")
 
 
 def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> list[Read]:
-    """``read(object, line number, place)`` of each line that is not blank; `read` raises a `mistake` for a bad one.
+    """Call ``read(object, line number, place)`` for each line that is not blank and return the results; `read` raises a
+    `mistake` for a bad row.
 
     Raises:
-        DataError: the file is missing, empty or not text, or some of its rows are not what they should be.
+        DataError: the file is missing, empty or not text, or some of its rows are invalid.
     """
     return jsonl.read_rows(path, lambda line, number, place: read(object_of(line, place), number, place))
 
 
 def require(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> None:
-    """Raises a `mistake` unless the row has all of these fields: with each that it lacks."""
+    """Raise a `mistake` that names each of the fields `names` that the row lacks."""
     if names and not row:
         raise mistake(place, f"no field {names[0]!r}", "the object is empty")
     if lacking := [name for name in names if name not in row]:
@@ -36,10 +37,10 @@ def require(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> None:
 
 
 def unseen(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) -> str:
-    """The row's own name, which is new to `seen` (names with the places of their rows) and is added to it.
+    """The row's id, taken from its field `name` and added to `seen` (ids already used, with the places of their rows).
 
     Raises:
-        DataError: it is no text and no whole number, or another row has it.
+        DataError: the id is neither text nor a whole number, or another row has it.
     """
     require(row, (name,), place)
     value = row[name]
@@ -51,7 +52,7 @@ def unseen(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) 
 
 
 def text(value: object, place: str, largest: int = _LARGEST_TEXT) -> str:
-    """A text that is not blank, of `largest` characters at most."""
+    """Check that `value` is a text that is not blank, of `largest` characters at most, and return it."""
     if not isinstance(value, str) or not value.strip():
         raise mistake(place, shown(value), "a text is needed")
     if len(value) > largest:
@@ -62,7 +63,7 @@ def text(value: object, place: str, largest: int = _LARGEST_TEXT) -> str:
 
 
 def prompt(value: object, place: str) -> tuple[str, tuple[dict[str, str], ...]]:
-    """The text of a prompt, and its messages where it is a chat."""
+    """The text of a prompt, and its messages if the prompt is a chat."""
     if not isinstance(value, list):
         return text(value, place), ()
     if not value:
@@ -84,16 +85,16 @@ def _check_message(message: object, place: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value, quoted for a message."""
+    """The value, quoted for a message."""
     quoted = json.dumps(value, ensure_ascii=True, default=repr)
     return quoted if len(quoted) <= 60 else quoted[:57] + "..."
 
 
 def object_of(line: str, place: str) -> dict[str, Any]:
-    """The JSON object of a line.
+    """Parse one line as a JSON object.
 
     Raises:
-        DataError: it is broken, has a key twice or a number of thousands of digits, or is another value.
+        DataError: the line is no valid JSON, no object, has a key twice, or a number of thousands of digits.
     """
     try:
         row = json.loads(line, parse_constant=_no_number, object_pairs_hook=once)

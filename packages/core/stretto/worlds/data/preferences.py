@@ -18,7 +18,10 @@ from stretto.worlds.data.task import Question
 
 @dataclass(frozen=True)
 class Pair:
-    """Example: ``Pair(Question(id="1", text="3+8=", answer="11"), rejected="12")``"""
+    """A question with its chosen completion (`answer`) and the rejected one.
+
+    Example: ``Pair(Question(id="1", text="3+8=", answer="11"), rejected="12")``
+    """
 
     question: Question  # its answer is the chosen completion
     rejected: str
@@ -37,7 +40,7 @@ def read_pairs(path: Path, fields: Fields) -> list[Pair]:
     """All pairs of a file.
 
     Raises:
-        DataError: the file is missing, empty or not text, or some of its rows are not what they should be.
+        DataError: the file is missing, empty or not text, or some of its rows are invalid.
     """
     return jsonl.read_rows(path, lambda row, number, place: _pair(row, number, place, fields))
 

@@ -15,9 +15,10 @@ from stretto.worlds.data.task import Question
 
 @dataclass(frozen=True)
 class Columns:
-    """Which keys of a row are what, and how its prompt is written.
+    """The keys of a row that hold id, prompt, answer and so on, and how the prompt is written.
 
-    `render` writes the prompt in place of the key `prompt`; `seen` holds the names of the rows before, with places.
+    `render`, if given, writes the prompt in place of the key `prompt`. `seen` has the ids of earlier rows, with their
+    places.
     """
 
     prompt: str = "prompt"
@@ -36,7 +37,7 @@ def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) 
     """The question of a row.
 
     Raises:
-        DataError: with each key that is missing, or whose value is not what it should be.
+        DataError: with each key that is missing, or whose value is invalid.
     """
     mistakes = Mistakes()
     text, messages, answer = "", tuple[dict[str, str], ...](), ""

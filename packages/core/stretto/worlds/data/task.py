@@ -10,11 +10,12 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Question:
-    """Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
+    """One prompt with its gold answer.
 
-    `messages` is the chat form of the text when the dataset has one; the tokenizer's template renders it, with the
-    `template_arguments`. `as_chat` is rendered where the tokenizer has a template. `place` is the file and the line
-    that it was read from.
+    `messages` is its chat form, if the dataset has one: the tokenizer's template renders it with `template_arguments`.
+    `as_chat`: render as a chat where the tokenizer has a template. `place`: file and line that it was read from.
+
+    Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
     """
 
     id: str
@@ -40,7 +41,7 @@ class Questions:
     held_out: Sequence[Question]
     demonstrate: Callable[[], Sequence[Question]] = field(default=tuple, compare=False)
     weights: Mapping[str, float] = field(default_factory=dict)  # shares of an epoch by source; empty: all rows of all
-    notes: tuple[str, ...] = ()  # what was noticed while reading them
+    notes: tuple[str, ...] = ()  # remarks from reading them
 
     @cached_property
     def demonstrations(self) -> Sequence[Question]:
@@ -49,12 +50,12 @@ class Questions:
 
 
 class Task(Protocol):
-    """A validated section ``[task]`` of a recipe."""
+    """A validated section ``[task]`` of a recipe (Protocol)."""
 
     def questions(self, seed: int) -> Questions:
         """All questions; equal for equal seeds.
 
         Raises:
-            DataError: every row that is not what it should be, with file and line.
+            DataError: every row that is invalid, with file and line.
         """
         ...

@@ -44,11 +44,11 @@ class GymSource(BaseModel, extra="forbid", frozen=True):
 
     @property
     def title(self) -> str:
-        """Its name, else that of the task."""
+        """Name of the source: the one given in the recipe, else that of the task."""
         return self.name or self.task
 
     def questions(self, seed: int) -> tuple[list[Question], list[Question], list[str]]:
-        """Those for training, those held out, and notes; none of the second is among the first.
+        """Questions for training, held-out questions, and notes; the two sets are disjoint.
 
         Raises:
             DataError: the package is missing, or has no such task, parameter or level.
@@ -72,7 +72,7 @@ class GymSource(BaseModel, extra="forbid", frozen=True):
         return f"reasoning-gym: {self.task}"
 
     def _settings(self) -> dict[str, Any]:
-        """The parameters of the task at the curriculum's level, with those of the recipe in their place."""
+        """Parameters of the task at the curriculum's level, overridden by those of the recipe."""
         factory = package("reasoning_gym.factory", "reasoning", self._place)
         if self.task not in factory.DATASETS:
             raise DataError([Problem(self._place, "there is no such task", nearest(self.task, factory.DATASETS))])

@@ -1,7 +1,7 @@
-"""The hub of Hugging Face: whether it can be reached now.
+"""Reachability of the Hugging Face hub.
 
-Its library asks again and again where there is no network, for half a minute in all. So the address is tried before,
-with a deadline; where nothing answers, the library looks into its cache alone.
+Its library retries for half a minute where there is no network. So the address is tried first, with a deadline; if
+nothing answers, the library is told to use its cache only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from stretto.worlds.sources.optional import package
 
 @contextmanager
 def reachable_or_cached(place: str) -> Iterator[str]:
-    """The libraries look into their cache alone in the block, if the hub does not reply; then with the reason, else "".
+    """Within the block, make the Hugging Face libraries use their cache only if the hub does not reply; yields the
+    reason, or "" if it replies.
 
     Raises:
         DataError: the libraries are not installed.
@@ -38,7 +39,7 @@ def reachable_or_cached(place: str) -> Iterator[str]:
 
 
 def _fault(address: str) -> str:
-    """Why nothing answers at an address, or at the proxy for it; "" if something does."""
+    """Why nothing answers at an address, or at its proxy; "" if something answers."""
     parts = urlsplit(address)
     passed_by = proxy_bypass(parts.hostname or "")
     proxy = None if passed_by else getproxies().get(parts.scheme)

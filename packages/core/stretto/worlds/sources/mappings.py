@@ -36,10 +36,10 @@ _STARTER = "\n\nComplete this code:\n```python\n{}\n```"
 
 @dataclass(frozen=True)
 class Mapped:
-    """A mapping: of a row, what gives `prompt`, `answer` and, where the dataset has one, `demonstration`.
+    """A mapping: how to get `prompt`, `answer` and possibly `demonstration` from a row.
 
-    `reward` reads the gold answers. `distinct`: the dataset repeats its rows, and each is taken once. `continued`: a
-    completion goes on where the prompt ends, so the prompt is no message of a chat.
+    `reward`: the reward that reads these gold answers. `distinct`: the dataset repeats its rows, and each is taken
+    once. `continued`: the completion continues the prompt's text, so the prompt is no chat message.
     """
 
     of: Callable[[Values, str], Parts]
@@ -49,10 +49,10 @@ class Mapped:
 
 
 def mapped(name: str, row: Values, place: str) -> Values:
-    """The row with its prompt, answer and demonstration.
+    """A row of the dataset, extended by its prompt, answer and demonstration.
 
     Raises:
-        DataError: it has not the shape of the dataset; with each column that is not what it should be.
+        DataError: the row does not have the dataset's shape; names each bad column.
     """
     values, mistakes = {**row}, Mistakes()
     for key, part in MAPPINGS[name].of(row, place).items():
@@ -117,7 +117,7 @@ def _dapo(row: Values, place: str) -> Parts:
 
 
 def _aime(row: Values, place: str) -> Parts:
-    """The copies of AIME spell their columns in capitals or not; answers are whole numbers from 0 to 999."""
+    """Copies of AIME differ in the capitals of their columns; answers are whole numbers from 0 to 999."""
 
     def final() -> str:
         answer = row[_either(row, ("answer", "Answer"), place)]
@@ -145,7 +145,7 @@ def _deepcoder(row: Values, place: str) -> Parts:
 
 
 def _livecodebench(row: Values, place: str) -> Parts:
-    """The tests stay packed; the reward `code` unpacks them, and calls nothing that is in the pickle."""
+    """Tests stay packed: the reward `code` unpacks them without executing the pickle."""
     require(row, ("question_content", "public_test_cases"), place)
     tests = {name: row[name] for name in ("public_test_cases", "private_test_cases", "metadata") if row.get(name)}
     return {"prompt": _with_starter(row, "question_content", place), "answer": partial(json.dumps, tests)}
@@ -196,7 +196,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _boxed(solution: str) -> str | None:
-    r"""What the last box holds, its braces in pairs: ``\frac{1}{2}`` of ``\boxed{\frac{1}{2}}``."""
+    r"""Content of the last box, with balanced braces: ``\frac{1}{2}`` of ``\boxed{\frac{1}{2}}``."""
     last = next(reversed(list(_boxes(solution))), None)
     return last.strip() or None if last is not None else None
 

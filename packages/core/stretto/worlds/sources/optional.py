@@ -1,4 +1,4 @@
-"""Packages that only some sources need: an extra of stretto, imported when a source asks for it."""
+"""Import of optional packages that only some sources need (extras of stretto)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from stretto.core.errors import DataError, Problem
 
 
 def package(name: str, extra: str, place: str) -> Any:
-    """The module `name`, which comes with ``stretto[extra]``.
+    """Import the module `name`, which comes with ``stretto[extra]``.
 
     Raises:
-        DataError: it is not installed, or cannot be imported.
+        DataError: the package is not installed, or cannot be imported.
     """
     try:
         return importlib.import_module(name)

@@ -32,7 +32,7 @@ _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a dataset is."""
+    """Location of a dataset: path or hub name, configuration, split."""
 
     data: str
     subset: str | None = None
@@ -42,13 +42,13 @@ class Place:
 
 
 def kind_of(data: str) -> str:
-    """The suffix that says how a file is read, that of ``.gz`` left out: ``.jsonl`` for ``rows.jsonl.gz``."""
+    """File suffix that decides how a file is read, without ``.gz``: ``.jsonl`` for ``rows.jsonl.gz``."""
     path = Path(data)
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
 def is_local(data: str, folder: Path) -> bool:
-    """Whether `data` names a file or folder, and no dataset of the hub: one that is in `folder`, or looks like one."""
+    """Whether `data` is a local file or folder (exists in `folder`, or looks like a path), not a name of the hub."""
     return kind_of(data) in FILES or data.startswith(("/", "./", "../", "~")) or (folder / data).exists()
 
 
@@ -106,7 +106,7 @@ def _record(names: list[str], values: list[str], place: str) -> Row:
 
 
 def _from_folder(place: Place) -> Iterator[tuple[str, Row]]:
-    """What `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, else a folder of files."""
+    """Rows of a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, else of the files in it."""
     folder = Path(place.data)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         datasets = package("datasets", "data", place.data)
@@ -135,7 +135,7 @@ def _numbered(place: Place, rows: Any) -> Iterator[tuple[str, Row]]:
 
 
 def _from_hub(place: Place) -> Iterator[tuple[str, Row]]:
-    """A dataset of the hub, or of the library's cache where the hub cannot be reached."""
+    """Rows of a dataset of the hub; from the library's cache if the hub cannot be reached."""
     asked = {"name": place.subset, "split": place.split, "revision": place.revision, "streaming": place.streaming}
     with reachable_or_cached(place.data) as fault:
         try:

@@ -54,7 +54,7 @@ class RowsSource(BaseModel, extra="forbid", frozen=True):
 
     @property
     def title(self) -> str:
-        """Its name, else that of the dataset."""
+        """Name of the source: the one given in the recipe, else that of the dataset."""
         return self.name or Path(self.data).name.partition(".")[0]
 
     @model_validator(mode="after")
@@ -70,10 +70,10 @@ class RowsSource(BaseModel, extra="forbid", frozen=True):
         return self
 
     def questions(self, seed: int) -> tuple[list[Question], list[Question], list[str]]:
-        """Those for training, those held out, and notes; the same for any `seed`.
+        """Questions for training, held-out questions, and notes; the same for any `seed`.
 
         Raises:
-            DataError: it cannot be read, or with every row that is not what it should be.
+            DataError: the dataset cannot be read, or has bad rows; names each.
         """
         columns = Columns(
             prompt=self.prompt_field,
@@ -109,7 +109,7 @@ class RowsSource(BaseModel, extra="forbid", frozen=True):
 def _read(
     row: tuple[int, Any], place: str, mapping: str | None, columns: Columns, seen: set[int] | None
 ) -> Question | None:
-    """The question of a row; None if it was `seen` (digests), and so is not held in memory a hundred times."""
+    """The question of a row; None if its digest is in `seen`: repeated rows are not held in memory a hundred times."""
     number, read = row
     values: Mapping[str, Any] = read()
     found = question(mapped(mapping, values, place) if mapping is not None else values, number, place, columns)

@@ -15,7 +15,7 @@ from stretto.worlds.sources.rows_source import RowsSource
 
 
 def _with_kind(value: Any) -> Any:
-    """A source without a kind is one of rows."""
+    """Default: a source without `kind` is one of rows."""
     return {"kind": "rows", **value} if isinstance(value, dict) else value
 
 
@@ -28,8 +28,8 @@ Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_tuple)]
 
 
 class Curriculum(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Prompts that were too easy or too hard rest for the next epoch, by the share of right completions that was
-    measured in this one. Where all would rest, none does."""
+    """Skips prompts for one epoch that were too easy or too hard in this one, by their measured share of right
+    completions. If that would skip all of them, none is skipped."""
 
     easy: float = Field(1.0, gt=0, le=1, description="prompts with at least this share of right completions rest")
     hard: float = Field(0.0, ge=0, lt=1, description="prompts with at most this share of right completions rest")
@@ -68,10 +68,10 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
         return self
 
     def questions(self, seed: int) -> Questions:
-        """All questions, source by source; the prompt stream mixes and shuffles.
+        """Questions of all sources, in order; the prompt stream mixes and shuffles them.
 
         Raises:
-            DataError: with the mistakes of all sources.
+            DataError: lists the mistakes of all sources.
         """
         training: list[Question] = []
         held_out: list[list[Question]] = []

@@ -13,7 +13,7 @@ from stretto.core.jsonl import mistake
 
 
 def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
-    """``render(row, place)`` of a template; a name that the row has not is a mistake of that row.
+    """Compile a Jinja template to ``render(row, place)``; a name that the row lacks is a mistake of that row.
 
     >>> compiled("{{ question }}\\nAnswer:")({"question": "3+8="}, "rows.jsonl:1")
     '3+8=\\nAnswer:'
@@ -33,7 +33,7 @@ def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
             return template.render(row)
         except UndefinedError as error:
             name = str(error).split("'")[1] if "'" in str(error) else ""
-            raise mistake(place, f"the template asks for what the row has not ({error})", nearest(name, row)) from None
+            raise mistake(place, f"the template uses a name that the row lacks ({error})", nearest(name, row)) from None
         # A template is a program of the user's, which calls methods of the row's values.
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise mistake(place, f"the template cannot be rendered: {type(error).__name__}: {error}") from None

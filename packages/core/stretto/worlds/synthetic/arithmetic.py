@@ -50,7 +50,7 @@ def step(value: int, sign: str, operand: int) -> int:
 
 
 def spelled(value: int, signs: str, operands: Sequence[int]) -> str:
-    """What is left of a chain: ``spelled(7, "-+", (5, 7)) == "7-5+7"``."""
+    """The remaining chain as text: ``spelled(7, "-+", (5, 7)) == "7-5+7"``."""
     return str(value) + "".join(f"{sign}{operand}" for sign, operand in zip(signs, operands, strict=True))
 
 
@@ -74,7 +74,7 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
         return self
 
     def questions(self, seed: int) -> Questions:
-        """Drawn anew for each seed, the held-out ones excepted: they are the same for all seeds."""
+        """Generate all questions; training questions depend on the seed, held-out ones do not."""
         training = draw_training(self.draw, self.prompts, derive_seed(seed, "training"))
         held_out = draw_held_out(self.draw, self.held_out, "task.operands_max")
         return Questions(
@@ -90,7 +90,7 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
         return [self._question(f"d{row}", chain, self.demonstration(chain, chance)) for row, chain in enumerate(shown)]
 
     def draw(self, chance: random.Random) -> Chain:
-        """One chain; each running value stays between 0 and 9."""
+        """Draw one chain whose running values all stay between 0 and 9."""
         sizes = range(self.operands_min, self.operands_max + 1)
         (size,) = chance.choices(sizes, [self.decay**n for n in sizes])
         value = chance.randrange(10)
@@ -116,7 +116,7 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
 
     @staticmethod
     def _mistake(chain: Chain, chance: random.Random) -> tuple[int, int]:
-        """A step, and a wrong digit for it from which the rest of the chain stays among the digits."""
+        """Choose a step and a wrong digit for it, such that all later running values stay between 0 and 9."""
         steps = list(range(1, len(chain.operands)))
         chance.shuffle(steps)
         for done in steps:

@@ -1,5 +1,5 @@
-"""Questions drawn at random. One in five of all possible ones is held out, which its text alone decides; so held-out
-questions are the same for every seed, and no training question is one of them."""
+"""Questions drawn at random. A hash of the text alone decides which one in five is held out: held-out questions are the
+same for every seed, and no training question is one of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_MISSES = 50_000  # draws in a row without another question: there are no m
 
 
 class Drawable(Protocol):
-    """What a question is made of."""
+    """Parts from which a question is made; its text decides whether it is held out."""
 
     @property
     def text(self) -> str: ...
@@ -25,7 +25,7 @@ Drawn = TypeVar("Drawn", bound=Drawable)
 
 
 def draw_training(draw: Callable[[random.Random], Drawn], count: int, seed: int) -> list[Drawn]:
-    """As many as asked for; some may be drawn more than once."""
+    """Draw `count` training questions; some may occur more than once."""
     chance = random.Random(seed)
     drawn: list[Drawn] = []
     while len(drawn) < count:
@@ -35,10 +35,10 @@ def draw_training(draw: Callable[[random.Random], Drawn], count: int, seed: int)
 
 
 def draw_held_out(draw: Callable[[random.Random], Drawn], count: int, larger: str) -> list[Drawn]:
-    """As many as asked for, all of them distinct; `larger` names the setting that would make more questions.
+    """Draw `count` distinct held-out questions; `larger` names the setting that would allow more.
 
     Raises:
-        DataError: there are fewer.
+        DataError: there are fewer than `count`.
     """
     chance = random.Random(derive_seed("held out"))
     drawn: dict[str, Drawn] = {}

@@ -30,7 +30,7 @@ _OPERANDS = ("a", "b", "c", *map(str, range(1, 10)))
 
 @dataclass(frozen=True)
 class Instruction:
-    """Example: ``Instruction("max", "3")`` does ``max(x,3)``."""
+    """One step: an operator and its operand. Example: ``Instruction("max", "3")`` is ``max(x,3)``."""
 
     word: str
     operand: str
@@ -39,7 +39,7 @@ class Instruction:
         return _WORDS[self.word].format(value, self.operand)
 
     def value(self, before: int, operand: int) -> int:
-        """What the step makes of a number."""
+        """Result of the step for the value `before`."""
         match self.word:
             case "plus":
                 return before + operand
@@ -54,7 +54,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Description:
-    """What is to be done to `a`, step by step."""
+    """Steps to apply to `a`, one after the other."""
 
     steps: tuple[Instruction, ...]
 
@@ -64,13 +64,13 @@ class Description:
 
     @property
     def program(self) -> str:
-        """The body of the function."""
+        """Source of the function's body."""
         first, *rest = self.steps
         lines = [first.applied_to("a"), *(step.applied_to("x") for step in rest)]
         return "".join(f"x={line};" for line in lines[:-1]) + f"return {lines[-1]}"
 
     def value(self, a: int, b: int, c: int) -> int:
-        """What the function returns."""
+        """Return value of the function for these arguments."""
         known, value = {"a": a, "b": b, "c": c}, a
         for step in self.steps:
             value = step.value(value, known[step.operand] if step.operand in known else int(step.operand))
@@ -96,7 +96,7 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
         return self
 
     def questions(self, seed: int) -> Questions:
-        """Drawn anew for each seed, the held-out ones excepted: they are the same for all seeds."""
+        """Generate all questions; training questions depend on the seed, held-out ones do not."""
         training = draw_training(self.draw, self.prompts, derive_seed(seed, "training"))
         held_out = draw_held_out(self.draw, self.held_out, "task.steps_max")
         return Questions(
@@ -114,14 +114,14 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
         ]
 
     def draw(self, chance: random.Random) -> Description:
-        """One description."""
+        """Draw one description."""
         count = chance.randint(self.steps_min, self.steps_max)
         return Description(
             tuple(Instruction(chance.choice(list(_WORDS)), chance.choice(_OPERANDS)) for _ in range(count))
         )
 
     def demonstration(self, description: Description, chance: random.Random) -> str:
-        """The program of a description some of whose steps were misread."""
+        """The program for a description, with some steps misread on purpose."""
         steps = [
             self._misread(step, chance) if chance.random() < self.mistake_rate else step for step in description.steps
         ]
@@ -129,7 +129,7 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
 
     @staticmethod
     def _misread(step: Instruction, chance: random.Random) -> Instruction:
-        """Another operator or another operand."""
+        """The step with another operator or another operand."""
         if chance.random() < 0.5:
             return replace(step, word=chance.choice([word for word in _WORDS if word != step.word]))
         return replace(step, operand=chance.choice([operand for operand in _OPERANDS if operand != step.operand]))

@@ -1,1 +1,1 @@
-"""Workflows of many turns between a prompt and its verdict: the users' own, and those that are built in."""
+"""Workflows of many turns between a prompt and its verdict: built-in ones and users' own."""

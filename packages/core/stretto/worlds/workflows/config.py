@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class WorkflowConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Section ``[workflow]`` of a recipe: what happens between a prompt and its verdict. Without it: a single turn."""
+    """Section ``[workflow]`` of a recipe: how a prompt becomes a judged trajectory. Without it: a single turn."""
 
     kind: Literal["function"] = Field("function", description="trajectories are made by a class")
     function: str = Field(

@@ -1,6 +1,6 @@
-"""What a user's workflow is, and how it talks with the model.
+"""The base class of workflows, and the conversation through which they use the model.
 
-run(task, chat) ─► chat.generate() ─► a turn, sampled by an engine of the run or known from before a crash
+run(task, chat) ─► chat.generate() ─► a turn: sampled by an engine, or replayed from the record after a crash
                 └► chat.tool(...)  ─► a call, made once
                 └► chat.score(...) ─► the reward of the run
 """
@@ -18,12 +18,11 @@ from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnSc
 
 
 class Workflow(abc.ABC):
-    """What happens between a prompt and its reward; the base class of workflows of one's own.
+    """Base class of a user's workflow: produces the reward of one trajectory by talking with the model.
 
-    There is one object in each process that runs workflows, made with the settings of the recipe; `run` is called for
-    each trajectory, many at a time in threads of their own. After a crash of the run, or of the process, `run` is
-    called again, and what the model said and what tools returned is known: a workflow that draws its random numbers
-    from `task.seed` goes on where it was.
+    Each worker process makes one object from the settings of the recipe. `run` is called once for each trajectory, many
+    at a time, in threads. After a crash of the run or the process, `run` is called again; recorded completions and tool
+    results are replayed. So a workflow that draws its random numbers from `task.seed` continues where it was.
 
     Example::
 
@@ -40,23 +39,22 @@ class Workflow(abc.ABC):
                 return 0.0
 
     Attributes:
-        needs_chat_template: why it does not work with prompts that are plain texts; empty if it does.
+        needs_chat_template: the reason why plain-text prompts do not work; empty if they do.
     """
 
     needs_chat_template: str = ""
 
     def words(self) -> Sequence[str]:
-        """What it says to the model itself, whatever the question: a tokenizer that cannot encode it is refused before
-        a run."""
+        """Fixed texts that the workflow sends to the model. A run is refused if the tokenizer cannot encode them."""
         return ()
 
     @abc.abstractmethod
     async def run(self, task: WorkflowTask, chat: Conversation) -> float | Reward:
-        """The reward of one trajectory; what it raises fails the trajectory, with its reason."""
+        """The reward of one trajectory. An exception fails the trajectory, with its text as the reason."""
 
 
 class ConversationOrders(Protocol):
-    """What a conversation asks of the run."""
+    """Requests of a conversation to the run: turns, scores, calls (Protocol)."""
 
     async def turn(
         self,
@@ -75,7 +73,7 @@ class ConversationOrders(Protocol):
 
 
 class _Histories:
-    """Those of one trajectory that end with a sampled turn, the newest first."""
+    """Message histories of one trajectory that end with a sampled turn, the newest first."""
 
     def __init__(self, task: WorkflowTask) -> None:
         self._known: list[tuple[list[ChatMessage], int]] = [(list(task.messages), PROMPT)] if task.messages else []
@@ -84,13 +82,13 @@ class _Histories:
         self._known.insert(0, (list(messages), node))
 
     def find(self, messages: Sequence[ChatMessage]) -> tuple[int, int]:
-        """How many of the messages are known, and the turn that ends them."""
+        """How many leading messages are known, and the turn that ends them."""
         fits = [(len(known), node) for known, node in self._known if list(messages[: len(known)]) == known]
         return max(fits, key=lambda found: found[0], default=(0, NOTHING))
 
 
 class Conversation:
-    """A conversation with the model, as far as it has come. A trajectory may have several: `new` and `copy`.
+    """One conversation with the model. A trajectory may have several: see `new` and `copy`.
 
     Example::
 
@@ -102,7 +100,7 @@ class Conversation:
                 return float(task.answer in second.text)
 
     Attributes:
-        messages: those of the task first, then what was said; a workflow may change them.
+        messages: the task's messages, then the later ones; a workflow may change them.
     """
 
     def __init__(self, orders: ConversationOrders, task: WorkflowTask) -> None:
@@ -111,17 +109,17 @@ class Conversation:
         self._held, self._node, self._cause = list(task.messages), PROMPT, ""
 
     def say(self, text: str, role: str = "user", **further: Any) -> None:
-        """Add a message; `further` keys stand beside its role and its content."""
+        """Append a message; `further` are keys beside its role and content."""
         self.messages.append({"role": role, "content": text, **further})
 
     def new(self, messages: Iterable[ChatMessage] = (), cause: str = "subagent") -> Conversation:
-        """Another conversation of the same trajectory, of another role for example."""
+        """Begin another conversation in the same trajectory, for another role for example."""
         other = self._beside(list(messages), cause)
         other._held, other._node = [], NOTHING
         return other
 
     def copy(self, cause: str = "fork") -> Conversation:
-        """A conversation that has come as far as this one, and goes on by itself."""
+        """A copy of this conversation that continues independently."""
         other = self._beside(list(self.messages), cause)
         other._held, other._node = list(self._held), self._node
         return other
@@ -141,20 +139,20 @@ class Conversation:
         stop: Sequence[str] = (),
         cause: str = "",
     ) -> TurnReply:
-        """What the model says next: in this conversation, whose messages it then is one of; or behind `messages`, or
-        behind exactly `token_ids`, which leave this conversation as it is.
+        """Sample the next turn.
 
-        What it said before is never encoded again: messages that begin with those of an earlier turn go on behind its
-        tokens.
+        By default the turn continues this conversation and is appended to its messages. With `messages`, or with
+        exactly `token_ids`, it continues those, and this conversation stays as it is. Earlier turns are never encoded
+        again: messages that begin with the history of an earlier turn reuse its tokens.
 
         Args:
-            tools: that it may call, as chat completions have them.
-            max_tokens: fewer than ``sampling.max_tokens``.
-            stop: texts that end it, beside those of the recipe.
+            tools: tools that the model may call, as in Chat Completions.
+            max_tokens: a limit below ``sampling.max_tokens``.
+            stop: further stop texts, beside those of the recipe.
             cause: why a branch begins here, if one does.
 
         Raises:
-            RefusedRequest: it is too long, or beyond `workflow.max_turns` or `max_tokens`.
+            RefusedRequest: too long, or beyond `workflow.max_turns` or `max_tokens`.
         """
         sampling: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
         if stop:
@@ -191,10 +189,10 @@ class Conversation:
         *,
         repeatable: bool = False,
     ) -> str:
-        """What `function` returns for the arguments, as text (JSON, unless it is text); what it raises is text too.
+        """Call `function` with the arguments; its result, or its exception, as text (JSON, unless it is text).
 
-        The call is on record: after a crash it is not made again. One that a crash has cut short fails the trajectory,
-        unless it is `repeatable`: without an effect of its own.
+        The call is recorded and not repeated after a crash. A call that a crash has interrupted fails the trajectory,
+        unless it is `repeatable` (has no side effects).
         """
 
         async def run() -> bytes:
@@ -210,11 +208,11 @@ class Conversation:
         return (await self._orders.call(asked, run, repeatable)).decode()
 
     async def score(self, text: str, answer: str | None = None) -> TurnScore:
-        """The reward of the run for a text, beside the task's gold answer or another one: a number, whose attribute
-        `right` says whether it counts as right.
+        """Reward of the run for a text, judged against the task's gold answer or another `answer`. The attribute
+        `right` of the result says whether it counts as right.
 
         Raises:
-            RefusedRequest: it cannot be judged; a workflow that does not catch this fails with the reason.
+            RefusedRequest: the text cannot be judged. Uncaught, it fails the trajectory with the reason.
         """
         answer = self._task.answer if answer is None else answer
         _check("texts that are scored", [text, answer], str)
@@ -222,7 +220,7 @@ class Conversation:
 
 
 def _check(name: str, values: object, kind: type) -> None:
-    """Raises TypeError: they are not a list of this kind."""
+    """Raise TypeError unless `values` is a list of `kind`."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise TypeError(f"{name} is {type(values).__name__}, not a list")
     if wrong := [value for value in values if not isinstance(value, kind)]:

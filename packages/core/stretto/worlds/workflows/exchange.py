@@ -1,4 +1,4 @@
-"""One trajectory of a workflow, in the conductor: its session serves the orders that come from the user's process."""
+"""One trajectory of a workflow, on the conductor's side: serves the orders that the worker process sends."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from stretto_verify.thoughts import with_opening
 
 @dataclass(frozen=True)
 class Services:
-    """What workflows of a run work with.
+    """The run's services for workflows: engines, renderings, reward, limits.
 
     Attributes:
-        plain: how prompts that are no chats go on, `template` how chats do, if the model has a chat template.
-        context: tokens that the model can have before it.
-        verdict: of a number, by the recipe's rewards of right and wrong.
+        plain: rendering of prompts that are no chats; `template`: rendering of chats, if the model has a chat template.
+        context: context length of the model, in tokens.
+        verdict: makes a verdict of a number, by the recipe's rewards of right and wrong.
     """
 
     score: Score
@@ -51,11 +51,11 @@ class Services:
 
 
 class Forged(Exception):
-    """The user's process says something that no workflow says."""
+    """A message from the worker process that no workflow can have caused."""
 
 
 class Exchange:
-    """Serves the orders of one trajectory."""
+    """Serves the orders (turns, scores, calls) of one trajectory."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Exchange:
         services: Services,
         rendering: Rendering | None = None,
     ) -> None:
-        """`rendering`: of the prompt's conversation; None: it is no chat."""
+        """`rendering`: that of the prompt's conversation; None if the prompt is no chat."""
         self.session, self.task = session, task
         self._prompt, self._services = prompt, services
         self._rendering = rendering or services.plain
@@ -73,15 +73,16 @@ class Exchange:
         self._thoughts: set[str] = set()  # texts of turns that end within a thought of the prompt
 
     def again(self) -> Exchange:
-        """For a workflow that begins again, when nothing is under way."""
+        """A fresh exchange for the same trajectory, to run its workflow again; nothing may be in progress."""
         return Exchange(self.session.again(), self._prompt, self.task, self._services, self._rendering)
 
     async def turn(self, order: TurnOrder) -> OrderDone:
-        """
+        """Sample one turn, or replay it from the record.
+
         Raises:
             RefusedRequest, DataError: the workflow's request cannot be served.
-            Forged: it stands behind a turn that no engine has sampled.
-            EngineLost: several engines were lost with it.
+            Forged: the order continues a turn that no engine has sampled.
+            EngineLost: the turn was tried on several engines, and all were lost.
         """
         services, limits = self._services, self._services.config
         prompt, cause = order.token_ids, ""
@@ -126,7 +127,7 @@ class Exchange:
         return self.session.forest.tokens(order.node)
 
     def _sampling(self, wanted: Any, before: int) -> Sampling:
-        """That of the run, with the workflow's limit and stop texts, within context and budget."""
+        """The run's sampling, with the workflow's limit and stop texts, within context and budget."""
         sampling, limits = self._services.sampling, self._services.config
         room = min(sampling.max_tokens, self._services.context - before, limits.max_tokens - self._tokens)
         if self._services.context <= before:
@@ -145,7 +146,7 @@ class Exchange:
         return msgspec.structs.replace(sampling, max_tokens=room, stop=(*sampling.stop, *chosen.stop))
 
     async def score(self, order: ScoreOrder) -> OrderDone:
-        """The reward of a text; it is on record, since a judge may say something else the next time."""
+        """Judge a text. The score is recorded, since a judge may decide otherwise the next time."""
 
         async def judged() -> bytes:
             text = self._prompt.opens + order.text if order.text in self._thoughts else order.text
@@ -160,18 +161,18 @@ class Exchange:
         return OrderDone(order.run, order.order, score=reward, right=right)
 
     async def call(self, order: CallOrder, run: Callable[[], Awaitable[bytes]]) -> OrderDone:
-        """A call of the workflow, made by `run` unless it is on record.
+        """Make a call of the workflow with `run`, or replay it from the record.
 
         Raises:
-            CallInterrupted: it had begun before a crash, and may not be made again.
+            CallInterrupted: the call began before a crash, and is not repeatable.
         """
         answer = await self.session.call(b"call" + order.asked, run, repeatable=order.repeatable)
         return OrderDone(order.run, order.order, answer=answer)
 
     def trajectory(self, ended: MemberEnded) -> Trajectory:
-        """What the workflow has made; one that failed is undecided, with the reason."""
+        """The finished trajectory; undecided, with the reason, if the workflow failed."""
         session = self.session
-        nodes = session.returned  # what only an earlier process asked for has no place in the order, and no reward
+        nodes = session.returned  # turns that only an earlier process requested have no position and no reward
         failure, rewards = ended.failure, dict[int, float]()
         try:
             session.check_calls()

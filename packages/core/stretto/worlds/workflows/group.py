@@ -1,4 +1,4 @@
-"""The trajectories of a group, each made by the workflow in a session of its own."""
+"""Groups of trajectories, each made by a workflow in a session of its own."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from stretto.worlds.workflows.task import ChatMessage, WorkflowTask
 
 @dataclass(frozen=True)
 class QuestionDetails:
-    """What workflows get of a question beside its prompt.
+    """Data of questions for workflows, beside their prompts.
 
     Attributes:
-        fields: the further fields of rows (JSON), by prompt and gold answer.
-        chats: the messages of questions that are chats, by prompt and gold answer.
+        fields: further fields of rows (JSON), by prompt and gold answer.
+        chats: messages of the questions that are chats, by prompt and gold answer.
     """
 
     fields: Mapping[tuple[str, str], str] = field(default_factory=dict)
     chats: Mapping[tuple[str, str], Sequence[ChatMessage]] = field(default_factory=dict)
 
     def is_chat(self, prompt: Prompt) -> bool:
-        """Whether its prompt was rendered by the chat template."""
+        """Whether the prompt was rendered by the chat template."""
         return (prompt.text, prompt.answer) in self.chats
 
     def task(self, prompt: Prompt, member: int, seed: int) -> WorkflowTask:
-        """The task of one trajectory."""
+        """The task of one member of the prompt's group."""
         key = (prompt.text, prompt.answer)
         messages = tuple(self.chats.get(key) or ({"role": "user", "content": prompt.text},))
         fields = json.loads(self.fields.get(key) or "{}")
@@ -42,7 +42,7 @@ class QuestionDetails:
 
 @dataclass(frozen=True)
 class WorkflowGroups:
-    """A group of trajectories by the workflow (satisfies `worlds.single_turn.GroupWorkflow`)."""
+    """Runs the workflow for each member of a group (satisfies `worlds.single_turn.GroupWorkflow`)."""
 
     pool: WorkflowPool
     open_session: Callable[[str, Tokens, int], Session]
@@ -57,7 +57,7 @@ class WorkflowGroups:
         )
 
     async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
-        """One trajectory."""
+        """Run the workflow for one member; returns its trajectory."""
         session = self.open_session(id, prompt.token_ids, seed)
         task = self.questions.task(prompt, member, seed)
         rendering = self.services.template if self.questions.is_chat(prompt) else None

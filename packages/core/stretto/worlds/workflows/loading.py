@@ -1,4 +1,4 @@
-"""Finds a workflow by its name, and makes it with its settings, or raises with the reason."""
+"""Loading of a workflow by name."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ BUILT_IN = {
 
 
 def load_workflow(name: str, settings: str = "{}") -> Workflow:
-    """The workflow called `name`: a built-in, or ``package.module:Class`` from the import path; `settings` are the
+    """Load the workflow `name`: a built-in, or ``package.module:Class`` from the import path. `settings` are the
     arguments of its class, as JSON.
 
     Raises:
-        WorkflowError: there is none of this name, its module cannot be imported, it is no workflow, or the settings do
+        WorkflowError: the name is unknown, the module cannot be imported, the class is no workflow, or the settings do
             not fit.
     """
     try:
@@ -47,10 +47,10 @@ def load_workflow(name: str, settings: str = "{}") -> Workflow:
 
 
 def needs_of(workflow: Workflow) -> WorkflowReady:
-    """What a workflow needs of the model.
+    """Requirements of a workflow on the model: its texts, and whether it needs a chat template.
 
     Raises:
-        WorkflowError: it does not say so in texts.
+        WorkflowError: it declares something else than texts.
     """
     try:
         found = {"needs_chat_template": workflow.needs_chat_template, "words": tuple(workflow.words())}

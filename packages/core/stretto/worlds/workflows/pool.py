@@ -1,11 +1,11 @@
-"""The processes that run workflows, and the trajectories that wait for one of them.
+"""Worker processes that run workflows, and the queue of trajectories for them.
 
 run(exchange) ─► a worker with room ─► its end
                      │ dies or hangs
-                     └─► it is replaced; its trajectories begin again, and are answered from their sessions' records
+                     └─► it is replaced; its trajectories begin again, and their recorded turns are replayed
 
-Which of them has ended the process nobody knows, so each of them is a suspect: it begins again alone in a process, and
-one that is innocent ends there. What is new waits for them, or goes where others are at work.
+It is not known which trajectory ended the process, so each of its trajectories is a suspect and runs again alone in a
+process; innocent ones finish there. New trajectories wait for them, or use workers that are busy already.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class WorkflowPool:
         spawner: Spawner = FRESH,
         run: str = "",
     ) -> None:
-        """`say` gets a sentence for each worker that is replaced; `hung`: seconds without a heartbeat after which one
-        is killed; `run`: what no other run on this machine has, so that what a conductor of it that was killed has left
-        behind is found."""
+        """`say` gets a sentence for each worker that is replaced. `hung`: seconds without a heartbeat after which a
+        worker is killed. `run`: unique mark of the run on this machine, to find processes that a killed conductor has
+        left."""
         self.config = config
         self._log, self._hung, self._say, self._spawner, self._run = log, hung, say, spawner, run
         self._workers: dict[str, WorkflowProcess] = {}
-        self._alone: set[WorkflowProcess] = set()  # those that have a suspect
-        self._suspects = 0  # that wait for a process
+        self._alone: set[WorkflowProcess] = set()  # workers that run a suspect
+        self._suspects = 0  # suspects that wait for a process
         self._changed = asyncio.Event()
         self._kept = NamedTasks()
         self._watch: asyncio.Task[None] | None = None
@@ -70,16 +70,16 @@ class WorkflowPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of all workers."""
+        """Process ids of all workers."""
         return [pid for worker in self._workers.values() for pid in worker.pids]
 
     @property
     def ended(self) -> int:
-        """Trajectories that have ended: a sign of progress."""
+        """Number of trajectories that have ended: a sign of progress."""
         return self._failures.ended
 
     async def start(self) -> None:
-        """End what an earlier conductor of the run has left behind, and start all workers.
+        """Kill processes that an earlier conductor of the run has left, and start all workers.
 
         Raises:
             WorkflowError: the workflow cannot be used; the message says why.
@@ -99,7 +99,7 @@ class WorkflowPool:
         self._watch = asyncio.create_task(self._until_one_fails())
 
     async def close(self) -> None:
-        """End all workers; what waits for one raises RoleDied."""
+        """End all workers; pending calls of `run` raise RoleDied."""
         self._fail(RoleDied("workflow", "was closed"))
         if self._watch is not None:
             await cancel_and_wait([self._watch])
@@ -109,7 +109,7 @@ class WorkflowPool:
 
     @property
     def ready(self) -> WorkflowReady:
-        """What the workflow said when it was loaded; the pool has been started."""
+        """Requirements that the workflow declared when it was loaded; only after `start`."""
         return next(iter(self._workers.values())).ready
 
     async def __aenter__(self) -> Self:
@@ -122,7 +122,7 @@ class WorkflowPool:
         await self.close()
 
     async def run(self, exchange: Exchange) -> Trajectory:
-        """The trajectory that the workflow makes; undecided, with the reason, if it fails.
+        """Run the workflow; returns its trajectory, undecided with the reason if the workflow fails.
 
         Raises:
             WorkflowError: most of the last trajectories failed.
@@ -149,11 +149,12 @@ class WorkflowPool:
         return trajectory
 
     async def _free(self) -> WorkflowProcess:
-        """The worker with the fewest trajectories that has room; while a suspect waits, none that is empty."""
+        """Wait for the worker with room and the fewest trajectories; while a suspect waits, empty workers are left to
+        it."""
         return await self._chosen(lambda worker: worker.free and not (self._suspects and worker.empty))
 
     async def _empty(self) -> WorkflowProcess:
-        """A worker without any trajectory, for a suspect."""
+        """Wait for a worker without any trajectory, for a suspect."""
         self._suspects += 1
         try:
             worker = await self._chosen(lambda worker: worker.free and worker.empty)
@@ -164,7 +165,8 @@ class WorkflowPool:
             self._changed.set()
 
     async def _chosen(self, fits: Callable[[WorkflowProcess], bool]) -> WorkflowProcess:
-        """That of those that fit with the fewest trajectories; what it waits for has deadlines of its own."""
+        """Wait for a worker that `fits`, and take the one with the fewest trajectories. No deadline: each trajectory
+        has its own."""
         with waiting("conductor", "a workflow process with room", self.config.deadline):
             while True:
                 if self._failure is not None:
@@ -185,7 +187,7 @@ class WorkflowPool:
         self._changed.set()
 
     async def _keep(self, name: str) -> NoReturn:
-        """Replace the worker whenever it has ended, or is worn and empty."""
+        """Replace the worker whenever it has ended, or is `worn` and empty."""
         supervisor = Supervisor(name, lambda: self._start(name), self._restarts, self._say, str(self._log))
         while True:
             worker = self._workers[name]
@@ -216,10 +218,10 @@ class WorkflowPool:
 
 
 async def check_workflow(config: WorkflowConfig, log: Path) -> WorkflowReady:
-    """Load the workflow in a worker process, where a module that hangs or exits does no harm; what it needs.
+    """Load the workflow in a worker process, where a module that hangs or exits does no harm; returns its requirements.
 
     Raises:
-        WorkflowError: it cannot; the message says why.
+        WorkflowError: the workflow cannot be used; the message says why.
         RoleDied, DeadlineExceeded: the worker ended or hung while importing it.
     """
     async with WorkflowPool(config.model_copy(update={"workers": 1}), log) as pool:

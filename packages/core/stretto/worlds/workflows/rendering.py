@@ -1,4 +1,4 @@
-"""From messages to the tokens of a prompt: tokens that are held stay as they are, only what is new is encoded."""
+"""Messages to prompt tokens: tokens of earlier turns are reused as they are, only new messages are encoded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from stretto.worlds.workflows.task import ChatMessage
 
 
 class Rendering(Protocol):
-    """How a model's conversations are written."""
+    """Turns messages into tokens and completions into messages, for one model (Protocol)."""
 
     def prompt(
         self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Tokens, str]:
-        """The tokens behind which the next turn stands, and why a branch begins, if one does. `held` are the tokens of
-        the first `known` messages.
+        """Tokens in front of the next turn, and why a branch begins here ("" if none does). `held`: tokens of the first
+        `known` messages.
 
         Raises:
             RefusedRequest: these are no messages.
@@ -32,17 +32,17 @@ class Rendering(Protocol):
         ...
 
     def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
-        """What the model said as a message; `text` is it without special tokens, `opens` the mark of a thought that the
-        prompt has begun."""
+        """The completion `said` as a chat message. `text`: the completion without special tokens. `opens`: mark of the
+        thought that the prompt has opened."""
         ...
 
 
 @dataclass(frozen=True)
 class PlainRendering:
-    """Of a model without a chat template: the contents of the messages, one behind the other.
+    """Rendering for a model without a chat template: contents of the messages, concatenated.
 
     Attributes:
-        encode: text that continues a sequence, as token ids.
+        encode: encodes text that continues a sequence, to token ids.
     """
 
     encode: Callable[[str], Tokens]
@@ -54,12 +54,12 @@ class PlainRendering:
         return held + self.encode("".join(_read(message).text for message in messages[known:])), ""
 
     def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
-        """See `Rendering`; calls are those that Hermes writes."""
+        """See `Rendering`; tool calls are parsed in the form of Hermes."""
         return _told(text, HermesForm().parse(text, _name) if tools else None)
 
 
 class TemplateRendering:
-    """By the chat template of the model's tokenizer."""
+    """Rendering by the chat template of the model's tokenizer."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template, self._renderer = template, Renderer(template)

@@ -1,4 +1,4 @@
-"""What a workflow gets and returns."""
+"""Input and results of a workflow."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ChatMessage = Mapping[str, Any]
 class WorkflowTask(Record, frozen=True):
     """One question, for one trajectory of its group.
 
-    `fields` are the further fields of its row; `messages` the question as a chat. `seed` is the trajectory's own: draw
-    from ``random.Random(task.seed)``, and a trajectory that begins again after a crash draws the same.
+    `fields` are the further fields of its row, `messages` the question as a chat. Draw random numbers from
+    ``random.Random(task.seed)``: a trajectory that is run again after a crash draws the same.
 
     Example::
 
@@ -36,10 +36,10 @@ class WorkflowTask(Record, frozen=True):
 
 
 class TurnReply(Record, frozen=True):
-    """What the model said.
+    """One sampled turn.
 
-    `message` is it as a chat message, with `tool_calls` where tools were offered and called; `truncated` says that it
-    was cut off by its limit; `node` is the turn's place in the trajectory, for `stretto.Reward`.
+    `message` is the turn as a chat message, with `tool_calls` if tools were offered and called. `truncated`: its limit
+    cut it off. `node`: its place in the trajectory, for `stretto.Reward`.
 
     Example::
 
@@ -59,13 +59,13 @@ class TurnReply(Record, frozen=True):
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
-        """The tools that it calls."""
+        """Tool calls in the reply."""
         found: Sequence[Mapping[str, Any]] = self.message.get("tool_calls") or ()
         return found
 
 
 class TurnScore(float):
-    """A reward of the run for a text; `right` says whether it counts as right."""
+    """Reward of a text; `right` says whether it counts as right."""
 
     right: bool = False
 
@@ -79,7 +79,7 @@ class TurnScore(float):
 
 @dataclass(frozen=True)
 class Reward:
-    """What a workflow may return in place of a number.
+    """Return value of a workflow with more than one number.
 
     Args:
         value: the reward of the whole trajectory.

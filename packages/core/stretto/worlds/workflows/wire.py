@@ -1,4 +1,4 @@
-"""The wire between the conductor and the processes of workflows: orders of trajectories, and their replies.
+"""Messages between the conductor and worker processes of workflows.
 
     conductor ─ Begin ─► worker ─ TurnOrder, ScoreOrder, CallOrder ─► conductor ─ OrderDone, OrderRefused ─► worker
                                   CallOrder ─► RunCall ─► CallRan ─► OrderDone
@@ -24,7 +24,7 @@ MARK, RUN_MARK = "STRETTO_WORKFLOW", "STRETTO_WORKFLOW_RUN"
 
 
 class WorkflowSpec(Record, frozen=True):
-    """A worker's settings. `settings` are those of the workflow's class, as JSON; `memory` is a limit in
+    """Settings of a worker. `settings` are the arguments of the workflow's class, as JSON; `memory` is a limit in
     bytes."""
 
     function: str
@@ -66,14 +66,14 @@ class OrderRefused(Record, frozen=True, tag=True):
 
 
 class RunCall(Record, frozen=True, tag=True):
-    """The call of this order is not on record: run it."""
+    """Answer to a `CallOrder` that is not on record: the worker shall make the call."""
 
     run: int
     order: int
 
 
 class GiveUp(Record, frozen=True, tag=True):
-    """The trajectory has failed, or is not wanted any more."""
+    """Abandon the trajectory: it has failed, or is no longer wanted."""
 
     run: int
 
@@ -85,7 +85,7 @@ ToWorker = Begin | OrderDone | OrderRefused | RunCall | GiveUp
 
 
 class WorkflowReady(Record, frozen=True, tag=True):
-    """The workflow is loaded, and says what it needs (see `Workflow`)."""
+    """The workflow is loaded; carries its requirements (see `Workflow`)."""
 
     needs_chat_template: str = ""
     words: tuple[str, ...] = ()
@@ -100,8 +100,8 @@ class WorkflowRefused(Record, frozen=True, tag=True):
 
 
 class TurnOrder(Record, frozen=True, tag=True):
-    """A completion, behind `token_ids` if there are any, else behind `messages`; the first `known` of these end with
-    the turn `node` of the trajectory (PROMPT: they are the task's own, NOTHING: they are given)."""
+    """Request for a completion after `token_ids`, if given, else after `messages`. The first `known` messages end with
+    the turn `node` of the trajectory (PROMPT: they are the task's own; NOTHING: they are given)."""
 
     run: int
     order: int
@@ -115,7 +115,7 @@ class TurnOrder(Record, frozen=True, tag=True):
 
 
 class ScoreOrder(Record, frozen=True, tag=True):
-    """The reward of a text."""
+    """Request for the reward of a text."""
 
     run: int
     order: int
@@ -124,7 +124,7 @@ class ScoreOrder(Record, frozen=True, tag=True):
 
 
 class CallOrder(Record, frozen=True, tag=True):
-    """A call that is to be on record."""
+    """Request for a recorded call."""
 
     run: int
     order: int
@@ -133,7 +133,7 @@ class CallOrder(Record, frozen=True, tag=True):
 
 
 class CallRan(Record, frozen=True, tag=True):
-    """What a call gave."""
+    """Result of a call that the worker has made."""
 
     run: int
     order: int
@@ -151,7 +151,7 @@ class MemberEnded(Record, frozen=True, tag=True):
 
 
 class MemberGone(Record, frozen=True, tag=True):
-    """What was given up has ended."""
+    """An abandoned trajectory has ended on the worker."""
 
     run: int
 

@@ -1,7 +1,7 @@
 """A process that runs workflows: ``python -m stretto.worlds.workflows.worker SPEC``.
 
-Each trajectory has a thread with an event loop of its own, so that one that hangs holds up no other. What the workflow
-prints goes to the log; what it raises is the reason why its trajectory failed.
+Each trajectory has a thread with its own event loop, so one that hangs does not block the others. Prints of the
+workflow go to the log; its exception is the reason why the trajectory failed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ASKED = {TurnOrder: "generate", ScoreOrder: "score", CallOrder: "tool"}  # meth
 
 
 class MemberThread:
-    """One trajectory: its thread, and its orders (satisfies `ConversationOrders`)."""
+    """Thread of one trajectory, which sends its orders (satisfies `ConversationOrders`)."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class MemberThread:
         end: RoleEnd[ToWorker],
         over: Callable[[int], object],
     ) -> None:
-        """`over` is called when it has ended."""
+        """`over` is called when the trajectory has ended."""
         self._run, self._task, self._workflow, self._end, self._over = run, task, workflow, end, over
         self._loop = asyncio.new_event_loop()
         self._work: asyncio.Task[float | Reward] | None = None
@@ -71,7 +71,7 @@ class MemberThread:
         self._running: set[asyncio.Future[None]] = set()
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the thread; returns at once."""
         try:
             threading.Thread(target=self._main, name=f"workflow {self._run}", daemon=True).start()
         except RuntimeError as error:  # the limit of memory, or of threads
@@ -80,7 +80,7 @@ class MemberThread:
             self._end.send(MemberEnded(self._run, failure=f"no thread could be started for it: {error}"))
 
     def deliver(self, message: OrderDone | OrderRefused | RunCall | GiveUp) -> None:
-        """A message for this trajectory, from the thread that reads them."""
+        """Hand over a message for this trajectory; called from the thread that reads the wire."""
         try:
             self._loop.call_soon_threadsafe(self._take, message)
         except RuntimeError:  # its loop has ended meanwhile
@@ -131,7 +131,7 @@ class MemberThread:
             return MemberEnded(self._run, failure=f"the workflow raised {_described(error)}"[:_REASON_LIMIT])
 
     async def _ended(self) -> MemberEnded:
-        """The end of the workflow; whatever the user's code raises is a reason, also SystemExit."""
+        """Run the workflow to its end; any exception of the user's code, SystemExit too, is a reason."""
         if self._given_up:
             return MemberEnded(self._run)
         try:
@@ -191,7 +191,7 @@ class MemberThread:
 
 
 def ended_with(run: int, value: object) -> MemberEnded:
-    """The end of a workflow that returned `value`."""
+    """Final message for a workflow that returned `value`."""
     found = value if isinstance(value, Reward) else Reward(value)  # type: ignore[arg-type]  # looked at below
     # Rewards in the order of the turns have negative names until their nodes are known.
     turns = (

@@ -1,4 +1,4 @@
-"""A worker process of workflows, in the conductor: its trajectories, their time, and how it ends."""
+"""Handle of a worker process of workflows, in the conductor: its trajectories, their time limits, its end."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class WorkerLost(Exception):
 
 
 class _OwnTime:
-    """The seconds in which a trajectory waits for nothing of the run; `over` is done when they are used up."""
+    """Time limit that runs only while a trajectory is not waiting for the run; `over` is done when it is used up."""
 
     def __init__(self, seconds: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -85,7 +85,7 @@ class _OwnTime:
             self.over.set_result(None)
 
     def stop(self) -> None:
-        """The run serves an order."""
+        """Pause: the run serves an order."""
         self._served += 1
         if self._timer is not None:
             self._timer.cancel()
@@ -93,7 +93,7 @@ class _OwnTime:
             self._left -= self._loop.time() - self._since
 
     def resume(self) -> None:
-        """It has served one."""
+        """Continue: the order is served."""
         self._served -= 1
         if not self._served and not self.over.done():
             self._go_on()
@@ -107,8 +107,8 @@ class _Member:
     """One trajectory on the worker.
 
     Attributes:
-        gone: its thread there has ended by itself.
-        broken: what the run could not do for it is raised here.
+        gone: its thread has ended by itself.
+        broken: receives errors of the run while it served the trajectory.
     """
 
     def __init__(self, run: int, exchange: Exchange, seconds: float) -> None:
@@ -134,12 +134,12 @@ class _Member:
 
 
 class WorkflowProcess:
-    """See the module.
+    """Handle of one worker process, started again by the pool.
 
     Attributes:
-        lost: how it has ended.
-        worn: one that was given up does not end there: it takes no more trajectories.
-        ready: what the workflow said when it was loaded.
+        lost: how the process ended.
+        worn: an abandoned trajectory does not end in it; it takes no more trajectories.
+        ready: requirements that the workflow declared when it was loaded.
     """
 
     ready = WorkflowReady()
@@ -147,7 +147,7 @@ class WorkflowProcess:
     def __init__(
         self, name: str, config: WorkflowConfig, log: Path, hung: float, spawner: Spawner = FRESH, run: str = ""
     ) -> None:
-        """`run`: the mark of the run, if it is one's."""
+        """`run`: unique mark of the run, if there is one."""
         self.name = name
         self._config, self._log = config, log
         self._process = RoleProcess(name, ROLE, log, hung, spawner)
@@ -165,17 +165,17 @@ class WorkflowProcess:
 
     @property
     def pids(self) -> list[int]:
-        """The process, if it is running."""
+        """Process id, if the process is running."""
         return self._process.pids
 
     @property
     def load(self) -> int:
-        """Trajectories on it."""
+        """Number of trajectories on the worker."""
         return len(self._members)
 
     @property
     def empty(self) -> bool:
-        """Whether it has no trajectory, not even one that was given up and may still run."""
+        """Whether it has no trajectory, not even an abandoned one that may still run."""
         return not self._members and not self._given_up
 
     @property
@@ -184,7 +184,8 @@ class WorkflowProcess:
         return not (self.worn.done() or self._ending or self.lost.done()) and self.load < self._config.concurrency
 
     async def start(self) -> None:
-        """
+        """Start the process and load the workflow.
+
         Raises:
             WorkflowError: the workflow cannot be used; the message says why.
             RoleDied, DeadlineExceeded: the process does not start.
@@ -205,7 +206,7 @@ class WorkflowProcess:
         self._reading = asyncio.create_task(self._read())
 
     async def stop(self) -> None:
-        """End the process, and what it has started."""
+        """Kill the process and its descendants."""
         if self._reading is not None:
             await cancel_and_wait([self._reading])
         for timer in self._given_up.values():
@@ -221,7 +222,7 @@ class WorkflowProcess:
             await asyncio.to_thread(remove_groups_of, self._pid)  # of the sandboxes of its tools
 
     async def run(self, exchange: Exchange) -> MemberEnded:
-        """Run the workflow for one trajectory; its own time and its orders are bounded.
+        """Run the workflow for one trajectory, within the limits of time and orders.
 
         Raises:
             WorkerLost: the process has ended.
@@ -261,7 +262,7 @@ class WorkflowProcess:
             raise WorkerLost(str(loss)) from None
 
     async def _read(self) -> None:
-        """Take its messages until it has ended; the wait has no deadline, its owner is the pool."""
+        """Read messages until the process has ended; no deadline, since the pool ends it."""
         how = ""
         try:
             while True:
@@ -275,9 +276,10 @@ class WorkflowProcess:
         self.lost.set_result(how)
 
     def _take(self, message: FromWorker) -> None:
-        """
+        """Handle one message.
+
         Raises:
-            WireError: it is no message of a worker that is at work.
+            WireError: no working worker sends such a message.
         """
         if isinstance(message, WorkflowReady | WorkflowRefused):
             raise WireError(f"{self.name} said that it is ready a second time")
@@ -317,7 +319,7 @@ class WorkflowProcess:
         except (CallInterrupted, Forged) as end:
             member.fail(str(end))
             return
-        except WorkerLost:  # which `run` hears of
+        except WorkerLost:  # `run` raises it
             return
         except (
             Exception
@@ -339,7 +341,7 @@ class WorkflowProcess:
             member.time.resume()
 
     async def _called(self, member: _Member, order: int) -> bytes:
-        """The answer of a call that the worker makes, in its own time."""
+        """Have the worker make a call, on the trajectory's own time; returns its result."""
         call: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         member.calls[order] = call
         await self._send(RunCall(member.run, order))

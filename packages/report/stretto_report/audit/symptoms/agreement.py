@@ -1,4 +1,4 @@
-"""Alarms about engines that do not compute what the trainer does."""
+"""Alarms about engines whose log-probabilities differ from the trainer's."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ERROR = "trainer.behavior_logprob_error"
 
 
 def mismatch(found: Evidence) -> Iterator[Alarm]:
-    """In two measured steps, one after the other, engine and trainer differ by more than rounding comes to in their
-    type; or by more than three times as much as in the beginning, and by more than 0.01 nats."""
+    """In two consecutive measured steps, engine and trainer differ by more than rounding explains for their dtype; or
+    by more than three times the initial difference and 0.01 nats."""
     values = found.series.get(_ERROR)
     if values is None:
         return
@@ -33,8 +33,8 @@ def mismatch(found: Evidence) -> Iterator[Alarm]:
 
 
 def canary_drifting(found: Evidence) -> Iterator[Alarm]:
-    """An engine's distance from the trainer on the canary is half of its tolerance or more; or a quarter, and three
-    times what it was in the beginning."""
+    """An engine's canary difference from the trainer is at least half of its tolerance; or at least a quarter and three
+    times the initial one."""
     for name, values in found.series.items():
         if not name.startswith("canary."):
             continue

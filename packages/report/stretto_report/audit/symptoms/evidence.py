@@ -1,4 +1,4 @@
-"""What the alarms are decided by, and what an alarm is."""
+"""Alarms and the evidence that decides them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from stretto_report.audit.symptoms.windows import Numbers, Steps
 
 
 class Alarm(Record, frozen=True):
-    """`first_step` is the step since which it holds; `look` is where the reason may be seen: a series, the timeline, a
-    key of the recipe."""
+    """An alarm. `first_step`: the step since which it holds. `look`: where to look for the reason: a series, the
+    timeline, a key of the recipe."""
 
     name: str
     title: str
@@ -28,7 +28,7 @@ class Alarm(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Disk:
-    """The disk of a running run, in bytes: what is free, and what the run has written."""
+    """Disk of a running run, in bytes: free space, and what the run has written."""
 
     free: int
     written: int
@@ -36,10 +36,10 @@ class Disk:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the alarms are decided by.
+    """Measurements that decide the alarms.
 
-    `series` are numbers by their names in docs/reference/metrics.md (``reward``, ``trainer.entropy``,
-    ``busy.trainer``), one for each of `steps`, NaN where nothing was measured.
+    `series`: numbers by their names in docs/reference/metrics.md (``reward``, ``trainer.entropy``,
+    ``busy.trainer``), one for each of `steps`, NaN where not measured.
     """
 
     steps: Steps
@@ -52,14 +52,14 @@ class Evidence:
 
     @property
     def in_force(self) -> float | None:
-        """The bound on staleness of the newest step that has one; else that of the recipe."""
+        """Staleness bound of the newest step that has one, else that of the recipe."""
         values = self.series.get("max_staleness", np.empty(0))
         known = values[np.isfinite(values)]
         return float(known[-1]) if len(known) else self.bound
 
     @classmethod
     def of(cls, steps: Sequence[StepMetrics]) -> Evidence:
-        """That of the lines of ``metrics.jsonl``."""
+        """Evidence from lines of ``metrics.jsonl``."""
         series: dict[str, Numbers] = {}
         for place, step in enumerate(steps):
             for name, value in numbers_of(step):
@@ -73,7 +73,7 @@ READ = frozenset({*_WHOLE, *(f"trainer.{name}" for name in _OF_TRAINER)})  # by 
 
 
 def numbers_of(step: StepMetrics) -> Iterator[tuple[str, float]]:
-    """The measurements of a step by their names; those that are none are left out."""
+    """Measurements of a step by name, without missing ones."""
     for name in _WHOLE:
         if (value := getattr(step, name)) is not None:
             yield name, value

@@ -1,6 +1,6 @@
-"""Alarms about learning: the accuracy, the gradient, the distance of policies.
+"""Alarms about learning: accuracy, gradient, distance of policies.
 
-Each needs nothing that a recipe may have turned off, or else has a second measurement to go by.
+Each uses only measurements that no recipe can turn off, or has a second one to fall back on.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _FAR, _FAR_REFERENCE = 0.5, 3.0  # nats a token
 
 
 def reward_without_accuracy(found: Evidence) -> Iterator[Alarm]:
-    """The reward is higher than when the held-out accuracy was best, and the accuracy is lower, both by more than
-    chance: what is rewarded is no longer what is wanted."""
+    """Since the best held-out accuracy, the reward has risen and the accuracy has fallen, both by more than chance: the
+    reward is being gamed."""
     if (worse := fallen(found.evaluations)) is None:
         return
     (best, since), last = worse, found.evaluations[-1]
@@ -43,8 +43,8 @@ def reward_without_accuracy(found: Evidence) -> Iterator[Alarm]:
 
 
 def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
-    """The held-out accuracy has lost a fifth of its best or more, and the reward has not risen; or, since the newest
-    evaluation, the completions of the training are right less than half as often as in their best window."""
+    """The held-out accuracy has lost at least a fifth of its best while the reward has not risen; or, since the newest
+    evaluation, training completions are right less than half as often as in their best window."""
     name, title, (steps, series) = "accuracy_falling", "accuracy falling", (found.steps, found.series)
     last = found.evaluations[-1] if found.evaluations else None
     if last is not None and (worse := fallen(found.evaluations)) is not None:
@@ -64,7 +64,7 @@ def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
 
 
 def dead_gradient(found: Evidence) -> Iterator[Alarm]:
-    """No gradient is left, and not because nearly all completions are right."""
+    """The gradient is near zero, although not nearly all completions are right."""
     name = "trainer.grad_norm"
     right = found.series.get("accuracy")
     if right is not None and measured(right) and newest_mean(right) >= 0.98:
@@ -78,7 +78,7 @@ def dead_gradient(found: Evidence) -> Iterator[Alarm]:
 
 
 def exploding_gradient(found: Evidence) -> Iterator[Alarm]:
-    """The norm of the gradient is more than a hundred times what it was in the beginning, or more than 10,000."""
+    """The gradient norm is more than a hundred times the initial one, or more than 10,000."""
     name = "trainer.grad_norm"
     ill = apart(
         found.steps, found.series.get(name), lambda mean, begin: (mean > 100 * begin) | (mean > 1e4), 1, geometric=0.1
@@ -89,7 +89,7 @@ def exploding_gradient(found: Evidence) -> Iterator[Alarm]:
 
 
 def policy_apart(found: Evidence) -> Iterator[Alarm]:
-    """The policy is far from the one that samples, or from its reference."""
+    """The policy is far from the sampling policy, or from its reference."""
     for name, bound, other in (
         ("trainer.kl_behavior", _FAR, "the versions that sampled its tokens"),
         ("trainer.kl_reference", _FAR_REFERENCE, "its reference"),
@@ -102,7 +102,7 @@ def policy_apart(found: Evidence) -> Iterator[Alarm]:
 
 
 def bad_steps(found: Evidence) -> Iterator[Alarm]:
-    """A fifth of the steps or more had a gradient that was not finite, and was left out."""
+    """At least a fifth of the steps had a gradient that was not finite, and were skipped."""
     name = "trainer.bad_steps"
     values = found.series.get(name)
     some = None if values is None else np.where(np.isfinite(values), values > 0, np.nan)

@@ -1,4 +1,4 @@
-"""When the memory of a role goes on growing."""
+"""Alarm about a role whose memory keeps growing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _STEPS, _SHARE, _MIB = 16 * WINDOW, 0.1, 64.0
 
 
 def memory_growing(found: Evidence) -> Iterator[Alarm]:
-    """The memory of a role has grown in each quarter of the last steps, in the second half no less than half as much as
-    in the first, by a tenth and by 64 MiB in all: what fills caches slows down, a leak does not."""
+    """A role's memory has grown in each quarter of the last steps, by a tenth and 64 MiB in all, and in the second half
+    at least half as much as in the first. (Caches fill more and more slowly; a leak does not slow down.)"""
     for name in sorted(series for series in found.series if series.startswith("memory.")):
         values = found.series[name]
         known = np.flatnonzero(np.isfinite(values))[WINDOW:]

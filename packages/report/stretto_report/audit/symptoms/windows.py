@@ -1,7 +1,7 @@
-"""When a series of measurements went wrong: what the alarms are decided by, as functions of numbers.
+"""Onset of problems in series of measurements, as numeric functions for the alarms.
 
-A window is `WINDOW` steps that have a measurement. Each function looks at the newest window; where it is ill, the
-answer has the step since which it is so without a break.
+A window is `WINDOW` steps with a measurement. Each function tests the newest window; if that is bad, it returns the
+step since which all windows are bad.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Onset:
-    """`first` is the step since which a series is ill; `was` its first window, `now` its newest."""
+    """`first`: the step since which a series is bad; `was`: value of its first window, `now`: of its newest."""
 
     first: int
     was: float
@@ -35,7 +35,7 @@ class Onset:
 
 
 def measured(values: Numbers | None, windows: int = 1) -> bool:
-    """Whether a series has enough measurements for so many windows."""
+    """Whether a series has enough measurements for this number of windows."""
     return values is not None and int(np.isfinite(values).sum()) >= windows * WINDOW
 
 
@@ -47,11 +47,10 @@ def apart(
     *,
     geometric: float | None = None,
 ) -> Onset | None:
-    """Where the mean of a window differs from that of the first, or is what no run may have. There must be so many
-    `windows`.
+    """Onset of windows whose mean `differs` from that of the first. At least `windows` windows are required.
 
-    `geometric`: the mean is that of logarithms, of values raised to at least this, so that single steps far out, which
-    estimates with heavy tails have in any run, weigh little.
+    `geometric`: use geometric means, with values raised to at least this, so that outliers of heavy-tailed estimates
+    weigh little.
     """
     if values is None or not measured(values, windows):
         return None
@@ -66,7 +65,7 @@ def apart(
 
 
 def still(steps: Steps, values: Numbers | None) -> Onset | None:
-    """Where no step of a window comes to a ten-thousandth of the first window's mean: nothing is left."""
+    """Onset of windows in which no step reaches a ten-thousandth of the first window's mean."""
     if values is None or not measured(values):
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -80,8 +79,8 @@ def still(steps: Steps, values: Numbers | None) -> Onset | None:
 
 
 def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
-    """Where the mean of a share is less than half of the best window before it, by more than chance would: `was` is
-    the best window. The noise of a step is taken from the differences of neighbours, which a trend does not change."""
+    """Onset of windows whose mean share is less than half of the best earlier window, by more than chance; `was` is the
+    best window. Noise is estimated from differences of neighbours, which a trend does not affect."""
     if values is None or not measured(values, 2):
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -94,10 +93,10 @@ def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
 
 
 def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, EvaluationLine] | None:
-    """The evaluation with the best accuracy, and the first of the newest that are all below it by more than chance.
+    """The evaluation with the best accuracy, and the first of the newest ones that are all below it by more than
+    chance; None if there is no such drop.
 
-    The difference is held against its error; that the best of several is chosen, and that the newest is looked
-    at each time, makes chance as frequent as there are pairs.
+    The threshold allows for many comparisons: the best of several is chosen, and the newest is tested each time.
     """
     if len(evaluations) < 2:
         return None
@@ -112,8 +111,8 @@ def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, Evalu
 
 
 def rises(steps: Steps, values: Numbers | None, until: int, later: int) -> tuple[float, float] | None:
-    """The means of the windows that end with two steps, if the later one is higher by more than chance would have it;
-    both must be whole, and have no step in common."""
+    """Means of the windows that end at the steps `until` and `later`, if the later mean is higher by more than chance;
+    None otherwise. Both windows must be complete and disjoint."""
     if values is None:
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -128,26 +127,26 @@ def rises(steps: Steps, values: Numbers | None, until: int, later: int) -> tuple
 
 
 def newest_mean(values: Numbers) -> float:
-    """Of the newest window that was measured."""
+    """Mean of the newest measured window."""
     return float(values[np.isfinite(values)][-WINDOW:].mean())
 
 
 def needed(looks: float) -> float:
-    """How many standard errors a difference must have, if as many values are compared with each other."""
+    """Number of standard errors that a difference must have, given the number of values compared with each other."""
     return NormalDist().inv_cdf(1 - _CHANCE / max(2.0, looks * (looks + 1)))
 
 
 def _deviations(best: EvaluationLine, line: EvaluationLine) -> float:
-    """How many standard errors an accuracy is below the best; the error is that of two samples of one accuracy, since
-    those of the lowest and the highest shares are much too small."""
+    """Number of standard errors by which an accuracy is below the best. The error assumes that both samples have one
+    accuracy, since the errors of very low and very high shares are far too small."""
     (high, many), (low, few) = _estimate(best), _estimate(line)
     both = (high * many + low * few) / (many + few)
     return (high - low) / math.sqrt(both * (1 - both) * (1 / many + 1 / few))
 
 
 def _estimate(line: EvaluationLine) -> tuple[float, float]:
-    """The middle of an accuracy's interval, which few questions draw towards a half, and as how many questions it
-    counts."""
+    """Centre of an accuracy's confidence interval (pulled towards one half for few questions), and the effective number
+    of questions."""
     if line.ci95 is None:
         count = max(line.samples, line.prompts, 1) + 4  # Agresti and Coull: two more of each kind
         return (line.accuracy * (count - 4) + 2) / count, count
@@ -157,14 +156,14 @@ def _estimate(line: EvaluationLine) -> tuple[float, float]:
 
 
 def _means(values: Numbers) -> Numbers:
-    """Of all windows, in the order in which they end."""
+    """Means of all windows, in the order of their ends."""
     sums: Numbers = np.cumsum(np.concatenate(([0.0], values)))
     means: Numbers = (sums[WINDOW:] - sums[:-WINDOW]) / WINDOW
     return means
 
 
 def _newest(steps: Steps, ill: Flags, means: Numbers) -> Onset | None:
-    """The stretch of windows that ends with the newest, if that is ill."""
+    """Onset of the run of bad windows that ends with the newest; None if the newest is good."""
     if not ill[-1]:
         return None
     well = np.flatnonzero(~ill)

@@ -1,4 +1,4 @@
-"""Curves over training steps: accuracy, reward, completion length; and the histogram of staleness."""
+"""Plots over training steps: accuracy, reward, completion length; and the histogram of staleness."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NO_STEPS = "no training step yet"
 
 
 def plot_accuracy(path: Path, steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationLine]) -> None:
-    """Accuracy of the completions judged before each step, filtered groups included, and of held-out prompts."""
+    """Plot the accuracy of completions judged before each step (filtered groups included) and of held-out prompts."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Accuracy", _accuracy_sentence(evaluations), x="training step", y="accuracy")
@@ -57,7 +57,7 @@ def plot_accuracy(path: Path, steps: Sequence[StepMetrics], evaluations: Sequenc
 
 
 def plot_reward(path: Path, steps: Sequence[StepMetrics]) -> None:
-    """Mean reward of each batch."""
+    """Plot the mean reward of each batch."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Reward", "mean over the completions of each batch", x="training step", y="reward")
@@ -69,7 +69,7 @@ def plot_reward(path: Path, steps: Sequence[StepMetrics]) -> None:
 
 
 def plot_response_length(path: Path, steps: Sequence[StepMetrics]) -> None:
-    """Mean and longest completion of each batch."""
+    """Plot the mean and longest completion of each batch."""
     figure, axes = canvas()
     with saved_as(path, figure):
         titled(axes, "Completion length", "logarithmic scale", x="training step", y="tokens")
@@ -84,7 +84,7 @@ def plot_response_length(path: Path, steps: Sequence[StepMetrics]) -> None:
 
 
 def plot_staleness(path: Path, staleness: StalenessSummary) -> None:
-    """Histogram of the versions between sampling and training, over trained tokens."""
+    """Plot the histogram of staleness (versions between sampling and training) over trained tokens."""
     figure, axes = canvas()
     with saved_as(path, figure):
         bound = "no bound" if staleness.bound is None else f"bound η = {staleness.bound:g}"

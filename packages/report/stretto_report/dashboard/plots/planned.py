@@ -1,4 +1,4 @@
-"""The picture of a plan: a few steps of its best layout, and throughput against the share of devices that train."""
+"""Plot of a plan: a few steps of its best layout, and throughput against the share of devices that train."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LOOKS = {1: (BLUE, "o"), 2: (ORANGE, "s"), 4: (GREEN, "^"), 8: (PINK, "D")}  # 
 
 
 def plot_plan(path: Path, title: str, spans: Sequence[Span], splits: Sequence[tuple[float, float, int]]) -> None:
-    """Write the PNG.
+    """Write the plot as PNG.
 
     Args:
-        spans: of one engine and the trainer, in seconds; at least one.
-        splits: of each layout the share of devices that train, its tokens per second, the devices of an engine.
+        spans: those of one engine and the trainer, in seconds; at least one.
+        splits: for each layout the share of devices that train, tokens per second, and devices per engine.
     """
     figure, (lanes, points) = panels(15, 4.2, 2)
     with saved_as(path, figure):
@@ -35,8 +35,7 @@ def plot_plan(path: Path, title: str, spans: Sequence[Span], splits: Sequence[tu
 
 
 def draw_splits(axes: Axes, splits: Sequence[tuple[float, float, int]]) -> None:
-    """A line for each size of an engine; of several layouts with one split (other bounds on staleness) the points
-    stand above each other."""
+    """Draw a line for each engine size; layouts with equal split (other staleness bounds) share an x position."""
     for tensor in sorted({size for _, _, size in splits}):
         shown = sorted((share, rate) for share, rate, size in splits if size == tensor)
         colour, marker = _LOOKS.get(tensor, _LOOKS[8])

@@ -26,13 +26,13 @@ _DOTS_PER_INCH = 130
 
 
 def canvas(width: float = 8.0, height: float = 4.5) -> tuple[Figure, Axes]:
-    """A figure of `width` by `height` inches, with one pair of axes, and outside of pyplot's registry."""
+    """A figure of `width` by `height` inches with one pair of axes, not registered with pyplot."""
     figure, (axes,) = panels(width, height, 1)
     return figure, axes
 
 
 def panels(width: float, height: float, count: int) -> tuple[Figure, tuple[Axes, ...]]:
-    """As `canvas`, with `count` pairs of axes side by side."""
+    """Same as `canvas`, with `count` pairs of axes side by side."""
     figure = Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure, tuple(_framed(figure.add_subplot(1, count, place + 1)) for place in range(count))
@@ -66,7 +66,7 @@ def nothing_yet(axes: Axes, sentence: str) -> None:
 
 @contextmanager
 def saved_as(path: Path, figure: Figure) -> Iterator[None]:
-    """Draw inside the block; the PNG is written at its end, whole or not at all."""
+    """Draw within the block; the PNG is written at its end, completely or not at all."""
     yield
     part = path.with_name(f".{path.name}.part")
     with warnings.catch_warnings():

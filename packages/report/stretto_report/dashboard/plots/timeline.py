@@ -1,4 +1,4 @@
-"""The timeline: one lane for each role, over a few training steps from the middle of the run."""
+"""Timeline plot: one lane for each role, over a few training steps from the middle of the run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _THINNEST = 0.0012  # of the window: shorter bars would be invisible
 
 @dataclass(frozen=True)
 class Window:
-    """The part of the run that is drawn, in seconds of the spans' clock."""
+    """Time range of the plot, in seconds of the spans' clock."""
 
     start: float
     end: float
@@ -77,7 +77,7 @@ class Window:
 
 
 def plot_timeline(path: Path, spans: Sequence[Span], steps_shown: int = STEPS_SHOWN) -> None:
-    """Draw the work of each role over time, the loads that interrupt completions, and the publications."""
+    """Plot the work of each role over time, the weight loads that interrupt completions, and the publications."""
     lanes = sorted({span.role for span in spans}, key=_lane_order)
     height = _ABOVE + _BELOW + _LANE * max(len(lanes), 3)
     figure, axes = canvas(_WIDTH, height)
@@ -97,7 +97,7 @@ def plot_timeline(path: Path, spans: Sequence[Span], steps_shown: int = STEPS_SH
 
 
 def draw_lanes(axes: Axes, spans: Sequence[Span], window: Window) -> set[str]:
-    """Draw one lane for each role of the spans; returns the names of the spans that are seen in the window."""
+    """Draw one lane per role; returns the names of the spans in the window."""
     lanes = sorted({span.role for span in spans}, key=_lane_order)
     origin = min(span.start for span in spans)
     shown = [span for span in spans if span.end > window.start and span.start < window.end]
@@ -115,7 +115,7 @@ def draw_lanes(axes: Axes, spans: Sequence[Span], window: Window) -> set[str]:
 
 
 def middle_window(spans: Sequence[Span], steps_shown: int) -> Window:
-    """The window of `steps_shown` updates around the middle of the run."""
+    """Window of `steps_shown` updates around the middle of the run."""
     updates = sorted((span for span in spans if span.name == _STEP), key=lambda span: span.start)
     if not updates:
         return Window(min(span.start for span in spans), max(span.end for span in spans))
@@ -176,7 +176,7 @@ def _draw_publications(axes: Axes, publications: Sequence[Span], origin: float) 
 
 
 def legend_of(names: set[str]) -> list[Artist]:
-    """A handle for each kind of span."""
+    """Legend handles, one for each kind of span."""
     handles: list[Artist] = []
     for name, (colour, label) in _LOOKS.items():
         if name == _LOAD and name in names:

@@ -1,4 +1,4 @@
-"""What a terminal can print, and what it must not be sent."""
+"""Safe output to terminals: ASCII fallback, and escaping of control characters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 
 _NAMES = ("LC_ALL", "LC_CTYPE", "LANG")  # the first one that is set says the locale of characters
 _ASCII = frozenset({"C", "POSIX"})
-_COERCED = "C.UTF-8"  # what Python sets LC_CTYPE to where the user has set LANG to C
+_COERCED = "C.UTF-8"  # Python's value of LC_CTYPE if the user has set LANG to C
 
 
 class AsciiConsole(Console):
-    """A console of a terminal that prints ASCII alone."""
+    """Console for a terminal that prints only ASCII."""
 
     @property
     def encoding(self) -> str:
@@ -22,7 +22,7 @@ class AsciiConsole(Console):
 
 
 def open_console(file: IO[str] | None = None) -> Console:
-    """The console of the standard output, or of `file`: of ASCII where the locale has no more."""
+    """Console of standard output, or of `file`; ASCII if the locale requires it."""
     console = Console(file=file)
     if console.encoding.startswith("utf") and not is_ascii_locale(os.environ):
         return console
@@ -30,7 +30,7 @@ def open_console(file: IO[str] | None = None) -> Console:
 
 
 def is_ascii_locale(environment: Mapping[str, str]) -> bool:
-    """Whether the user has asked for the locale C. Who has asked for none has what the encoding of the output says.
+    """Whether the user has chosen the locale C. Without any choice, the encoding of the output decides.
 
     >>> is_ascii_locale({"LANG": "C"}), is_ascii_locale({"LANG": "C", "LC_ALL": "en_US.UTF-8"}), is_ascii_locale({})
     (True, False, False)
@@ -42,13 +42,13 @@ def is_ascii_locale(environment: Mapping[str, str]) -> bool:
 
 
 def is_ascii(console: Console) -> bool:
-    """Whether a console prints ASCII alone."""
+    """Whether a console prints only ASCII."""
     return not console.encoding.startswith("utf")
 
 
 def harmless(text: str, ascii_only: bool = False) -> str:
-    """A text in which everything is seen and nothing steers the terminal: control characters, marks of direction and
-    half characters as escapes; with `ascii_only` all others too. Ends of lines stay.
+    """Escape control characters, direction marks and lone surrogates, so that a text cannot control the terminal; with
+    `ascii_only` all non-ASCII too. Line ends stay.
 
     >>> print(harmless("a\\x1b[2Jb\\u202ec"), harmless("→", ascii_only=True))
     a\\x1b[2Jb\\u202ec \\u2192

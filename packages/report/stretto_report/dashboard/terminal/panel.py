@@ -34,8 +34,8 @@ def panel(
     width: int = 80,
     ascii_only: bool = False,
 ) -> RenderableType:
-    """Progress, alarms, courses, measurements, busy roles and rates, and what engines have proven, for a terminal of
-    `width` columns."""
+    """Progress, alarms, trends, measurements, busy roles and rates, and canary proofs, for a terminal of `width`
+    columns."""
     progress = Table.grid(expand=True)
     progress.add_row(_header(snapshot))
     progress.add_row(ProgressBar(total=max(snapshot.steps, 1), completed=min(snapshot.step, max(snapshot.steps, 1))))
@@ -58,7 +58,7 @@ def panel(
 
 
 def sparkline(values: Sequence[float], width: int, levels: str = _LEVELS) -> str:
-    """Fractions between 0 and 1 as a row of at most `width` little bars, neighbours averaged.
+    """Fractions between 0 and 1 as at most `width` small bars; neighbours are averaged.
 
     >>> sparkline([0.0, 0.5, 1.0], width=8), sparkline([0.0, 0.0, 1.0, 1.0], width=2)
     ('▁▅█', '▁█')
@@ -70,7 +70,7 @@ def sparkline(values: Sequence[float], width: int, levels: str = _LEVELS) -> str
 
 
 def _courses(trends: Mapping[str, Sequence[float]], width: int, ascii_only: bool) -> Table:
-    """A line for each course: little bars from its least value, or 0, to its greatest, and these two."""
+    """A line per trend: small bars from its least value, or 0, to its greatest, and these two numbers."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="dim", overflow="fold")
     labels = max(map(len, trends)) + 1

@@ -1,4 +1,4 @@
-"""The display of a running command: a panel on a terminal, plain lines elsewhere."""
+"""Display of a running command: a panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _ALARM_SECONDS = 5.0
 
 
 class Alarms(Protocol):
-    """Decides what goes wrong by the measurements it is shown; `audit.alarms.AlarmWatch` is one."""
+    """Source of alarms for a display; `audit.alarms.AlarmWatch` is one (Protocol)."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Called for each step, and cheap."""
+        """Take a step's measurements; called for each step, so it must be cheap."""
         ...
 
     def evaluated(self, evaluation: EvaluationLine) -> None: ...
 
     def sentences(self) -> Mapping[str, str]:
-        """The alarms of now: by the title of each, its line. Called every few seconds."""
+        """Line of each current alarm, by its title; called every few seconds."""
         ...
 
 
@@ -57,8 +57,8 @@ def open_display(
     proofs: Proofs = tuple,
     verbose: bool = False,
 ) -> Display:
-    """The display of a run of `steps` training steps: a panel on a terminal, with the `proofs` of its engines;
-    elsewhere lines, below each all measurements if it is `verbose`.
+    """Open the display of a run of `steps` training steps: a panel on a terminal, with the `proofs` of its engines;
+    elsewhere lines, followed by all measurements if `verbose`.
 
     Example::
 
@@ -74,7 +74,7 @@ def open_display(
 
 
 class Display(ABC):
-    """The newest snapshot, drawn at a limited rate; a context manager. Whatever a text holds, it steers no terminal."""
+    """Shows the newest snapshot at a limited rate (context manager). Texts are escaped for the terminal."""
 
     def __init__(self, steps: int, console: Console, seconds: float, alarms: Alarms) -> None:
         self._watcher = Watcher(steps)
@@ -91,7 +91,7 @@ class Display(ABC):
 
     @abstractmethod
     def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str]) -> None:
-        """`fresh`: the alarms that were not there when alarms were last decided."""
+        """Draw a snapshot; `fresh`: alarms that are new since the last check."""
 
     def __enter__(self) -> Self:
         return self
@@ -122,7 +122,7 @@ class Display(ABC):
             self._changed(self._enter(TRAINING))
 
     def _enter(self, phase: str) -> bool:
-        """Whether another phase ends here; its last snapshot is drawn."""
+        """Begin a phase; returns whether another one ends here, after drawing its last snapshot."""
         another = self._phase not in (None, phase)
         if another:
             self._finish()
@@ -130,7 +130,7 @@ class Display(ABC):
         return another
 
     def refresh(self) -> None:
-        """Draw what is new, if it is time; for a run that may be silent for long."""
+        """Draw pending news if it is time; call it regularly, since a run may be silent for long."""
         if time.monotonic() - self._drawn >= self._seconds:
             self._finish()
 
@@ -141,7 +141,7 @@ class Display(ABC):
         self.refresh()
 
     def _finish(self) -> None:
-        """Draw the newest snapshot, unless it is shown already."""
+        """Draw the newest snapshot unless it is already shown."""
         if self._is_new and (snapshot := self._watcher.snapshot) is not None:
             before, self._is_new = self._sentences, False
             if time.monotonic() - self._alarmed >= _ALARM_SECONDS:
@@ -151,7 +151,7 @@ class Display(ABC):
 
 
 class PanelDisplay(Display):
-    """A panel, drawn at most twice a second to spare the cores."""
+    """Panel that is drawn at most twice a second, to save CPU time."""
 
     def __init__(self, steps: int, console: Console, alarms: Alarms, title: str, proofs: Proofs = tuple) -> None:
         super().__init__(steps, console, _PANEL_SECONDS, alarms)
@@ -183,7 +183,7 @@ class PanelDisplay(Display):
 
 
 class LineDisplay(Display):
-    """One plain line every few seconds, one at the end of each phase, and one for an alarm that begins."""
+    """Plain lines: one every few seconds, one at the end of each phase, one for each new alarm."""
 
     def __init__(
         self,

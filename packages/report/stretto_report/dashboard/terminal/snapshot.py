@@ -1,4 +1,4 @@
-"""Snapshots of a run, made from its measurements."""
+"""Snapshots of a run's progress, made from its measurements."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Snapshot(Record, frozen=True):
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until the last step at the pace so far; None before the first step, or if the last is not known."""
+        """Seconds until the last step at the pace so far; None before the first step, or if the last is unknown."""
         return seconds_left(self.step, self.steps, self.seconds)
 
     def details(self) -> list[str]:
-        """All measurements, in lines of `LONGEST` characters at most."""
+        """All measurements, in lines of at most `LONGEST` characters."""
         parts = [f"{name} {value}" for name, value in self.facts]
         parts += [f"{rate:,.0f} tokens/s {what}" for what, rate in self.tokens_per_second.items()]
         parts += [f"{role} {fraction:.0%}" for role, fraction in self.busy.items()]
@@ -74,7 +74,7 @@ class Snapshot(Record, frozen=True):
 
 
 class Watcher:
-    """Makes snapshots from measurements, with the history that they need; a snapshot is made when it is asked for."""
+    """Collects measurements and makes snapshots from them on demand."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -85,7 +85,7 @@ class Watcher:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """Of now; None before the first measurement."""
+        """Current snapshot; None before the first measurement."""
         return None if self._make is None else self._make()
 
     def learning(self, lesson: WarmStartProgress) -> None:
@@ -115,7 +115,7 @@ class Watcher:
         self._make = partial(self._snapshot, metrics)
 
     def evaluated(self, evaluation: EvaluationLine) -> bool:
-        """Whether there is a step to show it with."""
+        """Take an evaluation; returns whether there is a step to show it with."""
         self._progress.evaluated(evaluation)
         self._trends["held-out"].add(evaluation.accuracy)
         return self._newest is not None

@@ -1,4 +1,4 @@
-"""The summary table of a run, at its end and from ``stretto inspect``."""
+"""Summary table of a run, shown at its end and by ``stretto inspect``."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ def print_inspection(
     also: Mapping[str, object] | None = None,
     predicted: Path | None = None,
 ) -> None:
-    """Print the summary of a run: a table, or one JSON object, which has what is `also` to be said of the run. Its
-    prediction stands beside it: that of the file `predicted`, or else that of the run folder.
+    """Print the summary of a run as a table, or as one JSON object extended by `also`. Its prediction is compared, from
+    the file `predicted` or else the run folder.
 
     Raises:
-        RunFolderError: there is no run; or `predicted` is no prediction of it. That of the folder is passed over then,
-            since a resume may have changed what it depends on; the table is followed by the reason, and the object has
-            it as `not_predicted`.
+        RunFolderError: there is no run, or `predicted` is no prediction of it. A prediction of the folder that does not
+            fit (after a resume) is skipped; the table ends with the reason, and the object has it as `not_predicted`.
         StoreError: its ledger cannot be read.
     """
     inspection, passed_over = inspect_run(path), ""
@@ -68,7 +67,7 @@ def print_inspection(
 
 
 def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
-    """One row for each term of a step, and the term that is most off in words, if there is one."""
+    """One row for each term of a step, and a sentence about the term that is most off, if there is one."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for head in ("", "predicted", "measured", "ratio"):
         table.add_column(head, justify="right")
@@ -154,7 +153,7 @@ def _work(inspection: Inspection) -> Rows:
 
 
 def _changes(inspection: Inspection, name: str) -> Rows:
-    """The newest changes of a bound that the run adapts."""
+    """Rows for the newest changes of an adaptive bound."""
     for change in [change for change in inspection.bounds if change.name == name][-_CHANGES:]:
         yield "", f"{change.name} {change.before} to {change.after} after step {change.step}: {change.reason}"
 
@@ -226,7 +225,7 @@ def _weights(weights: WeightsSummary) -> Rows:
 
 
 def canary_rows(proofs: Iterable[CanaryProof]) -> Iterator[tuple[str, str]]:
-    """One row for each proof: the engine, the version, the distance and what is allowed."""
+    """One row for each proof: engine, version, difference and tolerance."""
     for proof in proofs:
         found = f"version {proof.version}, {proof.distance:.1e} nats from the trainer, {proof.tolerance:.1e} allowed"
         verdict = "proven" if proof.proven else "NOT proven"
@@ -234,7 +233,7 @@ def canary_rows(proofs: Iterable[CanaryProof]) -> Iterator[tuple[str, str]]:
 
 
 def bar(fraction: float, width: int = _BAR_WIDTH) -> str:
-    """A bar of text, padded to `width`.
+    """Text bar, padded to `width`.
 
     >>> bar(0.5, width=4), bar(0.3125, width=4)
     ('██  ', '█▎  ')

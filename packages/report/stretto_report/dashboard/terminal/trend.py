@@ -1,4 +1,4 @@
-"""The course of a measurement over a whole run, in a bounded number of points."""
+"""Trend of a measurement over a whole run, with a bounded number of points."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _POINTS = 120
 
 
 class Trend:
-    """Means over equally many values each. When there are `_POINTS` of them, neighbours become one: a run of any length
-    costs the same."""
+    """Means over equal numbers of values. At `_POINTS` means, neighbours are merged, so memory is bounded for any
+    length."""
 
     def __init__(self) -> None:
         self._means: list[float] = []
@@ -17,7 +17,7 @@ class Trend:
         self._sum, self._count = 0.0, 0  # of the values behind the last mean
 
     def add(self, value: float | None) -> None:
-        """The next value; None and what is no number are left out."""
+        """Add the next value; None and NaN are skipped."""
         if value is None or not math.isfinite(value):
             return
         self._sum, self._count = self._sum + value, self._count + 1
@@ -31,5 +31,5 @@ class Trend:
 
     @property
     def points(self) -> tuple[float, ...]:
-        """The means, the oldest first; the last may be over fewer values."""
+        """Means, oldest first; the last may be over fewer values."""
         return (*self._means, self._sum / self._count) if self._count else tuple(self._means)

@@ -1,4 +1,4 @@
-"""MLflow. The server or the file is that of its own variable, ``MLFLOW_TRACKING_URI``."""
+"""MLflow. Its server or file is set by its own variable, ``MLFLOW_TRACKING_URI``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stretto_report.outlets.points import MetricsPoint, Value
 from stretto_report.outlets.tools.rows import COLUMNS, row_of
 
 _PACKAGE = "mlflow"
-_METRICS, _PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # what one request may have
+_METRICS, _PARAMS, _LONGEST_PARAM = 1000, 100, 6000  # limits of one request
 _STATUS: Mapping[How, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _STRANGE = re.compile(r"[^\w\-. :/]")  # in the name of a metric, a parameter or a tag
 #: A server that does not answer: this process waits no longer, and another one asks it again.
@@ -24,8 +24,8 @@ _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRI
 
 
 class MlflowRun:
-    """A run of MLflow in the experiment of the project. MLflow's databases keep a point that is sent twice once: it has
-    the same time."""
+    """A run of MLflow in the experiment of the project. MLflow's databases ignore a repeated point, since its time is
+    the same."""
 
     had: Mapping[str, int] = {}
 
@@ -38,7 +38,8 @@ class MlflowRun:
         self._config: Mapping[str, Value] | None = about.config  # until MLflow has it
 
     def _begin(self) -> None:
-        """With the first points, when the cursor has the run: what MLflow refuses makes no run after the other."""
+        """Log the settings before the first points. The cursor has the run id by then, so an error here does not create
+        a new run at each attempt."""
         if self._config is None:
             return
         self._client.update_run(self.run, status="RUNNING")
@@ -80,12 +81,12 @@ class MlflowRun:
         self._client.set_terminated(self.run, _STATUS[how])
 
     def _time(self, seconds: float) -> int:
-        """Milliseconds since 1970 of a moment of the run."""
+        """Unix time in milliseconds of a moment of the run."""
         return round(1000 * (self._began + seconds))
 
 
 def accepted_name(name: str) -> str:
-    """A name that MLflow takes: of its characters, and the same when it is read as the path of a file.
+    """The name with characters that MLflow forbids replaced, and unchanged when read as a file path.
 
     >>> accepted_name("lr=1e-4"), accepted_name("rewards/exact, short"), accepted_name("v1/")
     ('lr_1e-4', 'rewards/exact_ short', 'v1_')

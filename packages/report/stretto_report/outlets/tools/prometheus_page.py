@@ -1,7 +1,4 @@
-"""Prometheus: a page with the numbers of the newest step.
-
-The process that follows the run replies to a scrape, never the run.
-"""
+"""Prometheus: a page with the numbers of the newest step, served by the process that follows the run."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from stretto_report.audit.symptoms.evidence import Alarm
 from stretto_report.outlets.follower import About, How
 from stretto_report.outlets.points import MetricsPoint
 
-#: Of the maps of a step, what tells its numbers apart; a map without one, as that of the trainer, is part of the names.
+#: Label of the numbers in each map of a step; a map without a label, such as the trainer's, becomes part of the names.
 _LABELS = {
     "queues": "queue",
     "busy": "role",
@@ -40,16 +37,17 @@ Series = tuple[str, Labels]
 
 
 class PrometheusPage:
-    """A server of one page, from its making to `close`. Counters are those of the whole run: nothing is remembered
-    between two processes, and each reads the run from its beginning."""
+    """HTTP server of one page, from its creation to `close`. Counters are those of the whole run: each process reads
+    the run from its beginning."""
 
     run = "prometheus"
     had: Mapping[str, int] = {}
 
     def __init__(self, about: About, host: str, port: int) -> None:
-        """
+        """Start the server.
+
         Raises:
-            OSError: the address cannot be had.
+            OSError: the address cannot be bound.
         """
         self._name, self._lock = about.name, threading.Lock()
         self._values: dict[Series, float] = {}
@@ -63,7 +61,7 @@ class PrometheusPage:
                 self._take(point)
 
     def table(self, step: int, rows: Sequence[SampledCompletion], points: int) -> None:
-        """A page of numbers has none."""
+        """Ignored: the page has only numbers."""
 
     def alarm(self, alarm: Alarm) -> None:
         with self._lock:
@@ -74,7 +72,7 @@ class PrometheusPage:
         self._server.server_close()
 
     def text(self) -> str:
-        """The page."""
+        """The page as text."""
         with self._lock:
             series = sorted(self._values.items())
         return page_of(_metrics(series, self._name))
@@ -88,7 +86,7 @@ class PrometheusPage:
 
 
 def series_of(name: str) -> Series:
-    """The name and the labels of a number.
+    """Prometheus name and labels of a number.
 
     >>> series_of("busy/engine-0")
     ('stretto_busy', (('role', 'engine-0'),))
@@ -135,4 +133,4 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A scrape is no news."""
+        """Log nothing for a scrape."""

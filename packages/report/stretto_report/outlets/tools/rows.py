@@ -8,6 +8,6 @@ COLUMNS = ("version", "prompt", "completion", "answer", "outcome", "reward", "re
 
 
 def row_of(sample: SampledCompletion) -> list[int | float | str | None]:
-    """The cells of a completion, by `COLUMNS`; its versions as ``6, 7``."""
+    """Cells of a completion in the order of `COLUMNS`; versions as ``6, 7``."""
     texts = (sample.prompt, sample.completion, sample.answer, sample.outcome.value)
     return [sample.version, *texts, sample.reward, sample.reason, ", ".join(map(str, sample.versions))]

@@ -1,6 +1,6 @@
-"""TensorBoard's files, in the folder ``tensorboard`` of the run: ``tensorboard --logdir runs`` shows all runs.
+"""TensorBoard event files, in the folder ``tensorboard`` of the run: ``tensorboard --logdir runs`` shows all runs.
 
-By the writer of the package tensorboard itself, which loads no torch, and whose `flush` waits until all is in the file.
+Written by the package tensorboard itself, without torch; its `flush` waits until all is in the file.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ _HEAD, _CHECKSUM = struct.Struct("<QI"), 4  # size and checksum before a record,
 
 
 class TensorboardFiles:
-    """One more file of events beside those of the run; TensorBoard reads them all as one curve, in the order of their
-    names."""
+    """Writes one more event file of the run; TensorBoard joins all files of a run in the order of their names."""
 
     def __init__(self, about: About, cursor: Cursor) -> None:
         self.run = _FOLDER
@@ -44,7 +43,7 @@ class TensorboardFiles:
             self._text("tags", 0, about.tags)
 
     def _newest_steps(self, folder: Path) -> dict[str, int]:
-        """Those in the newest file that has points: the process that wrote it had read the files before."""
+        """Newest steps in the newest file that has points; its writer had read the earlier files."""
         for path in sorted(folder.glob(f"{_NAME}.*"), key=lambda path: path.stat().st_mtime_ns, reverse=True):
             events = map(self._events.Event.FromString, _records(path))
             if found := newest_steps((event.step, (one.tag for one in event.summary.value)) for event in events):
@@ -71,7 +70,7 @@ class TensorboardFiles:
         self._writer.close()
 
     def _text(self, tag: str, step: int, lines: Iterable[str]) -> None:
-        """For TensorBoard's plugin of texts, which reads Markdown: as code, since nothing that a model said is any."""
+        """Add a text for TensorBoard's text plugin, as a Markdown code block, since completions are no Markdown."""
         text = "\n".join(f"    {line}" for line in lines)
         tensor = self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[text.encode()])
         plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
@@ -84,8 +83,8 @@ class TensorboardFiles:
 
 
 def _behind_the_others(folder: Path, make: Callable[[], Any]) -> Any:
-    """A writer whose file is read after those that are there. A name has the second in which the file was made, then
-    the number of its process: of two files of one second the later may come first, and is made again."""
+    """Create a writer whose file sorts after the existing ones. File names have the second of creation, then the pid;
+    if a file of the same second sorts later, it is created again."""
     before, until = _names(folder), time.monotonic() + _PATIENCE
     while True:
         writer = make()
@@ -102,7 +101,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """The whole records of a file; the last may have been cut off by the death of its process."""
+    """Complete records of a file; the last may be cut off."""
     with path.open("rb") as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             size, _ = _HEAD.unpack(head)

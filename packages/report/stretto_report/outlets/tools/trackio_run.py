@@ -1,4 +1,5 @@
-"""trackio: its database on this machine, or what its variables name (``TRACKIO_SPACE_ID``, ``TRACKIO_SERVER_URL``)."""
+"""trackio: its database on this machine, or the one set by its variables (``TRACKIO_SPACE_ID``,
+``TRACKIO_SERVER_URL``)."""
 
 from __future__ import annotations
 
@@ -19,10 +20,10 @@ _REMOTE = frozenset({"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"})  # variables of 
 
 
 class TrackioRun:
-    """A run of trackio, gone on with by its name, which ends with a number of its own.
+    """A run of trackio, resumed by its name (with a unique number).
 
-    trackio writes in a thread, and its interface says only of `finish` that all is written: so each portion of points
-    begins and finishes, which takes it hundredths of a second.
+    trackio writes in a thread, and only `finish` waits until all is written: so each portion of points is begun and
+    finished, which takes hundredths of a second.
     """
 
     def __init__(self, about: About, cursor: Cursor) -> None:
@@ -32,8 +33,8 @@ class TrackioRun:
         self.had = self._newest_steps() if cursor.run and not _REMOTE & os.environ.keys() else {}
 
     def _newest_steps(self) -> dict[str, int]:
-        """Those in the database of this machine. trackio's interface offers no such question, so that another version
-        may keep its points elsewhere: then a point is there twice if its process died before it noted it."""
+        """Newest steps in the database of this machine. trackio has no interface for this; if a version stores points
+        elsewhere, a point may be sent twice after a crash."""
         try:
             storage = importlib.import_module(f"{self._trackio.__name__}.sqlite_storage").SQLiteStorage
             points = storage.get_logs(self._about.project, self.run)
@@ -54,7 +55,7 @@ class TrackioRun:
         run.finish()
 
     def close(self, how: How) -> None:
-        """Each portion has finished."""
+        """Does nothing: each portion is finished already."""
 
     def _log(self, lines: Sequence[tuple[int, dict[str, Any]]]) -> None:
         run = self._opened()

@@ -1,6 +1,6 @@
-"""What is in W&B's own files of a run: a log of LevelDB's form, of which each record is a message of W&B's.
+"""Reader of W&B's own log file of a run (LevelDB's log format; each record is a W&B message).
 
-A point is W&B's when it is in the file: what its process still holds is lost with the process.
+A point is safe once it is in the file; points still in W&B's process are lost with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WHOLE, _LAST = 1, 4  # kinds of parts: what ends a record
 
 
 class WrittenPoints:
-    """Follows one file. `newest` is W&B's own step of the newest line that is in it; 0: none."""
+    """Follows one file. `newest`: W&B's own step of the newest history line in it; 0: none."""
 
     def __init__(self, wandb: Any, path: Path) -> None:
         self._message = importlib.import_module(f"{wandb.__name__}.proto.wandb_internal_pb2").Record
@@ -25,7 +25,7 @@ class WrittenPoints:
         self.newest = 0
 
     def read_on(self) -> int:
-        """Read what has come since the last call; returns `newest`."""
+        """Read newly written records; returns `newest`."""
         for record in self._records():
             found = self._message.FromString(record)
             if found.HasField("history"):
@@ -33,7 +33,7 @@ class WrittenPoints:
         return self.newest
 
     def _records(self) -> Iterator[bytes]:
-        """The whole records behind the last one; a part that is being written, or was cut off, is left."""
+        """Complete records after the last one read; an incomplete one is left for later."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -56,6 +56,6 @@ class WrittenPoints:
 
 
 def written(wandb: Any, folder: Path, run: str) -> int:
-    """W&B's own step of the newest line of a run that any process has written below `folder`; 0: none."""
+    """W&B's own step of the newest line of a run in any file below `folder`; 0: none."""
     files = folder.glob(f"*run-*/run-{run}.wandb")
     return max((WrittenPoints(wandb, path).read_on() for path in files), default=0)

@@ -1,4 +1,4 @@
-"""Weights & Biases. The mode is that of its own variables (``WANDB_MODE=offline``); its files are in the run folder."""
+"""Weights & Biases. Its mode is set by its own variables (``WANDB_MODE=offline``); its files are in the run folder."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _WRITE_SECONDS = 60.0  # in which W&B has to write what it was given; less than 
 
 
 class WandbRun:
-    """A run of W&B, gone on with by its id.
+    """A run of W&B, resumed by its id.
 
-    Curves are drawn against stretto's steps. W&B's own step follows from the number of a point, and W&B leaves out
-    one that it has: a point is sent again if a process died before it could note that the point was sent.
+    Curves are drawn against stretto's steps. W&B's own step follows from the index of a point, and W&B ignores a
+    repeated one: a point is sent again if a process died before it could record it.
 
-    W&B hands what it is given to a process of its own, which dies with this one: a point counts as sent when it is in
-    W&B's file, and what the files of earlier processes have is not sent again.
+    W&B uses a process of its own, which dies with this one. So a point counts as sent when it is in W&B's file, and
+    points in the files of earlier processes are not sent again.
     """
 
     had: Mapping[str, int] = {}  # points have numbers of their own
@@ -79,7 +79,7 @@ class WandbRun:
         self._run.alert(title=alarm.title[:_LONGEST_TITLE], text=str(alarm), level="WARN")
 
     def _wait_for(self, number: int) -> None:
-        """Until what has this step of W&B's is in the file, in which it outlives the process.
+        """Wait until the point with W&B's step `number` is in the file, where it survives the process.
 
         Raises:
             TimeoutError: W&B does not write it.

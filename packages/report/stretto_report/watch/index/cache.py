@@ -1,7 +1,6 @@
-"""What was read of a run, kept between two starts of the server: a file of SQLite in the user's cache folder.
+"""Cache of what the server has read of a run, for its next start: an SQLite file in the user's cache folder.
 
-It is the dashboard's own. One that is missing, damaged, of another format, or of an earlier run at the same place is
-made again.
+A cache that is missing, damaged, of another format, or of an earlier run at the same path is rebuilt.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ Facts = TypeVar("Facts")
 
 
 class Cache:
-    """The columns and facts of the parts of one run."""
+    """Cached columns and facts of the parts of one run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def save(self, part: str, columns: Mapping[str, Column], facts: object) -> None:
-        """Keep a part; one that cannot be kept, on a full disk say, is read from the run again next time."""
+        """Store a part. If that fails (on a full disk, say), the part is read from the run again next time."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self._path, timeout=_LOCK_SECONDS)) as connection, connection:
@@ -52,7 +51,7 @@ class Cache:
                 self._path.unlink(missing_ok=True)
 
     def load(self, part: str, kind: type[Facts]) -> tuple[dict[str, Column], Facts] | None:
-        """What was kept of a part; None if there is nothing, or nothing that can be read."""
+        """Load a part; None if it is missing or unreadable."""
         if not self._path.is_file():
             return None
         try:

@@ -1,4 +1,4 @@
-"""A table as columns that grow: what the pages filter, sort and draw, in memory."""
+"""Growing columnar table in memory, which the pages filter, sort and draw."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST = 1024
 
 
 class GrowingColumns:
-    """Columns of one length, each an array that is doubled when it is full.
+    """Columns of equal length, each an array that doubles when full.
 
     Example::
 
@@ -23,17 +23,17 @@ class GrowingColumns:
     """
 
     def __init__(self, kinds: Mapping[str, str]) -> None:
-        """`kinds`: numpy's type of each column."""
+        """`kinds`: numpy dtype of each column."""
         self._arrays = {name: np.zeros(_FIRST, kind) for name, kind in kinds.items()}
         self.rows = 0
 
     def __getitem__(self, name: str) -> Column:
-        """[rows] a view; it is of the rows of now."""
+        """[rows] a view of the current rows of a column."""
         return self._arrays[name][: self.rows]
 
     @property
     def held(self) -> int:
-        """Bytes in memory."""
+        """Memory in bytes."""
         return sum(array.nbytes for array in self._arrays.values())
 
     def __contains__(self, name: str) -> bool:
@@ -44,12 +44,12 @@ class GrowingColumns:
         return tuple(self._arrays)
 
     def add(self, name: str) -> None:
-        """A further column of numbers; the rows so far have none (NaN)."""
+        """Add a numeric column; existing rows get NaN."""
         capacity = len(next(iter(self._arrays.values())))
         self._arrays[name] = np.full(capacity, np.nan)
 
     def append(self, columns: Mapping[str, Sequence[Any] | Column]) -> None:
-        """Rows at the end; a column that is not named has NaN in them."""
+        """Append rows; columns that are not named get NaN."""
         count = len(next(iter(columns.values())))
         begin, end = self.rows, self.rows + count
         for name, array in self._arrays.items():
@@ -59,12 +59,12 @@ class GrowingColumns:
         self.rows = end
 
     def put(self, places: Column, columns: Mapping[str, Column]) -> None:
-        """Other values for the rows at these places."""
+        """Replace values of the rows at `places`."""
         for name, values in columns.items():
             self._arrays[name][places] = values
 
     def restore(self, arrays: Mapping[str, Column]) -> bool:
-        """Take these columns in place of what is there; False, and nothing is done, if they are not such columns."""
+        """Replace all columns; returns False, unchanged, if their names, types or lengths do not fit."""
         shapes = {array.shape for array in arrays.values()}
         fitting = all(name in arrays and arrays[name].dtype == own.dtype for name, own in self._arrays.items())
         if not fitting or len(shapes) != 1:

@@ -1,5 +1,5 @@
-"""Reading files of a run folder that may be anybody's: no link leads out of it, no pipe holds the reader, no file is
-read without a bound."""
+"""Reading of untrusted run folders: links out of the folder are refused, pipes do not block the reader, sizes are
+bounded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEDGER = "ledger.sqlite"
 
 
 def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
-    """The first bytes of a file, or the last ones, as text; None if there is no file.
+    """First (or last, if `end`) `largest` bytes of a file as text; None if there is no file.
 
     Raises:
         StoreError: as `open_plain`.
@@ -38,11 +38,10 @@ def read_text(path: Path, largest: int, *, end: bool = False) -> str | None:
 
 
 def refuse_strange_files(folder: Path) -> None:
-    """Raise if the ledger, its log or the lock is not a plain file: SQLite, and the test of a lock, follow links and
-    wait at pipes.
+    """Check that ledger, log and lock are regular files: SQLite and the lock test follow links and block at pipes.
 
     Raises:
-        StoreError: names the file.
+        StoreError: one is not; names the file.
     """
     ledger = folder / LEDGER
     for path in (ledger, log_of(ledger), ledger.with_name(f"{LEDGER}-shm"), folder / lock.NAME):
@@ -58,10 +57,10 @@ def refuse_strange_files(folder: Path) -> None:
 
 @contextmanager
 def read_ledger(folder: Path) -> Iterator[sqlite3.Connection]:
-    """The ledger of a run folder, read only, until the block ends.
+    """Open the ledger of a run folder read only, for the block.
 
     Raises:
-        StoreError: as `reading`; or it is no plain file, or another has locked it, or its log is too large.
+        StoreError: as `reading`; or it is no regular file, is locked, or its log is too large.
     """
     refuse_strange_files(folder)
     if not lock.is_held(folder):

@@ -1,4 +1,4 @@
-"""The newest lines of a run's metrics, for its row in the list: they are read without those before them."""
+"""Newest lines of a run's metrics, read from the end of the file, for the list of runs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 
 
 class NewestLines:
-    """What the end of ``metrics.jsonl`` holds."""
+    """Reads the end of ``metrics.jsonl``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._decoded: dict[str, MetricsLine | None] = {}  # by the line as it is written
 
     def read(self, *, keep: bool) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-        """Steps, and evaluations of the first set.
+        """Newest steps, and evaluations of the first set.
 
         Args:
-            keep: the file is looked at again and again: decode those lines alone that are new since the last look.
+            keep: for repeated calls: decode only lines that are new since the last one.
 
         Raises:
-            StoreError: it is no plain file.
+            StoreError: it is no regular file.
         """
         known = self._decoded
         rows = (read_text(self._path, _TAIL, end=True) or "").split("\n")[:-1]
@@ -42,7 +42,7 @@ class NewestLines:
 
 
 def _decoded(row: str) -> MetricsLine | None:
-    """None for one that cannot be read: the first is cut, and damage is named when the run is opened."""
+    """Decoded line, None if unreadable: the first line is cut off, and damage is reported when the run is opened."""
     try:
         return decode_line(_LINE, row.encode())
     except StoreError:

@@ -1,4 +1,4 @@
-"""The learning curves of a run: every number of ``metrics.jsonl`` as a column, step by step."""
+"""Learning curves of a run: every number of ``metrics.jsonl`` as a column over steps."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class _Facts(Record, frozen=True):
 
 
 class Steps:
-    """The steps and evaluations of one run, followed as they are appended.
+    """Steps and evaluations of one run, read as they are appended.
 
-    `evaluations` are of all sets; `skipped` are the trajectories of optimizer steps that were not taken, by step;
-    `epoch` grows whenever the file was written again, because the run was resumed from an earlier step.
+    `evaluations`: those of all sets. `skipped`: trajectories of skipped optimizer steps, by step. `epoch` grows
+    whenever the file was rewritten because the run was resumed from an earlier step.
     """
 
     def __init__(self, path: Path, cache: Cache) -> None:
@@ -73,10 +73,10 @@ class Steps:
         return self._follower.fault
 
     def advance(self) -> bool:
-        """Read a few megabytes more; whether there may be more.
+        """Read a few megabytes more; returns whether there may be more.
 
         Raises:
-            StoreError: the file is no plain file.
+            StoreError: the file is no regular file.
         """
         lines, again = self._follower.read_on()
         if again:
@@ -92,7 +92,7 @@ class Steps:
         return self._follower.more
 
     def keep(self) -> None:
-        """Write what was read to the cache."""
+        """Save the columns to the cache."""
         follower, self._kept = self._follower, self.table.rows
         facts = _Facts(follower.identity, follower.offset, follower.number, tuple(self.evaluations), self.skipped)
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
@@ -111,7 +111,7 @@ class Steps:
 
     @property
     def names(self) -> list[str]:
-        """The series of this run."""
+        """Names of the series of this run."""
         found = [name for name in self.table.names if name != "step"]
         derived = [*DERIVED, CANARY] if self._canaries else [*DERIVED]
         return [*found[: len(_NUMBERS)], *derived, *sorted(found[len(_NUMBERS) :])]
@@ -121,7 +121,7 @@ class Steps:
         return [name for name in self.table.names if name.startswith(f"{CANARY}.")]
 
     def column(self, name: str) -> Column:
-        """[steps] one series; NaN where it was not measured.
+        """[steps] one series; NaN where not measured.
 
         Raises:
             KeyError: there is no such series.
@@ -144,7 +144,7 @@ class Steps:
                 raise KeyError(name)
 
     def values(self, row: int) -> Mapping[str, float | None]:
-        """All series of one row."""
+        """All series at one row."""
         return {name: finite(float(self.column(name)[row])) for name in self.names}
 
 
@@ -154,13 +154,13 @@ def _ratio(part: Column, whole: Column) -> Column:
 
 
 def finite(value: float) -> float | None:
-    """The number, or None for one that JSON cannot hold."""
+    """The number; None if it is not finite, since JSON cannot hold it."""
     return value if np.isfinite(value) else None
 
 
 class Curve(Record, frozen=True):
-    """Points of a series: of each bucket of steps the mean, the least and the greatest; None where nothing is. `newest`
-    is the newest value itself, which the mean of a bucket is not."""
+    """Series in buckets of steps: mean, least and greatest value of each, None where empty. `newest`: the newest single
+    value."""
 
     mean: list[float | None]
     min: list[float | None]
@@ -169,7 +169,7 @@ class Curve(Record, frozen=True):
 
 
 class Curves(Record, frozen=True):
-    """`points` points, each of `bucket` steps (the last may have fewer)."""
+    """Several series of `points` points, each of `bucket` steps (the last may have fewer)."""
 
     steps: int
     points: int
@@ -181,7 +181,7 @@ class Curves(Record, frozen=True):
 def curves(
     steps: Steps, trained: Column, names: Sequence[str], first: int | None, last: int | None, points: int
 ) -> Curves:
-    """Series between two steps (both included), in at most `points` points.
+    """Series between two steps (inclusive), in at most `points` points.
 
     Args:
         trained: [steps] trajectories trained in each step.

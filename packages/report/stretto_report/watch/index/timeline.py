@@ -1,5 +1,4 @@
-"""The work of the roles over time, as tiles: spans as they are where they are wide enough to be seen, and short ones of
-one name merged pixel by pixel."""
+"""Tiles of the timeline: spans wide enough to be seen are kept, short ones of one name are merged pixel by pixel."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class _Facts(Record, frozen=True):
 
 
 class Spans:
-    """The spans of one run, followed as they are appended; `epoch` grows when the file was written again."""
+    """Spans of one run, read as they are appended; `epoch` grows when the file was rewritten."""
 
     def __init__(self, path: Path, cache: Cache) -> None:
         self._follower, self._cache = LineFollower(path, _DECODER), cache
@@ -57,19 +56,19 @@ class Spans:
 
     @property
     def begin(self) -> float:
-        """When the first span began, on the clock of the run's machine; 0 without spans."""
+        """Begin of the first span, on the clock of the run's machine; 0 without spans."""
         return float(self.table["start"].min()) if self.table.rows else 0.0
 
     @property
     def end(self) -> float:
-        """Seconds from the beginning of the first span to the end of the last."""
+        """Seconds from the begin of the first span to the end of the last."""
         return float(self.table["end"].max()) - self.begin if self.table.rows else 0.0
 
     def advance(self) -> bool:
-        """Read a few megabytes more; whether there may be more.
+        """Read a few megabytes more; returns whether there may be more.
 
         Raises:
-            StoreError: the file is no plain file.
+            StoreError: the file is no regular file.
         """
         spans, again = self._follower.read_on()
         if again:
@@ -90,13 +89,13 @@ class Spans:
         return self._follower.more
 
     def keep(self) -> None:
-        """Write what was read to the cache."""
+        """Save the columns to the cache."""
         follower, self._kept = self._follower, self.table.rows
         facts = _Facts(follower.identity, follower.offset, follower.number, self.roles.all, self.names.all)
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
 
     def starts_of(self, role: str, name: str) -> dict[int, float]:
-        """By version, when the newest span of this name began."""
+        """Begin of the newest span of this name, by version."""
         codes = self.roles.find(role), self.names.find(name)
         if None in codes:
             return {}
@@ -106,8 +105,8 @@ class Spans:
 
 
 class Tiles(Record, frozen=True):
-    """Tiles as columns. A tile of one span has its times as they are; one of several goes from the beginning of the
-    first to the end of the last, and `busy` is how long the role was at it."""
+    """Tiles as columns. A tile of several spans reaches from the begin of the first to the end of the last; `busy`:
+    seconds of work in it."""
 
     start: list[float]
     end: list[float]
@@ -119,7 +118,7 @@ class Tiles(Record, frozen=True):
 
 
 class Lane(Record, frozen=True):
-    """The tiles of one role."""
+    """Tiles of one role."""
 
     role: str
     machine: str
@@ -127,7 +126,7 @@ class Lane(Record, frozen=True):
 
 
 def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pixels: int) -> tuple[list[Lane], int]:
-    """What the roles did between two moments, in seconds since the first span; and the number of these spans."""
+    """Tiles of all roles between two times, in seconds since the first span, and the number of spans."""
     table, begin = spans.table, spans.begin
     inside = np.flatnonzero((table["start"] < begin + last) & (table["end"] > begin + first))
     order = inside[np.lexsort((table["start"][inside], table["role"][inside]))]
@@ -142,13 +141,13 @@ def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pix
 
 
 def _tiles(spans: Spans, rows: Column, first: float, pixel: float) -> Tiles:
-    """Of the spans of one role, in the order of their starts."""
+    """Tiles of one role's spans, in the order of their starts."""
     table = spans.table
     start, end = table["start"][rows] - spans.begin, table["end"][rows] - spans.begin
     name, version = table["name"][rows], table["version"][rows]
     wide = end - start >= pixel
     at = np.floor((start - first) / pixel).clip(-_FAR, _FAR).astype(np.int64)
-    # What is wide stands alone; what is narrow stands with those of its pixel and name, wherever it is among others.
+    # Wide spans are tiles of their own; narrow ones are merged by pixel and name, even if others are in between.
     order = np.lexsort((np.arange(len(rows)), name, np.where(wide, np.arange(len(rows)), at), wide))
     at, name, wide = at[order], name[order], wide[order]
     fresh = np.ones(len(rows), bool)
@@ -177,7 +176,7 @@ def _category(name: str) -> int:
 
 
 class Mark(Record, frozen=True):
-    """A moment on the timeline."""
+    """An event on the timeline."""
 
     at: float
     kind: str
@@ -197,7 +196,7 @@ def marks(
     last: float,
     most_steps: int,
 ) -> list[Mark]:
-    """Steps, and the events of the ledger, between two moments.
+    """Steps, and the events of the ledger, between two times.
 
     Args:
         committed: steps and the Unix seconds at which their batches were committed.
@@ -207,7 +206,7 @@ def marks(
     behind = [at - started_at[step] for step, at in committed if step in started_at]
     steps = [Mark(at, "step", f"step {step}", step) for step, at in started_at.items() if first <= at <= last]
     found = steps if len(steps) <= most_steps else []
-    if behind:  # what Unix seconds are on the clock of the spans
+    if behind:  # offset from Unix time to the spans' clock
         offset = float(np.median(behind))
         for at, name, detail in events:
             if first <= at - offset <= last:

@@ -1,4 +1,4 @@
-"""The trajectories of a run as columns, followed as the ledger grows and their states change."""
+"""Trajectories of a run as columns, updated as the ledger grows and states change."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ NONE = -1  #: in place of a number or a word that is not there
 
 
 class WordCodes:
-    """Words as small numbers; `NONE` is no word."""
+    """Codes of words as small integers; `NONE` stands for no word."""
 
     def __init__(self, known: Iterable[str] = ()) -> None:
         self.all = list(known)
         self._codes = {word: code for code, word in enumerate(self.all)}
 
     def codes(self, words: Sequence[str | None]) -> list[int]:
-        """The numbers of words; `code` is asked once for each that is there."""
+        """Codes of words; `code` is called once per distinct word."""
         known = {word: self.code(word) for word in dict.fromkeys(words)}
         return [known[word] for word in words]
 
     def code(self, word: str | None) -> int:
-        """The number of a word, a new one if it is new."""
+        """Code of a word; a new word gets a new code."""
         if word is None:
             return NONE
         code = self._codes.get(word)
@@ -66,11 +66,11 @@ class WordCodes:
 
     @property
     def held(self) -> int:
-        """About how many bytes it takes."""
+        """Approximate memory in bytes."""
         return _WORD_BYTES * len(self.all)
 
     def find(self, word: str) -> int | None:
-        """The number of a word, if it has one."""
+        """Code of a word, or None."""
         return self._codes.get(word)
 
     def __getitem__(self, code: int) -> str | None:
@@ -84,10 +84,10 @@ class _Facts(Record, frozen=True):
 
 
 class Trajectories:
-    """The rows of the ledger's trajectories. A row whose state is final is read once, any other again.
+    """Rows of the ledger's trajectories. A row in a final state is read once; others are read again.
 
-    Its columns: the numbers of the ledger's row, with `NONE` where it has none; ``reward`` with NaN; and ``state``,
-    ``verdict``, ``stop``, ``reason``, ``prompt`` as numbers of `words`.
+    Columns: the numbers of the ledger's row, `NONE` where missing; ``reward`` with NaN; and ``state``, ``verdict``,
+    ``stop``, ``reason``, ``prompt`` as codes of `words`.
     """
 
     def __init__(self, folder: Path, cache: Cache) -> None:
@@ -113,10 +113,10 @@ class Trajectories:
             self._kept, self._anchor, self._file = self.table.rows, facts.anchor, facts.ledger
 
     def advance(self) -> bool:
-        """Read some rows more; whether there are more. `changes` grows when something was new.
+        """Read some more rows; returns whether there are more. `changes` grows when rows were new or changed.
 
         Raises:
-            StoreError: the ledger cannot be read; what was read stays.
+            StoreError: the ledger cannot be read; rows read so far stay.
         """
         if not self._more and _stamp(self._ledger) == self._stamp:
             return False
@@ -147,11 +147,11 @@ class Trajectories:
 
     @property
     def held(self) -> int:
-        """About how many bytes they take."""
+        """Approximate memory in bytes."""
         return self.table.held + sum(words.held for words in self.words.values())
 
     def keep(self) -> None:
-        """Write what was read to the cache."""
+        """Save the columns to the cache."""
         self._kept = self.table.rows
         facts = _Facts(self._file, self._anchor, {name: words.all for name, words in self.words.items()})
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
@@ -175,7 +175,7 @@ class Trajectories:
         return {name: np.array(values, kinds[name]) for name, values in columns.items()}
 
     def count(self, name: str) -> dict[str, int]:
-        """How many rows have each word of a column, the most frequent first; "none" for no word."""
+        """Number of rows by word of a column, the most frequent first; "none" for no word."""
         values = self.table[name].astype(np.int64)
         least = values.min(initial=0)
         counts = np.bincount(values - least)
@@ -184,7 +184,7 @@ class Trajectories:
 
     @property
     def staleness(self) -> Column:
-        """[rows] versions between the oldest token and the update that trained on it; `NONE` where there was none."""
+        """[rows] versions between the oldest token and the update that trained on it; `NONE` if untrained."""
         step, oldest = self.table["step"], self.table["oldest"]
         return np.where((step >= 0) & (oldest >= 0), step - 1 - oldest, NONE)
 
@@ -195,7 +195,7 @@ class _Counted(Record, frozen=True):
 
 
 def count_states(connection: sqlite3.Connection, folder: Path, cache: Cache) -> dict[str, int]:
-    """The trajectories by state. Counts that took a while are kept for as long as the ledger stays as it is."""
+    """Trajectories by state. Slow counts are cached until the ledger changes."""
     stamp, since = _stamp(folder / LEDGER), time.monotonic()
     if (kept := cache.load(_COUNTED, _Counted)) is not None and kept[1].stamp == stamp:
         return kept[1].counts
@@ -214,7 +214,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _stamp(ledger: Path) -> list[tuple[int, int]]:
-    """What changes with every transaction: sizes and times of the ledger and of its log."""
+    """Sizes and times of the ledger and its log, which change with every transaction."""
     found = []
     for path in (ledger, log_of(ledger)):
         try:

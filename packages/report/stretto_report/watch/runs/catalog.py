@@ -1,4 +1,4 @@
-"""The runs below the folders that were given: looked up by an id, never by a path that a request names."""
+"""Runs below the given folders, looked up by id, never by a path from a request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOT_ENTERED = frozenset({"checkpoints", "logs", "plots", "policy"})
 
 
 class BranchLine(Record, frozen=True):
-    """A branch of `stretto replay`: its id, and that of its run if that is watched too; steps after `first_step` were
+    """A branch of `stretto replay`: its id, and that of its run if it is watched too; steps after `first_step` were
     trained again."""
 
     id: str
@@ -35,10 +35,10 @@ class BranchLine(Record, frozen=True):
 
 
 class Catalog:
-    """All runs of some folders; new ones are found when they are asked for.
+    """All runs of some folders; new ones are found on each request.
 
-    A folder is a run if it has a ledger, or was left by a run that never had one. A link below the folders given is not
-    followed: what it leads to was not given.
+    A folder is a run if it has a ledger, or the files of a run that never had one. Links below the given folders are
+    not followed.
     """
 
     def __init__(
@@ -49,12 +49,10 @@ class Catalog:
         most_runs: int = _MOST_RUNS,
         most_held: int = _MOST_HELD,
     ) -> None:
-        """
-        Args:
-            cache: where indexes are kept; None: the user's cache.
-            most_runs: runs that are shown; of more, the newest.
-            most_held: bytes of the tables of all open runs together.
-        """
+        """Args:
+        cache: where indexes are kept; None: the user's cache.
+        most_runs: most runs shown; of more, the newest.
+        most_held: most bytes of the tables of all open runs together."""
         self._roots = [root.resolve() for root in roots]
         self._cache = cache or cache_folder() / "watch"
         self._most_runs, self._most_held = most_runs, most_held
@@ -78,12 +76,12 @@ class Catalog:
         return self._runs.get(id)
 
     def opened(self, run: WatchedRun) -> None:
-        """Note that the tables of a run are in use."""
+        """Mark the tables of a run as just used."""
         self._open = [id for id in self._open if id != run.id] + [run.id]
 
     def give_up(self) -> None:
-        """While open runs hold too much, give up the tables of the one that was not used for longest. Tables grow, so
-        this is for after each piece that was read."""
+        """Release the tables of the least recently used runs while all open runs hold too much; call it after each
+        piece that was read."""
         held = {id: run.held for id in self._open if (run := self._runs.get(id)) is not None}
         self._open = [id for id in self._open if id in held]
         while len(self._open) > 1 and sum(held.values()) > self._most_held:
@@ -101,7 +99,7 @@ class Catalog:
         ]
 
     def _origin(self, run: WatchedRun, branch: Branch) -> str | None:
-        """The run that a branch comes from: by its path, or the one in whose folder it is."""
+        """Id of the run that a branch comes from: by its path, or the one whose folder contains it."""
         for folder in (Path(branch.run), run.folder.parent.parent):
             if (id := id_of(folder)) in self._runs:
                 return id
@@ -124,12 +122,12 @@ class Catalog:
 
 
 def id_of(folder: Path) -> str:
-    """The id of the run in a folder, whose path is absolute and without links."""
+    """Id of the run in a folder, given as a resolved absolute path."""
     return hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
 
 
 def _name(folder: Path, root: Path) -> str:
-    """As text, whatever bytes its file system has in it."""
+    """Name of a run as text, whatever bytes its path has."""
     name = folder.name if folder == root else str(folder.relative_to(root))
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 

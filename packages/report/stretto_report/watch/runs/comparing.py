@@ -1,4 +1,4 @@
-"""Two runs or more: how their recipes differ, and the first step and token at which they part."""
+"""Comparison of runs: differing recipe keys, and the first step and token that differ."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RecipeKey(Record, frozen=True):
 
 
 class OneToken(Record, frozen=True):
-    """A token as one run has it."""
+    """One token of one run."""
 
     id: int
     text: str
@@ -36,7 +36,7 @@ class OneToken(Record, frozen=True):
 
 
 class PartingToken(Record, frozen=True):
-    """The first token at which a trajectory of two runs differs; None where one has ended before."""
+    """First token that differs between two runs; None for a run whose trajectory has ended before."""
 
     trajectory: str
     index: int
@@ -45,7 +45,7 @@ class PartingToken(Record, frozen=True):
 
 
 class Comparison(Record, frozen=True):
-    """What `stretto diff` says, the first token that differs, and the keys of the recipes that do."""
+    """Result of `stretto diff`, the first token that differs, and the recipe keys that do."""
 
     a: str
     b: str
@@ -59,7 +59,7 @@ class Comparison(Record, frozen=True):
 
 
 def recipe_differences(runs: Sequence[WatchedRun]) -> list[RecipeKey]:
-    """The keys that do not have the same value in all runs."""
+    """Keys whose values are not equal in all runs."""
     recipes = [flat(run.recipe()) for run in runs]
     keys = sorted(set().union(*recipes))
     found = [RecipeKey(key, [recipe.get(key) for recipe in recipes]) for key in keys]
@@ -67,7 +67,7 @@ def recipe_differences(runs: Sequence[WatchedRun]) -> list[RecipeKey]:
 
 
 def compare(a: WatchedRun, b: WatchedRun) -> Comparison:
-    """Two runs, step by step.
+    """Compare two runs step by step.
 
     Raises:
         RunFolderError: one holds no run.
@@ -97,7 +97,7 @@ def _named(text: str, *runs: WatchedRun) -> str:
 
 
 def _parting_token(a: WatchedRun, b: WatchedRun, step: int) -> PartingToken | None:
-    """The first token in the order of the batch of a step."""
+    """First differing token, in the order of a step's batch."""
     batches = [_batch(run, step) for run in (a, b)]
     if batches[0] is None or batches[1] is None:
         return None

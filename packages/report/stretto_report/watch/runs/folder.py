@@ -1,5 +1,4 @@
-"""The small files of a run folder: what the run was to do, and whether it still does it. Nothing is believed of them:
-a folder may be damaged, half copied, or made to harm its reader."""
+"""Small files of an untrusted run folder (it may be damaged, half copied, or malicious): recipe, logs, condition."""
 
 from __future__ import annotations
 
@@ -26,10 +25,10 @@ _LONGEST_LINE, _MOST_DOTS = 10_000, 300  # of a recipe: a name of N parts takes 
 
 
 def condition(folder: Path, ending: Callable[[], Ending | None]) -> Condition:
-    """Whether a run goes on, or how it ended; of a dead one with the last error of its roles. `ending` asks its ledger.
+    """State of a run; for a dead one with the last error of its roles. `ending` reads its ledger.
 
     Raises:
-        StoreError: its lock, its ledger or its log is no plain file.
+        StoreError: its lock, its ledger or its log is no regular file.
     """
     refuse_strange_files(folder)
     how = condition_of(folder, ending, lambda: read_text(RunFolder(folder).log, _LARGEST_LOG, end=True) or "")
@@ -37,7 +36,7 @@ def condition(folder: Path, ending: Callable[[], Ending | None]) -> Condition:
 
 
 def logs_of(folder: Path) -> dict[str, str]:
-    """The ends of the logs: of the run, and of each role by its name, the newest first."""
+    """Ends of the logs, of the run and of each role by name, the newest first."""
     run = RunFolder(folder)
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
@@ -51,7 +50,7 @@ def logs_of(folder: Path) -> dict[str, str]:
 
 
 def _last_error(folder: Path) -> str:
-    """What the role that wrote last has said of an error, if it ended with one."""
+    """Error at the end of the most recently written role log, if it ends with one."""
     for name, text in logs_of(folder).items():
         last = text.rpartition("\n")[2]
         if name != "run" and _WRONG.search(last):
@@ -60,7 +59,7 @@ def _last_error(folder: Path) -> str:
 
 
 def branch_of(folder: Path) -> Branch | None:
-    """Where a branch of `stretto replay` comes from; None for a run, and for a branch whose origin cannot be read."""
+    """Origin of a branch of `stretto replay`; None for a run, or if it cannot be read."""
     try:
         return msgspec.convert(json_of(folder / ORIGIN), Branch)
     except msgspec.ValidationError:
@@ -68,16 +67,16 @@ def branch_of(folder: Path) -> Branch | None:
 
 
 def recipe_text(folder: Path) -> str | None:
-    """The recipe as it is written; None if there is none.
+    """Recipe as written; None if there is none.
 
     Raises:
-        StoreError: it is no plain file.
+        StoreError: it is no regular file.
     """
     return read_text(RunFolder(folder).recipe, _LARGEST_RECIPE)
 
 
 def recipe_of(folder: Path) -> dict[str, Any]:
-    """The recipe as tables; empty if there is none.
+    """Recipe as tables; empty if there is none.
 
     Raises:
         StoreError: it cannot be read.
@@ -96,7 +95,7 @@ def recipe_of(folder: Path) -> dict[str, Any]:
 
 
 def recipe_stamp(folder: Path) -> tuple[int, int, int] | None:
-    """What changes when the recipe is written again; None if there is none."""
+    """Value that changes when the recipe is rewritten; None if there is none."""
     try:
         found = RunFolder(folder).recipe.lstat()
     except OSError:
@@ -105,7 +104,7 @@ def recipe_stamp(folder: Path) -> tuple[int, int, int] | None:
 
 
 def ledger_stamp(folder: Path) -> tuple[tuple[int, int, int], ...]:
-    """What changes when the ledger or its log is written again."""
+    """Value that changes when the ledger or its log is written."""
     ledger, found = RunFolder(folder).ledger, []
     for path in (ledger, log_of(ledger)):
         with contextlib.suppress(OSError):
@@ -115,7 +114,7 @@ def ledger_stamp(folder: Path) -> tuple[tuple[int, int, int], ...]:
 
 
 def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """The keys of nested tables with their whole names.
+    """Nested tables with dotted keys.
 
     >>> flat({"seed": 1, "trainer": {"steps": 600}})
     {'seed': 1, 'trainer.steps': 600}
@@ -127,7 +126,7 @@ def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def json_of(path: Path) -> Any:
-    """A small file of JSON; None if there is none, or nothing that can be read."""
+    """Parsed small JSON file; None if it is missing or unreadable."""
     try:
         text = read_text(path, _LARGEST_JSON)
         return None if text is None else msgspec.json.decode(text)

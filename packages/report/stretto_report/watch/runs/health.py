@@ -1,5 +1,4 @@
-"""What the data of a run is like: states and reasons, truncation, reward against length, prompts that teach nothing,
-what repeats."""
+"""Data health of a run: states and reasons, truncation, reward by length, uninformative prompts, duplicates."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _MOST_BINS, _MOST_POINTS, _MOST_REASONS, _MOST_PROMPTS = 30, 200, 100, 50
 
 
 class LengthBin(Record, frozen=True, rename={"begin": "from", "end": "to"}):
-    """Judged completions of `begin` to `end` tokens (without `end`)."""
+    """Judged completions with `begin` to `end` tokens (`end` excluded)."""
 
     begin: int
     end: int
@@ -42,7 +41,7 @@ class LengthBin(Record, frozen=True, rename={"begin": "from", "end": "to"}):
 
 
 class ReasonCount(Record, frozen=True):
-    """How many trajectories ended untrained for a reason."""
+    """Number of trajectories that ended untrained for a reason."""
 
     state: str
     reason: str
@@ -59,7 +58,7 @@ class PromptCount(Record, frozen=True):
 
 
 class PromptCounts(Record, frozen=True):
-    """Prompts with judged completions: never, always and sometimes answered rightly."""
+    """Prompts with judged completions: answered rightly never, always, sometimes."""
 
     asked: int
     never_solved: int
@@ -70,25 +69,25 @@ class PromptCounts(Record, frozen=True):
 
 
 class TruncationShare(Record, frozen=True):
-    """The share of trained completions that were cut off at their length limit, of all and step by step."""
+    """Share of trained completions cut off at their length limit, in all and by step."""
 
     share: float | None
     by_step: dict[str, list[Any]]
 
 
 class SaidOften(Record, frozen=True):
-    """The beginning of a completion, and how many of the newest have its tokens."""
+    """Beginning of a completion, and how many of the newest have exactly its tokens."""
 
     text: str
     count: int
 
 
 class Duplicates(Record, frozen=True):
-    """What repeats: completions of one prompt that are equal teach nothing, and a policy that says the same to all
-    prompts has collapsed.
+    """Repeated texts: equal completions of one prompt teach nothing, and equal completions of all prompts mean
+    collapse.
 
-    `answers`: the newest completions that have the same tokens as another of their group; `prompts`: the first prompts
-    with the text of another prompt; `said_often`: what several of the newest completions say, of any group.
+    `answers`: newest completions with the same tokens as another of their group. `prompts`: first prompts with the text
+    of another prompt. `said_often`: completions that occur several times among the newest, of any group.
     """
 
     answers: Repeats
@@ -97,8 +96,7 @@ class Duplicates(Record, frozen=True):
 
 
 class Health(Record, frozen=True):
-    """The data health of a run. What `stretto inspect` has under the same name is that of its ledger; None: it has none
-    of it."""
+    """Data health of a run. Fields named as in `stretto inspect` come from its ledger; None if it lacks them."""
 
     goodput: Any
     selection_bias: Any
@@ -112,7 +110,7 @@ class Health(Record, frozen=True):
     reward_by_length: list[LengthBin]
     prompts: PromptCounts
     reasons: list[ReasonCount]
-    undecided: list[ReasonCount]  # those of `reasons` that are of completions without a verdict
+    undecided: list[ReasonCount]  # the part of `reasons` without a verdict
     duplicates: Duplicates
     indexed: float
 
@@ -120,7 +118,7 @@ class Health(Record, frozen=True):
 def health_of(
     trajectories: Trajectories, questions: PromptTexts, duplicates: Duplicates, inspection: Inspection | None
 ) -> Health:
-    """The health of what is indexed; `inspection` is None if the ledger cannot be read."""
+    """Health of the indexed data; `inspection` is None if the ledger cannot be read."""
     undecided = trajectories.table["verdict"] == trajectories.words["verdict"].code("undecided")
     return Health(
         goodput=inspection.goodput if inspection is not None else None,
@@ -142,8 +140,8 @@ def health_of(
 
 
 def duplicates_of(folder: Path, questions: PromptTexts) -> Duplicates:
-    """Of the newest completions with tokens on record, 16 MiB of them at most. A damaged one is left out (its own page
-    says so), as are all if the ledger cannot be read."""
+    """Duplicates among the newest completions with recorded tokens, at most 16 MiB of them. Damaged ones are skipped
+    (their own page says so), as are all if the ledger cannot be read."""
     in_group, said, texts = Counter[tuple[int, int]](), Counter[int](), dict[int, str]()
     left = _MOST_BYTES
     with contextlib.suppress(StoreError), read_ledger(folder) as connection:

@@ -1,4 +1,4 @@
-"""Tokens as pieces of text, by the tokenizer that lies with the run's policy."""
+"""Tokens as pieces of text, by the tokenizer in the run's policy folder."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NUMBERS = "tokens are shown as their numbers"
 
 
 class Pieces:
-    """The tokenizer of a run folder, read when it is first needed; without one a token is shown as its number.
+    """Tokenizer of a run folder, loaded on first use; without one, a token is shown as its id.
 
-    `fault` says why there is none, though there is a file: it is damaged or not to be read.
+    `fault`: why an existing tokenizer cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,14 +41,14 @@ class Pieces:
 
     @property
     def why_numbers(self) -> str | None:
-        """Why tokens are shown as their numbers; None if they are not."""
+        """Why tokens are shown as ids; None if they are not."""
         if self._tokenizer() is not None:
             return None
         return self.fault or f"{_TOKENIZER}: no policy of the run has one; {_NUMBERS}"
 
     def of(self, tokens: Sequence[int]) -> list[str]:
-        """A piece for each token; together they are the text. A character of several tokens is the piece of the last,
-        the others are empty."""
+        """A piece of text for each token; concatenated they are the text. A character of several tokens belongs to the
+        last of them."""
         tokenizer = self._tokenizer()
         if tokenizer is None:
             return [f"⟨{token}⟩" for token in tokens]
@@ -67,7 +67,7 @@ class Pieces:
 
     @property
     def chat_template(self) -> str:
-        """The chat template of the policy; empty if it has none."""
+        """Chat template of the policy; empty if it has none."""
         if self._template is None:
             config = self._of_policy("tokenizer_config.json", _LARGEST_TEMPLATE)
             found: Any = None
@@ -92,7 +92,7 @@ class Pieces:
         return self._tokenizer_read
 
     def _of_policy(self, name: str, largest: int, faults: list[str] | None = None) -> str | None:
-        """The text of a file of the first policy that has one; what hinders it is added to `faults`."""
+        """Text of a file of the first policy that has it; obstacles are added to `faults`."""
         policies = RunFolder(self._folder).policies
         try:
             kept = sorted(path for path in policies.glob("v*") if path.is_dir() and not path.is_symlink())

@@ -1,4 +1,4 @@
-"""The prompts of a run as texts, found by their ids without being held in memory."""
+"""Prompts of a run as texts, found by id without holding them in memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _asked = msgspec.json.Decoder(_Asked).decode
 
 
 class Repeats(Record, frozen=True):
-    """Of the first or newest `looked_at` texts those that are equal to another one."""
+    """Texts that equal another one, among the first or newest `looked_at`."""
 
     looked_at: int
     duplicate: int
@@ -43,13 +43,13 @@ class Repeats(Record, frozen=True):
 
     @classmethod
     def among(cls, counts: Collection[int]) -> Self:
-        """`counts`: how often each text is there."""
+        """`counts`: number of occurrences of each distinct text."""
         looked_at, duplicate = sum(counts), sum(count for count in counts if count > 1)
         return cls(looked_at, duplicate, duplicate / max(1, looked_at))
 
 
 class Searched(Record, frozen=True):
-    """The prompts found so far; `share` of them was searched."""
+    """Prompts found so far; `share` of all was searched."""
 
     ids: frozenset[str]
     share: float
@@ -62,7 +62,7 @@ class _Search:
 
 
 class PromptTexts:
-    """``questions.jsonl``, written once, before the run starts."""
+    """Reader of ``questions.jsonl``, which is written once before the run starts."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,10 +73,10 @@ class PromptTexts:
         self._hashes = array("q")  # of the texts of the first prompts
 
     def advance(self) -> bool:
-        """Read a few megabytes more; whether there is more.
+        """Read a few megabytes more; returns whether there is more.
 
         Raises:
-            StoreError: it is no plain file.
+            StoreError: it is no regular file.
         """
         try:
             descriptor = open_plain(self._path)
@@ -100,7 +100,7 @@ class PromptTexts:
         return self._read < found.st_size
 
     def find(self, ids: Iterable[str]) -> dict[str, ExportedQuestion]:
-        """The questions with these ids, as far as they are on record."""
+        """Questions with these ids, as far as recorded."""
         places = sorted((place, id) for id in set(ids) if (place := self._places.get(id)) is not None)
         found: dict[str, ExportedQuestion] = {}
         if not places:
@@ -115,8 +115,8 @@ class PromptTexts:
         return found
 
     def search(self, text: str, seconds: float) -> Searched:
-        """The prompts that contain a text (capitals do not count), as far as they were searched; asked again, the
-        search goes on, for about `seconds` each time."""
+        """Prompts that contain a text, ignoring case. Searches for about `seconds`; a repeated call continues the
+        search."""
         until = time.monotonic() + seconds
         try:
             descriptor = open_plain(self._path)
@@ -136,7 +136,8 @@ class PromptTexts:
         return Searched(frozenset(search.found), min(1.0, search.at / status.st_size) if status.st_size else 1.0)
 
     def _search(self, text: str, identity: tuple[int, int, int]) -> _Search:
-        """What was found before; the newest searches are kept, so that tabs do not begin each other's anew."""
+        """Earlier results for this text. The newest searches are kept, so that browser tabs do not restart each
+        other's."""
         found = self._searches.pop((text, identity), None) or _Search()
         self._searches[text, identity] = found
         while len(self._searches) > _MOST_SEARCHES:
@@ -145,17 +146,17 @@ class PromptTexts:
 
     @property
     def repeats(self) -> Repeats:
-        """Prompts whose text is that of another one, among the first million."""
+        """Number of prompts whose text equals that of another one, among the first million."""
         return Repeats.among(np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)[1].tolist())
 
     @property
     def held(self) -> int:
-        """About how many bytes it takes."""
+        """Approximate memory in bytes."""
         return _PLACE_BYTES * len(self._places) + self._hashes.itemsize * len(self._hashes)
 
 
 def _containing(wanted: str, data: bytes) -> Iterator[str]:
-    """The ids of the prompts in lines of JSON that contain a text in small letters."""
+    """Ids of the prompts, in lines of JSON, that contain a lower-case text."""
     for _, row in _rows(data):
         try:
             question = _asked(row)

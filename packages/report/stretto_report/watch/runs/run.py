@@ -1,4 +1,4 @@
-"""One run as the dashboard sees it: its summary, and the tables that are read when a page of it is opened."""
+"""One run in the dashboard: its summary, and tables that are read when one of its pages is opened."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Fact = TypeVar("Fact")
 
 
 class RunSummary(Record, frozen=True):
-    """A run in a row of the list of runs; None is what is not known."""
+    """Row of a run in the list of runs; None: unknown."""
 
     id: str
     name: str
@@ -67,7 +67,7 @@ class RunSummary(Record, frozen=True):
 
 
 class _Recorded(Record, frozen=True):
-    """What the ledger says of the whole run."""
+    """Facts of the ledger about the whole run."""
 
     totals: Totals | None = None
     engines: tuple[Membership, ...] = ()
@@ -76,15 +76,15 @@ class _Recorded(Record, frozen=True):
 
 
 class TablePart(Protocol):
-    """A part of a run that is read piece by piece."""
+    """Part of a run's tables that is read piece by piece (Protocol)."""
 
     @property
     def fault(self) -> str | None:
-        """What could not be read, though the rest was."""
+        """What could not be read, although the rest was; None if nothing."""
         ...
 
     def advance(self) -> bool:
-        """Read a piece more; whether there may be more.
+        """Read another piece; returns whether there may be more.
 
         Raises:
             StoreError: nothing can be read.
@@ -94,7 +94,7 @@ class TablePart(Protocol):
 
 @dataclass
 class Tables:
-    """What is read of an open run."""
+    """Tables of an open run."""
 
     steps: Steps
     trajectories: Trajectories
@@ -104,15 +104,15 @@ class Tables:
 
     @property
     def held(self) -> int:
-        """About how many bytes they take."""
+        """Approximate memory in bytes."""
         tables = (self.steps.table, self.trajectories, self.spans.table, self.questions, self.reader.table)
         return sum(table.held for table in tables)
 
 
 class WatchedRun:
-    """A run folder that is read, whatever its run does, and never written.
+    """Read-only view of a run folder, at any state of its run.
 
-    What cannot be read is a sentence in `faults`, by its place; the rest is shown.
+    `faults`: a sentence for each part that cannot be read, by its place; the rest is shown.
     """
 
     def __init__(self, id: str, folder: Path, name: str, cache: Cache) -> None:
@@ -130,7 +130,7 @@ class WatchedRun:
 
     @property
     def started(self) -> float | None:
-        """Unix seconds at which its recipe was written."""
+        """Unix time at which its recipe was written."""
         for name in ("recipe.toml", LEDGER):
             try:
                 return (self.folder / name).lstat().st_mtime
@@ -142,7 +142,7 @@ class WatchedRun:
 
     @property
     def tables(self) -> Tables:
-        """What was read so far; see `advance`."""
+        """Tables read so far; see `advance`."""
         if self._tables is None:
             run = RunFolder(self.folder)
             trajectories, questions = Trajectories(self.folder, self._cache), PromptTexts(run.questions)
@@ -157,7 +157,7 @@ class WatchedRun:
 
     @property
     def reader(self) -> Reader:
-        """What reads single trajectories."""
+        """Reader of single trajectories."""
         return self.tables.reader
 
     @property
@@ -166,15 +166,15 @@ class WatchedRun:
 
     @property
     def held(self) -> int:
-        """About how many bytes its tables take."""
+        """Approximate memory of its tables in bytes."""
         return 0 if self._tables is None else self._tables.held
 
     def close(self) -> None:
-        """Give up the tables; they are read again when they are needed."""
+        """Release the tables; they are read again when needed."""
         self._tables = None
 
     def advance(self, seconds: float) -> bool:
-        """Read on for about so long; whether there is more to be read."""
+        """Read for about this many seconds; returns whether there is more."""
         until, tables = time.monotonic() + seconds, self.tables
         parts: dict[str, TablePart] = {
             "metrics.jsonl": tables.steps,
@@ -191,7 +191,7 @@ class WatchedRun:
         return False
 
     def _attempt(self, place: str, part: TablePart) -> bool:
-        """Whether there is more; a fault is noted, and forgotten when it has gone."""
+        """Advance one part; returns whether there is more. A fault is noted, and removed when it has gone."""
         try:
             refuse_strange_files(self.folder)
             more, fault = part.advance(), part.fault
@@ -203,13 +203,13 @@ class WatchedRun:
         return more
 
     def told(self, error: Exception) -> str:
-        """The sentence of an error, with names in place of paths of this machine."""
+        """Message of an error, with names in place of this machine's paths."""
         return str(error).replace(f"{self.folder}/", "")
 
     # The summary.
 
     def facts(self) -> tuple[Totals | None, tuple[Membership, ...]]:
-        """The totals and the engines on record; a fault is noted."""
+        """Totals and engines from the ledger; a fault is noted."""
         recorded = self._recorded()
         return recorded.totals, recorded.engines
 
@@ -222,7 +222,7 @@ class WatchedRun:
         return _Recorded()
 
     def _read_ledger(self) -> _Recorded:
-        """With one connection: to open a ledger takes longer than these questions do."""
+        """Read all facts with one connection, since opening a ledger takes longer than the queries."""
         with read_ledger(self.folder) as connection:
             found = {name: connection.execute(_FACT, (name,)).fetchone() for name in (TOTALS, ENGINES)}
             newest, ending = connection.execute(_NEWEST).fetchone() or (0, 0), ending_of(connection)
@@ -249,20 +249,20 @@ class WatchedRun:
         return found
 
     def condition(self) -> Condition:
-        """Whether it runs; a folder whose lock cannot be asked is ``unreadable``."""
+        """State of the run; ``unreadable`` if the folder's lock cannot be tested."""
         try:
             return condition(self.folder, self._ended)
         except StoreError as error:
             return Condition("unreadable", self.told(error))
 
     def _ended(self) -> Ending | None:
-        """The ending on record. The ledger is read again only after it has changed."""
+        """Recorded ending; the ledger is read again only after it has changed."""
         if self._ending[0] != (stamp := ledger_stamp(self.folder)):
             self._recorded()
         return self._ending[1] if self._ending[0] == stamp else None
 
     def recipe(self) -> dict[str, Any]:
-        """Its recipe; empty, and a fault noted, if it cannot be read. It is read again when it was written again."""
+        """Recipe as tables; empty, with a fault noted, if it cannot be read. Reloaded when the file has changed."""
         stamp = recipe_stamp(self.folder)
         if self._recipe[0] != (stamp,):
             self.faults.pop("recipe.toml", None)
@@ -274,7 +274,7 @@ class WatchedRun:
         return self._recipe[1]
 
     def inspection(self) -> Inspection | None:
-        """What `stretto inspect` says, unchecked; of a large run that goes on it may be some seconds old."""
+        """Result of `stretto inspect`, unchecked; for a large running run it may be some seconds old."""
         due, found = self._inspected
         if time.monotonic() >= due:
             since = time.monotonic()
@@ -288,7 +288,7 @@ class WatchedRun:
             return inspection_of(connection)
 
     def recipe_text(self) -> str:
-        """The recipe as it is written; empty if it cannot be read."""
+        """Recipe as written; empty if it cannot be read."""
         try:
             return recipe_text(self.folder) or ""
         except StoreError:  # noted by `recipe`
@@ -330,7 +330,7 @@ class WatchedRun:
         )
 
     def unreadable(self, reason: str) -> RunSummary:
-        """The row of a run of which no row can be made."""
+        """Row of a run that cannot be summarised."""
         return RunSummary(self.id, self.name, self._path, "unreadable", reason, fault=reason)
 
     @property
@@ -338,12 +338,12 @@ class WatchedRun:
         return str(self.folder).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def alarms(self) -> list[Alarm]:
-        """The alarms of what was read so far."""
+        """Alarms in the data read so far."""
         return self.findings().alarms
 
     def findings(self) -> AlarmReport:
-        """The alarms of what was read so far, and what could not be looked at; decided again when there are new steps
-        or evaluations, and when the run ends or goes on."""
+        """Alarms in the data read so far, and those that could not be checked. Recomputed when there are new steps or
+        evaluations, and when the run ends or resumes."""
         steps, how = self.tables.steps, self.condition()
         runs = how.state == "running"
         key = (steps.epoch, steps.table.rows, len(steps.evaluations), how)
@@ -362,8 +362,8 @@ class WatchedRun:
         return self._found[1]
 
     def _newest_lines(self) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-        """What the end of the metrics holds; of an open run, at which its pages look all the time, without what the
-        look before has read."""
+        """Newest lines of the metrics; for an open run, which is polled, only lines that are new since the last
+        call."""
         try:
             return self._newest.read(keep=self.is_open)
         except StoreError as error:
@@ -371,7 +371,7 @@ class WatchedRun:
             return [], []
 
     def _counts(self) -> dict[str, int] | None:
-        """Trajectories by state: those of the table if it is whole, or counted, at times if that takes long."""
+        """Trajectories by state: from the table if it is complete, else counted, less often if that is slow."""
         return _balance(self.tables.trajectories.count("state")) if self._is_counted else self._counted[1]
 
     @property
@@ -379,7 +379,7 @@ class WatchedRun:
         return self.is_open and self.tables.trajectories.indexed == 1.0
 
     def trained_by_step(self) -> Any:
-        """[steps] trajectories trained in each step of the metrics, as far as they are indexed."""
+        """[steps] trajectories trained in each step of the metrics, as far as indexed."""
         steps, numbers = self.tables.trajectories.table["step"], self.tables.steps.table["step"]
         places = np.searchsorted(numbers, steps)
         known = places < len(numbers)

@@ -1,4 +1,4 @@
-"""A page of the trajectories: filtered, sorted, and its rows completed from the ledger."""
+"""Page of the table of trajectories: filtered, sorted, completed from the ledger."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class TableRow(Record, frozen=True):
-    """One trajectory in the table."""
+    """A trajectory as a row of the table."""
 
     id: str
     group: str
@@ -55,7 +55,7 @@ class TableRow(Record, frozen=True):
 
 
 class Page(Record, frozen=True):
-    """`matched` rows pass the filter, of `total`; `rows` are those of this page."""
+    """One page of the table: `matched` of `total` rows pass the filter; `rows` are those of this page."""
 
     total: int
     matched: int
@@ -67,7 +67,7 @@ class Page(Record, frozen=True):
 
 
 class Table:
-    """The trajectories of one run with what makes rows of them. Orders are kept until the trajectories change."""
+    """Trajectories of one run as a table. Sort orders are cached until the trajectories change."""
 
     def __init__(self, folder: Path, trajectories: Trajectories, questions: PromptTexts) -> None:
         self._folder, self._trajectories, self._questions = folder, trajectories, questions
@@ -76,11 +76,11 @@ class Table:
 
     @property
     def held(self) -> int:
-        """Bytes of the orders."""
+        """Memory of the cached sort orders in bytes."""
         return sum(order.nbytes for order in self._orders.values())
 
     def page(self, where: Sequence[Clause], sort: tuple[str, bool], offset: int, limit: int) -> Page:
-        """The rows that pass all clauses, in an order, from `offset` on.
+        """Rows that pass all clauses, sorted, from `offset` on.
 
         Raises:
             StoreError: the ledger cannot be read.
@@ -119,7 +119,7 @@ class Table:
         return self._orders[key]
 
     def _sortable(self, name: str) -> tuple[Column, Column]:
-        """[rows] numbers in the order of a column, and whether a row has none."""
+        """[rows] sort keys of a column, and whether each row lacks a value."""
         if name in ("state", "verdict"):
             codes = self._trajectories.table[name]
             words = self._trajectories.words[name].all
@@ -133,7 +133,7 @@ class Table:
         return self._trajectories.staleness if name == "staleness" else self._trajectories.table[name]
 
     def _passes(self, clause: Clause) -> Column:
-        """[rows] whether each passes."""
+        """[rows] whether each row passes the clause."""
         match clause.field:
             case "group":
                 found = np.isin(self._trajectories.table["group_key"], self._group_keys(clause.values))
@@ -144,7 +144,8 @@ class Table:
                 return _passes_numbers(self._numbers(clause.field), clause)
 
     def _search(self, clause: Clause) -> tuple[Column, float]:
-        """[rows] whether the prompt of each has a text, as far as prompts were searched; and how far."""
+        """[rows] whether the prompt of each row contains a text, as far as prompts were searched; and the share
+        searched."""
         found = self._questions.search(str(clause.values[0]), _SEARCH_SECONDS)
         codes = [code for id in found.ids if (code := self._trajectories.words["prompt"].find(id)) is not None]
         return np.isin(self._trajectories.table["prompt"], codes), found.share
@@ -164,7 +165,7 @@ class Table:
         return ~found if clause.operator == "!=" else found
 
     def rows(self, places: Column) -> list[TableRow]:
-        """The rows at these places of the table.
+        """Rows at these positions of the table.
 
         Raises:
             StoreError: the ledger cannot be read.

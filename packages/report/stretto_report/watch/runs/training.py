@@ -1,4 +1,4 @@
-"""What training did with the tokens of a trajectory: by the ledger, and where it is kept by the record of the step.
+"""Training of a trajectory's tokens, from the ledger and, where kept, the step's token file.
 
 Axes: S sampled token of the trajectory.
 """
@@ -29,7 +29,7 @@ _LARGEST = 256 << 20
 
 
 class TrainedIn(Record, frozen=True):
-    """The step that trained a trajectory: at `version`, tokens older than `oldest` were context."""
+    """The step that trained a trajectory: its `version`; tokens older than `oldest` were context only."""
 
     step: int
     version: int
@@ -39,7 +39,7 @@ class TrainedIn(Record, frozen=True):
 
 
 class TrainingSums(Record, frozen=True):
-    """The sampled tokens of a trajectory, counted; one may be clipped and masked by the correction."""
+    """Counts over the sampled tokens of a trajectory; a token may be both clipped and masked by the correction."""
 
     in_loss: int
     clipped_high: int  # the bound of the loss acts on a ratio above 1
@@ -51,7 +51,8 @@ class TrainingSums(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Training:
-    """Of one trajectory. `tokens` is None where there is no record, and `fault` says why if it was trained."""
+    """Per-token training record of one trajectory. `tokens` is None without a record; `fault` says why, if it was
+    trained."""
 
     row: TableRow
     trained: TrainedIn | None
@@ -60,7 +61,7 @@ class Training:
 
     @classmethod
     def of(cls, folder: Path, row: TableRow, trained: TrainedIn | None, segments: Sequence[Segment]) -> Training:
-        """As far as the step's record can be read."""
+        """Read the record from the step's file, as far as possible."""
         if trained is None:
             return cls(row, trained)
         step = f"what became of each token in step {trained.step}"
@@ -75,14 +76,15 @@ class Training:
         return cls(row, trained, found)
 
     def numbers(self, name: str, first: int, count: int) -> list[float | None] | None:
-        """A column of the record, of `count` sampled tokens from `first` on; None stands for what is not known."""
+        """A column of the record, for `count` sampled tokens from `first` on; None for unknown values."""
         if self.tokens is None:
             return None
         column: list[float] = getattr(self.tokens, name)[first : first + count].tolist()
         return [number if math.isfinite(number) else None for number in column]
 
     def fates(self, segment: Segment, window: slice, first: int) -> list[str]:
-        """What became of each token of a window of a segment; `first` is the place of its first one among the S."""
+        """Outcome of each token in a window of a segment; `first` is the index of its first token among the sampled
+        ones."""
         count = len(segment.token_ids[window])
         if not segment.sampled:
             return ["context"] * count
@@ -96,7 +98,7 @@ class Training:
 
     @property
     def sums(self) -> TrainingSums | None:
-        """Over the whole trajectory; over all trajectories of a step they are what the step has measured."""
+        """Counts over the whole trajectory. Summed over a step's trajectories, they equal the step's metrics."""
         if self.tokens is None:
             return None
         outcome, high = self.tokens.outcome, self.tokens.ratio > 1
@@ -112,7 +114,7 @@ class Training:
 
 
 def trained_in(connection: sqlite3.Connection, row: TableRow, skipped: Mapping[int, Sequence[str]]) -> TrainedIn | None:
-    """The step that trained a trajectory, by the ledger."""
+    """The step that trained a trajectory, from the ledger."""
     if row.trained_step is None:
         return None
     found = connection.execute(_STEP, (row.trained_step,)).fetchone()
@@ -126,7 +128,7 @@ def trained_in(connection: sqlite3.Connection, row: TableRow, skipped: Mapping[i
 
 
 def mean_advantages(folder: Path, rows: Sequence[TableRow]) -> dict[str, float]:
-    """The mean advantage of the loss tokens of each trajectory of which it is on record, by its id."""
+    """Mean advantage over the loss tokens of each recorded trajectory, by id."""
     means = dict[str, float]()
     for step in {row.trained_step for row in rows if row.trained_step is not None}:
         try:
@@ -140,11 +142,11 @@ def mean_advantages(folder: Path, rows: Sequence[TableRow]) -> dict[str, float]:
 
 
 def read_step(folder: Path, step: int, ids: Sequence[str]) -> dict[str, SampledTokens]:
-    """The record of a step of a run folder that may be anybody's.
+    """Read a step's record from an untrusted run folder.
 
     Raises:
         FileNotFoundError: there is none.
-        StoreError: it is not what was written, no plain file, or too large.
+        StoreError: it is damaged, no regular file, or too large.
     """
     tokens = RunFolder(folder).tokens
     if tokens.is_symlink():

@@ -1,4 +1,4 @@
-"""One trajectory with all that is on record of it: tokens, what became of each, and its life; and its group."""
+"""Page data of one trajectory (tokens, their outcomes, its life cycle) and of its group."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _PAYLOAD = """
 
 
 class WrittenCall(Record, frozen=True):
-    """A call of a tool that a model wrote."""
+    """A tool call written by the model."""
 
     name: str
     arguments: str
 
 
 class TokenColumns(Record, frozen=True):
-    """Tokens as columns of one length; a column is None where nothing is on record."""
+    """Tokens as columns of equal length; a column is None if nothing is recorded."""
 
     id: list[int]
     text: list[str]
@@ -57,7 +57,7 @@ class TokenColumns(Record, frozen=True):
 
 
 class ShownSegment(Record, frozen=True):
-    """A segment, and its tokens in the window; `offset` is the place of its first token among all."""
+    """A segment, with its tokens in the window; `offset`: index of its first token in the trajectory."""
 
     index: int
     role: str
@@ -75,7 +75,7 @@ class ShownSegment(Record, frozen=True):
 
 
 class LifeEvent(Record, frozen=True):
-    """What happened to a trajectory; `token` is where in it, `at` Unix seconds if the time is on record."""
+    """Event in the life of a trajectory; `token`: position in it; `at`: Unix time, if recorded."""
 
     event: str
     text: str
@@ -87,7 +87,7 @@ class LifeEvent(Record, frozen=True):
 
 
 class Cut(Record, frozen=True):
-    """The window: tokens `offset` to `offset + limit`, and whether there are `more`."""
+    """Window of tokens, `offset` to `offset + limit`; `more`: whether there are further ones."""
 
     offset: int
     limit: int
@@ -102,7 +102,7 @@ class PromptTokens(Record, frozen=True):
 
 
 class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
-    """A row of the table with all that is on record."""
+    """A row of the table with everything that is recorded."""
 
     prompt_text: str | None
     prompt_cut: bool
@@ -123,7 +123,7 @@ class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
 
 
 class GroupMember(TableRow, frozen=True):
-    """A completion beside its siblings."""
+    """A completion among those of its group."""
 
     text: str
     text_cut: bool
@@ -150,10 +150,10 @@ class Reader:
         self.table, self._pieces = Table(folder, trajectories, questions), pieces
 
     def trajectory(self, id: str, offset: int, limit: int, skipped: dict[int, tuple[str, ...]]) -> Detail | None:
-        """All that is on record of a trajectory, its tokens from `offset` on; None if there is none of this name.
+        """Everything recorded of a trajectory, with its tokens from `offset` on; None if the id is unknown.
 
         Raises:
-            StoreError: it is not what was written, or cannot be read.
+            StoreError: it is damaged, or cannot be read.
         """
         group, _, member = id.rpartition("/")
         with read_ledger(self._folder) as connection:
@@ -192,10 +192,10 @@ class Reader:
         )
 
     def group(self, id: str) -> ShownGroup | None:
-        """All completions of a group; None if there is none of this name.
+        """All completions of a group; None if the id is unknown.
 
         Raises:
-            StoreError: one is not what was written, or cannot be read.
+            StoreError: one is damaged, or cannot be read.
         """
         with read_ledger(self._folder) as connection:
             found = connection.execute(_GROUP, (id,)).fetchone()
@@ -226,7 +226,7 @@ class Reader:
         )
 
     def _places(self, group_key: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Where the table has the members of a group: keys of a group follow each other."""
+        """Table rows of a group's members; keys of a group are consecutive."""
         keys = self._trajectories.table["key"]
         begin = int(np.searchsorted(keys, group_key))
         end = begin
@@ -235,7 +235,7 @@ class Reader:
         return np.arange(begin, end)
 
     def _payload(self, connection: sqlite3.Connection, row: TableRow, key: int) -> Payload:
-        """Its segments and text; of one in flight what is journaled."""
+        """Segments and text of a trajectory; for one in flight, those in the journal."""
         found = connection.execute(_PAYLOAD, (key,)).fetchone()
         if found is None:
             raise StoreError(f"trajectory {row.id} is not on record")
@@ -252,7 +252,7 @@ class Reader:
     def _segments(
         self, segments: Sequence[Segment], training: Training, first: int, last: int
     ) -> Iterator[ShownSegment]:
-        """Those that are in the window at least in part; of none of whose tokens is there only the beginning."""
+        """Segments that overlap tokens [first, last) or end at `first`, each with its tokens in that window."""
         begins = accumulate((len(segment.token_ids) for segment in segments), initial=0)
         sampled = accumulate((len(segment.versions) for segment in segments), initial=0)
         for index, (segment, begin, own) in enumerate(zip(segments, begins, sampled, strict=False)):
@@ -285,7 +285,7 @@ class Reader:
         return [WrittenCall(call.name, call.arguments) for call in found]
 
     def _columns(self, segment: Segment, window: slice, training: Training, first: int) -> TokenColumns:
-        """Those of a window of a segment; `first` is the place of its first token among the sampled ones."""
+        """Columns of a window of a segment; `first` is the index of its first token among the sampled ones."""
         ids, versions = segment.token_ids[window], segment.versions[window]
         logprobs, trained = segment.behavior_logprobs[window], training.trained
         numbers = partial(training.numbers, first=first, count=len(ids)) if segment.sampled else lambda _: None
@@ -309,7 +309,7 @@ def _differences(trainer: Sequence[float | None], engine: Sequence[float]) -> li
 
 
 def life(row: TableRow, segments: Sequence[Segment], trained: TrainedIn | None) -> Iterator[LifeEvent]:
-    """What happened to a trajectory, in its order: as far as its records say."""
+    """Events of a trajectory in order, as far as recorded."""
     yield LifeEvent("admitted", f"admitted at version {row.admitted_version}", version=row.admitted_version)
     begin = 0
     for segment in segments:

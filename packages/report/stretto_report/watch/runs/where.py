@@ -1,4 +1,4 @@
-"""The language of the table's filters.
+"""Filter language of the table.
 
 where   = clause { "and" clause }
 clause  = field operator value { "|" value }          state=trained|buffered and reward>=0.5 and text~"7+"
@@ -28,7 +28,7 @@ _OR = re.compile(r"\s*\|\s*")
 
 
 class Clause(Record, frozen=True):
-    """One comparison. Numbers are compared with numbers; None is the value that is not there."""
+    """One comparison. Numbers are compared with numbers; None matches missing values."""
 
     field: str
     operator: str
@@ -36,10 +36,10 @@ class Clause(Record, frozen=True):
 
 
 def parse_where(text: str) -> tuple[Clause, ...]:
-    """The comparisons that a row has to pass, all of them.
+    """Parse a filter; a row has to pass all of its comparisons.
 
     Raises:
-        RefusedRequest: the text is no filter; names the place.
+        RefusedRequest: the text is no filter; names the position.
     """
     if len(text) > _LONGEST:
         raise RefusedRequest(_PLACE, f"{len(text):,} characters", f"at most {_LONGEST:,} are allowed")
@@ -115,10 +115,10 @@ def _number(field: str, value: str) -> float:
 
 
 def parse_sort(text: str) -> tuple[str, bool]:
-    """The field to sort by, and whether the greatest comes first.
+    """Parse a sort order: the field, and whether it is descending.
 
     Raises:
-        RefusedRequest: it is no such field.
+        RefusedRequest: there is no such field.
     """
     name = text.removeprefix("-")
     if name not in SORTED:

@@ -1,10 +1,10 @@
-"""The dashboard over HTTP: the routes, and the one thread in which run folders are read.
+"""HTTP application of the dashboard: routes, and the single thread that reads run folders.
 
     /api/runs    /api/runs/ID    /api/runs/ID/series    .../trajectories    .../trajectories/GROUP/MEMBER
     .../groups/GROUP    .../timeline    .../health    .../events    /api/diff    /api/recipes    / and /assets/...
     POST /api/runs/ID/replay    POST /api/replay/stop    /api/replay
 
-A single thread reads, so that nothing is locked; what takes long is done piece by piece, and requests come between.
+With a single reading thread, no locks are needed; slow reads are split into pieces, and requests are served in between.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Result = TypeVar("Result")
 
 
 class NotThere(RefusedRequest):
-    """There is nothing of this name."""
+    """Error 404: the name is unknown."""
 
 
 class Busy(RefusedRequest):
-    """Another comparison is being made."""
+    """Error 429: another comparison is in progress."""
 
 
 _STATUS = {NotThere: 404, Busy: 429, NotAllowed: 403, BusyReplaying: 429}
@@ -59,10 +59,10 @@ _ORDER = msgspec.json.Decoder(ReplayOrder)
 
 
 class Dashboard:
-    """The application of one server."""
+    """ASGI application of one dashboard server."""
 
     def __init__(self, catalog: Catalog, replays: Replays | None = None) -> None:
-        """`replays`: None allows none."""
+        """`replays`: None forbids replays."""
         self._catalog, self._replays = catalog, replays or Replays(None)
         self._reader = ReadingThread("watch-reader")
         self._comparer = ReadingThread("watch-comparer")  # of runs of a day, for minutes
@@ -70,7 +70,7 @@ class Dashboard:
         self._reading: dict[str, asyncio.Task[None]] = {}
 
     def app(self) -> Starlette:
-        """The routes."""
+        """Starlette application with all routes."""
         of_run: Mapping[str, Callable[[WatchedRun, Mapping[str, str]], Any]] = {
             "": pages.run_page,
             "/series": pages.series_page,
@@ -102,14 +102,14 @@ class Dashboard:
         self.close()
 
     def close(self) -> None:
-        """End the reading."""
+        """Stop the reading thread."""
         for task in self._reading.values():
             task.cancel()
         for worker in (self._reader, self._comparer):
             worker.shutdown()
 
     async def read(self, do: Callable[[], Result]) -> Result:
-        """Do something in the thread that reads."""
+        """Run a function in the reading thread."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, do)
 
     def _answer(self, do: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
@@ -126,7 +126,7 @@ class Dashboard:
 
         return answer
 
-    # What is answered.
+    # Format of replies.
 
     async def _runs(self, request: Request) -> Any:
         return await self.read(lambda: pages.list_page(self._catalog))
@@ -156,14 +156,14 @@ class Dashboard:
         return answer
 
     def _run(self, id: str) -> WatchedRun:
-        """In the thread that reads, as all that asks the catalog."""
+        """Look up a run; only in the reading thread, as everything that uses the catalog."""
         run = self._catalog.find(id)
         if run is None:
             raise NotThere("run", f"{id[:80]!r} is not there", "see /api/runs")
         return run
 
     def _read_on(self, run: WatchedRun) -> None:
-        """Read the rest of a run, piece by piece, beside what is asked."""
+        """Read the rest of a run, piece by piece, beside requests."""
         task = self._reading.get(run.id)
         if task is None or task.done():
             self._reading[run.id] = asyncio.create_task(self._read_all(run))

@@ -1,4 +1,4 @@
-"""What is new of a run, as server-sent events."""
+"""News of a run as server-sent events."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Event = tuple[str, int | None, Any]  # name, id, data
 
 
 class Follower:
-    """What one client knows of a run."""
+    """State of one client of the event stream: what it already knows of a run."""
 
     def __init__(self, run: WatchedRun, last_step: int | None) -> None:
-        """`last_step`: the newest step that the client knows; None: it loads the curves by itself."""
+        """`last_step`: the newest step that the client has; None: the client loads the curves itself."""
         self._run, self._last = run, last_step
         self._summary: RunSummary | None = None
         self._seen: dict[str, Any] = {}
@@ -37,8 +37,8 @@ class Follower:
         self._evaluations: int | None = None
 
     def news(self) -> list[Event]:
-        """What has come since the last call. A run whose tables were given up for those of others has only its row,
-        until a page of it is asked for: two large runs would else push each other out all the time."""
+        """Events since the last call. A run whose tables were released gets only summary events until one of its pages
+        is opened; otherwise two large runs would evict each other again and again."""
         if self._epoch is not None and not self._run.is_open:
             news = [*self._row()] if self._stands else [("standing", None, {}), *self._row()]
             self._stands = True
@@ -107,7 +107,7 @@ class Follower:
 async def stream(
     news: Callable[[], Awaitable[list[Event]]], is_gone: Callable[[], Awaitable[bool]]
 ) -> AsyncIterator[bytes]:
-    """Events as they come, until the client has gone; a comment when nothing comes for a while."""
+    """Encode events until the client disconnects; a comment is sent when nothing comes for a while."""
     yield b"retry: 1000\n\n"
     pinged = time.monotonic()
     while not await is_gone():

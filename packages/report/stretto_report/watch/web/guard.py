@@ -1,8 +1,8 @@
-"""The guard in front of the dashboard: who may ask, from where, and what a browser may do with the reply.
+"""Access control of the dashboard: secrets, origins, and security headers.
 
-A page of another site can make the user's browser ask this server. It has neither token nor cookie (SameSite=Strict),
-its name is in ``Origin`` and ``Sec-Fetch-Site``, and a name of its own that it lets point here (DNS rebinding) is in
-``Host``; each of these is enough to refuse it.
+A page of another site can make the user's browser send requests here. They lack token and cookie (SameSite=Strict),
+carry the site in ``Origin`` and ``Sec-Fetch-Site`` and, with DNS rebinding, a foreign ``Host``; each of these is enough
+to refuse them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LOGIN = b"""<!doctype html>
 """
 PASSWORD = "STRETTO_WATCH_PASSWORD"  #: the environment variable that has the password
 _LARGEST_FORM = 4_096
-_WRONG_SECONDS = 0.5  # what a wrong token or password costs, one after the other
+_WRONG_SECONDS = 0.5  # seconds of delay for a wrong token or password, one after the other
 _FORM_HEADERS = ((b"referrer-policy", b"same-origin"),)  # with no-referrer, a browser hides the Origin of its form
 _MOST_FIELDS = 8
 _FORM_SECONDS = 10.0
@@ -53,14 +53,14 @@ _POSTED = re.compile(r"/api/runs/\w+/replay|/api/replay/stop", re.ASCII)
 
 
 def refusal(status: int, where: str, found: str, allowed: str) -> bytes:
-    """The body of an error."""
+    """JSON body of an error."""
     message = f"{where}: {found}; {allowed}"
     error = {"where": where, "found": found, "allowed": allowed, "message": message, "status": status}
     return msgspec.json.encode({"error": error})
 
 
 class Guard:
-    """The ASGI application around the dashboard's."""
+    """ASGI middleware around the dashboard's application."""
 
     def __init__(self, inner: ASGIApp, token: str, port: int, names: HostNames) -> None:
         self._inner, self._token, self._names = inner, token.encode(), names
@@ -101,8 +101,8 @@ class Guard:
             await _refuse(guarded, 401, "token", "missing or wrong", "send it as: Authorization: Bearer TOKEN")
 
     async def _posted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """What does something is for a page of ours, or for a program that has the token. Another site's page can send
-        neither this type of content nor, beside the cookie, an Origin that is ours."""
+        """Check a POST: it must come from a page of ours, or from a program with the token. A page of another site can
+        send neither this content type nor our Origin together with the cookie."""
         content = (header(scope, b"content-type") or b"").decode("latin-1").partition(";")[0].strip().lower()
         if not any(fits := self._shown(scope)):
             await self._pause(bool(fits))
@@ -129,7 +129,7 @@ class Guard:
         return None
 
     def _shown(self, scope: Scope) -> list[bool]:
-        """Of each secret in the headers of a request, whether it is the right one."""
+        """For each secret in a request's headers, whether it is right."""
         fits = []
         bearer = (header(scope, b"authorization") or b"").split(b" ", 1)
         if len(bearer) == 2 and bearer[0].lower() == b"bearer":
@@ -143,7 +143,7 @@ class Guard:
         return fits
 
     async def _pause(self, wrong: bool) -> None:
-        """What a wrong secret costs, wherever it was; many at once wait for each other."""
+        """Delay after a wrong secret; concurrent ones wait for each other."""
         if wrong:
             async with self._wrong:
                 await asyncio.sleep(_WRONG_SECONDS)
@@ -153,12 +153,12 @@ class Guard:
 
     @property
     def _cookie_value(self) -> str:
-        """Not the token itself: what a browser keeps opens this server and says no password."""
+        """The cookie: a session token derived from the password or token, which it does not reveal."""
         return hmac.new(self._token, self._cookie.encode(), "sha256").hexdigest()
 
     async def _page(self, scope: Scope, receive: Receive, send: Send, *, wrong: bool) -> None:
-        """The page for a browser without a cookie: with the token in its address, which the page removes, it is served
-        as it is. A redirection would lose the cookie when a link of another site led here."""
+        """Serve the page to a browser without a cookie, if its address has the token (the page removes it). A redirect
+        would lose the cookie after a link from another site."""
         given = _token_of(scope["query_string"])
         if not self._fits(given):
             await self._pause(wrong or bool(given))
@@ -201,7 +201,7 @@ def _authority(origin: str) -> str | None:
 
 
 def _token_of(fields: bytes) -> bytes:
-    """The token among the fields of a form or an address; empty if there is none, or if they are none."""
+    """Token in the fields of a form or a query string; empty if there is none."""
     try:
         return parse_qs(fields.decode(), max_num_fields=_MOST_FIELDS).get("token", [""])[-1].encode()
     except ValueError:

@@ -1,4 +1,4 @@
-"""What each route answers, from a run and what was asked."""
+"""Reply of each route, from a run and the query."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def set_of(line: EvaluationLine) -> str:
 
 
 def evaluation_of(line: EvaluationLine) -> dict[str, Any]:
-    """An evaluation as a page has it."""
+    """An evaluation as JSON for a page."""
     found = msgspec.to_builtins(line, str_keys=True)
     return {"set": set_of(line), **{name: value for name, value in found.items() if name not in ("kind", "name")}}
 
@@ -155,10 +155,10 @@ def _totals(totals: Totals) -> dict[str, Any]:
 
 
 def _whole(asked: Asked, name: str, default: int | None, least: int, most: int) -> int | None:
-    """A whole number of a request.
+    """Integer parameter of a request.
 
     Raises:
-        RefusedRequest: it is none, or out of bounds.
+        RefusedRequest: it is no integer, or out of bounds.
     """
     text = asked.get(name, "")
     if not text:

@@ -1,6 +1,6 @@
-"""`stretto replay`, begun from the page: a process of its own, one at a time, that writes into a folder of its own.
+"""Replays started from the page: one `stretto replay` process at a time, each writing to its own folder.
 
-What is asked is checked for its form here, and by the command for everything else: its words are the log.
+The form of a request is checked here, everything else by the command, whose output is the log.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PROGRAM = (
     "import os; from stretto.processes.heartbeat import die_with_parent; "
     f"die_with_parent(int(os.environ.pop({PARENT!r}))); from stretto_app.cli.main import main; main()"
 )
-#: What is started; `stretto replay`'s own words follow. It ends with this process, whatever ends that.
+#: Command to start, followed by the arguments of `stretto replay`. The process ends with this one.
 COMMAND = (sys.executable, "-c", _PROGRAM)
 _GRACE_SECONDS = 5.0  # from the request to stop until it is killed
 _LOG_SHOWN = 32 << 10
@@ -44,11 +44,11 @@ _KEY = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+", re.ASCII)
 
 
 class BusyReplaying(RefusedRequest):
-    """Another replay has not ended."""
+    """Error: another replay has not ended."""
 
 
 class NotAllowed(RefusedRequest):
-    """The server was started without the permission for it."""
+    """Error: the server was started without permission for replays."""
 
 
 class ReplayOrder(Record, frozen=True, forbid_unknown_fields=True):
@@ -60,8 +60,8 @@ class ReplayOrder(Record, frozen=True, forbid_unknown_fields=True):
 
 
 class ReplayState(Record, frozen=True):
-    """The newest replay. `state`: ``running``, ``done``, ``refused`` (a mistake; `log` has the command's words),
-    ``stopped`` or ``failed``; `branch` is the id of what it has made."""
+    """State of the newest replay: ``running``, ``done``, ``refused`` (a mistake; `log` has the command's message),
+    ``stopped`` or ``failed``. `branch`: id of its result."""
 
     run: str
     first: int = renamed(name="from")
@@ -92,17 +92,17 @@ class _Replay:
 
 
 class Replays:
-    """The replays of one server; `folder` takes what they make, and None allows none."""
+    """Replays of one server; results go to `folder`, None forbids them."""
 
     def __init__(self, folder: Path | None, command: Sequence[str] = COMMAND) -> None:
         self._folder, self._command = folder, command
         self._newest: _Replay | None = None
 
     def require_allowed(self) -> Path:
-        """The folder of replays.
+        """Folder of replays.
 
         Raises:
-            NotAllowed: there is none.
+            NotAllowed: replays are forbidden.
         """
         if self._folder is None:
             found, allowed = "not allowed by this server", "start it with: stretto watch DIR --allow-replay"
@@ -129,13 +129,13 @@ class Replays:
         )
 
     async def begin(self, run: WatchedRun, order: ReplayOrder) -> ReplayState | None:
-        """Start a replay; it is attended to until it ends, or its minutes are over.
+        """Start a replay; it is killed when its time limit is over.
 
         Raises:
-            NotAllowed: the server allows none.
-            BusyReplaying: another one runs.
-            RefusedRequest: what is asked has no form of an order, or the folder of replays cannot be written.
-            OSError: the system starts no process more.
+            NotAllowed: replays are forbidden.
+            BusyReplaying: another one is running.
+            RefusedRequest: the order is malformed, or the folder of replays cannot be written.
+            OSError: the system cannot start another process.
         """
         folder = self.require_allowed()
         if self._newest is not None and self._newest.state == "running":
@@ -169,7 +169,7 @@ class Replays:
         return self.state()
 
     def stop(self) -> ReplayState | None:
-        """Ask the replay to end; after some seconds it is killed.
+        """Ask the replay to end, and kill it after some seconds.
 
         Raises:
             NotAllowed: as `begin`.
@@ -214,21 +214,25 @@ def _end(process: Process) -> None:
 
 
 def _kill(process: Process) -> None:
-    """With all of its session; what it has started in others ends with it."""
+    """Kill the process with its whole session; what it has started in other sessions ends with it."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _new_folder(folder: Path) -> Path:
-    """A path in `folder` that is not taken, nor is its log's."""
+    """Unused path in `folder`, for which no log exists either."""
     folder.mkdir(parents=True, exist_ok=True)
     taken = {int(path.stem) for path in folder.iterdir() if path.stem.isdecimal()}
     return folder / f"{max(taken, default=0) + 1:03d}"
 
 
 def _check(order: ReplayOrder) -> None:
-    """Raises RefusedRequest: it is no order, for all reasons that can be seen without the run."""
+    """Check an order as far as possible without the run.
+
+    Raises:
+        RefusedRequest: it is malformed; with all reasons.
+    """
     problems = [str(problem) for problem in _problems(order)]
     if problems:
         raise RefusedRequest("replay", "\n".join(problems), f"a replay may change {' and '.join(CHANGEABLE)}")
@@ -246,7 +250,7 @@ def _problems(order: ReplayOrder) -> Iterable[Problem]:
 
 
 def _problems_of(setting: str) -> Iterator[Problem]:
-    """A path is not taken from a page: the files of this machine are no business of a browser."""
+    """Problems of a setting. Paths are refused: a browser must not name files of this machine."""
     key, equals, value = setting.partition("=")
     place = f"--set {key.strip()[:80]}"
     if not equals or len(setting) > _LONGEST_SETTING or not setting.isprintable():

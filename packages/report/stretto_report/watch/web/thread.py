@@ -1,4 +1,4 @@
-"""A thread that does one thing after another, and that nobody waits for when the process ends."""
+"""Executor with a single daemon thread, which does not block the end of the process."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _Work = tuple[Future[Any], Callable[[], Any]]
 
 
 class ReadingThread(Executor):
-    """What it does only reads, or writes in transactions: a thread of a `ThreadPoolExecutor` is joined at the end of
-    the process, and would hold up Ctrl-C for as long as a comparison of two runs takes."""
+    """Executor for work that only reads, or writes in transactions. A `ThreadPoolExecutor` would join its thread at the
+    end of the process and delay Ctrl-C for as long as a comparison takes."""
 
     def __init__(self, name: str) -> None:
         self._waiting: SimpleQueue[_Work | None] = SimpleQueue()
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, do: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        """Have something done, after what was submitted before."""
+        """Queue a call, to run after those submitted before."""
         future: Future[Result] = Future()
         self._waiting.put((future, lambda: do(*args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
-        """Begin nothing more. What is being done is not waited for, and what waits is cancelled."""
+        """Start nothing more: queued calls are cancelled, the one in progress is not waited for."""
         try:
             while True:
                 if (work := self._waiting.get_nowait()) is not None:

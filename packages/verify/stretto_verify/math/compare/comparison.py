@@ -1,8 +1,9 @@
-r"""The comparison of two structures: True, False, or None where it is unknown and math-verify decides.
+r"""Comparison of two structures: True, False, or None if it is unknown and math-verify decides.
 
-The form of the gold answer decides what is accepted. For a gold value, ``x = 5`` is 5, and ``2x = 5`` is wrong. For the
-equation of a line, 5 is wrong. For a gold inequality the interval is accepted; for a gold interval the inequality is
-not, since a model that repeats the question, such as ``x > 5`` or ``2x = 5``, would be right too often.
+The form of the gold answer decides which forms are accepted. For a gold value, ``x = 5`` is accepted as 5, but ``2x =
+5`` is not. For the equation of a line, 5 is wrong. For a gold inequality, the interval is accepted. For a gold
+interval, an inequality is not, since a model that repeats the question (``x > 5``, ``2x = 5``) would be right too
+often.
 """
 
 from __future__ import annotations
@@ -77,14 +78,14 @@ def same(gold: Node, answer: Node) -> Opinion:
 
 
 def _same_values(gold: Mapping[str, Node], answer: Mapping[str, Node]) -> Opinion:
-    """Named values, in any order."""
+    """Compare named values, in any order."""
     if gold.keys() != answer.keys():
         gold, answer = without_zeros(gold), without_zeros(answer)
     return gold.keys() == answer.keys() and _in_order([*gold.values()], [answer[called] for called in gold])
 
 
 def _same_form(gold: Node, answer: Node) -> Opinion:
-    """The comparison for each pair of forms."""
+    """Compare by the pair of forms."""
     match gold, answer:
         case Letter(), Letter():
             return gold.letter == answer.letter
@@ -152,7 +153,7 @@ def _same_as_named(gold: Node, answer: Relation) -> Opinion:
 
 
 def _same_words(gold: Node, answer: Node) -> Opinion:
-    """Whether two texts have the same letters. Of formulas, products of letters are texts; ``ab - c`` is not."""
+    """Whether two texts have the same letters. Of formulas, only products of letters count as texts, not ``ab - c``."""
     if any(isinstance(node, Scalar) and not _LETTERS.fullmatch(node.latex) for node in (gold, answer)):
         return False
     first, second = letters(gold), letters(answer)
@@ -164,7 +165,7 @@ def _same_words(gold: Node, answer: Node) -> Opinion:
 
 
 def is_product(given: Node) -> bool:
-    """Whether letters are a product, in any order: ``xyz``, whose letters are neighbours in the alphabet."""
+    """Whether the letters are a product that may be reordered, such as ``xyz`` (neighbours in the alphabet)."""
     text = "".join(sorted(given.text)) if isinstance(given, Words) else ""
     return len(text) < 5 and text in ascii_lowercase and text != "no"
 
@@ -174,7 +175,7 @@ def _is_several(gold: Node) -> bool:
 
 
 def _is_letter(gold: Node) -> bool:
-    """Whether the gold answer is the letter of a choice: what a choice stands for is no letter."""
+    """Whether the gold answer is a choice given by its letter alone."""
     return isinstance(gold, Scalar | Words) and len(letters(gold)) == 1 and letters(gold) in "abcdefghij"
 
 
@@ -207,7 +208,7 @@ def _same_listing(gold: Listing, answer: Listing) -> Opinion:
 
 
 def _once(items: Sequence[Node]) -> tuple[Node, ...]:
-    """Points once each: unlike a number, a point has no multiplicity."""
+    """Points without repetitions: unlike a number, a point has no multiplicity."""
     are_points = all(isinstance(item, Listing) and item.ordered for item in items)
     return tuple(dict.fromkeys(items)) if are_points else tuple(items)
 
@@ -221,7 +222,7 @@ def _differ_in_ends(one: Listing, other: Listing) -> bool:
 
 
 def _same_part(gold: Node, answer: Node) -> Opinion:
-    """Whether two parts of lists are the same. Of several choices the letters count, not what they stand for."""
+    """Whether two items of lists are the same. Among several choices, only the letters count."""
     return same(gold, Words(answer.letter) if isinstance(answer, Letter) else answer)
 
 
@@ -236,7 +237,7 @@ def _in_order(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
 
 
 def _matched(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
-    """Whether each item has a partner. Equality is transitive but for rounding, so the first match is taken."""
+    """Whether each item has a partner. A greedy match suffices, since equality is transitive (up to rounding)."""
     left = list(answer)
     if len(gold) != len(left):
         return None
@@ -253,7 +254,7 @@ def _matched(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
 
 
 def _as_rows(listing: Listing) -> Matrix | None:
-    """``[[1,2],[3,4]]`` as a matrix; None if it is none."""
+    """``[[1,2],[3,4]]`` as a matrix; None if it is no matrix."""
     rows = [row.items for row in listing.items if isinstance(row, Listing) and row.opening == "["]
     return Matrix(tuple(rows)) if len(rows) == len(listing.items) > 1 and listing.opening == "[" else None
 
@@ -266,7 +267,7 @@ def _same_matrix(gold: Matrix, answer: Matrix) -> Opinion:
 
 
 def _same_vector(matrix: Matrix, listing: Listing) -> Opinion:
-    """A matrix of one column or one row against a tuple."""
+    """Compare a matrix of one column or row with a tuple."""
     if len(matrix.rows) > 1 and any(len(row) > 1 for row in matrix.rows):
         return None
     cells = [cell for row in matrix.rows for cell in row]
@@ -287,7 +288,7 @@ def _same_ratio(gold: Ratio, answer: Ratio) -> Opinion:
 
 
 def _may_be_time(ratio: Ratio) -> bool:
-    """``12:30``, ``1:02:59``: two digits behind each colon."""
+    """Whether a ratio may be a time: two digits after each colon, as in ``12:30``, ``1:02:59``."""
     behind = [part.latex for part in ratio.parts[1:] if isinstance(part, Scalar)]
     return len(behind) == len(ratio.parts) - 1 and all(
         len(digits) == 2 and digits.isdigit() and int(digits) < 60 for digits in behind
@@ -306,7 +307,7 @@ def _same_quotient(above: Node, below: Node, other: Scalar) -> Opinion:
 
 
 def _same_division(ratio: Ratio, other: Scalar) -> Opinion:
-    """A ratio as a number; a ratio that may be a time of day only as it is written."""
+    """Compare a ratio as a number; one that may be a time of day must be equal as written."""
     above, below = ratio.parts
     quotient = _quotient(above, below)
     if quotient is None or not _may_be_time(ratio):
@@ -315,7 +316,7 @@ def _same_division(ratio: Ratio, other: Scalar) -> Opinion:
 
 
 def _same_ranges(gold: Sequence[Node], answer: Union) -> Opinion:
-    """``x < 1 or x > 2`` against intervals."""
+    """Compare ``x < 1 or x > 2`` with intervals."""
     intervals = [as_interval(item) if isinstance(item, Relation) else None for item in gold]
     found = [interval for interval in intervals if interval is not None]
     return _matched(found, answer.parts) if len(found) == len(gold) else False

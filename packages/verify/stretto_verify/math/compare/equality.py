@@ -1,10 +1,10 @@
-"""Equality of expressions, by their values at sampled points.
+"""Numeric equality of expressions at sampled points.
 
-Two numbers are equal when they agree to fifty digits beyond the largest and the smallest number that occurs in either,
-so that nothing that is written down is too small to count. Two expressions in variables are equal when they agree at
-every sampled point where both are real. The points have both signs and lie on and between integers, so that ``|x|`` is
-not ``x`` and ``sqrt(x^2)`` is not ``x``, while ``sqrt(1/n)`` is ``1/sqrt(n)``. They are drawn from both expressions: a
-verdict repeats, and an answer that is fitted to points has others.
+Two numbers are equal when they agree to fifty digits beyond the largest and smallest number in either, so that no
+written number is too small to count. Two expressions with variables are equal when they agree at every sampled point at
+which both are real. The points have both signs and lie on and between integers, so that ``|x|`` and ``sqrt(x^2)``
+differ from ``x``, while ``sqrt(1/n)`` equals ``1/sqrt(n)``. They are derived from both expressions: verdicts are
+reproducible, and an answer cannot be fitted to known points.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INTEGERS = ((2, 3), (5, 2), (4, 7), (3, 11))
 
 
 def same_value(one: sympy.Basic, other: sympy.Basic, renamed: Mapping[str, str] | None = None) -> bool | None:
-    """True: equal at every point; False: different at one; None: the values do not decide.
+    """Compare two expressions. True: equal at every point; False: different at one; None: undetermined.
 
     `renamed` maps symbols of `other` to symbols of `one`.
 
@@ -54,7 +54,7 @@ def same_value(one: sympy.Basic, other: sympy.Basic, renamed: Mapping[str, str] 
 
 
 def named(expression: sympy.Basic) -> sympy.Basic:
-    """The expression with a symbol in place of each ``f(x)``, since f is unknown."""
+    """The expression with each unknown ``f(x)`` replaced by a symbol."""
     calls = expression.atoms(AppliedUndef) if hasattr(expression, "atoms") else ()
     return expression.xreplace({call: sympy.Symbol(str(call)) for call in calls}) if calls else expression
 
@@ -66,7 +66,7 @@ def _same_number(one: sympy.Basic, other: sympy.Basic) -> bool:
 
 
 def _agree(one: sympy.Basic, other: sympy.Basic, point: Point) -> bool:
-    """Whether the values at a point are the same, computed again with the digits that their parts need."""
+    """Whether the values at a point are equal, recomputed with the digits that their parts need."""
     with mpmath.workdps(_DIGITS):
         first, second = value(one, point), value(other, point)
         if isinstance(first, Fraction) and isinstance(second, Fraction):
@@ -82,7 +82,7 @@ def _agree(one: sympy.Basic, other: sympy.Basic, point: Point) -> bool:
 
 
 def _extent(expression: sympy.Basic, point: Point) -> int:
-    """The most digits, before or behind the point, of a number in the expression."""
+    """Largest number of digits, before or after the decimal point, of a number in the expression."""
     bits = 1
     for part in sympy.preorder_traversal(expression):
         try:
@@ -133,7 +133,7 @@ def _speaks_of_i(expression: sympy.Basic) -> bool:
 
 
 def _at(expression: sympy.Basic, point: dict[str, Fraction]) -> Value | None:
-    """The value at a point, over the reals unless the expression contains the imaginary unit."""
+    """Value at a point, over the reals unless the expression contains the imaginary unit."""
     try:
         return value(expression, Point(point, real=not _speaks_of_i(expression)))
     except (Unsupported, ZeroDivisionError):
@@ -141,8 +141,8 @@ def _at(expression: sympy.Basic, point: dict[str, Fraction]) -> Value | None:
 
 
 def points(symbols: list[str], seed: str, *, whole: bool = False) -> Iterator[dict[str, Fraction]]:
-    """The sampled points, between and on integers; the same for the same symbols and seed. `whole`: more integers, for
-    what has values there alone."""
+    """Sampled points, on and between integers, reproducible for the same symbols and seed. `whole`: more integers, for
+    expressions defined only there."""
     chance = Random(",".join([*symbols, seed]))
     for low, high in _SPANS:
         for _ in range(2):
@@ -155,7 +155,7 @@ def points(symbols: list[str], seed: str, *, whole: bool = False) -> Iterator[di
 
 
 def proportional(one: sympy.Basic, other: sympy.Basic) -> int | None:
-    """The sign of c if one = c · other with a constant c ≠ 0, else 0; None where the values do not decide.
+    """Sign of the constant c ≠ 0 with one = c · other; 0 if there is none, None if undetermined.
 
     The equations ``one = 0`` and ``other = 0`` are the same when there is such a c.
     """

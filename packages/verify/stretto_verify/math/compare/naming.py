@@ -1,7 +1,7 @@
-r"""The names and values in equations: ``x = 5`` has the value 5, ``2x = 5`` has none.
+r"""Names and values in equations: ``x = 5`` has the value 5, ``2x = 5`` has none.
 
-A completion may name its value, or show what it computed: ``x``, ``f(2)``, ``AB``, ``6 \cdot 7``. Any other left side
-belongs to an equation that is still to be solved, such as the question's; its right side is no final answer.
+The left side of a final answer may be a name, or the computation of the value: ``x``, ``f(2)``, ``AB``, ``6 \cdot 7``.
+Any other left side belongs to an unsolved equation, such as the question's, and its right side is no final answer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_number(side: Node) -> bool:
 
 
 def name(side: Node) -> str | None:
-    """The name that a side gives to the other one, such as x, f(x), AB/CD, (p, q), a text; None if it is no name."""
+    """Name that a side gives to the other one, such as x, f(x), AB/CD, (p, q), a text; None if it is no name."""
     match side:
         case Words(text=text):
             return text.replace(" ", "")
@@ -87,7 +87,7 @@ def _is_name(found: sympy.Basic) -> bool:
 
 
 def _is_length(found: sympy.Basic) -> bool:
-    """Whether this is ``|AB|``; ``|x| = 5`` is still to be solved."""
+    """Whether the expression is a length ``|AB|`` (``|x|`` is not: ``|x| = 5`` is unsolved)."""
     return isinstance(found, sympy.Abs) and isinstance(found.args[0], sympy.Mul) and _is_name(found.args[0])
 
 
@@ -95,7 +95,8 @@ def _is_length(found: sympy.Basic) -> bool:
 
 
 def says_its_last_side(given: Relation, same: Same) -> bool:
-    """Whether the last side is named (``x = 5``) or computed (``6 · 7 = 42``, ``a^2 + b^2 = 9 + 16 = 25``)."""
+    """Whether the other sides name the last one (``x = 5``) or compute it (``6 · 7 = 42``, ``a^2 + b^2 = 9 + 16 =
+    25``)."""
     first, *between, last = given.sides
     if not all(computes(side, last, same, given.signs[0]) for side in between if _is_constant(side)):
         return False  # x = 41 = 37
@@ -107,7 +108,7 @@ def says_its_last_side(given: Relation, same: Same) -> bool:
 
 
 def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:
-    """Whether a side without variables can have that value; in ``2 + 2 = 5`` it cannot."""
+    """Whether a side without variables has that value (it has not in ``2 + 2 = 5``)."""
     if not _is_constant(side):
         return False
     if sign == r"\equiv":
@@ -123,7 +124,7 @@ def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:
 
 
 def _is_constant(side: Node) -> bool:
-    """Whether a side has no variable; the imaginary unit is none."""
+    """Whether a side has no variable; the imaginary unit does not count."""
     match side:
         case Scalar(latex=latex):
             try:
@@ -136,7 +137,7 @@ def _is_constant(side: Node) -> bool:
 
 
 def _is_asked(side: Node) -> bool:
-    """Whether a question may ask for this."""
+    """Whether a question may ask for this quantity."""
     match side:
         case Words(text=text):
             return _is_title(text)
@@ -162,7 +163,8 @@ def _is_title(text: str) -> bool:
 
 
 def _is_quantity(found: sympy.Basic) -> bool:
-    """Whether this is a name, a product or a quotient of names: ``AB``, ``xyz``, ``AB/BC``, but not ``1/x``."""
+    """Whether the expression is a name, or a product or quotient of names: ``AB``, ``xyz``, ``AB/BC``, but not
+    ``1/x``."""
     if isinstance(found, _OPERATORS):
         return True
     if isinstance(found, sympy.Abs):  # a length; |x| = 5 is still to be solved
@@ -176,7 +178,7 @@ def _is_quantity(found: sympy.Basic) -> bool:
 
 
 def turned(given: Node) -> Node:
-    """``5 = x`` as ``x = 5``."""
+    """Equation with the name on the left: ``5 = x`` as ``x = 5``."""
     match given:
         case Relation(sides=(value, called), signs=("=",)) if name(called) is not None and is_number(value):
             return replace(given, sides=(called, value))
@@ -184,7 +186,7 @@ def turned(given: Node) -> Node:
 
 
 def _is_known(part: sympy.Basic) -> bool:
-    """Whether this is a name that is no unknown, or an angle."""
+    """Whether the expression is an angle, or a name that usually stands for a known quantity."""
     factors = [factor for factor in part.args if str(factor) != "angle"] if isinstance(part, sympy.Mul) else [part]
     is_angle = isinstance(part, sympy.Mul) and len(factors) < len(part.args)
     names = all(isinstance(factor, sympy.Symbol) and str(factor) not in _UNKNOWNS for factor in factors)
@@ -195,8 +197,8 @@ def _is_known(part: sympy.Basic) -> bool:
 
 
 def in_order(named: Mapping[str, Node]) -> dict[str, Node] | None:
-    """Values by the alphabetical order of their names; None if the names are in another one and no neighbours in the
-    alphabet, so that their order in the question is unknown."""
+    """Values in alphabetical order of their names; None if the given order differs and the names are not neighbours in
+    the alphabet, so that the order in the question is unknown."""
     names = sorted(named)
     if list(named) != names and "".join(names) not in ascii_lowercase:
         return None
@@ -204,17 +206,18 @@ def in_order(named: Mapping[str, Node]) -> dict[str, Node] | None:
 
 
 def is_numbered(named: Iterable[str]) -> bool:
-    """Whether names differ in their number only: ``x_1``, ``x_2``."""
+    """Whether names differ only in their number: ``x_1``, ``x_2``."""
     return {_NUMBERED.sub("", called) for called in named} in ({letter} for letter in ascii_lowercase)
 
 
 def without_zeros(named: Mapping[str, Node]) -> dict[str, Node]:
-    """Values by their names, ``x`` for ``x_0``."""
+    """Values by name, with ``x`` for ``x_0``."""
     return {_ZERO.sub("", called): value for called, value in named.items()}
 
 
 def value_of_point(gold: Relation, given: Mapping[str, Node]) -> Listing | None:
-    """The coordinates in ``P = (1, 2)``, which have other names than the point; None if the gold answer is no point."""
+    """Coordinates of a gold point such as ``P = (1, 2)``, for comparison with separately named values (``x = 1, y =
+    2``); None if the gold answer is no point."""
     match gold:
         case Relation(sides=(point, Listing(opening="(", items=items) as value), signs=("=",)):
             return value if len(items) == len(given) and str(name(point)).isupper() else None
@@ -222,7 +225,7 @@ def value_of_point(gold: Relation, given: Mapping[str, Node]) -> Listing | None:
 
 
 def as_named(given: Node) -> dict[str, Node] | None:
-    """The values of several different names, ``y = 2, x = 1`` or ``(y, x) = (2, 1)``; None for everything else."""
+    """Values of several different names, ``y = 2, x = 1`` or ``(y, x) = (2, 1)``; None for everything else."""
     relations = given.items if isinstance(given, Listing) else (given,)
     found: list[tuple[Node, Node]] = []
     for relation in relations:
@@ -242,6 +245,6 @@ def as_named(given: Node) -> dict[str, Node] | None:
 
 
 def has_one_name(listing: Listing) -> bool:
-    """Whether all items name the same thing: ``x = 1, x = 2``."""
+    """Whether all items give values to the same name: ``x = 1, x = 2``."""
     found = {name(item.sides[0]) if isinstance(item, Relation) and is_naming(item) else None for item in listing.items}
     return len(listing.items) > len(found) == 1 and None not in found

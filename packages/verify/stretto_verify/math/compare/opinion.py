@@ -1,9 +1,9 @@
-"""math-verify's opinion, for forms that the strict reader does not know.
+"""Fallback to math-verify, for forms that the strict reader does not know.
 
-math-verify reads far more forms and is easier to mislead: it drops text that it cannot read, rounds to six decimals
-even when the numbers are tiny, and takes an earlier formula when the last one makes no sense. So it comes last, sees
-the final answer only, and only if every sign in it is one that it reads; its acceptance is checked again where values
-can be compared, and each number and word of the answer has to change what it reads.
+math-verify reads far more forms and is easier to mislead: it drops unreadable text, rounds to six decimals even for
+tiny numbers, and falls back to an earlier formula. So it is used last, on the final answer alone, and only if it can
+read every sign in it. Its acceptance is checked numerically where possible, and a change of any number or word of the
+answer has to change its result.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def accepts(gold: str, answer: str) -> bool:
         Unreadable: math-verify cannot read one of them.
     """
     if not {*_WORD.findall(answer)} <= {*_WORD.findall(gold)}:
-        return False  # what math-verify reads of a word that the gold answer lacks is not in the gold answer
+        return False  # a result read from a word that the gold answer lacks is not in the gold answer
     one, other = parsed(gold), parsed(answer)
     if not verify(one, other, timeout_seconds=None) or not same_parsed(one[0], other[0]):
         return False
@@ -54,14 +54,15 @@ def accepts(gold: str, answer: str) -> bool:
 
 
 def _is_read(part: re.Match[str], text: str, found: object) -> bool:
-    """Whether a number or a word of a text changes what math-verify finds in it; else it has passed over it."""
+    """Whether another number or word in its place changes what math-verify finds in a text, so that it was not
+    ignored."""
     other = str(int(part[0]) + 1) if part[0].isdigit() else "q" if part[0] != "q" else "r"
     changed: list[Any] = parse(text[: part.start()] + other + text[part.end() :], parsing_timeout=None)
     return not changed or bool(changed[0] != found)
 
 
 def same_parsed(one: object, other: object) -> bool:
-    """Whether the values agree, before any rounding."""
+    """Whether the values agree without any rounding."""
     if isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr):
         if one.has(sympy.Float) or other.has(sympy.Float):
             return True
@@ -71,7 +72,7 @@ def same_parsed(one: object, other: object) -> bool:
 
 @lru_cache(maxsize=1024)
 def parsed(text: str) -> list[Any]:
-    """The expressions that math-verify finds in a text.
+    """Expressions that math-verify finds in a text.
 
     Raises:
         Undecided, Unreadable: as `accepts`.

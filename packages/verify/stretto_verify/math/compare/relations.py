@@ -1,4 +1,4 @@
-"""Comparison of equations and inequalities, and intervals for inequalities."""
+"""Comparison of equations and inequalities, and their conversion to intervals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
 
 
 def _is_solved(relation: Relation) -> bool:
-    """Whether a name stands alone on one side, or with a minus sign, and numbers on the others."""
+    """Whether a name stands alone on one side (possibly with a minus sign), and the other sides are numbers."""
     named = [name(_positive(side)) is not None for side in relation.sides]
     values = [side for side, alone in zip(relation.sides, named, strict=True) if not alone]
     return sum(named) == 1 and all(isinstance(side, Listing | Union) or is_number(side) for side in values)
@@ -55,7 +55,8 @@ def _positive(side: Node) -> Node:
 
 
 def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
-    """With the same name (``x = 5``) the values decide; other equations are the same when one is a multiple."""
+    """Compare by values if the names are equal (``x = 5``); other equations are the same if one is a multiple of the
+    other."""
     one, other = name(gold.sides[0]), name(answer.sides[0])
     if one is not None and other is not None and (one == other or _is_called(one, other) or _is_called(other, one)):
         return same(gold.sides[-1], answer.sides[-1])
@@ -105,7 +106,7 @@ def _is_called(function: str, letter: str) -> bool:
 
 
 def _steps(relation: Relation) -> list[Step] | None:
-    """The steps of ``a < b >= c`` as differences, each with its sign against zero."""
+    """Steps of a chain ``a < b >= c`` as differences, each with its sign against zero."""
     steps: list[Step] = []
     for (left, right), sign in zip(pairwise(relation.sides), relation.signs, strict=True):
         low, high = (right, left) if sign in _FLIPPED else (left, right)
@@ -135,7 +136,7 @@ def _difference(left: Node, right: Node) -> sympy.Basic | None:
 
 
 def as_asked(gold: Relation) -> Node | None:
-    """What is accepted for a gold relation besides itself: the value that it names, or its range as an interval."""
+    """Form that is also accepted for a gold relation: the named value, or the range as an interval."""
     if is_naming(gold):
         return gold.sides[-1] if name(gold.sides[0]) is not None or is_number(gold.sides[0]) else None
     return as_range(gold)

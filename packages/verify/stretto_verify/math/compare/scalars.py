@@ -1,7 +1,6 @@
 """Comparison of scalars.
 
-A decimal is exact, unless it is the whole answer: then it may be the rounding of an exact value, if it has enough
-digits.
+A decimal is exact, unless it is the whole answer: then it may be a rounded exact value, if it has enough digits.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _SIGNIFICANT = 5
 
 
 def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
-    """Whether two scalars are the same. A unit that only one of them has is ignored. A word that scales only one of
-    them ("percent", "million") may be a factor, or a unit that the question names."""
+    """Whether two scalars are the same. A unit of only one of them is ignored. A scaling word of only one of them
+    ("percent", "million") may be a factor, or a unit given in the question."""
     if gold.unit != answer.unit and (TWO_UNITS in gold.unit + answer.unit or (gold.unit and answer.unit)):
         ratio = conversion(answer.unit, gold.unit)
         return ratio is not None and _same_latex(gold.latex, answer.latex, _factor(ratio * answer.scale / gold.scale))
@@ -63,8 +62,7 @@ def _same_latex(gold: str, answer: str, factor: sympy.Expr) -> Opinion:
 
 
 def _arranged(found: sympy.Basic) -> str:
-    """The expression with the terms of its sums, and the factors of its products, in one order; its bound variables,
-    which have no name, are numbered."""
+    """The expression in a canonical order of terms and factors, with bound variables renamed to numbers."""
     if isinstance(found, sympy.Sum | sympy.Product | sympy.Integral):
         found = found.xreplace({bound: sympy.Symbol(f"#{at}") for at, bound in enumerate(found.variables)})
     if not found.args:
@@ -84,7 +82,7 @@ def _same_numbers(gold: Number, answer: Number, factor: sympy.Rational) -> bool:
 
 
 def _approximates(short: Number, exact: Number) -> bool:
-    """Whether `short` is `exact`, rounded to the last place of `short`."""
+    """Whether `short` is `exact` rounded to the last place of `short`."""
     if not _fine_enough(short) or (exact.places is not None and exact.places <= (short.places or 0)):
         return False
     return bool(abs(short.value - exact.value) * 2 * 10 ** (short.places or 0) <= 1)
@@ -113,5 +111,5 @@ def any_of(opinions: Iterable[Opinion]) -> Opinion:
 
 
 def times(factor: sympy.Expr | int, found: sympy.Basic) -> sympy.Basic:
-    """The product, left uncomputed: a power in it may be too large."""
+    """The product, unevaluated, since a power in it may be too large."""
     return found if factor == 1 else sympy.Mul(factor, found, evaluate=False)

@@ -1,4 +1,4 @@
-"""Times of day: ``5:00 PM`` is ``5 p.m.`` and ``17:00``. One side may leave out the half of the day, as a unit."""
+"""Times of day: ``5:00 PM`` equals ``5 p.m.`` and ``17:00``. One side may omit AM or PM."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NOON = 12 * 60
 
 @dataclass(frozen=True)
 class Time:
-    """Minutes since midnight; `sure`: it is known of which half of the day."""
+    """Minutes since midnight; `sure`: whether AM or PM is known."""
 
     minutes: int
     sure: bool
 
 
 def same_time(gold: Node, answer: Node) -> bool | None:
-    """Whether two times of day are the same; None if one is none, or neither says its half of the day."""
+    """Whether two times of day are the same; None if one is no time, or AM/PM is unknown in both."""
     one, other = _time(gold), _time(answer)
     if one is None or other is None or not (isinstance(gold, Words) or isinstance(answer, Words)):
         return None

@@ -1,7 +1,7 @@
-"""Values of expressions, within the limits on magnitude.
+"""Numeric values of expressions, with limits on magnitude.
 
-Rational arithmetic is exact up to `LARGEST_INTEGER` bits, so that the tiny ``1/2004!`` is not ``1/2006!``; other values
-are approximated to the working precision of mpmath, and their magnitude is checked.
+Rational arithmetic is exact up to `LARGEST_INTEGER` bits, so that the tiny ``1/2004!`` differs from ``1/2006!``; other
+values are approximated to mpmath's working precision.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Point:
 
 
 class Unsupported(Exception):
-    """The expression has no finite value, or none that is computed here: a sum, an integral, infinity."""
+    """The expression has no finite value, or its evaluation is not supported: an integral, an infinite sum."""
 
 
 class Infinite(Unsupported):
-    """A pole, or infinity."""
+    """The value is a pole or infinity."""
 
 
 def value(expression: sympy.Basic, point: Point) -> Value:
-    """The value of an expression at a point, to the working precision of mpmath.
+    """Value of an expression at a point, to mpmath's working precision.
 
     Raises:
-        Unsupported: it has no value there, or none that is computed here.
-        Undecided: its magnitude is beyond the limits.
+        Unsupported: it has no value there, or its evaluation is not supported.
+        Undecided: its magnitude exceeds the limits.
     """
     match expression:
         case sympy.Float():
@@ -86,7 +86,7 @@ def _fold(arguments: tuple[Any, ...], point: Point, operation: Callable[[Any, An
 
 
 def _series(expression: sympy.Sum | sympy.Product, point: Point) -> Value:
-    """A sum or a product of few terms. A name with the bound variable as its index has no value that is known."""
+    """Value of a sum or product of few terms. A symbol indexed by the bound variable has no known value."""
     if len(expression.limits) != 1 or len(expression.limits[0]) != 3:
         raise Unsupported("several bounds")
     bound, *ends = expression.limits[0]
@@ -153,7 +153,7 @@ def _applied(expression: sympy.Basic, point: Point) -> Value:
 
 
 def _integral(name: str, arguments: list[Value]) -> Value:
-    """Functions with rational values at rational numbers."""
+    """Value of functions that are rational at rational numbers."""
     first = arguments[0]
     if name == "UnevaluatedExpr":
         return first
@@ -180,12 +180,12 @@ def _alike(first: Value, second: Value) -> tuple[Value, Value]:
 
 
 def approximate(number: Value) -> Approximate:
-    """The number as one of mpmath's."""
+    """The number as an mpmath number."""
     return mpmath.mpf(number.numerator) / number.denominator if isinstance(number, Fraction) else number
 
 
 def _bounded(number: Value) -> Value:
-    """The number, approximated if its exact form has grown too long."""
+    """The number, approximated if its exact form has become too long."""
     if isinstance(number, Fraction):
         bits = number.numerator.bit_length() + number.denominator.bit_length()
         return number if bits <= 2 * LARGEST_INTEGER else approximate(number)

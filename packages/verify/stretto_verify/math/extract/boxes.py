@@ -1,4 +1,4 @@
-r"""Boxed answers: the last box that is not denied, with the boxes of the same list."""
+r"""Boxed answers: the last box that is not denied, with the other boxes of its list."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Box(NamedTuple):
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last box that is not empty, joined with the boxes of the same list; "" if every box is
-    denied, None if there is none.
+    r"""Content of the last box that is not empty, joined with the boxes of the same list; "" if every box is denied,
+    None if there is none.
 
     >>> boxed(r"first \boxed{3}, and then \boxed{4} and \boxed{5}."), boxed(r"not \boxed{3}")
     ('3,4,5', '')
@@ -56,12 +56,12 @@ def boxed(text: str) -> str | None:
 
 
 def last_box(text: str) -> int:
-    """The start of the last box; -1 if there is none."""
+    """Position of the last box; -1 if there is none."""
     return max([found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)", text)], default=-1)
 
 
 def _inner(content: str) -> str:
-    """The content without dollar signs; of nested boxes, that of the inner one, if nothing else is in the outer."""
+    """Content without dollar signs; for a box inside a box and nothing else, the inner content."""
     inner = list(_boxes(content))
     beside = "".join(content[one.end : other.start] for one, other in pairwise([Box(0, 0, ""), *inner, _end(content)]))
     if inner and says_nothing(beside.replace("=", "")):
@@ -74,7 +74,7 @@ def _end(text: str) -> Box:
 
 
 def _boxes(text: str) -> Iterator[Box]:
-    """The outermost boxes; a box that is never closed ends with its line, and is empty if the text ends there."""
+    """Outermost boxes; an unclosed box ends with its line, and is empty at the end of the text."""
     at = 0
     while (found := _BOX.search(text, at)) is not None:
         end = _brace_end(text, found.end())

@@ -1,10 +1,10 @@
-"""Denials: numbers that are named but are not the answer: "not 42", "42 is wrong", "more than 42", "twice 42"."""
+"""Denials: numbers that are mentioned but are not the answer: "not 42", "42 is wrong", "more than 42", "twice 42"."""
 
 from __future__ import annotations
 
 import re
 
-_TURN = r"\b(?:but|so|hence|thus|therefore|then|giving|which gives)\b"  # what a denial does not reach beyond
+_TURN = r"\b(?:but|so|hence|thus|therefore|then|giving|which gives)\b"  # words that end the scope of a denial
 _BEFORE = re.compile(
     r"(?:\b(?:not|non|pas|nicht)\b(?!-)|n't\b|\bnever\b|\bneither\b|\bnor\b|\bcannot be\b|\brather than\b"
     r"|\binstead of\b|\\neq?|≠|!="
@@ -33,7 +33,8 @@ _SEEN = 60, 40  # characters before and behind
 
 
 def denied(text: str, start: int, end: int) -> bool:
-    """Whether the text denies that its part from `start` to `end` is the answer, or uses it to describe another."""
+    """Whether the text denies that its part from `start` to `end` is the answer, or only uses it to describe another
+    number."""
     before, after = text[max(0, start - _SEEN[0]) : start], text[end : end + _SEEN[1]]
     return any(found is not None for found in (_BEFORE.search(before), _BESIDE.search(before), _AFTER.search(after)))
 

@@ -34,7 +34,7 @@ Span = tuple[int, int, str]  # start, end, content
 
 @dataclass(frozen=True)
 class FinalAnswer:
-    """A final answer as it is written; `certain` if the text marks where it begins and ends."""
+    """A final answer as written; `certain`: the text marks its begin and end."""
 
     text: str
     certain: bool
@@ -158,7 +158,7 @@ _WHOLE_WORDS = re.compile(
 
 
 def without_frame(completion: str, prompt: str = "") -> str:
-    """The text after rule 1."""
+    """Text after rule 1."""
     text = _MIXED.sub(_in_parts, _in_digits(said(completion, prompt)[-LONGEST_TAIL:]))
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
@@ -175,13 +175,13 @@ def _in_parts(found: re.Match[str]) -> str:
 
 
 def _in_digits(text: str) -> str:
-    """The text with the digits of every script as 0 to 9, and their marks."""
+    """The text with digits of all scripts replaced by 0 to 9."""
     return text if text.isascii() else _DIGIT.sub(lambda found: str(int(found[0])), text.translate(_MARKS))
 
 
 def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
-    """The final answer by rules 2 to 6, in a text that rule 1 has prepared; None if there is none. `is_all`: the text
-    is nothing but an answer, so that what rule 6 passes over in it counts too."""
+    """Final answer by rules 2 to 6, from a text prepared by rule 1; None if there is none. `is_all`: the whole text is
+    an answer, so parts that rule 6 would skip count too."""
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
         return _untagged(tagged[-1].strip())
     if (corrected := _CORRECTED.search(text)) is not None:
@@ -199,7 +199,7 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
 
 
 def _untagged(inner: str) -> FinalAnswer:
-    """The answer in the text between two tags."""
+    """The answer between two tags."""
     if (whole := _whole(inner)) is not None:
         return whole
     return final_answer(inner, is_all=True) or FinalAnswer(_told(inner) if "\n" in inner else inner, certain=True)
@@ -226,8 +226,8 @@ def _whole(text: str) -> FinalAnswer | None:
 
 
 def _stated(text: str) -> str | None:
-    """What a short sentence says of its subject: "true" in "The statement is true."; None if it denies that, or says
-    more than one thing."""
+    """Predicate of a short sentence: "true" in "The statement is true."; None if it is negated, or there are
+    several."""
     found = _STATEMENT.fullmatch(text)
     if found is None or len(_STATES.findall(text)) > 1 or is_denying(text) or _NEGATED.search(found["subject"]):
         return None
@@ -243,7 +243,7 @@ def _is_spoken(text: str) -> bool:
 
 
 def is_list(text: str) -> bool:
-    """Whether the text is a list of formulas and words, such as "blue, 7", and no sentence."""
+    """Whether the text is a list of formulas and words, such as "blue, 7", not a sentence."""
     items = _ITEMS.split(text.strip())
     return 1 < len(items) <= _MOST_ITEMS and all(_whole(item.strip()) is not None for item in items)
 
@@ -269,7 +269,7 @@ def is_formula(text: str) -> bool:
 
 
 def _are_symbols(letters: str) -> bool:
-    """Whether letters are a product or the name of a line (``abc``, ``AB``), and not a word."""
+    """Whether letters are a product or the name of a line (``abc``, ``AB``), not a word."""
     return len(letters) <= (4 if letters.isupper() else 3) and _SHORT_WORDS.fullmatch(letters.lower()) is None
 
 
@@ -295,7 +295,7 @@ def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, Fin
 
 
 def _piece_of(rest: str) -> FinalAnswer:
-    """The formulas at the beginning of the text, else the answer in its first sentence."""
+    """Formulas at the beginning of the text, else the answer in its first sentence."""
     if (inner := boxed(_sentence(rest))) is not None:
         return FinalAnswer(inner, certain=True)
     told = _told(rest)
@@ -315,7 +315,7 @@ def _piece_of(rest: str) -> FinalAnswer:
 
 
 def _formulas(text: str, first: re.Match[str]) -> tuple[list[str], int]:
-    """The contents of the formulas from `first` on, as far as they are joined, and their end."""
+    """Contents of the formulas from `first` on that are joined to it, and the end of the last."""
     contents, at = [_content(first)], first.end()
     while (joint := _BETWEEN.match(text, at)) is not None and (more := _FORMULA.match(text, joint.end())) is not None:
         contents.append(_content(more))
@@ -334,7 +334,7 @@ def _sentence(text: str) -> str:
 
 
 def _told(rest: str) -> str:
-    """The first sentence, without asides and denials at its end."""
+    """First sentence, without asides and denials at its end."""
     sentence = _ASIDE.split(_sentence(rest.strip()))[0]
     return sentence.strip(' "“”*`')
 
@@ -343,8 +343,8 @@ def _told(rest: str) -> str:
 
 
 def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
-    """The last formula or number that is not denied; an empty answer if all are. `is_all`: the whole text, if it holds
-    another that is not denied."""
+    """Last formula or number that is not denied; an empty answer if all are. `is_all`: the whole text, if it has
+    another one that is not denied."""
     spans: list[Span] = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
     for form in (_RELATION, _EQUATION, _TUPLE, _SET):
         spans += _found(form, text, spans)
@@ -368,9 +368,9 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
 
 
 def _is_title(words: str, of_choice: bool) -> bool:
-    """Whether words say what is asked for. They may have numbers ("the sum of $f(2)$ and 3"), but no choices, and no
-    verb by which they would state an answer of their own. A choice has two names, so that words before it may be a
-    third ("blue is (D) 42"), unless an article makes them a title."""
+    """Whether words announce an answer. They may contain numbers ("the sum of $f(2)$ and 3"), but no choices and no
+    verb that states an answer of its own. Before a choice (two names), words may be a third name ("blue is (D) 42"),
+    unless they begin with an article."""
     bare = _FORMULA.sub(" ", words)
     if "\\" in bare or not all(found.isdigit() for found in candidates(bare)) or is_denying(words):
         return False
@@ -385,7 +385,7 @@ def _bare(text: str) -> str:
 
 
 def _letter(text: str) -> FinalAnswer | None:
-    """The letter of a choice in the last sentence that has one and nothing else: "so I think it's B, not A"."""
+    """Letter of a choice in the last sentence that has one and no other candidate: "so I think it's B, not A"."""
     for sentence in reversed(_SENTENCES.split(text)):
         if re.search(r"[0-9$\\]", sentence):
             return None
@@ -398,7 +398,7 @@ def _letter(text: str) -> FinalAnswer | None:
 
 
 def _found(form: re.Pattern[str], text: str, taken: Sequence[Span]) -> list[Span]:
-    """The spans of this form that do not begin inside a taken one."""
+    """Spans of this form that do not begin inside a taken one."""
     return _apart(((found.start(), found.end(), found[0]) for found in form.finditer(text)), taken)
 
 
@@ -407,7 +407,7 @@ def _apart(places: Iterable[Span], taken: Sequence[Span]) -> list[Span]:
 
 
 def _with_neighbours(text: str, spans: Sequence[Span]) -> list[Span]:
-    """The last formula, with those that "and", "or" or a comma joins to it; the last one first."""
+    """The last formula and those joined to it by "and", "or" or a comma, the last one first."""
     joined = [spans[0]]
     for span in spans[1:]:
         if _BETWEEN.fullmatch(text[span[1] : joined[-1][0]]) is None:

@@ -1,6 +1,6 @@
-r"""Terms in prose: a number with all that it is added to, multiplied with or raised to.
+r"""Terms in prose: a number together with everything that is added to it, multiplied with it, or in its power.
 
-A number that stands in a term is no answer by itself: "the area is 25π" is not 25, and "5 × 10^3 m" neither 5 nor 10.
+A number inside a term is no answer by itself: "the area is 25π" is not 25, and "5 × 10^3 m" is neither 5 nor 10.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DATE = re.compile(r"[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}|[0-9]{1,2}[-/][0-9]{1,
 
 
 def terms(text: str) -> Iterator[tuple[int, int, str]]:
-    """The places of all terms with more than one number or sign in them: start, end, text.
+    """Positions of all terms with more than one number or sign: start, end, text.
 
     >>> [term for _, _, term in terms("It is 25π or 5 × 10^3 m, not 2/3, and 4 of them.")]
     ['25π', '5 × 10^3']

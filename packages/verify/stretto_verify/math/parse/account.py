@@ -1,8 +1,8 @@
-r"""What a text says beside its answer, and whether a reading accounts for all of a text.
+r"""Account of a text: whether a parsed structure covers every candidate in it.
 
-A *candidate* is whatever could be an answer by itself: a digit, the letter of a choice, a stance (yes, false), a
-formula. Words may be passed over, since answers are told in sentences and numbers have units. Candidates may not: an
-answer that holds one which its reading does not say is none.
+A *candidate* is anything that could be an answer by itself: a digit, the letter of a choice, a stance (yes, false), a
+formula. Words may be skipped, since answers are embedded in sentences and numbers have units. Candidates may not: a
+text with a candidate that its structure lacks is no answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME = re.compile(rf"\${_CALLED}\$|\\\({_CALLED}\\\)")
 
 
 def says_nothing(words: str) -> bool:
-    """Whether words beside an answer hold no candidate.
+    """Whether words beside an answer contain no candidate.
 
     >>> says_nothing("apples in all, as $n$"), says_nothing("or 43"), says_nothing("or (B)"), says_nothing("A total of")
     (True, False, False, True)
@@ -43,17 +43,17 @@ def says_nothing(words: str) -> bool:
 
 
 def candidates(text: str) -> Counter[str]:
-    """How often each digit, each letter of a choice and each stance occurs in a text."""
+    """Number of occurrences of each digit, choice letter and stance in a text."""
     return Counter(_CANDIDATE.findall(_ARTICLE.sub(" ", _COMMAND.sub(" ", text))))
 
 
 def accounts_for(given: Node, text: str) -> bool:
-    """Whether a reading says every candidate of the text that it was made of."""
+    """Whether the structure contains every candidate of the text that it was parsed from."""
     return candidates(text) <= candidates(" ".join(texts(given)))
 
 
 def texts(given: Node) -> list[str]:
-    """The texts of all parts of a structure."""
+    """Texts of all parts of a structure."""
     match given:
         case Scalar(latex=latex, unit=unit, beside=beside):
             return [latex, unit, *beside]

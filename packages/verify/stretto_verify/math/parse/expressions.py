@@ -1,4 +1,4 @@
-r"""Expressions: plain numbers are read here, all others by math-verify's LaTeX parser."""
+r"""Expressions: plain numbers are parsed here, all others by math-verify's LaTeX parser."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Number:
 
 
 def number(latex: str) -> Number | None:
-    """The value of ``-12``, ``3.50``, ``1/2``, ``\\frac{1}{2}``, ``2 1/2``; None if the text is no plain number."""
+    """Value of ``-12``, ``3.50``, ``1/2``, ``\\frac{1}{2}``, ``2 1/2``; None if the text is no plain number."""
     latex = latex.strip()
     if (found := _DECIMAL.fullmatch(latex)) is not None:
         digits = found[3] or ""
@@ -63,7 +63,7 @@ def number(latex: str) -> Number | None:
 
 @lru_cache(maxsize=1 << 14)
 def expression(latex: str) -> sympy.Basic:
-    """The expression of a scalar, by math-verify's LaTeX parser.
+    """Parse a scalar with math-verify's LaTeX parser.
 
     Raises:
         Unreadable: the parser cannot read it.

@@ -1,7 +1,7 @@
-r"""Two forms of final answers that are replaced by simpler ones.
+r"""Rewriting of two forms of final answers to simpler ones.
 
 ``\begin{cases} x=1 \\ y=2 \end{cases}`` becomes ``x=1,y=2``; "x = nπ for all integers n" becomes ``x = k\pi``. Only
-whole answers are replaced, not parts of a formula.
+whole answers are rewritten, not parts of a formula.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def reformed(text: str) -> str:
 
 
 def _system(found: re.Match[str]) -> str:
-    """The rows as a list; matrices, and cases with conditions, are left unchanged."""
+    """Rows as a list; matrices, and cases with conditions, are unchanged."""
     rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
     if "align" in found[1] or found[1] == "split":
         rows = [row.replace("&", "") for row in rows]
@@ -62,7 +62,7 @@ def _system(found: re.Match[str]) -> str:
 
 
 def undeclared(text: str) -> str:
-    r"""A spelled final answer without what it says of its names at its end: ``c is a constant``, ``n \ge 1``.
+    r"""A spelled final answer without trailing declarations: ``c is a constant``, ``n \ge 1``.
 
     >>> undeclared(r"2^{n-1},n\ge 1"), undeclared(r"x<5,x>1")
     ('2^{n-1}', 'x<5,x>1')
@@ -75,7 +75,7 @@ def undeclared(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text with its words as words. A letter or a number that is alone in its wrapper is none."""
+    """The text with wrapped words unwrapped, except single letters and numbers."""
     return " ".join(_TEXTS.sub(lambda found: found[0] if _ALONE.fullmatch(found[1]) else f" {found[1]} ", text).split())
 
 
@@ -84,7 +84,7 @@ def _alone(name: str) -> re.Pattern[str]:
 
 
 def _declaration(text: str) -> str | None:
-    """The text without its last "n ∈ Z" or "for all integers n", and with k for n; None if it has no such part."""
+    """The text without its last "n ∈ Z" or "for all integers n", and with k for n; None if there is none."""
     plain = _plain(text)
     found = _DECLARED.search(plain)
     if found is None or not (head := plain[: found.start()].strip()):

@@ -29,7 +29,7 @@ _MOST_WORDS: Final = 16
 
 
 def counted(words: str) -> Fraction | None:
-    """The number that is written in words; None if it is none.
+    """Number written in words; None if the text is no number.
 
     >>> str(counted("twelve")), str(counted("Two hundred and twenty-one")), str(counted("minus two thirds"))
     ('12', '221', '-2/3')
@@ -63,7 +63,7 @@ def _amount(parts: list[str]) -> Fraction | None:
 
 
 def _fraction(parts: list[str]) -> Fraction | None:
-    """``one half``, ``three quarters``: several parts are in the plural."""
+    """``one half``, ``three quarters``: plural for several parts."""
     if not parts:
         return None
     *above, below = parts
@@ -78,7 +78,7 @@ def _fraction(parts: list[str]) -> Fraction | None:
 def _whole(parts: list[str]) -> int | None:
     """``two hundred and five thousand``."""
     total = group = 0
-    before = ""  # what the last word was: a digit, ten, hundred, large
+    before = ""  # kind of the last word: a digit, ten, hundred, large
     largest = 10**15
     for word in parts:
         if word == "and" and before in ("hundred", "large"):

@@ -1,6 +1,5 @@
-r"""Final answers that are told in words or by a name of their own: "no real solutions", ``\mathbb{R}``, "3 to 4", all
-reals but a few, ``2 hours 30 minutes``.
-"""
+r"""Final answers in words or standard notation: "no real solutions", ``\mathbb{R}``, "3 to 4", all reals except some,
+``2 hours 30 minutes``."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _SPELT = re.compile(r"\s*(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]+(?:[ -]+
 
 
 def phrase(text: str) -> Node | None:
-    """The structure of a spelled text that is such a phrase; None if it is none."""
+    """Structure of a spelled text that is such a phrase, else None."""
     if text == r"\ldots":
         return Dots()
     bare = " ".join(_INTO_WORDS.sub(r" \1 ", text).split())
@@ -54,14 +53,14 @@ def phrase(text: str) -> Node | None:
 
 
 def in_words(piece: str) -> Scalar | None:
-    """A whole piece that is a number in words; None if it is none."""
+    """A whole text that is a number in words, else None."""
     found = _SPELT.fullmatch(piece)
     value = counted(found[1]) if found is not None else None
     return None if value is None else Scalar(str(value))
 
 
 def without(points: Sequence[Node]) -> Union | None:
-    """The real numbers without these, as a union of intervals; None if their order is not known."""
+    """Real numbers except these points, as a union of intervals; None if their order is unknown."""
     values = [number(point.latex) if isinstance(point, Scalar) else None for point in points]
     known = [value.value for value in values if value is not None]
     if len(points) > 1 and len(set(known)) < len(points):

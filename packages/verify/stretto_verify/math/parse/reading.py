@@ -1,7 +1,7 @@
-r"""The structure of a final answer: lists, tuples, intervals, relations, matrices, ratios, words, and scalars.
+r"""Parser of final answers into structures: lists, tuples, intervals, relations, matrices, ratios, words, scalars.
 
-Structure is read strictly, since it decides verdicts: whether order counts, whether an end belongs to an interval. Text
-without structure is a `Scalar`; math-verify's LaTeX parser reads it when its value is needed.
+Structure is parsed strictly, since it decides verdicts: whether order counts, whether an endpoint belongs to an
+interval. Text without structure is a `Scalar`, which math-verify's LaTeX parser reads when its value is needed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CHOICE = re.compile(
 _OTHER_CHOICE = re.compile(
     r"(?:\\text\{\s*)?(?:(?<![\w})^\]])\([A-J]\)|(?<![\w})^\](])[A-J][).](?=\s|$))|(?<=\))\([A-J]\)"
 )
-_SEPARATED = re.compile(r"[\s({]*(?:\\text\{\s*)?[,;]")  # what goes on with a list
+_SEPARATED = re.compile(r"[\s({]*(?:\\text\{\s*)?[,;]")  # continues a list
 _EQUATED = re.compile(  # sides of a choice's equation: AB, f(x), 2x+3y; no words, no other choice, no plain number
     r"(?=(?:\\(?!text)[a-zA-Z]+|[^\\a-zA-Z])*[a-zA-Z])(?:\\(?!text)[a-zA-Z]+|(?<![a-zA-Z])[A-J](?=[A-Z(_])|(?<=[A-Z])[A-J]"
     r"|(?<=[a-zA-Z]\()[A-J](?=\))|(?<![a-zA-Z])[a-zK-Z]{1,2}(?![a-z])|(?<=[A-Z])[K-Z]|[^\\a-zA-Z])+"
@@ -74,11 +74,11 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 
 @lru_cache(maxsize=1 << 14)
 def read(piece: str) -> Node:
-    """The structure of a final answer as it is written, which accounts for all of it.
+    """Parse a final answer as written; the structure accounts for all of it.
 
     Raises:
-        Undecided: it is beyond the limits.
-        LeftOver: something in it could be an answer too.
+        Undecided: it exceeds the limits.
+        LeftOver: a part outside the structure could be an answer too.
         Unreadable: its form is unknown.
     """
     check_piece(piece)
@@ -92,7 +92,7 @@ def read(piece: str) -> Node:
 
 
 def node(text: str) -> Node:
-    """The structure of a spelled text."""
+    """Parse a spelled text."""
     text = _outer(_INTRODUCED.sub("", text))
     if not text:
         raise Unreadable("nothing")
@@ -128,7 +128,7 @@ def node(text: str) -> Node:
 
 
 def _points(groups: Iterable[str]) -> Listing | None:
-    """``p=5,q=2;p=7,q=2`` as a list of points; None if it is none."""
+    """``p=5,q=2;p=7,q=2`` as a list of points; None for other forms."""
     points = []
     for group in groups:
         sides = [item.split("=") for item in split(group, ",")]
@@ -140,7 +140,7 @@ def _points(groups: Iterable[str]) -> Listing | None:
 
 
 def _chosen(found: re.Match[str]) -> Node:
-    """A choice with what it stands for; several choices are a list of them."""
+    """A choice with its content; several choices become a list."""
     if (other := _OTHER_CHOICE.search(found[4])) is not None:
         at = found.start(4) + other.start()
         return _list("", "", (found[0][:at], found[0][at:]))
@@ -166,7 +166,7 @@ def _parts(given: Node) -> tuple[Node, ...]:
 
 
 def _is_named(side: Node) -> bool:
-    """Whether a side of a choice's equation is a name or an expression in names, and no answer of its own."""
+    """Whether a side of an equation in a choice is a name or an expression in names, not an answer of its own."""
     if isinstance(side, Listing):
         return all(map(_is_named, side.items))
     if isinstance(side, Words):
@@ -180,7 +180,7 @@ def _is_choice(given: Node) -> bool:
 
 
 def _outer(text: str) -> str:
-    """The text without outer punctuation, and without braces that only group."""
+    """The text without outer punctuation and grouping braces."""
     text = text.strip(" ,;:\n\t").rstrip(" .,;:\n\t")
     while text.startswith("{") and closing_at(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
@@ -197,13 +197,13 @@ def _words(text: str) -> Words | None:
 
 
 def _has_word(bare: str) -> bool:
-    """Whether letters are words, and not a product or a difference of letters."""
+    """Whether letters are words, not a product or difference of letters."""
     longest = max(len(part) for part in re.split(r"[ ,-]+", bare))
     return longest > 3 or (longest == 3 and "-" not in bare)
 
 
 def _list(opening: str, closing: str, items: Iterable[str]) -> Node:
-    """A list; ``x = 1, 2, 3`` is one relation whose right side is the list."""
+    """A list, or one relation if the right side is a list (``x = 1, 2, 3``)."""
     nodes = [node(item) for item in items]
     first, *rest = nodes
     names_all = isinstance(first, Relation) and first.signs[-1] in ("=", r"\in", r"\neq") and not opening
@@ -218,7 +218,7 @@ def _list(opening: str, closing: str, items: Iterable[str]) -> Node:
 
 
 def _unequal(nodes: Sequence[Node]) -> Relation | None:
-    r"""``x \neq 1, x \neq 2`` as one relation; None if it is none."""
+    r"""``x \neq 1, x \neq 2`` as one relation; None for other forms."""
     sides = [node.sides for node in nodes if isinstance(node, Relation) and node.signs == (r"\neq",)]
     if len(sides) < len(nodes) or len({name for name, _ in sides}) > 1:
         return None
@@ -252,7 +252,7 @@ def _relation(text: str) -> Node | None:
 
 
 def _beside(found: Node, texts: Iterable[str]) -> Node:
-    """The structure with texts that were read with it: steps before a conclusion, approximations."""
+    """The structure together with texts that belong to it: steps before a conclusion, approximations."""
     match found:
         case Scalar() | Relation():
             return replace(found, beside=(*found.beside, *texts))
@@ -286,14 +286,14 @@ def _made(sides: list[str], signs: list[str]) -> Node:
 
 
 def _check_near(sides: list[str]) -> None:
-    """Check that numbers may be approximations of each other: "41 ≈ 37" is a list of candidates."""
+    """Check that numbers may approximate each other; "41 ≈ 37" is a list of candidates."""
     values = [found.value for side in sides if (found := number(without_unit(side)[0])) is not None]
     if values and max(values) - min(values) > 1 and abs(max(values) - min(values)) * 10 > max(map(abs, values)):
         raise Unreadable("approximations that are far apart")
 
 
 def _side(text: str) -> Node:
-    """A side before the last. It may be any text, since it only names the last."""
+    """Parse a side before the last. Any text is allowed, since it only names the last side."""
     try:
         return node(text)
     except Unreadable:

@@ -1,8 +1,8 @@
-r"""One spelling for each final answer, so that `reading` has few forms to know.
+r"""Canonical spelling of final answers, so that `reading` needs to know few forms.
 
 The result is LaTeX without decoration: ``\dfrac12``, ``½`` and ``\tfrac{1}{2}`` become ``\frac{1}{2}``; ``pi/2``
-becomes ``\pi/2``; ``x^(3)`` becomes ``x^{3}``; "1 and 2" becomes "1,2". Nothing that carries value is dropped: text
-that has no spelling here stays, and the reader refuses it.
+becomes ``\pi/2``; ``x^(3)`` becomes ``x^{3}``; "1 and 2" becomes "1,2". Nothing with a value is dropped: unknown text
+stays, and the reader refuses it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|pi|
 
 
 def _russian(found: re.Match[str]) -> str:
-    """``\\arctg``, ``\\ctg``: tangent and cotangent as they are called where many olympiads come from."""
+    """Russian names ``\\arctg``, ``\\ctg`` as arctangent and cotangent."""
     arc, co = found[1] or found[3], found[2] or found[4]
     return f"\\{arc or ''}{'cot' if co else 'tan'} "
 
@@ -75,7 +75,7 @@ def _aligned(found: re.Match[str]) -> str:
 
 
 def _french(found: re.Match[str]) -> str:
-    """``]0,1[`` is ``(0,1)``."""
+    """French open interval ``]0,1[`` as ``(0,1)``."""
     return {"[": "[", "]": "("}[found[1]] + found[2] + {"[": ")", "]": "]"}[found[3]]
 
 
@@ -174,7 +174,7 @@ _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]%$])")
 
 @lru_cache(maxsize=1 << 12)
 def spelled(text: str) -> str:
-    r"""The one spelling of a final answer.
+    r"""Canonical spelling of a final answer.
 
     >>> spelled(r"$\dfrac12\,$."), spelled("-1 + exp(16)"), spelled(r"\(12\text{ and }13\)")
     ('\\frac{1}{2}', '-1 + e^{16}', '12,13')
@@ -197,7 +197,7 @@ def spelled(text: str) -> str:
 
 
 def _trimmed(text: str) -> str:
-    """The text without outer punctuation; a leading point belongs to the number."""
+    """The text without outer punctuation; a leading decimal point stays."""
     text = text.strip(_EDGES)
     return text if text.endswith("..") else text.rstrip(_EDGES + ".")
 
@@ -213,12 +213,12 @@ def unwrapped(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    """The text without spaces: answers that are equal then are equal in any reading."""
+    """The text without spaces, for a comparison before any parsing."""
     return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
 
 
 def closing_at(text: str, start: int) -> int:
-    """The position that closes the bracket at `start`, by a bracket of any kind; -1 if none does."""
+    """Position of the bracket that closes the one at `start`, counting brackets of any kind; -1 if none does."""
     level = 0
     for at in range(start, len(text)):
         if text[at] in "([{":

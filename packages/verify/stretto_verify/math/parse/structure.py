@@ -1,4 +1,4 @@
-"""The structures of final answers, which the reader makes and the comparison compares."""
+"""Structures of final answers, between parser and comparison."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Unreadable(Exception):
 
 
 class LeftOver(Unreadable):
-    """A reading leaves something over that could be an answer too."""
+    """The text has a part outside the structure that could be an answer too."""
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """One expression, with the factor of a word behind it (percent, million) and its unit; `beside`: the texts that
-    were read with it and carry no value of their own, such as an approximation."""
+    """One expression, with the factor of a word after it (percent, million) and its unit. `beside`: texts parsed with
+    it that have no value of their own, such as an approximation."""
 
     latex: str
     scale: Fraction = Fraction(1)
@@ -40,7 +40,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Letter:
-    """The letter of a choice and its content: ``(A) 5``."""
+    """Letter of a choice, with its content: ``(A) 5``."""
 
     letter: str
     content: Node
@@ -66,7 +66,7 @@ class Listing:
 
 @dataclass(frozen=True)
 class Relation:
-    """The sides of ``a = b`` or ``a < b <= c``, and the signs between them; `beside` as in `Scalar`."""
+    """Sides of ``a = b`` or ``a < b <= c``, and the signs between them; `beside` as in `Scalar`."""
 
     sides: tuple[Node, ...]
     signs: tuple[str, ...]
@@ -82,7 +82,7 @@ class Union:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Rows of cells."""
+    """A matrix as rows of cells."""
 
     rows: tuple[tuple[Node, ...], ...]
 
@@ -98,7 +98,7 @@ Node = Scalar | Words | Letter | Dots | Listing | Relation | Union | Matrix | Ra
 
 
 def letters(given: Node | str) -> str:
-    """The letters and digits of an answer in words, for comparison."""
+    """Letters and digits of an answer in words, for comparison."""
     text = given if isinstance(given, str) else given.text if isinstance(given, Words) else _source(given)
     return re.sub(r"[^a-z0-9]", "", _COMMANDS.sub("", compact(_ARTICLE.sub("", text))).lower())
 

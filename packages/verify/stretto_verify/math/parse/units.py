@@ -1,7 +1,7 @@
-r"""Units behind a number.
+r"""Units after a number.
 
-A unit may be missing on either side; two known units must be the same, or measure the same (``5 m`` is ``500 cm``).
-Other words behind a number (``5 apples``) are ignored.
+A unit may be missing on either side; two known units must be the same, or measure the same quantity (``5 m`` is ``500
+cm``). Other words after a number (``5 apples``) are ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SPELLINGS: Final = {
     "acre": "acre acres",
     "gal": "gal gallon gallons",
 }
-#: What a unit measures, and how much of it.
+#: Quantity that each unit measures, and its size.
 _SIZES: Final[Mapping[str, tuple[str, Fraction]]] = {
     unit: (kind, Fraction(size))
     for kind, sizes in {
@@ -62,7 +62,7 @@ _SIZES: Final[Mapping[str, tuple[str, Fraction]]] = {
     }.items()
     for unit, size in sizes.items()
 }
-#: Of an amount in two units, told in the smaller of them. A number without a unit is no such amount.
+#: Mark of an amount in two units, given in the smaller one, so that it differs from a number without a unit.
 TWO_UNITS: Final = " and more"
 KNOWN: Final = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in spellings.split()}
 _POWERS: Final = {"sq": "2", "square": "2", "squared": "2", "cu": "3", "cubic": "3", "cubed": "3"}
@@ -126,7 +126,7 @@ def amount(text: str) -> tuple[str, str] | None:
 
 
 def conversion(unit: str, other: str) -> Fraction | None:
-    """How many of the other unit one is; None if they do not measure the same.
+    """Factor from `unit` to `other`; None if they measure different quantities.
 
     >>> str(conversion("m^2", "cm^2")), str(conversion("km/h", "m/s")), conversion("m", "s")
     ('10000', '5/18', None)
@@ -136,7 +136,7 @@ def conversion(unit: str, other: str) -> Fraction | None:
 
 
 def _size(unit: str) -> tuple[str, Fraction] | None:
-    """What a unit measures, and how much of it."""
+    """Quantity that a unit measures, and its size in the base unit."""
     above, _, below = unit.removesuffix(TWO_UNITS).partition("/")
     kinds, size = [], Fraction(1)
     for part, sign in ((above, 1), *([(below, -1)] if below else [])):
@@ -168,7 +168,7 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def _are_unit(words: str, apart: bool) -> bool:
-    """Whether letters behind a number are a unit; in ``3x`` and ``2ab`` they are variables."""
+    """Whether letters after a number are a unit; in ``3x`` and ``2ab`` they are variables."""
     if _DENIED.search(words):
         return False
     parts = re.split(r"[ /.]+", words.lower())

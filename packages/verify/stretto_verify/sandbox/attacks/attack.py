@@ -1,7 +1,7 @@
-"""What an attack on a sandbox is: a program that tries to get at something, and how one sees that it did.
+"""Attacks on a sandbox: programs that try to reach something outside, and how success is detected.
 
-An attack prints THROUGH when it got what it wanted, or leaves its mark on the host. `$PORT`, `$ABSTRACT`, `$SECRET`,
-`$OWN`, `$MARK`, `$GRADER` and `$NEIGHBOUR` stand for the baits that `probe.Baits` lays out.
+An attack succeeds if it prints THROUGH or leaves its mark on the host. `$PORT`, `$ABSTRACT`, `$SECRET`, `$OWN`,
+`$MARK`, `$GRADER` and `$NEIGHBOUR` stand for the baits of `probe.Baits`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ THROUGH = b"THROUGH"
 
 @dataclass(frozen=True)
 class Attack:
-    """`stopped_by` is the weakest level that must stop it."""
+    """One attack; `stopped_by` is the weakest level that must stop it."""
 
     name: str
     program: str

@@ -1,7 +1,7 @@
-"""All attacks, and the one program that must work.
+"""All attacks, and one honest program that must work.
 
-They are run before any model's program is, to learn which walls hold. The list follows the attacks that are known to
-get through plain subprocesses, containers or bubblewrap alone.
+They run before any model's program, to find the walls that hold. The list follows attacks known to get through plain
+subprocesses, containers or bubblewrap alone.
 """
 
 from __future__ import annotations

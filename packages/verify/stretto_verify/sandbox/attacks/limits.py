@@ -1,4 +1,4 @@
-"""Attacks that take more than their share: processes, memory, files, time, output."""
+"""Attacks that exceed resource limits: processes, memory, files, time, output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks that reach for what is outside: network, files, memory, other processes, the kernel's larger doors."""
+"""Attacks that reach outside: network, files, memory, other processes, powerful system calls."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The workflows that are built in."""
+"""Built-in workflows."""

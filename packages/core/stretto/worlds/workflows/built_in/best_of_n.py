@@ -1,4 +1,4 @@
-"""Several answers, of which a judge, the policy itself, chooses one."""
+"""Best of n: several completions, and the policy itself as the judge that chooses one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _JUDGE = "Question: {prompt}\n{answers}\nWhich answer is right? Say its number."
 
 
 class BestOfN(Workflow):
-    """The policy answers several times side by side, and chooses one of the answers as their judge.
+    """The policy samples `n` completions in parallel, then chooses one of them as the judge.
 
-    The trajectory gets the reward of the chosen answer, by turn each answer its own and the judge that of its choice; a
-    judge that names none has chosen the first.
+    The trajectory's reward is that of the chosen completion. By turn, each completion gets its own reward and the judge
+    that of its choice. A judge that names none has chosen the first.
 
     Args:
-        n: answers.
-        judge: what the judge is asked; ``{prompt}`` and ``{answers}`` (one in a line, with numbers) are replaced.
+        n: number of completions.
+        judge: prompt of the judge; ``{prompt}`` and ``{answers}`` (numbered, one a line) are replaced.
     """
 
     def __init__(self, n: int = 4, judge: str = _JUDGE) -> None:

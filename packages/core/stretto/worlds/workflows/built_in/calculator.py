@@ -19,13 +19,13 @@ _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, as text.
+    """Value of an arithmetic expression, as text.
 
     >>> calculate("(3 + 4) * 5"), calculate("7 / 2")
     ('35', '3.5')
 
     Raises:
-        ValueError: it is none, or its numbers are too large.
+        ValueError: the text is no expression, or its numbers are too large.
         ZeroDivisionError: it divides by zero.
     """
     if len(expression) > _MOST_CHARACTERS:

@@ -1,4 +1,4 @@
-"""An environment of reset and step, whose actions are what the model says."""
+"""Environments with reset and step, whose actions are the model's completions."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ _PLACE = "workflow.settings.make"
 
 
 class TextEnvironment(Protocol):
-    """One episode in the form of Gymnasium, with texts. Equal seeds and actions have to give equal observations: after
-    a crash the episode is played again up to where it was, without the model."""
+    """One episode in the form of Gymnasium, with texts (Protocol). It must be deterministic for equal seeds and
+    actions: after a crash, the episode is replayed with the recorded completions."""
 
     def reset(self, seed: int) -> str:
-        """Begin; the first observation."""
+        """Begin the episode; returns the first observation."""
         ...
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """The observation behind an action, its reward, and whether the episode has ended."""
+        """Act; returns the next observation, the action's reward, and whether the episode has ended."""
         ...
 
     def close(self) -> None:
-        """The episode has ended, or was given up."""
+        """Release resources; called when the episode has ended or is abandoned."""
         ...
 
 
 class EnvironmentPlay(Workflow):
-    """The model plays an episode: each observation is a message to it, each completion an action.
+    """The model plays an episode: observations are user messages, completions are actions.
 
     Args:
-        make: ``package.module:name`` of what makes a `TextEnvironment`.
-        arguments: of `make`; those of the task's row go over them.
-        instructions: a system message in front of the observations; empty for none.
-        turns: actions at most.
+        make: ``package.module:name`` of a callable that returns a `TextEnvironment`.
+        arguments: arguments of `make`; those of the task's row override them.
+        instructions: system message in front of the observations; empty for none.
+        turns: most actions of an episode.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class EnvironmentPlay(Workflow):
         return [self._instructions] if self._instructions else []
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """The sum of the rewards of an episode; each action's by turn."""
+        """Play one episode; returns the sum of its rewards, and by turn the reward of each action."""
         own = {name: value for name, value in task.fields.items() if name in self._arguments}
         environment = self._make(**{**self._arguments, **own})
         rewards: dict[int, float] = {}

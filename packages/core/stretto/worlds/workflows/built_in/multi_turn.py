@@ -1,4 +1,4 @@
-"""Several tries, with feedback between them."""
+"""Several attempts, with feedback in between."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from stretto.worlds.workflows.task import Reward, WorkflowTask
 
 
 class MultiTurn(Workflow):
-    """The model tries until its completion is right, and is told each time that it is not.
+    """The model tries until its completion is right; a wrong one is followed by feedback.
 
     Args:
-        tries: completions at most.
-        feedback: what it is told behind a wrong one; ``{prompt}`` stands for the question.
-        discount: the reward of a right completion is multiplied by this for each try before it.
+        tries: most completions.
+        feedback: message after a wrong completion; ``{prompt}`` stands for the question.
+        discount: factor on the reward of a right completion for each attempt before it.
     """
 
     def __init__(self, tries: int = 3, feedback: str = "That is not right. Try again.", discount: float = 0.9) -> None:
@@ -27,7 +27,8 @@ class MultiTurn(Workflow):
         return [self._feedback.replace("{prompt}", "")] if self._tries > 1 else []
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """The reward of the last try, discounted; by turn that of each try, so that what follows a turn is its own."""
+        """Discounted reward of the last attempt; by turn the reward of each attempt, so no turn gets credit for later
+        ones."""
         found: list[float] = []
         for attempt in range(self._tries):
             reply = await chat.generate()

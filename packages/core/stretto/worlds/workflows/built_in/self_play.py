@@ -1,4 +1,4 @@
-"""Two roles of one policy: one asks, the other answers."""
+"""Self-play: the policy answers and, in another role, criticises the answer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _AGAIN = "A critic says: {criticism}\nGive your final answer."
 
 
 class SelfPlay(Workflow):
-    """The policy answers, criticises the answer in another role, and answers again; each role has its reward.
+    """The policy answers, criticises the answer in another role, and answers again.
 
-    The one who answers gets the reward of the last answer. The critic gets what the criticism was worth: the last
-    answer's reward less the first one's.
+    The answering role gets the reward of the last answer, the critic the improvement: the last answer's reward minus
+    the first one's.
 
     Args:
-        critic: what the critic is asked; ``{prompt}`` and ``{answer}`` are replaced.
-        again: the next prompt of the one who answers; ``{criticism}`` is replaced.
-        rounds: of criticism.
+        critic: prompt of the critic; ``{prompt}`` and ``{answer}`` are replaced.
+        again: next prompt of the answering role; ``{criticism}`` is replaced.
+        rounds: rounds of criticism.
     """
 
     def __init__(self, critic: str = _CRITIC, again: str = _AGAIN, rounds: int = 1) -> None:
@@ -33,7 +33,7 @@ class SelfPlay(Workflow):
         return [asked, self._again.replace("{criticism}", "")]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """The reward of the last answer; that of every turn by turn."""
+        """Reward of the last answer; by turn the reward of each role's turns."""
         reply = await chat.generate()
         scores = [await chat.score(reply.text)]
         answers, critics = [reply.node], list[int]()

@@ -25,8 +25,8 @@ _MOST_FILES = 10_000
 
 
 class Search:
-    """Finds the passages of a folder's text files that fit a query best (Okapi BM25, k1 = 1.5, b = 0.75: Robertson and
-    Zaragoza, 2009)."""
+    """Okapi BM25 search over the passages of a folder's text files (k1 = 1.5, b = 0.75: Robertson and Zaragoza,
+    2009)."""
 
     def __init__(self, folder: Path, results: int) -> None:
         """
@@ -105,11 +105,11 @@ class Tools(Workflow):
     """The model calls tools, in the form of its chat template, until it answers; the answer is judged.
 
     Args:
-        tools: of calculator, python, search.
-        folder: that is searched; its .txt and .md files.
-        turns: completions at most; the last one is judged.
-        seconds: that one program may take.
-        results: passages of one search.
+        tools: any of calculator, python, search.
+        folder: folder to search (its .txt and .md files).
+        turns: most completions; the last one is judged.
+        seconds: time limit of one program.
+        results: passages returned by one search.
     """
 
     needs_chat_template = "tells the model its tools by the chat template"
@@ -135,7 +135,7 @@ class Tools(Workflow):
         self._turns = turns
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """The reward of the last completion; the calls that were made, by name."""
+        """Reward of the last completion, and the number of calls of each tool."""
         described, calls = [_DESCRIBED[name] for name in self._tools], 0
         reply = await chat.generate(tools=described)
         for _ in range(self._turns - 1):

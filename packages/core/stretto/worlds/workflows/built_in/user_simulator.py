@@ -1,4 +1,4 @@
-"""A conversation with a user whom the model plays too."""
+"""A conversation with a user who is played by the policy too."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _USER = (
 
 
 class UserSimulator(Workflow):
-    """The model talks with a user, whom it plays itself in a conversation with other instructions.
+    """The policy plays both the assistant and the user, in two conversations with different instructions.
 
-    The policy is trained on what the assistant says and on what the user says; ``user_reward`` is the user's, by turn.
+    Both sides are trained on; the user's turns get `user_reward`.
 
     Args:
-        user: the instructions of the user; ``{prompt}`` stands for the question, ``{done}`` for the word at the end.
-        done: the word by which the user ends the conversation.
-        turns: of the assistant, at most.
-        user_reward: of each turn of the user, for ``algorithm.advantages.credit = "turn"``.
+        user: instructions of the user; ``{prompt}`` stands for the question, ``{done}`` for the closing word.
+        done: word with which the user ends the conversation.
+        turns: most turns of the assistant.
+        user_reward: reward of each turn of the user, for ``algorithm.advantages.credit = "turn"``.
     """
 
     needs_chat_template = "has two sides, which the chat template alone tells apart"
