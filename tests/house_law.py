@@ -398,8 +398,7 @@ def heavy_core(package: Path) -> list[str]:
 def undeclared(package: Path, dependencies: list[str]) -> list[str]:
     """Imports of other packages, ours or third parties', that are no dependency in pyproject.toml."""
     declared = {re.split(r"[^\w.-]", line)[0].lower().replace("-", "_") for line in dependencies}
-    declared |= {PACKAGE} if "stretto_core" in declared else set()
-    declared |= {"google"} if "protobuf" in declared else set()
+    declared |= {name for name, by in ((PACKAGE, "stretto_core"), ("google", "protobuf")) if by in declared}
     return [
         f"{found.place}: imports {found.third_party}, which is no dependency of {package.name}"
         for found in imports(package)

@@ -280,7 +280,7 @@ def tinker(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder.")],
     overrides: EngineOverrides = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8020,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8030,
     folder: Annotated[Path, typer.Option(help="Folder of requests, results and weights.")] = Path("tinker"),
     name: Annotated[
         str | None, typer.Option(help="Name of the base model for clients [default: the folder's path].")

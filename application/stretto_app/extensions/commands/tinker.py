@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-import uvloop
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.launch.preflight.engines import check_embedded
 from stretto.processes.http.names import HostNames, is_loopback
+from stretto.processes.kernel import event_loop
 from stretto_app.extensions.commands.serve import (
     KEEP_ALIVE_SECONDS,
     allow_many_connections,
@@ -66,6 +66,6 @@ def tinker(
         f"export TINKER_BASE_URL=http://{shown}:{bound.getsockname()[1]} TINKER_API_KEY={keys[0] if keys else 'tml-me'}"
     )
     try:
-        uvloop.run(run_app(http, [bound], server))
+        event_loop.run(run_app(http, [bound], server))
     finally:
         server.close()
