@@ -18,7 +18,7 @@ def test_the_whole_surface_of_the_sdk(bench: Bench) -> None:
 
 def test_the_version_that_was_tried_is_the_one_that_is_named(bench: Bench) -> None:
     assert bench.run("-c", "import tinker; print(tinker.__version__)").strip() == _VERSION
-    told = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text()
+    told = (Path(__file__).parents[2] / "docs" / "how_to" / "tinker.md").read_text()
     assert f"`tinker` {_VERSION}" in told
 
 
