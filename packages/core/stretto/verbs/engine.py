@@ -183,7 +183,9 @@ class LocalEngine:
             prompts: one, or several; a prompt is a text, or token ids, which are taken as they are (also as an array of
                 numpy or torch).
             temperature: 0 takes the likeliest token.
-            top_p, top_k, min_p: as in a recipe's section ``[sampling]``.
+            top_p: as in a recipe's section ``[sampling]``, like the next two.
+            top_k: number of likeliest tokens that are kept; 0 keeps all.
+            min_p: least probability of a token, as a fraction of the likeliest one's.
             seed: equal seeds give equal completions; without one, each call gives other ones.
             stop: a text that ends a completion, or several.
 
