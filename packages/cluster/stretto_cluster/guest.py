@@ -132,8 +132,12 @@ class GuestEngine(HttpEngine):
         return self._machine.lost.done()
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Same as `HttpEngine.update`; a newer version that the machine has pulled meanwhile is loaded instead. The
-        pull has the time limit of the machine's mirror; a slow one makes the engine lag."""
+        """Wait until the machine has pulled `version`, then continue as `HttpEngine.update`. A newer version that has
+        been pulled by then is loaded instead.
+
+        Raises:
+            EngineLost: also if the machine is lost, or if no byte of a pull arrives within its time limit.
+        """
         try:
             self._pulls = True
             version = await self._machine.until_mirrored(version, self._pull_seconds)

@@ -57,7 +57,7 @@ class PlaceAgents(Record, frozen=True, tag=True):
 
 
 class AgentsPlaced(Record, frozen=True, tag=True):
-    """Reply: the nodes of the agents, in no order."""
+    """Reply to `PlaceAgents`: the Ray node (short id) of each agent that runs, in no order."""
 
     nodes: tuple[str, ...]
     number: int = 0

@@ -109,7 +109,11 @@ def memory_per_device(asked: Outline) -> str:
 
 
 def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) -> Job:
-    """A checked recipe as the planner sees it."""
+    """The planner's input for a checked recipe.
+
+    `lengths` of completions: a distribution (``constant:tokens=300``), a file or a run folder. None: those of the
+    demonstrations, or else an assumption; `say` gets a sentence about this choice.
+    """
     recipe = asked.recipe
     return Job(
         shape=shape_of_model(asked.base.path),

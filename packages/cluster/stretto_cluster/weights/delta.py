@@ -160,10 +160,14 @@ class Deltas:
         unlink(self._files())
 
     async def made(self, base: str, version: int, seal: str) -> tuple[Path, str]:
-        """File of the delta from the publication with the seal `base` to `version`, and a sentence about it.
+        """Make the delta between two publications, once; returns its file, and its share of changed elements as text.
+
+        Args:
+            base: seal (checksum) of the publication that the receiver has.
+            version: version of the new publication; `seal`: its seal.
 
         Raises:
-            NoDelta: it is too large, impossible, or not made yet.
+            NoDelta: the delta is too large, impossible, or not made in time.
         """
         if (base, seal) not in self._tasks:
             for old in list(self._tasks)[: -_REMEMBERED + 1]:

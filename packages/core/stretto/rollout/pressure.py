@@ -46,15 +46,16 @@ class Pressure(Record, frozen=True):
 
 
 class AdaptiveInFlight(Record, frozen=True):
-    """The adaptive number of groups in flight, and the current measuring window.
+    """The adaptive limit on groups in flight, with the measurements of the current window.
 
     Attributes:
-        probing: the number has never been lowered.
-        settling: it was lowered or doubled after the last window, so this window does not count.
+        number: the limit.
+        probing: the limit has never been lowered.
+        settling: the limit was lowered or doubled after the last window, so this window does not count.
         ended: groups ended in this window.
-        moments: readings in this window.
-        needed: mean over these readings.
-        least: smallest `needed` of these readings.
+        moments: readings of the engines' load (`Pressure`) in this window.
+        needed: mean of `Pressure.needed` over these readings: demand over supply of the fullest engine.
+        least: smallest `Pressure.needed` of these readings.
         preempted: completions preempted in this window.
     """
 

@@ -129,8 +129,8 @@ def no_bound_is_broken(history: History) -> Iterator[str]:
 
 
 def no_more_are_in_flight_than_allowed(history: History) -> Iterator[str]:
-    """The number of groups in flight never exceeded its bound in force at an issue, both by the run's own count and by
-    those still in flight."""
+    """The number of groups in flight never exceeded the bound in force when a group was issued. Two counts are checked:
+    the run's own, and the groups that are still in flight at the end of the record."""
     unfinished = 0
     for group in history.groups:
         unfinished += (still := "in_flight" in _states(group))

@@ -57,10 +57,10 @@ class Sums:
         return cls(dtype, int(unit), int(count), int(plain), int(placed))
 
     def add(self, other: Sums) -> None:
-        """Add parts of the same tensor from another worker.
+        """Add the sums that another worker has of its parts of the same tensor.
 
         Raises:
-            ValueError: their units differ.
+            ValueError: data type or bytes per summand differ.
         """
         if (self.dtype, self.unit) != (other.dtype, other.unit):
             raise ValueError(f"{self} and {other} are not of one tensor")

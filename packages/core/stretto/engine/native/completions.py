@@ -154,7 +154,8 @@ class Completions:
         return Progress(member.request.id, member.index, segment, likeliest)
 
     def close(self, row: int, member: Member) -> Completion:
-        """The finished completion of a row."""
+        """Return the finished completion of a row, and drop its state for grammar, stop texts and top
+        log-probabilities."""
         self.forget(row)
         segment, likeliest = self._segment(row, 0), tuple(self._likeliest.pop(row, ()))
         reason = StopReason.STOP if self._stopped[row] else StopReason.LENGTH

@@ -45,8 +45,11 @@ _MOST_FAULTS = 3  # reported for one part
 
 
 def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
-    """Call user-defined parts on made-up values; returns warnings. `outlets`: try outlets too, which may publish what
-    they get.
+    """Call the recipe's user-defined parts, except rewards, on made-up values: loss, correction, advantages, filters,
+    pacing and engine make.
+
+    `outlets`: try outlets too, which may publish the values. Returns a warning if pacing starts groups that equation 3
+    does not allow.
 
     Raises:
         RecipeError: parts raise, return a wrong type, or do not return; lists all of them.

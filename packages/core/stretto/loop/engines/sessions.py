@@ -80,8 +80,11 @@ class PersistentTurns:
 def sessions_of_evaluation(
     generate: Generate, count: Callable[[Completion], None]
 ) -> Callable[[str, tuple[int, ...], int], Session]:
-    """A function that opens sessions without a record; lost turns are sampled again. `count` is called with each
-    turn."""
+    """Return a function that opens an evaluation session from an id, the prompt's token ids and a seed.
+
+    The session's record is kept in memory, not in the ledger. A turn whose engine is lost is sampled again. `count` is
+    called with each sampled turn.
+    """
 
     def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
         record = MemoryRecord()

@@ -167,11 +167,10 @@ class Ledger:
     # Trajectories in flight, and payloads that are no longer needed.
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None:
-        """Append newly sampled tokens to segment `node` of a trajectory in flight, which is continued from them after a
-        crash.
+        """Append new tokens to segment `node` of a trajectory in flight. After a crash, sampling continues after them.
 
-        The first piece of a segment has its parent and its cause. A given segment is one piece, and so is the beginning
-        of a turn, which may have no tokens yet.
+        A sampled segment may come in several pieces. The first has the segment's `parent` and `cause`, and may have no
+        tokens yet. A segment of given tokens (tool output, a user's turn) comes in one piece.
         """
         row = self._row(id)
         self._partials.append((_INSERT_PARTIAL, (row.key, row.journaled, encode_piece(id, piece, node))))

@@ -12,8 +12,9 @@ from typing import Protocol
 class Question:
     """One prompt with its gold answer.
 
-    `messages` is its chat form, if the dataset has one: the tokenizer's template renders it with `template_arguments`.
-    `as_chat`: render as a chat where the tokenizer has a template. `place`: file and line that it was read from.
+    `messages`: the prompt as a chat, which the tokenizer's template renders in place of `text`; empty for a plain text.
+    `as_chat`: a chat that replaces `text` only if the tokenizer has a chat template. `template_arguments`: arguments of
+    that template. `place`: file and line of the row.
 
     Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
     """

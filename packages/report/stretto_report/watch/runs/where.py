@@ -28,7 +28,8 @@ _OR = re.compile(r"\s*\|\s*")
 
 
 class Clause(Record, frozen=True):
-    """One comparison. Numbers are compared with numbers; None matches missing values."""
+    """One comparison in a filter of the table of trajectories, such as ``reward>=0.5``. Several `values` are
+    alternatives; None stands for a missing value."""
 
     field: str
     operator: str

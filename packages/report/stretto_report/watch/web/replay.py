@@ -129,7 +129,7 @@ class Replays:
         )
 
     async def begin(self, run: WatchedRun, order: ReplayOrder) -> ReplayState | None:
-        """Start a replay; it is killed when its time limit is over.
+        """Start a replay and return its state, never None. A replay that exceeds `order.minutes` is ended.
 
         Raises:
             NotAllowed: replays are forbidden.

@@ -108,7 +108,11 @@ def says_its_last_side(given: Relation, same: Same) -> bool:
 
 
 def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:
-    """Whether a side without variables has that value (it has not in ``2 + 2 = 5``)."""
+    """Whether a side of an equation is the computation of `value`, as in ``2 + 3 = 5``; False for ``2 + 2 = 5``.
+
+    A side with a variable computes nothing. Where `same` cannot decide, the side is believed; a congruence (`sign`) is
+    always believed.
+    """
     if not _is_constant(side):
         return False
     if sign == r"\equiv":
