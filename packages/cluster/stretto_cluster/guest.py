@@ -132,8 +132,12 @@ class GuestEngine(HttpEngine):
         return self._machine.lost.done()
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Same as `HttpEngine.update`; a newer version that the machine has pulled meanwhile is loaded instead. The
-        pull has the time limit of the machine's mirror; a slow one makes the engine lag."""
+        """Same as `HttpEngine.update`, once the machine has pulled `version`. If it has pulled a newer one, the engine
+        loads that instead. Until the pull is complete, the engine samples with its old version.
+
+        Raises:
+            EngineLost: the machine is lost, or no byte arrived for the time limit of the pull or of the load.
+        """
         try:
             self._pulls = True
             version = await self._machine.until_mirrored(version, self._pull_seconds)

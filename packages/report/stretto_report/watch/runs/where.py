@@ -28,7 +28,8 @@ _OR = re.compile(r"\s*\|\s*")
 
 
 class Clause(Record, frozen=True):
-    """One comparison. Numbers are compared with numbers; None matches missing values."""
+    """One comparison of a filter, such as ``state=trained|buffered``. With several `values`, ``=`` needs one that is
+    equal, ``!=`` none. A value None stands for a missing one. Fields in `NUMBERS` have numbers as values."""
 
     field: str
     operator: str
