@@ -382,7 +382,11 @@ def write_join_file(folder: RunFolder, content: JoinFile) -> None:
 
 
 def identity_of(folder: RunFolder) -> JoinFile:
-    """Name and token of the run, kept so that machines find it again after a crash."""
+    """Join file of a new conductor: the name and token recorded in the folder (new ones if there are none), without
+    addresses; the last conductor's address is added to `before`. Writes nothing.
+
+    A token in the environment variable `TOKEN` replaces the recorded one; the variable is removed.
+    """
     try:
         known = read_join_file(folder.path)
     except RecipeError:

@@ -132,11 +132,11 @@ class GuestEngine(HttpEngine):
         return self._machine.lost.done()
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Wait until the machine has pulled `version`, then continue as `HttpEngine.update`. A newer version that has
-        been pulled by then is loaded instead.
+        """Same as `HttpEngine.update`, once the machine has pulled `version`. If it has pulled a newer one, the engine
+        loads that instead. Until the pull is complete, the engine samples with its old version.
 
         Raises:
-            EngineLost: also if the machine is lost, or if no byte of a pull arrives within its time limit.
+            EngineLost: the machine is lost, or no byte arrived for the time limit of the pull or of the load.
         """
         try:
             self._pulls = True

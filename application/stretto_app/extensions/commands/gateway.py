@@ -86,8 +86,11 @@ class Turns:
             self.break_off()
 
     def sampler(self, session: str, record: SessionRecord) -> Sampler:
-        """Sampler of a session; see `gateway.sessions.sessions.MakeSampler`. Turns of a lost engine are repeated by
-        another one, also while the gateway stops."""
+        """Sampler of a session (satisfies `stretto_gateway.sessions.sessions.MakeSampler`). A turn whose
+        engine is lost is sampled again by another one, even if the gateway has begun to stop meanwhile.
+
+        For a turn that begins while the gateway stops, the sampler raises EngineLost.
+        """
         turns = PersistentTurns(WholeTurns(self, record, session))
 
         async def sample(request: TurnRequest) -> Segment:

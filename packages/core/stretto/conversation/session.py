@@ -85,7 +85,7 @@ class SessionRecord(Protocol):
     """Storage of a session's turns and calls (Protocol)."""
 
     def journal(self, node: int, piece: Segment) -> None:
-        """Record a piece of segment `node`; the first has its parent and cause."""
+        """Append `piece` to the recorded tokens of segment `node`. The first piece also sets its parent and cause."""
 
     def begin_call(self, number: int, asked: bytes, durable: bool) -> None:
         """Record that call `number` begins; if `durable`, the record is on disk on return."""

@@ -62,7 +62,7 @@ def truncate(
     Args:
         logits_RV: float32, after the temperature. NaN stays NaN.
         truncation: settings of the rows.
-        always_R: one token per row that is kept in any case.
+        always_R: one token per row that top-k, top-p and min-p keep, however unlikely. A grammar may still exclude it.
         allowed_RW: one bit per token, set if the row's grammar allows it; None if no row has a grammar.
     """
     if allowed_RW is not None:

@@ -104,8 +104,8 @@ def fit_decode(samples: Sequence[DecodeSample]) -> Mapping[str, float]:
 
 
 def fit_prefill(samples: Sequence[PrefillSample], layer_seconds: float) -> Mapping[str, float]:
-    """Fields for prefill, where every sample is one pass. A pass also takes the `layer_seconds` of a decode step for
-    each layer."""
+    """Fields of `MachineProfile` for prefill. Each sample is one forward pass over all its contexts. The fixed time of
+    a pass, `layer_seconds` (from `fit_decode`) per layer, is subtracted before the fit."""
     found = least_squares(
         [(1.0, sum(one.contexts), _forward(one.shape, one.contexts, len(one.contexts))) for one in samples],
         [one.seconds for one in samples],

@@ -85,7 +85,8 @@ ON_A_GPU = (_shape(1024, 8, 4096), _shape(1024, 16, 4096), _shape(2048, 8, 4096)
 
 @dataclass
 class Measurements:
-    """Samples measured for several shapes."""
+    """Timing samples of this machine, with models of several shapes. `transfers`: seconds from the publication of a
+    version until an engine could load it."""
 
     decodes: list[DecodeSample] = field(default_factory=list)
     prefills: list[PrefillSample] = field(default_factory=list)

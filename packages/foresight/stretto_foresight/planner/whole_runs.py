@@ -36,7 +36,12 @@ class RunSample:
     measured: Mapping[str, float]
 
     def slower(self, machine: MachineProfile) -> Callable[..., float]:
-        """Function from terms to the ratio of their measured to predicted seconds; 1 if either is zero."""
+        """Compare this run with its prediction for `machine`.
+
+        Returns:
+            A function from names of `LayoutPrediction.terms`, such as "engines.generate", to the ratio of their
+            measured to their predicted seconds, each summed over the names; 1 if either sum is zero.
+        """
         predicted = predict(self.job, machine, own_layout(self.job)).terms
 
         def ratio(*terms: str) -> float:

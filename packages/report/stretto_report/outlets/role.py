@@ -59,7 +59,8 @@ def main(arguments: list[str]) -> int:
 
 
 def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
-    """Body of `main`; `beat` is called each time the tool replies.
+    """Send the records of a run to one logging tool as they are written; when the run has ended, send the rest and
+    close the run in the tool. `beat`: heartbeat, called after each portion that the tool has taken and each poll.
 
     Raises:
         Exception: any error of the tool, the run's files, or the cursor.

@@ -30,7 +30,7 @@ class Advance:
 
 
 def read_of(folder: Path) -> int:
-    """Bytes read by all workers so far; used by the adapter."""
+    """Sum of the counter files in `folder`: bytes that all workers of a server have read. For the adapter."""
     return sum(_number(file) for file in folder.glob(f"*{_SUFFIX}"))
 
 

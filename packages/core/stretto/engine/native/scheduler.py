@@ -175,7 +175,7 @@ class Scheduler:
         return taken
 
     def finish(self, row: int) -> Member:
-        """Free the row of a completion that has ended; returns the completion."""
+        """Free the row of a completion that has ended; returns the request and the completion's index in it."""
         self._running.remove(row)
         return self._leave(row)
 

@@ -71,7 +71,14 @@ class GroupInFlight:
     request_id: str = ""  # of the open request
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
-        """The group's request, reduced to members that have not ended and continued from their known tokens."""
+        """Begin a new request to an engine, which becomes the open one.
+
+        Args:
+            of: request of the whole group, as first made.
+
+        Returns:
+            `of` for unfinished members only, with their known tokens as prefixes; a turn of a session gets a new id.
+        """
         self.serial += 1
         self.before = {member: prefix.segment for member, prefix in self.prefixes.items()}
         # A client may repeat a turn that it left before the engine has aborted the first request.

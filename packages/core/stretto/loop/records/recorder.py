@@ -217,7 +217,8 @@ class Recorder:
         self._reporter.say(f"{groups} groups were filtered since the last batch (the filters of [rollout])")
 
     def evaluation_sampled(self, completion: Completion) -> None:
-        """Count the tokens of an ended evaluation completion, which are not for training."""
+        """Count the tokens of a finished evaluation completion by engine. They are subtracted from the tokens that the
+        engines generated, and reported as `evaluated`."""
         for engine, tokens in completion.segment.writers:
             self._evaluation_tokens[engine] += tokens
 

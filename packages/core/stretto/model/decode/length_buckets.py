@@ -56,7 +56,8 @@ class CacheLayout:
 
 
 class Bucket:
-    """Slots of one length. `owners[slot]` is the slot's row, or FREE until the next `compact`."""
+    """KV cache slots of one length. `owners[slot]` is the row that uses the slot, or FREE. A free slot is given to a
+    new row by `take`, or removed by `compact`."""
 
     def __init__(self, length: int, layout: CacheLayout) -> None:
         self.length = length

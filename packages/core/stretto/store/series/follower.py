@@ -59,9 +59,9 @@ def decode_line(decoder: msgspec.json.Decoder[Line], row: bytes) -> Line:
 
 
 class LineFollower(Generic[Line]):
-    """Returns complete lines of a JSON-lines file as they are appended; a rewritten file is read again from its start.
+    """Reads complete lines of a JSON-lines file as they are appended; a rewritten file is read again from its start.
 
-    `faults` names lines that could not be read; they are left out.
+    Lines that cannot be decoded are left out; `fault` describes the first of them, None if there is none.
     """
 
     def __init__(self, path: Path, decoder: msgspec.json.Decoder[Line]) -> None:

@@ -150,10 +150,15 @@ class Reader:
         self.table, self._pieces = Table(folder, trajectories, questions), pieces
 
     def trajectory(self, id: str, offset: int, limit: int, skipped: dict[int, tuple[str, ...]]) -> Detail | None:
-        """Everything recorded of a trajectory, with its tokens from `offset` on; None if the id is unknown.
+        """Everything recorded of a trajectory; None if the id is unknown.
+
+        Args:
+            offset: first completion token to return.
+            limit: most completion tokens, and most prompt tokens, to return.
+            skipped: ids of the trajectories whose optimizer step was skipped, by step.
 
         Raises:
-            StoreError: it is damaged, or cannot be read.
+            StoreError: the trajectory's record is damaged, or the ledger cannot be read.
         """
         group, _, member = id.rpartition("/")
         with read_ledger(self._folder) as connection:

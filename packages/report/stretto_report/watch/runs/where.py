@@ -28,8 +28,8 @@ _OR = re.compile(r"\s*\|\s*")
 
 
 class Clause(Record, frozen=True):
-    """One comparison in a filter of the table of trajectories, such as ``reward>=0.5``. Several `values` are
-    alternatives; None stands for a missing value."""
+    """One comparison of a filter, such as ``state=trained|buffered``. With several `values`, ``=`` needs one that is
+    equal, ``!=`` none. A value None stands for a missing one. Fields in `NUMBERS` have numbers as values."""
 
     field: str
     operator: str

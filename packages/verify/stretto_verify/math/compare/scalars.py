@@ -22,8 +22,13 @@ _SIGNIFICANT = 5
 
 
 def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
-    """Whether two scalars are the same. A unit of only one of them is ignored. A scaling word of only one of them
-    ("percent", "million") may be a factor, or a unit given in the question."""
+    """Whether two scalars are equal; None if that is unknown.
+
+    If both have a unit, the answer is converted. If only one has a unit, the unit is ignored, with two exceptions:
+    degrees are converted if the other is an expression in pi, and an amount in two units ("5 feet 3 inches") differs
+    from a number without a unit. If only one has a scaling word ("percent", "million"), both readings are tried: the
+    word as a factor, and the word as a unit given in the question.
+    """
     if gold.unit != answer.unit and (TWO_UNITS in gold.unit + answer.unit or (gold.unit and answer.unit)):
         ratio = conversion(answer.unit, gold.unit)
         return ratio is not None and _same_latex(gold.latex, answer.latex, _factor(ratio * answer.scale / gold.scale))
