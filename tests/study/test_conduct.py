@@ -194,8 +194,12 @@ class Hasty(Scribe):
 
 
 def test_a_second_request_to_stop_ends_the_study_at_once(study: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as ended:
-        perform(str(study), tmp_path / "out", seeds=1, runner=Hasty)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is to ignore it
+    try:
+        with pytest.raises(SystemExit) as ended:
+            perform(str(study), tmp_path / "out", seeds=1, runner=Hasty)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.value.code == 130
     StudyFolder.take(tmp_path / "out", load_study(study, seeds=1)).close()  # it is free again
 
