@@ -106,9 +106,9 @@ def test_a_missing_package_is_refused_with_its_extra_and_another_version_with_bo
 ) -> None:
     asked = {
         'engine.kind="vllm"': ("engine.kind", "stretto-servers", "'stretto[servers]'"),
-        'cluster.listen="127.0.0.1:0"': ("cluster", "stretto", "stretto"),
+        'cluster.listen="127.0.0.1:0"': ("cluster", "stretto and stretto-cluster", "'stretto[cluster]'"),
         'logging.to="tensorboard"': ("logging.to", "stretto-report", "stretto"),
-        'workflow={kind="agent"}': ("workflow.kind", "stretto", "stretto"),
+        'workflow={kind="agent"}': ("workflow.kind", "stretto and stretto-gateway", "'stretto[gateway]'"),
     }
     (older := tmp_path / "older" / "stretto_servers").mkdir(parents=True)
     (older / "__init__.py").write_text('__version__ = "0.0.9"\n')
@@ -117,7 +117,8 @@ def test_a_missing_package_is_refused_with_its_extra_and_another_version_with_bo
     missing, of_another_version = json.loads(done.stdout.splitlines()[-1])
     for told, (place, package, brought_by) in zip(missing, asked.values(), strict=True):
         assert place in told
-        assert told.endswith(f"needs {package}, which is not installed; pip install {brought_by}")
+        are = "are" if " and " in package else "is"
+        assert told.endswith(f"needs {package}, which {are} not installed; pip install {brought_by}")
     assert f"stretto-servers is version 0.0.9, and stretto-core is version {stretto.__version__}" in of_another_version
 
 

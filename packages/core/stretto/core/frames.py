@@ -32,7 +32,7 @@ class Unframer:
         self._rest, self._largest = bytearray(), largest
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add bytes; returns the bodies completed by them.
+        """Feed received bytes; returns the bodies of the frames that they complete.
 
         Raises:
             WireError: a frame longer than allowed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,10 +26,11 @@ def check_packages(place: str, *packages: str) -> None:
     Raises:
         RecipeError: one is missing, or has another version; the problem is at `place`.
     """
+    if missing := [package for package in packages if not is_there(package)]:
+        shown, are = " and ".join(map(_distribution, missing)), "is" if len(missing) == 1 else "are"
+        raise RecipeError([Problem(place, f"needs {shown}, which {are} not installed", _remedy(missing))])
     for package in packages:
         shown = _distribution(package)
-        if not is_there(package):
-            raise RecipeError([Problem(place, f"needs {shown}, which is not installed", _remedy(package))])
         version = getattr(import_module(package), "__version__", "none")
         if version != __version__:
             found = f"{shown} is version {version}, and {_CORE}-core is version {__version__}"
@@ -54,11 +56,11 @@ def _distribution(package: str) -> str:
     return _CORE if package == _APPLICATION else package.replace("_", "-")
 
 
-def _remedy(package: str) -> str:
-    """Command that installs a package.
+def _remedy(missing: Sequence[str]) -> str:
+    """Command that installs packages.
 
-    >>> _remedy("stretto_cluster"), _remedy("stretto_report")
+    >>> _remedy(["stretto_app", "stretto_cluster"]), _remedy(["stretto_report"])
     ("pip install 'stretto[cluster]'", 'pip install stretto')
     """
-    extra = "" if package in _ALWAYS else package.removeprefix("stretto_")
-    return f"pip install '{_CORE}[{extra}]'" if extra else f"pip install {_CORE}"
+    extras = ",".join(package.removeprefix("stretto_") for package in missing if package not in _ALWAYS)
+    return f"pip install '{_CORE}[{extras}]'" if extras else f"pip install {_CORE}"

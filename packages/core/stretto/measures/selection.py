@@ -182,7 +182,12 @@ class SelectionWatch:
         known: SelectionBias | None = None,
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """`known`: state of the same run before it was resumed. `say` gets a sentence for each biased measure."""
+        """Start a watch.
+
+        Args:
+            known: state of the run before it was resumed; None for a new run.
+            say: gets a sentence for each measure that turns out biased.
+        """
         self._journal, self._clock, self._say = journal, clock, say
         self._known = known or SelectionBias()
         self._open = list(self._known.open)

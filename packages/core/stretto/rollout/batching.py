@@ -76,7 +76,7 @@ def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
 
 
 def mask_what_is_stale(facts: QueueState) -> BatchChoice:
-    """The oldest finished groups; stale tokens stay out of the loss."""
+    """Batch of the oldest finished groups, with tokens older than the bound masked out of the loss."""
     groups = train_whatever_is_finished(facts).groups
     oldest = {group.id: int(max(0, facts.version - group.max_staleness)) for group in groups}
     least = min(oldest.values(), default=0)

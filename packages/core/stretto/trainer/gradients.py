@@ -98,5 +98,5 @@ class Gradients:
 
 
 def of_loss(micro: MicroBatch, scored: Tensor) -> Tensor:
-    """The numbers of the loss tokens [N], of those of all scored ones [M]."""
+    """Select the values of the loss tokens [N] from those of all scored tokens [M]."""
     return scored if micro.chosen is None else scored.index_select(0, micro.chosen)

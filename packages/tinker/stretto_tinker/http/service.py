@@ -232,5 +232,5 @@ class Service:
 
 
 def owner_of(key: str) -> str:
-    """The client that has a key, as it stands on record."""
+    """Id of the client that uses a key: a digest, so that no key is on record."""
     return hashlib.sha256(key.encode()).hexdigest()[:24]

@@ -219,7 +219,7 @@ class Worker:
         while True:
             try:
                 write()
-            except sqlite3.OperationalError as error:
+            except sqlite3.Error as error:  # any: the request is never performed again in this process
                 log.error("the record cannot be written, waiting: %s", error)
                 if self._stopping:
                     return

@@ -76,7 +76,7 @@ class TruncationShare(Record, frozen=True):
 
 
 class SaidOften(Record, frozen=True):
-    """Beginning of a completion, and how many of the newest have exactly its tokens."""
+    """First characters of a completion, and how many of the newest completions are identical to it, token by token."""
 
     text: str
     count: int
