@@ -24,6 +24,7 @@ from stretto.weights.shared_memory import SharedMemorySubscriber
 from stretto_cluster.weights.mirror import Mirror
 from stretto_cluster.weights.role import WeightsServerSpec
 from stretto_cluster.weights.server import WeightsApp, bound, server_of
+from stretto_cluster.weights.source import PART_SIZE
 
 KEY = "k" * 32
 _END_SECONDS = 10.0
@@ -176,8 +177,15 @@ def tensors(scale: float = 1.0) -> dict[str, Tensor]:
     }
 
 
-def mirror(source: str, away: Path, key: str = KEY, patience: float = 3.0, seconds: float = 60.0) -> Mirror:
-    return Mirror(source, key, "run", away, patience=patience, seconds=seconds)
+def mirror(
+    source: str,
+    away: Path,
+    key: str = KEY,
+    patience: float = 3.0,
+    seconds: float = 60.0,
+    part_size: int = PART_SIZE,
+) -> Mirror:
+    return Mirror(source, key, "run", away, patience=patience, seconds=seconds, part_size=part_size)
 
 
 def now(work: Coroutine[Any, Any, T]) -> T:

@@ -25,7 +25,7 @@ from stretto.core.errors import TornPublication, WireError
 from stretto.weights.folder import KEPT, map_file, path_of, prefix, private, unlink, versions
 from stretto.weights.manifest import ModelFile, digest_of, manifest_of, verify
 from stretto_cluster.weights import delta
-from stretto_cluster.weights.source import Transfer, tls_context
+from stretto_cluster.weights.source import PART_SIZE, Transfer, tls_context
 
 _DELTA = "delta:"
 _MEASURE_AGAIN = 16  # every so often the slower form is tried again
@@ -67,6 +67,7 @@ class Mirror:
         delta: Literal["auto", "always", "never"] = "auto",
         patience: float = 10.0,
         seconds: float = 600.0,
+        part_size: int = PART_SIZE,
     ) -> None:
         """Args:
         source: ``host:port`` of the weights server.
@@ -75,11 +76,12 @@ class Mirror:
             two, by its own measurements; "always" wherever the server makes one.
         patience: seconds without a new byte, over all attempts, after which the server is lost.
         seconds: a pull ends after this many seconds without a byte received or checked; its total time is not
-            limited."""
+            limited.
+        part_size: a larger file comes in parts of at least this many bytes, over several connections at once."""
         prefix(run)
         self.source, self.folder, self._key, self._run = source, folder, key, run
         self._tls = tls_context(tls) if tls is not None else None
-        self._patience, self._seconds = patience, seconds
+        self._patience, self._seconds, self._part_size = patience, seconds, part_size
         self._choice = _Choice(delta)
         self.moved = 0  #: bytes that came or were checked, since the start
         self._one = asyncio.Lock()  # one transfer at a time, so what a reply says is newest is so at its end
@@ -112,7 +114,9 @@ class Mirror:
         with waiting("the mirror", "its transfer before", self._seconds):
             await self._one.acquire()
         try:
-            transfer = Transfer(self.source, self._key, self._run, self._tls, self._patience, self._has_moved)
+            transfer = Transfer(
+                self.source, self._key, self._run, self._tls, self._patience, self._has_moved, self._part_size
+            )
             async with standstill("the mirror", f"{what} from {self.source}", self._seconds, self._so_far):
                 task = asyncio.ensure_future(asyncio.to_thread(work, transfer))
                 try:

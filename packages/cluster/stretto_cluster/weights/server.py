@@ -7,8 +7,8 @@
 
 Every request has the key as a bearer token and the run's name in `stretto-run`. Every reply has the run and, in
 `stretto-newest`, the newest version; that of a publication also has `stretto-form`, "delta" or "in full" with the
-reason. ``Range: bytes=N-`` with ``If-Range`` resumes an interrupted transfer; ``If-None-Match`` avoids one of known
-content. Files are sent piece by piece, so memory does not grow with them.
+reason. ``Range: bytes=N-`` or ``N-M`` asks for a part, with ``If-Range`` only of known content; ``If-None-Match``
+avoids a transfer of known content. The kernel sends files; over an encrypted connection they are read piece by piece.
 """
 
 from __future__ import annotations
@@ -21,27 +21,39 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import TornPublication
 from stretto.processes.http.server import HttpServer, admit, settings_of
+from stretto.processes.http.zero_copy import ZERO_COPY
 from stretto.processes.kernel import event_loop
 from stretto.weights.folder import path_of, versions
 from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
 from stretto_cluster.weights.delta import Deltas, NoDelta
 
-_PIECE = 1 << 20
+_PIECE, _SENT_PIECE = 1 << 20, 16 << 20  # the second where the kernel sends it
 _TAKE_SECONDS = 60.0  # in which a mirror takes a piece
 _SHUTDOWN_SECONDS = 1
 _VERSION = re.compile(r"/versions/(\d{1,12})")
-_OPEN_END = re.compile(rb"bytes=(\d{1,18})-")
+_RANGE = re.compile(rb"bytes=(\d{1,18})-(\d{0,18})")
 
 Headers = Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Headers of a request and the two ends of its exchange; `zero_copy`: whether the server can send files."""
+
+    headers: Headers
+    receive: Receive
+    send: Send
+    zero_copy: bool
 
 
 class WeightsApp:
@@ -58,11 +70,11 @@ class WeightsApp:
         self._deltas = Deltas(run, folder)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
+        request = _Request(dict(scope["headers"]), receive, send, ZERO_COPY in scope.get("extensions", {}))
         try:
-            self._check(scope, headers)
+            self._check(scope, request.headers)
             base = parse_qs(scope["query_string"].decode("ascii", "replace")).get("base", [""])[0]
-            await self._answer(scope["path"], base, headers, receive, send)
+            await self._answer(scope["path"], base, request)
         except _Refused as refused:
             await self._reply(send, refused.status, "text/plain", str(refused).encode())
 
@@ -75,34 +87,34 @@ class WeightsApp:
         if scope["method"] != "GET":
             raise _Refused(405, "there is nothing but GET")
 
-    async def _answer(self, path: str, base: str, headers: Headers, receive: Receive, send: Send) -> None:
+    async def _answer(self, path: str, base: str, request: _Request) -> None:
         if path == "/model":
             files = list((await self._files()).values())
-            return await self._reply(send, 200, "application/json", msgspec.json.encode(files))
+            return await self._reply(request.send, 200, "application/json", msgspec.json.encode(files))
         if asked := _VERSION.fullmatch(path):
-            return await self._send_version(int(asked[1]), base, headers, receive, send)
+            return await self._send_version(int(asked[1]), base, request)
         named = (await self._files()).get(path.removeprefix("/model/")) if path.startswith("/model/") else None
         if named is None:
             raise _Refused(404, f"nothing is at {path}")
         with _opened(self._model / named.name, f"{named.name} is gone from the model folder") as file:
-            return await self._send_file(file, named.digest, headers, receive, send)
+            return await self._send_file(file, named.digest, request)
 
-    async def _send_version(self, version: int, base: str, headers: Headers, receive: Receive, send: Send) -> None:
+    async def _send_version(self, version: int, base: str, request: _Request) -> None:
         with _opened(path_of(self._run, self._folder, version), f"version {version} is not published") as file:
             try:
                 seal = manifest_of(file)[0].seal
             except TornPublication as torn:
                 raise _Refused(500, f"version {version}: {torn}") from torn
             form = ""
-            if base and headers.get(b"if-none-match") != _etag(seal):
+            if base and request.headers.get(b"if-none-match") != _etag(seal):
                 try:
                     path, said = await self._deltas.made(base, version, seal)
                     with _opened(path, "the delta is gone") as delta:
                         form = f"delta: {said}"
-                        return await self._send_file(delta, f"{seal}-{base}", headers, receive, send, form)
+                        return await self._send_file(delta, f"{seal}-{base}", request, form)
                 except (NoDelta, _Refused) as reason:
                     form = f"in full: {reason}"
-            return await self._send_file(file, seal, headers, receive, send, form)
+            return await self._send_file(file, seal, request, form)
 
     async def _files(self) -> dict[str, ModelFile]:
         async with self._listing:  # the digests of a large model take seconds: once
@@ -114,33 +126,30 @@ class WeightsApp:
         there = versions(self._run, self._folder)
         return there[-1][0] if there else None
 
-    async def _send_file(
-        self, file: int, tag: str, asked: Headers, receive: Receive, send: Send, form: str = ""
-    ) -> None:
+    async def _send_file(self, file: int, tag: str, request: _Request, form: str = "") -> None:
         """Send an open file, or the range of it that was requested."""
-        etag, size = _etag(tag), os.fstat(file).st_size
+        etag, size, asked, send = _etag(tag), os.fstat(file).st_size, request.headers, request.send
         if asked.get(b"if-none-match") == etag:
             return await self._start(send, 304, {b"etag": etag})
-        end = _OPEN_END.fullmatch(asked.get(b"range", b"")) if asked.get(b"if-range") == etag else None
-        begin = int(end[1]) if end and int(end[1]) < size else 0
-        headers = {b"etag": etag, b"content-length": b"%d" % (size - begin)}
+        part = _part(asked.get(b"range", b""), size) if asked.get(b"if-range", etag) == etag else None
+        begin, end = part or (0, size)
+        headers = {b"etag": etag, b"content-length": b"%d" % (end - begin)}
         if form:
             headers[FORM.encode()] = form.encode("latin-1", "replace")
-        if begin:
-            headers[b"content-range"] = b"bytes %d-%d/%d" % (begin, size - 1, size)
-        await self._start(send, 206 if begin else 200, headers, more=True)
-        gone = asyncio.ensure_future(_gone(receive))
+        if part:
+            headers[b"content-range"] = b"bytes %d-%d/%d" % (begin, end - 1, size)
+        await self._start(send, 206 if part else 200, headers, more=True)
+        gone = asyncio.ensure_future(_gone(request.receive))
         try:
-            while begin < size and not gone.done():
-                piece = os.pread(file, min(_PIECE, size - begin), begin)
-                if not piece:
-                    raise TornPublication("a file became shorter while it was sent")
-                begin += len(piece)
+            while begin < end and not gone.done():
+                message, begin = _piece(file, begin, end, zero_copy=request.zero_copy)
                 async with deadline("the weights server", "a mirror to take what it asked for", _TAKE_SECONDS):
-                    await send({"type": "http.response.body", "body": piece, "more_body": begin < size})
+                    await send(message)
                 await asyncio.sleep(0)  # other mirrors
             if not size:
                 await send({"type": "http.response.body"})
+        except OSError:  # the mirror has gone; it asks again for what is missing
+            return None
         finally:
             gone.cancel()
 
@@ -208,6 +217,26 @@ def server_of(app: WeightsApp, tls: Path | None = None) -> HttpServer:
         ssl_cert_reqs=ssl.CERT_REQUIRED if tls else ssl.CERT_NONE,
     )
     return HttpServer(settings)
+
+
+def _part(asked: bytes, size: int) -> tuple[int, int] | None:
+    """First byte of a requested range and the one after its last; None if all is to be sent."""
+    if not (found := _RANGE.fullmatch(asked)) or int(found[1]) >= size:
+        return None
+    begin, end = int(found[1]), min(int(found[2]) + 1, size) if found[2] else size
+    return (begin, end) if begin < end else None
+
+
+def _piece(file: int, begin: int, end: int, *, zero_copy: bool) -> tuple[Message, int]:
+    """ASGI message with the next piece of a file, and the offset behind it."""
+    if zero_copy:
+        count = min(_SENT_PIECE, end - begin)
+        place = {"file": file, "offset": begin, "count": count, "more_body": begin + count < end}
+        return {"type": ZERO_COPY} | place, begin + count
+    body = os.pread(file, min(_PIECE, end - begin), begin)
+    if not body:
+        raise TornPublication("a file became shorter while it was sent")
+    return {"type": "http.response.body", "body": body, "more_body": begin + len(body) < end}, begin + len(body)
 
 
 async def _gone(receive: Receive) -> None:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import re
+import select
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from io import FileIO
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from stretto.core.errors import RefusedRequest, SourceLost, WireError
-from stretto.weights.folder import write_all
+from stretto.core.errors import RefusedRequest, SourceLost, WireError, naming
+from stretto.processes.kernel.splicing import Splice
+from stretto.weights.folder import write_at
 from stretto.weights.manifest import FORM, NEWEST, RUN
 
+PART_SIZE = 16 << 20
+_CONNECTIONS = 4
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 _PIECE = 1 << 20
 _RETRY_SECONDS = 0.1
 _LONGEST_TEXT = 1 << 20
@@ -43,14 +53,17 @@ class Transfer:
         tls: ssl.SSLContext | None,
         patience: float,
         came: Callable[[int], object] = lambda size: None,
+        part_size: int = PART_SIZE,
     ) -> None:
-        """`came` is called with the size of each piece received."""
+        """`came` is called with the size of each piece received. `part_size`: bytes of the first part; what is behind
+        it comes over several connections."""
         self._came = came
         self._source, self._run, self._tls, self._patience = source, run, tls, patience
         self._headers = {"authorization": f"Bearer {key}", RUN: run}
         self._quiet_since = time.monotonic()
-        self._stopped = threading.Event()
-        self._socket: socket.socket | None = None
+        self._stopped, self._failed = threading.Event(), threading.Event()
+        self._connected: set[socket.socket] = set()
+        self._part_size, self._counting = part_size, threading.Lock()
         self.tag = ""  #: the ETag of the last file
         self.form = ""  #: form of the last file, as told by the server
         self.newest: int | None = None  #: version at the server, by its last reply
@@ -59,15 +72,17 @@ class Transfer:
     def stop(self) -> None:
         """Abort from another thread: waits for the server end, and nothing more is switched."""
         self._stopped.set()
-        if (open_socket := self._socket) is not None:
-            try:
-                open_socket.shutdown(socket.SHUT_RDWR)
-            except OSError:  # it is closed
-                return
+        self._end_parts()
+
+    def _end_parts(self) -> None:
+        self._failed.set()
+        for connected in tuple(self._connected):
+            with contextlib.suppress(OSError):  # it is closed
+                connected.shutdown(socket.SHUT_RDWR)
 
     def check_wanted(self) -> None:
-        """Raise SourceLost if the transfer was stopped."""
-        if self._stopped.is_set():
+        """Raise SourceLost if the transfer was stopped, or another part of it has failed."""
+        if self._stopped.is_set() or self._failed.is_set():
             raise SourceLost(self._source, "was given up")
 
     def read_json(self, path: str, form: type[T]) -> T:
@@ -77,7 +92,7 @@ class Transfer:
             WireError: it does not have this form.
         """
 
-        def read(response: http.client.HTTPResponse) -> bytes:
+        def read(response: http.client.HTTPResponse, connection: socket.socket) -> bytes:
             if not 0 < (response.length or 0) <= _LONGEST_TEXT:
                 raise WireError(f"{self._source}{path} has {response.length} bytes")
             with self._network():
@@ -89,48 +104,112 @@ class Transfer:
             raise WireError(f"{self._source}{path} cannot be read: {error}") from error
 
     def download(self, path: str, file: FileIO, has: str | None = None) -> bool:
-        """Write the content at `path` into the empty `file`; False if it still has the tag `has`."""
-        written = 0
+        """Write the content at `path` into the empty `file`; False if it still has the tag `has`.
+
+        A large one comes in parts over several connections at once.
+        """
+        while True:
+            try:
+                return self._download(path, file, has)
+            except _Changed:  # it was published anew meanwhile
+                file.truncate(0)
+
+    def _download(self, path: str, file: FileIO, has: str | None) -> bool:
+        first = _Part(0, self._part_size)
+        if not self._fetch(path, file, first, has):
+            return False
+        rest = first.size - first.end
+        count = min(_CONNECTIONS, -(-rest // self._part_size))
+        cuts = [first.end + rest * number // count for number in range(count + 1)] if count else []
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            parts = [_Part(begin, end, first.size, first.tag) for begin, end in pairwise(cuts)]
+            fetching = [pool.submit(self._fetch, path, file, part) for part in parts]
+            done, _ = wait(fetching, return_when=FIRST_EXCEPTION)
+            if any(one.exception() for one in done):
+                self._end_parts()
+        self._failed.clear()
+        for one in done:
+            one.result()
+        return True
+
+    def _fetch(self, path: str, file: FileIO, part: _Part, has: str | None = None) -> bool:
+        """Fetch a part, reconnecting as needed; False if the content still has the tag `has`."""
 
         def asked() -> dict[str, str]:
-            if written:
-                return {"range": f"bytes={written}-", "if-range": self.tag}
-            return {"if-none-match": f'"{has}"'} if has else {}
+            known = {"if-range": part.tag} if part.tag else {"if-none-match": f'"{has}"'} if has else {}
+            return known | {"range": f"bytes={part.begin}-{part.end - 1}"}
 
-        def read(response: http.client.HTTPResponse) -> bool:
-            nonlocal written
+        def read(response: http.client.HTTPResponse, connection: socket.socket) -> bool:
             if response.status == 304:
                 if has is None:
                     raise WireError(f"{self._source}{path}: nothing new, says the server, and nothing is here")
                 return False
-            if response.length is None:
-                raise WireError(f"{self._source}{path}: a file without a length")
-            goes_on = response.status == 206 and response.headers.get("content-range", "").startswith(
-                f"bytes {written}-"
-            )
-            if written and not (goes_on and response.headers["etag"] == self.tag):
-                written = 0
-                file.seek(0)
-                file.truncate()
-            self.tag, self.form = response.headers["etag"] or "", response.headers[FORM] or ""
-            left = response.length
-            while left:
+            self._begin(path, part, response)
+            for count in self._moves(response, connection, file, part):
+                part.begin += count
+                with self._counting:
+                    self.received += count
+                    self._came(count)
+                    self._quiet_since = time.monotonic()
                 self.check_wanted()
-                with self._network():
-                    piece = response.read1(_PIECE)  # any available bytes: they count as progress
-                if not (count := len(piece)):
-                    raise _BrokenOff("broke off a transfer")
-                write_all(file, memoryview(piece))
-                written, left = written + count, left - count
-                self.received += count
-                self._came(count)
-                self._quiet_since = time.monotonic()
             return True
 
         return self._until_done(path, asked, read)
 
+    def _begin(self, path: str, part: _Part, response: http.client.HTTPResponse) -> None:
+        """Compare the head of a reply with the part that was requested, and note what it tells of the whole."""
+        tag = response.headers["etag"] or ""
+        if part.tag and (tag != part.tag or response.status != 206):
+            raise _Changed
+        if response.length is None:
+            raise WireError(f"{self._source}{path}: a file without a length")
+        begin, end, size = 0, response.length, response.length
+        if response.status == 206:
+            if not (told := _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))):
+                raise WireError(f"{self._source}{path}: a part without its place")
+            begin, end, size = int(told[1]), int(told[2]) + 1, int(told[3])
+        if begin != part.begin or end - begin != response.length or not begin <= end <= size:
+            raise WireError(f"{self._source}{path}: bytes {begin} to {end} of {size} came for those from {part.begin}")
+        part.end, part.size, part.tag = end, size, tag
+        self.tag, self.form = tag, response.headers[FORM] or ""
+
+    def _moves(
+        self, response: http.client.HTTPResponse, connection: socket.socket, file: FileIO, part: _Part
+    ) -> Iterator[int]:
+        """Write the body of a reply into the file; yields the size of each piece."""
+        with Splice() as splice, naming(Path(str(file.name))):
+            piece = b""
+            while left := part.end - part.begin:
+                with self._network():
+                    if spliced := self._tls is None and bool(piece):  # nothing is read ahead any more
+                        count = self._take(splice, connection, left)
+                    else:
+                        piece = response.read1(min(_PIECE, left))
+                        count = len(piece)
+                if not count:
+                    raise _BrokenOff("broke off a transfer")
+                if spliced:
+                    splice.place(file.fileno(), part.begin)
+                else:
+                    write_at(file, memoryview(piece), part.begin)
+                yield count
+
+    def _take(self, splice: Splice, connection: socket.socket, most: int) -> int:
+        """Take bytes from the connection, waiting for some as long as the server may be silent."""
+        while True:
+            try:
+                return splice.take(connection.fileno(), most)
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(connection.fileno(), select.POLLIN)
+                if not poll.poll(1000 * self._patience):
+                    raise TimeoutError("timed out") from None
+
     def _until_done(
-        self, path: str, headers: Callable[[], dict[str, str]], read: Callable[[http.client.HTTPResponse], T]
+        self,
+        path: str,
+        headers: Callable[[], dict[str, str]],
+        read: Callable[[http.client.HTTPResponse, socket.socket], T],
     ) -> T:
         """Repeat a request until it succeeds, as long as bytes keep coming.
 
@@ -140,8 +219,8 @@ class Transfer:
         self._quiet_since = time.monotonic()
         while True:
             try:
-                with self._reply(path, headers()) as response:
-                    return read(response)
+                with self._reply(path, headers()) as (response, connection):
+                    return read(response, connection)
             except _BrokenOff as broken:
                 self.check_wanted()
                 if time.monotonic() - self._quiet_since >= self._patience:
@@ -149,10 +228,11 @@ class Transfer:
                 time.sleep(_RETRY_SECONDS)
 
     @contextmanager
-    def _reply(self, path: str, headers: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
+    def _reply(self, path: str, headers: dict[str, str]) -> Iterator[tuple[http.client.HTTPResponse, socket.socket]]:
         left = max(self._patience - (time.monotonic() - self._quiet_since), _RETRY_SECONDS)
         host, _, port = self._source.rpartition(":")
         connection: http.client.HTTPConnection
+        connected: socket.socket | None = None
         if self._tls is not None:
             connection = http.client.HTTPSConnection(host.strip("[]"), int(port), timeout=left, context=self._tls)
         else:
@@ -160,15 +240,16 @@ class Transfer:
         try:
             with self._network():
                 connection.connect()
-                self._socket = connection.sock
+                connected = connection.sock
+                self._connected.add(connected)
                 self.check_wanted()
                 connection.request("GET", path, headers=self._headers | headers)
                 response = connection.getresponse()
             with response:  # the socket is its own where the server ends the connection after it
                 self._check(response)
-                yield response
+                yield response, connected
         finally:
-            self._socket = None
+            self._connected.discard(connected)
             connection.close()
 
     def _check(self, response: http.client.HTTPResponse) -> None:
@@ -200,6 +281,21 @@ class Transfer:
 
 class _BrokenOff(Exception):
     """An attempt was interrupted; another one may succeed."""
+
+
+class _Changed(Exception):
+    """The content at the server is not the one of which a part has come."""
+
+
+@dataclass
+class _Part:
+    """Bytes `begin` to `end` of a file, as far as they are missing; `size` and `tag` of the whole, once they are
+    known."""
+
+    begin: int
+    end: int
+    size: int = 0
+    tag: str = ""
 
 
 def tls_context(tls: Path) -> ssl.SSLContext:

@@ -100,6 +100,18 @@ def write_all(file: FileIO, data: memoryview) -> None:
             data = data[os.write(file.fileno(), data) :]
 
 
+def write_at(file: FileIO, data: memoryview, offset: int) -> None:
+    """Write all bytes of `data` at `offset`; the file's own position does not move.
+
+    Raises:
+        OSError: with the path.
+    """
+    with naming(Path(str(file.name))):
+        while data:
+            written = os.pwrite(file.fileno(), data, offset)
+            data, offset = data[written:], offset + written
+
+
 def private(path: str, flags: int) -> int:
     """Opener for new files that only their owner may read; fails if the file exists."""
     return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
