@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from stretto.core.tasks import cancel_and_wait
-from stretto.processes.http.zero_copy import ZeroCopyProtocol
+from stretto.processes.http.zero_copy import zero_copy
 
 STRANGERS = 256
 PATIENCE_SECONDS = 10.0
@@ -149,7 +149,8 @@ class HttpServer(uvicorn.Server):
         state = self.lifespan.state | {_ADMIT: partial(self._strangers.pop, stranger, None)}
 
         def protocol() -> HttpToolsProtocol:
-            stranger.protocol = ZeroCopyProtocol(self.config, self.server_state, state, loop)
+            stranger.protocol = HttpToolsProtocol(self.config, self.server_state, state, loop)
+            stranger.protocol.app = zero_copy(stranger.protocol)
             return stranger.protocol
 
         context = self.config.ssl

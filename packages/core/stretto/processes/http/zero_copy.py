@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Send
+from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 ZERO_COPY = "http.response.zerocopysend"
@@ -17,31 +19,26 @@ _AT_ONCE = 4 << 20  # bytes: then other connections have their turn
 _FLUSH_SECONDS = 0.001
 
 
-class ZeroCopyProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with the extension."""
+def zero_copy(protocol: HttpToolsProtocol) -> ASGI3Application:
+    """Application of a connection, with the extension where nothing is encrypted."""
+    inner = protocol.app
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Called by the event loop."""
-        super().connection_made(transport)
-        if self.scheme != "http":
-            return
-        inner = self.app
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            if message["type"] != ZERO_COPY:
+                return await send(message)
+            count: int = message["count"]
+            if count > protocol.cycle.expected_content_length:
+                raise RuntimeError("a file longer than the content-length of the reply")
+            await _send_file(protocol.transport, message["file"], message["offset"], count)
+            protocol.cycle.expected_content_length -= count
+            return await send({"type": "http.response.body", "more_body": message.get("more_body", False)})
 
-        async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            async def sending(message: Message) -> None:
-                if message["type"] != ZERO_COPY:
-                    return await send(message)
-                count: int = message["count"]
-                if count > self.cycle.expected_content_length:
-                    raise RuntimeError("a file longer than the content-length of the reply")
-                await _send_file(transport, message["file"], message["offset"], count)
-                self.cycle.expected_content_length -= count
-                return await send({"type": "http.response.body", "more_body": message.get("more_body", False)})
-
+        if protocol.scheme == "http":
             scope["extensions"] = scope.get("extensions", {}) | {ZERO_COPY: {}}
-            await inner(scope, receive, sending)
+        await inner(scope, receive, sending)  # type: ignore[arg-type]
 
-        self.app = app
+    return app  # type: ignore[return-value]
 
 
 async def _send_file(transport: asyncio.Transport, file: int, offset: int, count: int) -> None:
