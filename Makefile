@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test test-core test-report test-gateway test-servers test-cluster test-foresight test-verify test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
+.PHONY: help setup demo smollm2 test test-core test-report test-gateway test-servers test-cluster test-foresight test-verify test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -130,6 +130,9 @@ format: .venv/ready-test  ## put the sources in form
 	$(RUN) ruff check --fix .
 
 bench: bench-virtual bench-sandbox bench-loop  ## virtual clock, sandbox, loop; tables on the screen, JSON in benchmarks/results
+
+bench-quick: .venv/ready-run  ## ten ratios in five minutes, beside those on record; AGAINST=REVISION: beside that commit
+	$(RUN) benchmarks.quick $(if $(AGAINST),--against $(AGAINST))
 
 bench-virtual: .venv/ready-run  ## on the virtual clock: staleness policies, decisions per second
 	$(RUN) benchmarks.staleness

@@ -43,9 +43,9 @@ _PRODUCTS = ("mm", "linear", "matmul")  # parts of the names of torch's products
 def measure(name: str, dtype: str, folder: Path) -> dict[str, Any]:
     """One model in one type."""
     model = load_policy(make(name, folder), attention=CACHED_ATTENTION, dtype=dtype)
-    step, attention = _step_and_attention(_running(model, dtype, STEPS))
-    products, others = _torch_milliseconds(_running(model, dtype, PROFILED))
-    work, peak = _operations(model), ceiling(KINDS[dtype])
+    step, attention = _step_and_attention(running(model, dtype, STEPS))
+    products, others = _torch_milliseconds(running(model, dtype, PROFILED))
+    work, peak = operations(model), ceiling(KINDS[dtype])
     rest = step - products - others - attention
     return {
         "model": name,
@@ -63,7 +63,7 @@ def _named(products: float, attention: float, others: float, rest: float) -> lis
     return [("products", products), ("attention", attention), ("other calls to torch", others), ("rest", rest)]
 
 
-def _running(model: PreTrainedModel, dtype: str, steps: int) -> NativeEngine:
+def running(model: PreTrainedModel, dtype: str, steps: int) -> NativeEngine:
     """An engine whose completions have their wanted length in the middle of the next steps."""
     engine = NativeEngine(model, EngineConfig.model_validate({"slots": ROWS, "dtype": dtype}))
     for number, prompt in enumerate(prompts(ROWS, 1024)):
@@ -113,7 +113,7 @@ def _torch_milliseconds(engine: NativeEngine) -> tuple[float, float]:
     return products / PROFILED / 1000, others / PROFILED / 1000
 
 
-def _operations(model: PreTrainedModel) -> float:
+def operations(model: PreTrainedModel) -> float:
     """Of one step: a multiplication and an addition for each weight and row, and for each cached number, twice."""
     config = model.config.get_text_config()
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))

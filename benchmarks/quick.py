@@ -1,0 +1,293 @@
+"""Ten ratios in five minutes: whether a commit has made something slower.
+
+    python -m benchmarks.quick                     beside what is committed for this processor
+    python -m benchmarks.quick --against REVISION  beside the code of another commit, in turn with it
+    python -m benchmarks.quick --record            and put on record in benchmarks/results/quick.json
+
+Each ratio is of stretto and a yardstick that stretto cannot change (a product of matrices, a copy, an empty
+interpreter, JSON of the standard library), measured in turn in one process: a higher one is better. A ratio that has
+fallen by more than a tenth, and by more than the runs of both differ among themselves, is a regression: exit code 1.
+Each of the ten runs in a process of its own. With `--against` the benchmarks of this commit run with the packages of
+the other one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from benchmarks.decisions import trajectories_per_second
+from benchmarks.decode_step import KINDS, ROWS, operations, running
+from benchmarks.flops import ceiling
+from benchmarks.generators import prompts
+from benchmarks.report import Table, save
+from benchmarks.sandbox import plain, sandboxed
+from benchmarks.serving import Load, engine_alone, serving
+from benchmarks.shapes import make
+from benchmarks.training_steps import utilisation
+from benchmarks.weights import Policy, place
+from stretto.engine.config import EngineConfig
+from stretto.engine.native.engine import NativeEngine
+from stretto.model.decode.policy import CACHED_ATTENTION
+from stretto.model.hf.folder import inspect_model_folder, load_policy
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.store.folder.provenance import machine
+from stretto.weights.folder import path_of
+from stretto.weights.shared_memory import SharedMemoryPublisher
+from stretto_verify.sandbox.config import SandboxConfig
+from stretto_verify.sandbox.sandbox import Sandbox
+from stretto_verify.sandbox.walls import ladder
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOWED = 0.1  # of a ratio, that it may fall by
+SECONDS = 120.0  # the most for one of the ten
+Ratios = list[float]
+
+
+# ── the ten ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def decode(name: str, dtype: str, steps: int) -> Ratios:
+    """The share of the fastest product that the products of a decode step of 64 sequences reach."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = load_policy(make(name, Path(folder)), attention=CACHED_ATTENTION, dtype=dtype)
+        engine, work, found = running(model, dtype, 5 * steps), operations(model), []
+        for _ in range(5):
+            peak, seconds = ceiling(KINDS[dtype], 0.5), []
+            for _ in range(steps):
+                start = time.perf_counter()
+                engine.step()
+                seconds.append(time.perf_counter() - start)
+            found.append(work / statistics.median(seconds) / peak)
+    return found
+
+
+def train(name: str, dtype: str) -> Ratios:
+    """The share of the fastest product that a training step reaches."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = make(name, Path(folder))
+        return [float(utilisation(model, dtype, 3, 1)["fraction"]) for _ in range(3)]
+
+
+def server() -> Ratios:
+    """Tokens per second through the server under 64 streams, of the engine's own."""
+    with tempfile.TemporaryDirectory() as place_of:
+        folder = make("3.4M", Path(place_of))
+        engine = NativeEngine.load(folder, EngineConfig(slots=ROWS))
+        ends, vocabulary = load_tokenizer(folder).eos_token_ids, inspect_model_folder(folder).vocab_size
+        asked, found = prompts(2 * ROWS, vocabulary), []
+        with serving(folder) as address:
+            load = Load(address, "3.4M")
+            for turn in range(4):
+                alone = engine_alone(engine, ends, asked, ROWS)
+                answered, seconds = asyncio.run(load.run(asked, ROWS))
+                if turn:  # the first steps of a size cost more
+                    found.append(sum(one.tokens for one in answered) / seconds / alone)
+    return found
+
+
+def weights(*, network: bool) -> Ratios:
+    """A version of 48M in bfloat16: bytes per second to where an engine reads them, of a plain copy's."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        build = make("48M", Path(folder))
+        policy = Policy(build)
+        with place(build, policy.size) as there:
+            publisher, mirror = SharedMemoryPublisher(there.run, there.home), there.mirror("never")
+            for version in range(1, 9):
+                tensors = list(policy.step())
+                start = time.perf_counter()
+                publisher.publish(version, iter(tensors))
+                published = time.perf_counter() - start
+                start = time.perf_counter()
+                shutil.copyfile(path_of(there.run, there.home, version), there.away / "copy")
+                copied = time.perf_counter() - start
+                (there.away / "copy").unlink()
+                if network:
+                    published = asyncio.run(mirror.pull(version)).seconds
+                if version > 1:
+                    found.append(copied / published)
+    return found
+
+
+def conductor() -> Ratios:
+    """Trajectories decided and on record, for each JSON text that Python writes in the same CPU time."""
+    trajectories_per_second("train", "ledger", 20)
+    return [trajectories_per_second("train", "ledger", 60)[1] / _json_per_second() for _ in range(5)]
+
+
+def _json_per_second() -> float:
+    record = {"tokens": list(range(100)), "text": "1+2=3" * 20}
+    start, count = time.process_time(), 0
+    while time.process_time() - start < 0.5:
+        json.dumps(record)
+        count += 1
+    return count / (time.process_time() - start)
+
+
+def command(*words: str) -> Ratios:
+    """CPU seconds of an empty interpreter, of those of a command."""
+
+    def spent(line: list[str]) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(line, capture_output=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    stretto = [sys.executable, "-m", "stretto_app.cli.main", *words]
+    spent(stretto)
+    return [spent([sys.executable, "-c", "pass"]) / spent(stretto) for _ in range(7)]
+
+
+def sandbox() -> Ratios:
+    """A warm sandboxed program beside a plain subprocess."""
+    walls = next(walls for walls in ladder(True) if walls.warm)
+    found = []
+    with Sandbox(walls, SandboxConfig(warm=True)) as opened:
+        run = sandboxed(opened)
+        for turn in range(8):
+            seconds = []
+            for each in (plain, run):
+                start = time.perf_counter()
+                for _ in range(10):
+                    each()
+                seconds.append(time.perf_counter() - start)
+            if turn:
+                found.append(seconds[0] / seconds[1])
+    return found
+
+
+TEN: dict[str, tuple[str, Callable[[], Ratios]]] = {
+    "decode-3.4M-float32": ("decode step, 3.4M float32, of the fastest product", lambda: decode("3.4M", "float32", 12)),
+    "decode-48M-bfloat16": ("decode step, 48M bfloat16, of the fastest product", lambda: decode("48M", "bfloat16", 4)),
+    "train-48M-bfloat16": ("training step, 48M bfloat16, of the fastest product", lambda: train("48M", "bfloat16")),
+    "server": ("server under 64 streams, of the engine alone", server),
+    "publish": ("publication of 48M bfloat16, of a plain copy", lambda: weights(network=False)),
+    "network": ("the same over the network, of a plain copy", lambda: weights(network=True)),
+    "conductor": ("trajectories decided and on record per JSON text", conductor),
+    "help": ("`stretto --help`, of an empty interpreter", lambda: command("--help")),
+    "mistake": ("`stretto train nosuch.toml`, of an empty interpreter", lambda: command("train", "nosuch.toml")),
+    "sandbox": ("a sandboxed program, warm, of a plain subprocess", sandbox),
+}
+
+
+# ── both sides, in turn ─────────────────────────────────────────────────────────────────────────────
+
+
+def measured(name: str, packages: Path) -> Ratios | str:
+    """One of the ten, in a process of its own, with the packages of a tree; or why there is none."""
+    paths = [ROOT, *sorted((packages / "packages").iterdir()), packages / "application"]
+    surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "benchmarks.quick", "--one", name]
+    try:
+        done = subprocess.run(line, env=surroundings, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"took more than {SECONDS:g} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["failed"])[-1][:90]
+    ratios: Ratios = json.loads(done.stdout.strip().splitlines()[-1])
+    return ratios
+
+
+@contextmanager
+def tree_of(revision: str) -> Iterator[Path]:
+    """The files of a commit, beside this tree."""
+    with tempfile.TemporaryDirectory(prefix="stretto-quick-") as folder:
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--detach", folder, revision], check=True, capture_output=True)
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run([*git, "remove", "--force", folder], check=True, capture_output=True)
+
+
+def fell(before: Ratios, now: Ratios) -> bool:
+    """Whether a ratio has fallen by more than is allowed, and the better half of now is below the worse half of
+    before."""
+    worse, better = statistics.median(before), statistics.median(now)
+    return better < (1 - ALLOWED) * worse and _quartile(now, 0.75) < _quartile(before, 0.25)
+
+
+def _quartile(ratios: Ratios, share: float) -> float:
+    return sorted(ratios)[round(share * (len(ratios) - 1))]
+
+
+def course() -> list[dict[str, Any]]:
+    """What is on record for this processor, oldest first."""
+    for path in sorted(report.RESULTS.glob("quick*.json")):
+        content = json.loads(path.read_text())
+        if content["machine"]["processor"] == machine().processor:
+            return list(content["results"]["course"])
+    return []
+
+
+def revision() -> str:
+    """The commit of this tree."""
+    said = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short=8", "HEAD"], capture_output=True, text=True)
+    return said.stdout.strip() or "none"
+
+
+def compare(names: list[str], against: str | None) -> tuple[dict[str, Ratios], bool]:
+    """Measure, show, and judge."""
+    recorded = course()
+    before: dict[str, Any] = recorded[-1]["ratios"] if recorded and against is None else {}
+    table, found, bad = Table("ratio", "before", "now", "change", ""), dict[str, Ratios](), False
+    with tree_of(against) if against else nullcontext() as other:
+        for name in names:
+            now, earlier = measured(name, ROOT), measured(name, other) if other else before.get(name, "not on record")
+            if isinstance(now, str):
+                table.add(TEN[name][0], "", now, "", "FAILED")
+                bad = True
+            else:
+                found[name] = now
+                row = _row(now, earlier)
+                bad |= row[-1] == "SLOWER"
+                table.add(TEN[name][0], *row)
+            table.show_last()
+    return found, bad
+
+
+def _row(now: Ratios, before: Ratios | str) -> tuple[str, str, str, str]:
+    if isinstance(before, str):
+        return before, f"{statistics.median(now):.3g}", "", ""
+    change = statistics.median(now) / statistics.median(before) - 1
+    sign = "SLOWER" if fell(before, now) else ""
+    return f"{statistics.median(before):.3g}", f"{statistics.median(now):.3g}", f"{change:+.0%}", sign
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", metavar="REVISION", help="the commit to compare with")
+    parser.add_argument("--only", nargs="+", choices=list(TEN), default=list(TEN), help="some of the ten")
+    parser.add_argument("--record", action="store_true", help="add what was measured to the course")
+    parser.add_argument("--one", choices=list(TEN), help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.one:
+        torch.set_num_threads(1)
+        print(json.dumps([float(f"{ratio:.4g}") for ratio in TEN[words.one][1]()]))
+        return 0
+    found, bad = compare(words.only, words.against)
+    if words.record:
+        entry = {"commit": revision(), "measured": time.strftime("%Y-%m-%d", time.gmtime()), "ratios": found}
+        save("quick", {"course": [*course(), entry]})
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
