@@ -53,7 +53,7 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
         "recomputed later",
     )
     on_update: Literal["recompute", "keep"] = Field(
-        "recompute", description="treatment of running completions' KV cache when weights are loaded"
+        "recompute", description="what happens to the KV cache of running completions when weights are loaded"
     )
     load_interval: float = Field(
         0.0,
@@ -73,7 +73,7 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs; auto: CUDA if present")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="dtype of weights and KV cache")
-    transport: Literal["unix", "tcp"] = Field("unix", description="wire to the conductor on one machine")
+    transport: Literal["unix", "tcp"] = Field("unix", description="connection to the conductor on the same machine")
     base_port: int = Field(8300, ge=1, le=65_535, description="first port when transport is tcp")
 
     @model_validator(mode="before")

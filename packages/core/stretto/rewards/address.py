@@ -33,13 +33,13 @@ class AddressConfig(BaseModel, extra="forbid", frozen=True):
     """Address of a model, and time limits for its replies."""
 
     address: str = Field("", description="base address, as http://localhost:8000/v1")
-    model: str = Field("", description="the model that is asked for")
-    seconds: float = Field(40.0, gt=0, le=3600, description="for one completion, all tries together")
-    tries: int = Field(3, ge=1, le=100, description="how often it is asked while it is busy or cannot be reached")
-    wait: float = Field(
-        0.5, ge=0, le=60, description="seconds before the second try; twice as many before each further"
+    model: str = Field("", description="name of the model in requests")
+    seconds: float = Field(40.0, gt=0, le=3600, description="seconds for one completion, all tries together")
+    tries: int = Field(3, ge=1, le=100, description="most tries while the server is busy or cannot be reached")
+    wait: float = Field(0.5, ge=0, le=60, description="seconds before the second try; doubled before each further one")
+    key_variable: str = Field(
+        "OPENAI_API_KEY", description="environment variable with the API key, if the server needs one"
     )
-    key_variable: str = Field("OPENAI_API_KEY", description="environment variable that holds the key, if it needs one")
 
     @model_validator(mode="after")
     def _is_an_address(self) -> Self:

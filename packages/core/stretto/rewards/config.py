@@ -33,16 +33,18 @@ class RewardPart(BaseModel, extra="forbid", frozen=True):
 
     function: str = Field(min_length=1, description="as `rewards.function`")
     name: str = Field(
-        default="", description="of its metric; left out: the last part of `function`", pattern=r"^[A-Za-z0-9_.-]*$"
+        default="",
+        description="name of its metric; left out: the last part of `function`",
+        pattern=r"^[A-Za-z0-9_.-]*$",
     )
     weight: float = Field(
         default=1.0,
         ge=-LARGEST_REWARD,
         le=LARGEST_REWARD,
-        description="of its value in the sum; 0: it is measured only, negative: it is a penalty",
+        description="weight in the sum; 0: it is only measured; negative: a penalty",
     )
     sources: Names = Field(
-        default=(), description="names of the sources whose completions it judges; left out: those of all sources"
+        default=(), description="names of the sources whose completions it judges; left out: all sources"
     )
 
     @property

@@ -37,11 +37,11 @@ class JudgeConfig(AddressConfig, extra="forbid", frozen=True):
     address: str = Field("", description="base address of OpenAI's interface, as http://localhost:8000/v1")
     prompt: str = Field(
         "",
-        description="what it is asked; {prompt}, {completion}, {answer} and {full} are replaced; left out: to compare "
-        "the completion with the gold answer",
+        description="text of the request; {prompt}, {completion}, {answer} and {full} are replaced; left out: "
+        "a comparison of the completion with the gold answer",
     )
     full: float = Field(10.0, gt=0, le=1e6, description="the best score; the reward is the score divided by it")
-    max_tokens: int = Field(1024, ge=1, description="tokens of its reply")
+    max_tokens: int = Field(1024, ge=1, description="most tokens of the reply")
 
     @model_validator(mode="after")
     def _is_asked_about_the_completion(self) -> Self:

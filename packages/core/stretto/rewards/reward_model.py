@@ -28,10 +28,13 @@ _DEEPEST = 3  # lists around it: one of tokens, one of classes
 class RewardModelConfig(AddressConfig, extra="forbid", frozen=True):
     """Section ``[rewards.reward_model]`` of a recipe: which model, and the form of its requests."""
 
-    form: Literal["classify", "pooling", "score"] = Field("classify", description="of vLLM's interface: its path")
-    chat: bool = Field(False, description="ask with messages, to which the server's chat template is applied")
-    text: str = Field("{prompt}{completion}", description="the text, without chat: both names are replaced")
-    scale: float = Field(1.0, gt=0, le=1e6, description="the reward is the number times this")
+    form: Literal["classify", "pooling", "score"] = Field("classify", description="which of vLLM's endpoints is used")
+    chat: bool = Field(False, description="send messages; the server applies its chat template")
+    text: str = Field(
+        "{prompt}{completion}",
+        description="text that is scored when chat is false; {prompt} and {completion} are replaced",
+    )
+    scale: float = Field(1.0, gt=0, le=1e6, description="factor from the model's score to the reward")
 
     @model_validator(mode="after")
     def _asks_about_the_completion(self) -> Self:

@@ -48,15 +48,15 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
         description="groups generated or scored at the same time; auto: raised while the engines have room for more, "
         "lowered when completions are preempted or wait",
     )
-    max_in_flight_min: int = Field(8, ge=1, description='smallest number that max_in_flight = "auto" comes to')
-    max_in_flight_max: int = Field(256, ge=1, description='largest number that max_in_flight = "auto" comes to')
+    max_in_flight_min: int = Field(8, ge=1, description='smallest number that max_in_flight = "auto" chooses')
+    max_in_flight_max: int = Field(256, ge=1, description='largest number that max_in_flight = "auto" chooses')
     max_staleness: Annotated[float, Field(ge=0), AfterValidator(_whole_or_infinite)] | Literal["auto"] = Field(
         4.0,
         description="versions allowed between sampling and training (eta); 0 is synchronous, inf is no bound; auto: "
         "raised while the measured mismatch of the policies allows it, lowered when it does not",
     )
-    staleness_min: int = Field(1, ge=0, le=1024, description='smallest bound that max_staleness = "auto" comes to')
-    staleness_max: int = Field(8, ge=0, le=1024, description='largest bound that max_staleness = "auto" comes to')
+    staleness_min: int = Field(1, ge=0, le=1024, description='smallest bound that max_staleness = "auto" chooses')
+    staleness_max: int = Field(8, ge=0, le=1024, description='largest bound that max_staleness = "auto" chooses')
     beyond_bound: BeyondBound = Field("mask", description="what happens to tokens beyond max_staleness")
     filter: Annotated[str | Section | tuple[str | Section, ...], FILTERS] = Field(
         "none",

@@ -107,7 +107,9 @@ class PreferenceConfig(OptimizerConfig):
     learning_rate: float = Field(1e-6, gt=0, le=1, description="peak learning rate")
     steps: PositiveInt = Field(1000, description="optimizer steps")
     batch_size: PositiveInt = Field(64, description="pairs per step")
-    beta: float = Field(0.1, gt=0, description="DPO's beta, the strength of the tie to the reference policy")
+    beta: float = Field(
+        0.1, gt=0, description="DPO's beta: the strength of the KL penalty towards the reference policy"
+    )
 
 
 class SupervisedConfig(OptimizerConfig):

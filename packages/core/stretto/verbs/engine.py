@@ -219,7 +219,7 @@ class LocalEngine:
 
         Args:
             messages: one conversation, or several; each is a list of messages with ``role`` and ``content``.
-            template_arguments: given to the chat template, such as ``{"enable_thinking": False}``.
+            template_arguments: arguments of the chat template, such as ``{"enable_thinking": False}``.
             **settings: as for `generate`.
 
         Raises:

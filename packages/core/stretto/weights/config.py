@@ -18,12 +18,12 @@ class WeightsConfig(BaseModel, extra="forbid", frozen=True):
     medium: Literal["auto", "shared_memory", "http", "broadcast"] = Field(
         "auto",
         description="shared_memory: engines map the trainer's file; http: each machine pulls it once into its own "
-        "shared memory; broadcast: servers of SGLang get it in a collective group, and need to see no file of the run; "
-        "auto: by where the engines are",
+        "shared memory; broadcast: SGLang servers receive it in a collective group and need no file of the run; auto: "
+        "chosen by where the engines are",
     )
     delta: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="whether http moves only the elements that have changed; auto: where that is faster, as measured",
+        description="whether http transfers only changed elements; auto: whichever was faster when measured",
     )
 
 

@@ -17,26 +17,27 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
 
     placer: Literal["local", "given", "ray"] = Field(
         "local",
-        description="who starts the engines: local, the run, on its own machine; given, you, by stretto engine "
-        "--join; ray, a Ray cluster",
+        description="who starts the engines; local: the run, on its own machine; given: you, with `stretto "
+        "engine --join`; ray: a Ray cluster",
     )
     listen: str = Field(
-        "", description="host:port at which other machines join; empty: none can. Port 0 takes a free one"
+        "", description="host:port at which other machines join; empty: none can join; port 0: a free one"
     )
     ray: str = Field("auto", description="address of the Ray cluster; auto: the running one; local: a new one")
     tls: str | None = Field(
-        None, description="folder with ca.pem, cert.pem and key.pem, for TLS between machines; none without it"
+        None, description="folder with ca.pem, cert.pem and key.pem for TLS between machines; left out: no TLS"
     )
     trusted_network: bool = Field(
         False,
-        description="whether machines of the run alone are on the network between its ranks, and to servers that get "
-        "weights by broadcast; torch's collectives know neither key nor encryption, so both are refused elsewhere "
-        "without it",
+        description="say that only machines of the run are on the network; ranks on several machines and "
+        "weights by broadcast need it, since torch's collectives have neither keys nor encryption",
     )
-    gpus: int = Field(0, ge=0, le=64, description="GPUs that Ray sets aside for each engine, and each rank")
+    gpus: int = Field(0, ge=0, le=64, description="GPUs that Ray reserves for each engine and each rank")
     lease: float = Field(15.0, ge=1.0, description="seconds of silence after which a machine counts as lost")
     lag: float = Field(
-        60.0, gt=0, description="seconds behind the newest version after which an engine gets no groups for a while"
+        60.0,
+        gt=0,
+        description="seconds behind the newest version after which an engine gets no new groups for a while",
     )
     wait: float = Field(600.0, gt=0, description="seconds to wait for the first engine to join")
 

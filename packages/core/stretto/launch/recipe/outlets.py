@@ -56,23 +56,28 @@ class OutletsConfig(BaseModel, extra="forbid", frozen=True):
     """
 
     to: Annotated[tuple[Annotated[str, OUTLETS, BeforeValidator(_known)], ...], BeforeValidator(_listed)] = Field(
-        (), description="tools that get the metrics of the run, each an extra of stretto"
+        (), description="tools that receive the metrics; each needs the extra of the same name"
     )
     project: str = Field(
         "stretto",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$",
         max_length=64,
-        description="of W&B and trackio; the experiment of MLflow",
+        description="project in W&B and trackio, experiment in MLflow",
     )
-    name: str = Field("", max_length=128, description="of the run in the tools; empty: the name of its folder")
+    name: str = Field("", max_length=128, description="name of the run in these tools; empty: the name of its folder")
     tags: Annotated[tuple[Tag, ...], BeforeValidator(_listed)] = Field(
         (), max_length=_MOST_TAGS, description="of the run in the tools"
     )
     prometheus_port: int | None = Field(
-        None, ge=1, le=65_535, description="where Prometheus finds the numbers of the newest step; none without it"
+        None,
+        ge=1,
+        le=65_535,
+        description="port of a page for Prometheus with the newest step's metrics; left out: no page",
     )
     prometheus_host: str = Field(
-        "127.0.0.1", min_length=1, description="address of that page; on others than loopback anybody can read it"
+        "127.0.0.1",
+        min_length=1,
+        description="address of that page; if it is not loopback, anybody who reaches it can read it",
     )
 
     @property

@@ -26,8 +26,7 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
     build: BuildConfig | None = Field(None, description="architecture and alphabet of a new model")
     special_tokens_in_messages: bool = Field(
         False,
-        description="a special token that a message of a chat or the result of a tool spells becomes that token; else "
-        "it stays text",
+        description="read special tokens that are spelled in chat messages and tool results as tokens; false: as text",
     )
 
     @model_validator(mode="after")
@@ -84,11 +83,11 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
 class EvaluationSet(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """A further set of questions, evaluated like the held-out ones."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="in the log and in metrics.jsonl")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="name in the log and in metrics.jsonl")
     source: Source = Field(
-        description='as one of `[[task.sources]]`, such as { data = "aime.jsonl", mapping = "aime" }'
+        description='a source, as in `[[task.sources]]`, such as { data = "aime.jsonl", mapping = "aime" }'
     )
-    prompts: int = Field(512, ge=1, description="only its first questions, this number of them")
+    prompts: int = Field(512, ge=1, description="number of questions, from the first")
     samples: int = Field(1, ge=1, le=1024, description="completions of each prompt")
     every: int = Field(0, ge=0, description="training steps between evaluations")
     minutes: float = Field(0.0, ge=0, description="minutes between evaluations")
@@ -108,8 +107,8 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fal
     patience: int = Field(
         0, ge=0, description="evaluations in a row without a better accuracy after which the run ends; 0: it does not"
     )
-    least_gain: float = Field(0.0, ge=0, lt=1, description="by which an accuracy must be better")
-    best_of: str = Field("", description="the set that keep_best and patience go by; empty: the held-out questions")
+    least_gain: float = Field(0.0, ge=0, lt=1, description="least improvement that counts as a better accuracy")
+    best_of: str = Field("", description="evaluation set used by keep_best and patience; empty: the held-out questions")
     seed: int = Field(20_250_530, ge=0, description="seed of the sampling, the same for all evaluations")
 
     @model_validator(mode="after")

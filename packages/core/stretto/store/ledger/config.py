@@ -12,8 +12,8 @@ class StoreConfig(BaseModel, extra="forbid", frozen=True):
 
     keep_payloads: Literal["all", "trained", "none"] = Field(
         default="all",
-        description="trajectories whose tokens, log-probabilities and text stay in the ledger; none: until the oldest "
-        "checkpoint is newer, since a resume needs them before",
+        description="trajectories whose tokens, log-probabilities and text stay in the ledger; none: they are "
+        "deleted once no checkpoint needs them for a resume",
     )
     flush_seconds: float = Field(
         default=0.25,
@@ -25,7 +25,7 @@ class StoreConfig(BaseModel, extra="forbid", frozen=True):
         default=20.0,
         ge=0,
         le=86_400,
-        description="seconds between completions that are shown while training and kept in samples.jsonl; 0: none",
+        description="seconds between sample completions in the log and in samples.jsonl; 0: none",
     )
     keep_checkpoints: int = Field(
         default=2,

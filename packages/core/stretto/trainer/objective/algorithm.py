@@ -35,7 +35,7 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="
     """The objective and the advantages."""
 
     loss: Annotated[LossSection, LOSSES] = Field(
-        LOSSES("decoupled_ppo"), description="the surrogate that is maximised, and its trust region"
+        LOSSES("decoupled_ppo"), description="surrogate objective that is maximised, with its trust region"
     )
     correction: Annotated[Section, CORRECTIONS] = Field(
         CORRECTIONS("mask"), description="weights of tokens that another policy sampled"
@@ -48,7 +48,7 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="
     advantages: Annotated[EstimatorSection, ESTIMATORS] = Field(
         ESTIMATORS("group"), description="estimator of the advantages"
     )
-    shaping: Shaping = Field(Shaping(), description="changes of the rewards before the advantages")
+    shaping: Shaping = Field(Shaping(), description="changes to the rewards before advantages are computed")
     reference: ReferenceConfig | None = Field(
         None, description="the reference policy of the KL term; left out: none is loaded"
     )

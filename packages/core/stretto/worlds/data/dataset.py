@@ -20,18 +20,24 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
     kind: Literal["jsonl"]
     file: str = Field(description="JSONL file, relative to the recipe's folder")
     prompt_field: str = Field("prompt", description="key of the question: a text, or chat messages")
-    answer_field: str = Field("answer", description="key of what the reward compares with")
-    demonstration_field: str = Field("demonstration", description="used by the warm start where a row has it")
-    id_field: str | None = Field(None, description="key of a row's own name, which no other row may have")
-    held_out: int = Field(64, ge=1, description="rows at the end of the file that are kept for evaluation")
-    held_out_file: str | None = Field(None, description="a second file in place of the last rows")
+    answer_field: str = Field("answer", description="key of the gold answer")
+    demonstration_field: str = Field(
+        "demonstration", description="key of the demonstration for the warm start; rows may lack it"
+    )
+    id_field: str | None = Field(None, description="key of a unique name of the row")
+    held_out: int = Field(64, ge=1, description="number of last rows that are kept for evaluation")
+    held_out_file: str | None = Field(None, description="file of the evaluation questions, in place of the last rows")
 
     chat_template: Literal["none", "auto"] = Field(
-        "none", description="prompts that are texts; auto: by the tokenizer's chat template, if it has one"
+        "none",
+        description="how prompts that are texts become token ids; auto: with the tokenizer's chat template, if "
+        "it has one",
     )
-    system_prompt: str | None = Field(None, description="first message of every chat; makes chats of texts")
+    system_prompt: str | None = Field(
+        None, description="system message of every chat; turns prompts that are texts into chats"
+    )
     template_arguments: dict[str, bool | int | float | str] = Field(
-        {}, description='given to the chat template, such as "{ enable_thinking = false }"'
+        {}, description='arguments of the chat template, such as "{ enable_thinking = false }"'
     )
 
     def questions(self, seed: int) -> Questions:

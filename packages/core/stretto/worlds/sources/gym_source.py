@@ -30,17 +30,22 @@ class GymSource(BaseModel, extra="forbid", frozen=True):
     """Questions of one task of reasoning-gym."""
 
     kind: Literal["reasoning_gym"]
-    name: str = Field("", description="of the source; left out: that of the task")
-    task: str = Field(description="the task's name, such as chain_sum")
+    name: str = Field("", description="name of the source; left out: the task's")
+    task: str = Field(description="name of the task, such as chain_sum")
     size: int = Field(1000, ge=1, description="questions to train on")
     held_out: int = Field(64, ge=0, description="questions for evaluation, the same for all seeds of a run")
-    parameters: dict[str, Parameter] = Field({}, description="of the task, as reasoning-gym names them")
-    level: int | None = Field(None, ge=0, description="level of all attributes of the task's curriculum")
+    parameters: dict[str, Parameter] = Field({}, description="parameters of the task, as reasoning-gym names them")
+    level: int | None = Field(None, ge=0, description="level of the task's curriculum, for all of its attributes")
     system_prompt: str | None = Field(_INSTRUCTION, description="first message of every chat")
     chat_template: Literal["none", "auto"] = Field(
-        "auto", description="auto: by the tokenizer's chat template, if it has one"
+        "auto", description="auto: use the tokenizer's chat template, if it has one"
     )
-    weight: float | None = Field(None, gt=0, allow_inf_nan=False, description="share of the prompts of an epoch")
+    weight: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="share of an epoch's prompts that come from this source, relative to the other weights",
+    )
 
     @property
     def title(self) -> str:

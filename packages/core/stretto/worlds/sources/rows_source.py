@@ -25,32 +25,47 @@ class RowsSource(BaseModel, extra="forbid", frozen=True):
     """Rows of a dataset: a local file or folder, or a name of the Hugging Face hub."""
 
     kind: Literal["rows"] = "rows"
-    name: str = Field("", pattern=f"^({_NAME})?$", description="of the source; left out: that of the dataset")
+    name: str = Field("", pattern=f"^({_NAME})?$", description="name of the source; left out: the dataset's")
     data: str = Field(
         description="a file (.jsonl, .csv, .tsv, .parquet, .arrow; .jsonl.gz, .csv.gz), a folder of datasets' "
         "save_to_disk, or owner/name of the hub; files are relative to the recipe's folder"
     )
-    subset: str | None = Field(None, description="the dataset's configuration, such as 'main'")
+    subset: str | None = Field(None, description="configuration of the dataset, such as 'main'")
     split: str = Field("train", description="the split of a hub dataset or of a saved folder")
-    revision: str | None = Field(None, description="branch, tag or commit of a hub dataset; a commit stays what it is")
-    rows: int | None = Field(None, ge=1, description="only the first rows, this number of them; left out: all")
+    revision: str | None = Field(
+        None, description="branch, tag or commit of a hub dataset; only a commit is sure to stay the same"
+    )
+    rows: int | None = Field(None, ge=1, description="number of rows to read, from the first; left out: all")
     streaming: bool = Field(False, description="read a hub dataset without storing it; needs `rows`")
-    mapping: str | None = Field(None, description=f"ready columns: {', '.join(MAPPINGS)}")
+    mapping: str | None = Field(None, description=f"known dataset whose columns are used: {', '.join(MAPPINGS)}")
     prompt_field: str = Field("prompt", description="key of the question: a text, or chat messages")
-    answer_field: str = Field("answer", description="key of what the reward compares with")
-    demonstration_field: str = Field("demonstration", description="used by the warm start where a row has it")
-    id_field: str | None = Field(None, description="key of a row's own name, which no other row may have")
+    answer_field: str = Field("answer", description="key of the gold answer")
+    demonstration_field: str = Field(
+        "demonstration", description="key of the demonstration for the warm start; rows may lack it"
+    )
+    id_field: str | None = Field(None, description="key of a unique name of the row")
     duplicates: Literal["keep", "drop"] | None = Field(
-        None, description="rows with prompt and gold answer of an earlier row; left out: drop where the mapping says so"
+        None,
+        description="what happens to a row that repeats the prompt and gold answer of an earlier one; left "
+        "out: the mapping decides",
     )
     template: str | None = Field(None, description="Jinja template that writes the prompt from the row's columns")
-    system_prompt: str | None = Field(None, description="first message of every chat; makes chats of texts")
+    system_prompt: str | None = Field(
+        None, description="system message of every chat; turns prompts that are texts into chats"
+    )
     chat_template: Literal["none", "auto"] = Field(
-        "none", description="prompts that are texts; auto: by the tokenizer's chat template, if it has one"
+        "none",
+        description="how prompts that are texts become token ids; auto: with the tokenizer's chat template, if "
+        "it has one",
     )
     template_arguments: dict[str, bool | int | float | str] = Field({}, description="given to the chat template")
-    weight: float | None = Field(None, gt=0, allow_inf_nan=False, description="share of the prompts of an epoch")
-    held_out: int = Field(0, ge=0, description="rows at the end that are kept for evaluation")
+    weight: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="share of an epoch's prompts that come from this source, relative to the other weights",
+    )
+    held_out: int = Field(0, ge=0, description="number of last rows that are kept for evaluation")
 
     @property
     def title(self) -> str:

@@ -31,8 +31,8 @@ class Curriculum(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Skips prompts for one epoch that were too easy or too hard in this one, by their measured share of right
     completions. If that would skip all of them, none is skipped."""
 
-    easy: float = Field(1.0, gt=0, le=1, description="prompts with at least this share of right completions rest")
-    hard: float = Field(0.0, ge=0, lt=1, description="prompts with at most this share of right completions rest")
+    easy: float = Field(1.0, gt=0, le=1, description="skip prompts with at least this share of right completions")
+    hard: float = Field(0.0, ge=0, lt=1, description="skip prompts with at most this share of right completions")
 
     @model_validator(mode="after")
     def _some_are_between(self) -> Self:
@@ -45,15 +45,17 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
     """Questions from one source or several; a source is a table of `[[task.sources]]`."""
 
     kind: Literal["dataset"]
-    sources: Sources = Field(min_length=1, description="of the prompts to train on")
+    sources: Sources = Field(min_length=1, description="where the training prompts come from")
     held_out_sources: Sources = Field(
-        (), description="all questions of these are for evaluation, beside those that the sources hold out"
+        (), description="sources used for evaluation only, in addition to the rows that `held_out` keeps"
     )
-    max_prompt_tokens: int | None = Field(None, ge=1, description="tokens of a prompt at most")
+    max_prompt_tokens: int | None = Field(None, ge=1, description="most tokens of a prompt")
     long_prompts: Literal["refuse", "drop", "truncate"] = Field(
-        "refuse", description="longer ones end the start, are left out and counted, or lose their first tokens"
+        "refuse",
+        description="what happens to longer prompts; refuse: the run does not start; drop: they are left out "
+        "and counted; truncate: they lose their first tokens",
     )
-    curriculum: Curriculum | None = Field(None, description="prompts that rest for an epoch, by their success rate")
+    curriculum: Curriculum | None = Field(None, description="skip prompts for an epoch by their success rate")
 
     @model_validator(mode="after")
     def _sources_fit(self) -> Self:

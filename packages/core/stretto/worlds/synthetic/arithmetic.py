@@ -60,12 +60,12 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
     kind: Literal["arithmetic"]
     operands_min: int = Field(3, ge=2, le=64, description="operands of the shortest chains")
     operands_max: int = Field(12, ge=2, le=64, description="operands of the longest chains")
-    decay: float = Field(0.7, gt=0, le=1, description="how much rarer a chain with one operand more is")
-    mistake_rate: float = Field(0.5, ge=0, lt=1, description="share of demonstrations that hold a mistake")
+    decay: float = Field(0.7, gt=0, le=1, description="ratio of the probabilities of n + 1 and n operands")
+    mistake_rate: float = Field(0.5, ge=0, lt=1, description="share of demonstrations with a mistake")
     prompts: int = Field(20_000, ge=1, description="training questions")
     held_out: int = Field(512, ge=1, description="questions for evaluation, never trained on")
     demonstrations: int = Field(64_000, ge=0, description="worked examples for the warm start")
-    demonstration_decay: float = Field(0.7, gt=0, le=1, description="the decay for demonstrations")
+    demonstration_decay: float = Field(0.7, gt=0, le=1, description="`decay` of the demonstrations")
 
     @model_validator(mode="after")
     def _smallest_is_not_above_largest(self) -> Self:

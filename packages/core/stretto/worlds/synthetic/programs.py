@@ -83,8 +83,8 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
     kind: Literal["programs"]
     steps_min: int = Field(2, ge=1, le=16, description="steps of the shortest programs")
     steps_max: int = Field(4, ge=1, le=16, description="steps of the longest programs")
-    tests: int = Field(6, ge=1, le=64, description="calls that a completion is tested with")
-    mistake_rate: float = Field(0.3, ge=0, lt=1, description="chance of each step of a demonstration to be wrong")
+    tests: int = Field(6, ge=1, le=64, description="number of tests of a completion")
+    mistake_rate: float = Field(0.3, ge=0, lt=1, description="probability that a step of a demonstration is wrong")
     prompts: int = Field(20_000, ge=1, description="training questions")
     held_out: int = Field(512, ge=1, description="questions for evaluation, never trained on")
     demonstrations: int = Field(64_000, ge=0, description="worked examples for the warm start")

@@ -10,30 +10,30 @@ from pydantic import BaseModel, Field
 class WorkflowConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Section ``[workflow]`` of a recipe: how a prompt becomes a judged trajectory. Without it: a single turn."""
 
-    kind: Literal["function"] = Field("function", description="trajectories are made by a class")
+    kind: Literal["function"] = Field("function", description="a Python class makes the trajectories")
     function: str = Field(
         min_length=1,
         description="a built-in workflow (multi_turn, tools, environment, user_simulator, self_play, best_of_n), "
         "or 'package.module:Class'",
     )
-    settings: dict[str, Any] = Field({}, description="arguments of its class, a table `[workflow.settings]`")
+    settings: dict[str, Any] = Field({}, description="arguments of the class, in a table `[workflow.settings]`")
     path: str | None = Field(
         None,
         description="folder in which the module is looked for first; left out: the recipe's folder, if it is there",
     )
-    workers: int = Field(1, ge=1, le=256, description="processes that run it")
-    concurrency: int = Field(128, ge=1, le=256, description="trajectories that one of them has at a time")
+    workers: int = Field(1, ge=1, le=256, description="processes that run the workflow")
+    concurrency: int = Field(128, ge=1, le=256, description="trajectories that one process runs at a time")
     deadline: float = Field(
         60.0,
         gt=0,
         le=24 * 3600,
-        description="seconds of its own, tools included, that a trajectory may take; those in which it waits for "
-        "completions and verdicts do not count",
+        description="seconds for one trajectory, tools included; time spent waiting for completions and "
+        "verdicts does not count",
     )
     max_turns: int = Field(64, ge=1, description="completions of one trajectory")
     max_tokens: int = Field(1 << 20, ge=1, description="sampled tokens of one trajectory")
     max_failed: float = Field(
-        0.5, gt=0, le=1, description="share of the last 64 trajectories that may fail; more end the run"
+        0.5, gt=0, le=1, description="share of the last 64 trajectories that may fail before the run ends"
     )
     memory_gib: float = Field(16.0, ge=0.25, description="GiB of memory of one process")
     start_timeout: float = Field(60.0, gt=0, description="seconds a process may take to import the workflow")
