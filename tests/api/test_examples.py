@@ -14,9 +14,7 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,8 @@ import pytest
 from matplotlib import pyplot as plt
 
 from stretto.store.ledger.reading import read_batches
+from tests.api.conftest import warm_process
+from tests.launch.running import wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: The most lines of each.
@@ -65,13 +65,12 @@ def test_the_synchronous_loop_learns() -> None:
 
 
 def test_the_asynchronous_loop_goes_on_from_a_kill_and_trains_nothing_twice(tmp_path: Path) -> None:
-    program = [sys.executable, str(EXAMPLES / "grpo_async.py"), str(tmp_path), "12"]
-    with subprocess.Popen(program, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}) as killed:
-        end = time.monotonic() + 120
-        while not (tmp_path / "checkpoints" / "step-000010").exists() and time.monotonic() < end:
-            time.sleep(0.02)
+    killed = warm_process([sys.executable, "-m", "tests.api.asynchronous", str(tmp_path), "12"], os.environ, ())
+    try:
+        wait_until((tmp_path / "checkpoints" / "step-000010").exists, "the checkpoint")
+    finally:
         killed.kill()
-    assert killed.returncode == -signal.SIGKILL
+    assert killed.wait(30) == -signal.SIGKILL
     asyncio.run(page("grpo_async")["main"](tmp_path, 12))
     trained = [
         trajectory.id
