@@ -195,7 +195,6 @@ class LosingProxy:
             far.shutdown(socket.SHUT_WR)
 
 
-@pytest.mark.long
 def test_answers_whose_replies_are_lost_are_asked_for_again_and_count_once(
     laboratory: Laboratory, tmp_path: Path
 ) -> None:
