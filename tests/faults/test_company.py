@@ -95,6 +95,7 @@ def test_a_run_goes_on_beside_an_engine_that_is_a_hundred_times_slower(laborator
         end_well(command, laboratory, run_dir)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_while_its_engines_come_and_go(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with laboratory.train(run_dir, *ENDLESS, "engine.count=2", "deadlines.engine_restarts=1000") as command:
