@@ -44,8 +44,8 @@ types: .venv/ready-test
 # and then. In the order of the folders, which leaves the lightest for the end.
 PYTEST := $(RUN) pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-tests: .venv/ready-test  ## the tests alone; up to three that fail run once more with nothing beside them
-	$(PYTEST) || $(RUN) tests.alone $$?
+tests: .venv/ready-test  ## the tests alone
+	$(PYTEST)
 
 # The rooms of each package; tests/ mirrors them.
 core := core conversation doors engine loop measures model processes rewards rollout store trainer verbs weights worlds
@@ -68,10 +68,11 @@ NEHALEM := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTR
 
 # Where tests are numeric (tests/conftest.py): to collect all others takes longer than some of these. What a processor
 # computes is in tests/model, which both run; the engine and the trainer stand on it, and each runs on one of them. Ranks
-# are compared with one process on the same processor, and Triton's interpreter computes with numpy, whatever is set here.
+# are compared with one process on the same processor, Triton's interpreter computes with numpy, whatever is set here, and
+# each recipe's objective is the same few operations as those of the other files.
 
-NUMERIC := $(RUN) pytest -m numeric --numprocesses 2 --dist loadfile --ignore-glob='*/test_rank*.py' \
-	--ignore-glob='*/test_slot_tables.py' --ignore-glob='*/test_triton_attention.py'
+NUMERIC := $(RUN) pytest -m 'numeric and not long' --numprocesses 2 --dist loadfile --ignore-glob='*/test_rank*.py' \
+	--ignore-glob='*/test_slot_tables.py' --ignore-glob='*/test_triton_attention.py' --ignore-glob='*/test_objectives.py'
 
 test-numerics: .venv/ready-test  ## the tests that compare a model's numbers, on the instruction sets of older processors
 ifeq ($(shell uname -m),x86_64)
@@ -89,8 +90,8 @@ agent-environments: .venv/ready-test  ## the environments of agents and of verif
 	-$(RUN) benchmarks.peers.environment verifiers
 	-$(RUN) benchmarks.peers.environment worlds
 
-test-engines: engine-environments  ## the tests with real servers of vLLM and SGLang; up to three that fail run once more, alone
-	$(RUN) pytest tests/real_engines --ignore tests/real_engines/clients || $(RUN) tests.alone $$?
+test-engines: engine-environments  ## the tests with real servers of vLLM and SGLang
+	$(RUN) pytest tests/real_engines --ignore tests/real_engines/clients
 
 test-engine-clients: engine-environments  ## the gateway and reward models in front of such servers, and what is rarer or longer
 	$(RUN) pytest tests/real_engines/clients

@@ -14,9 +14,7 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,8 @@ import pytest
 from matplotlib import pyplot as plt
 
 from stretto.store.ledger.reading import read_batches
+from tests.api.conftest import warm_process
+from tests.launch.running import wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: The most lines of each.
@@ -65,21 +65,20 @@ def test_the_synchronous_loop_learns() -> None:
 
 
 def test_the_asynchronous_loop_goes_on_from_a_kill_and_trains_nothing_twice(tmp_path: Path) -> None:
-    program = [sys.executable, str(EXAMPLES / "grpo_async.py"), str(tmp_path), "16"]
-    with subprocess.Popen(program, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}) as killed:
-        end = time.monotonic() + 120
-        while not (tmp_path / "checkpoints" / "step-000010").exists() and time.monotonic() < end:
-            time.sleep(0.02)
+    killed = warm_process([sys.executable, "-m", "tests.api.asynchronous", str(tmp_path), "12"], os.environ, ())
+    try:
+        wait_until((tmp_path / "checkpoints" / "step-000010").exists, "the checkpoint")
+    finally:
         killed.kill()
-    assert killed.returncode == -signal.SIGKILL
-    asyncio.run(page("grpo_async")["main"](tmp_path, 16))
+    assert killed.wait(30) == -signal.SIGKILL
+    asyncio.run(page("grpo_async")["main"](tmp_path, 12))
     trained = [
         trajectory.id
-        for batch in read_batches(tmp_path / "ledger.sqlite", 0, 16)
+        for batch in read_batches(tmp_path / "ledger.sqlite", 0, 12)
         for group in batch.groups
         for trajectory in group.trajectories
     ]
-    assert len(trained) == len(set(trained)) == 16 * 8 * 8
+    assert len(trained) == len(set(trained)) == 12 * 8 * 8
 
 
 def test_supervised_fine_tuning_reproduces_what_was_shown() -> None:
@@ -91,17 +90,20 @@ def test_a_loss_of_ones_own_brings_pairs_into_order() -> None:
     assert min(accuracies[-5:]) > 0.9
 
 
-def test_a_student_comes_nearer_to_its_teacher() -> None:
-    divergences = page("distill")["main"](30)
-    assert divergences[-1] < 0.85 * divergences[0]
+@pytest.mark.parametrize("steps", [2, pytest.param(30, marks=pytest.mark.long)])
+def test_a_student_comes_nearer_to_its_teacher(steps: int) -> None:
+    divergences = page("distill")["main"](steps)
+    assert 0 < divergences[-1] < (0.85 if steps == 30 else 1.5) * divergences[0]
 
 
-def test_an_agent_learns_to_listen_to_its_tool() -> None:
-    rewards = page("tool_agent")["main"](14)
-    assert max(rewards[:2]) < 0.45 < 0.55 < min(rewards[-2:])
+@pytest.mark.parametrize("steps", [2, pytest.param(14, marks=pytest.mark.long)])
+def test_an_agent_learns_to_listen_to_its_tool(steps: int) -> None:
+    rewards = page("tool_agent")["main"](steps)
+    assert 0 < max(rewards[:2]) < 0.45
+    assert steps == 2 or min(rewards[-2:]) > 0.55
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(120, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [4, pytest.param(120, marks=pytest.mark.long)])
 def test_the_notebook_goes_from_nothing_to_a_learning_curve(
     inside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], steps: int
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_run_has_its_steps_its_accuracy_and_its_trajectories(first_run: strett
     assert {row["reward"] for row in trained} == {len(row["text"]) % 5 / 4 for row in trained}
 
 
+@pytest.mark.long
 def test_a_policy_is_written_as_the_model_was_and_nothing_else_is_rounded(inside: Path) -> None:
     half = inside / "half"
     build_policy(TINY, half, seed=1)

@@ -83,8 +83,11 @@ def assert_refused(
 
 @pytest.mark.parametrize(
     ("what", "settings"),
-    [("skips", ()), ("hands", ("engine.dtype=bfloat16",)), ("skips", LORA)],
-    ids=["float32", "bfloat16", "adapters"],
+    [
+        pytest.param("skips", (), id="float32"),
+        pytest.param("hands", ("engine.dtype=bfloat16",), id="bfloat16", marks=pytest.mark.long),
+        pytest.param("skips", LORA, id="adapters", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_ends_before_one_token_of_unproven_weights_is_trained_on(
     laboratory: Laboratory, tmp_path: Path, what: str, settings: tuple[str, ...]
@@ -106,6 +109,7 @@ def test_a_run_ends_before_one_token_of_unproven_weights_is_trained_on(
         assert newest["distance"] > newest["tolerance"], "in float32 the text alone shows it"
 
 
+@pytest.mark.long
 def test_a_resume_whose_engine_is_wrong_ends_and_an_honest_one_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     laboratory.trained(run_dir, "trainer.steps=3")
@@ -125,6 +129,7 @@ def test_a_resume_whose_engine_is_wrong_ends_and_an_honest_one_goes_on(laborator
     assert record_of(run_dir).refused >= 2
 
 
+@pytest.mark.long
 def test_an_engine_that_is_wrong_from_its_replacement_on_ends_the_run(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir, now = tmp_path / "run", tmp_path / "now"
     settings = ("trainer.steps=100000", "trainer.keep_versions=1")
@@ -138,6 +143,7 @@ def test_an_engine_that_is_wrong_from_its_replacement_on_ends_the_run(laboratory
     assert said(run_dir).count("a new one is started") == 2
 
 
+@pytest.mark.long
 def test_of_two_engines_the_wrong_one_is_named(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     settings = ("trainer.steps=100000", "trainer.keep_versions=1", "engine.count=2")
@@ -146,6 +152,7 @@ def test_of_two_engines_the_wrong_one_is_named(laboratory: Laboratory, tmp_path:
     assert all(one.proven for one in inspect_run(run_dir).canary if one.engine == "engine-0")
 
 
+@pytest.mark.long
 def test_a_machine_whose_engine_is_wrong_leaves_and_the_run_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
     """It gets its weights over the network. Another one, which is honest, stays."""
     run_dir = tmp_path / "run"
@@ -165,7 +172,7 @@ def test_a_machine_whose_engine_is_wrong_leaves_and_the_run_goes_on(laboratory: 
     assert "engine-2" not in {one.engine for one in record_of(run_dir).proven}
 
 
-@pytest.mark.parametrize("staleness", [0, 4])
+@pytest.mark.parametrize("staleness", [0, pytest.param(4, marks=pytest.mark.long)])
 def test_an_engine_that_tells_other_log_probabilities_is_replaced_and_then_ends_the_run(
     laboratory: Laboratory, tmp_path: Path, staleness: int
 ) -> None:

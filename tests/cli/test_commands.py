@@ -107,7 +107,7 @@ def test_eval_asks_all_rows_of_a_file_and_says_it_in_words(door: Door, llama: Pa
     ("function", "reason"),
     [
         ("hanging", "less than 0.1 s of processor time"),
-        ("not_a_number", "the reward returned nan"),
+        pytest.param("not_a_number", "the reward returned nan", marks=pytest.mark.long),
     ],
 )
 def test_a_reward_that_decides_nothing_ends_with_its_reason(

@@ -223,6 +223,7 @@ def test_a_conductor_that_was_not_told_is_remembered_over_every_crash_of_the_new
     assert identity_of(folder).run == first.run
 
 
+@pytest.mark.long
 def test_two_conductors_on_copies_of_one_folder_become_one(laboratory: Laboratory, tmp_path: Path) -> None:
     """The first is stopped, as a machine is that cannot be reached, and comes back when the second goes on."""
     run_dir, copy = tmp_path / "run", tmp_path / "copy"

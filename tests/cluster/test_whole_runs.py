@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from stretto.store.series.spans import read_spans
 from tests.certificates import authority
 from tests.faults.test_company import end_well
@@ -117,6 +119,7 @@ def assert_told(run_dir: Path) -> None:
     assert {path.stem for path in (run_dir / "logs").glob("engine-*")} == {"engine-0", "engine-1", "engine-2"}
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_and_goes_on_at_its_address_gets_its_machines_back(
     laboratory: Laboratory, tmp_path: Path
 ) -> None:

@@ -86,7 +86,7 @@ def test_what_is_likeliest_in_the_engine_is_so_in_transformers(laboratory: Labor
     _, completions = evaluated(laboratory, run_dir, "sampling.top_k=1")
     model: Any = AutoModelForCausalLM.from_pretrained(policy(run_dir))
     tokenizer = AutoTokenizer.from_pretrained(policy(run_dir))
-    for prompt, completion in completions.items():
+    for prompt, completion in list(completions.items())[:8]:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
         with torch.no_grad():
             said = model.generate(

@@ -30,7 +30,7 @@ HANGING = {
     ("92.5857658508735", rf"\boxed{{{NOISE}}}"): Outcome.WRONG,
     (NOISE, "92.5857658508735"): Outcome.UNDECIDED,
 }
-GROUPS = 125  # of eight completions: a thousand
+GROUPS = 50  # of eight completions
 HANGS = """
 def reward(prompt, completion, answer):
     while completion == "hangs":
@@ -39,7 +39,7 @@ def reward(prompt, completion, answer):
 """
 
 
-def test_what_hangs_math_verify_amid_a_thousand_ordinary_completions_changes_none_of_their_verdicts() -> None:
+def test_what_hangs_math_verify_amid_hundreds_of_ordinary_completions_changes_none_of_their_verdicts() -> None:
     ordinary = typical(GROUPS, seed=7)
     bombs = [ScoreItem(prompt="", completion=completion, answer=gold) for gold, completion in HANGING]
 
@@ -55,7 +55,7 @@ def test_what_hangs_math_verify_amid_a_thousand_ordinary_completions_changes_non
     outcomes = [[verdict.outcome for verdict in group] for group in quiet]
     assert [[verdict.outcome for verdict in group[:8]] for group in burst] == outcomes
     right = sum(outcome is Outcome.RIGHT for group in outcomes for outcome in group)
-    assert 600 <= right <= 800, "two thirds are right: the ordinary ones are judged at all"
+    assert 0.6 <= right / (8 * GROUPS) <= 0.8, "two thirds are right: the ordinary ones are judged at all"
     for group in burst:
         assert [verdict.outcome for verdict in group[8:]] == list(HANGING.values())
 
@@ -70,7 +70,7 @@ def test_a_grader_that_hangs_in_a_burst_leaves_its_own_completion_undecided_and_
         async with RewardPool(
             RewardsConfig.model_validate({"function": "grader_that_hangs:reward"} | settings)
         ) as pool:
-            groups = [[*group, bomb] if number % 25 == 0 else group for number, group in enumerate(ordinary)]
+            groups = [[*group, bomb] if number % 10 == 0 else group for number, group in enumerate(ordinary)]
             burst = await asyncio.gather(*map(pool.score, groups))
             return [group.pop() for group in burst if len(group) > 8], burst
 

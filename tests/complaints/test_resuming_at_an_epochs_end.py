@@ -83,6 +83,7 @@ def test_each_prompt_that_is_not_filtered_is_trained_on_once_in_each_epoch(
     assert trained(tmp_path / "run") == {(epoch, prompt.id): 1 for epoch in range(EPOCHS) for prompt in LEFT}
 
 
+@pytest.mark.long
 def test_real_processes_that_are_killed_when_an_epoch_ends_train_on_what_an_uninterrupted_run_trains_on(
     laboratory: Laboratory, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_prompt_that_every_engine_refuses_is_given_up_each_epoch_and_the_other
     assert f"{2 * TINY.context_length} tokens" in reason
 
 
+@pytest.mark.long
 def test_whichever_process_is_stopped_and_in_the_last_evaluation_too_the_run_ends_well(
     laboratory: Laboratory, tmp_path: Path
 ) -> None:

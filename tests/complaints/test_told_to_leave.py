@@ -12,6 +12,8 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.test_whole_runs import GIVEN, goes_on, joining, machine
 from tests.launch.running import Command, Laboratory, assert_the_law, exported, said, wait_until
 
@@ -25,6 +27,7 @@ def told_to_end(one: Command, code: int = 0) -> None:
     assert seconds < NOTICE
 
 
+@pytest.mark.long
 def test_each_machine_in_turn_is_told_to_end_and_no_completion_is_lost(laboratory: Laboratory, tmp_path: Path) -> None:
     """One with a rank of the trainer, one with an engine, the conductor's, and behind its resume another engine's."""
     run_dir, ended = tmp_path / "run", "its agent was asked to end"

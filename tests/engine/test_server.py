@@ -293,6 +293,7 @@ serve(NativeEngine.load(sys.argv[1], EngineConfig(slots=1)), Mailbox(), sys.argv
 """
 
 
+@pytest.mark.long
 def test_sigterm_ends_the_process_and_its_clients_hear_of_it(folder: Path, tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'e.sock'}"
     process = subprocess.Popen([sys.executable, "-c", PROCESS, folder, address])

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
+
 from stretto.store.export import read_trajectories
 from stretto.store.inspection import inspect_run
 from stretto.store.ledger.reading import read_unfinished
@@ -78,6 +80,7 @@ def slowing_down(pid: int, pause: float = 0.5) -> Callable[[threading.Event], No
     return slow_down
 
 
+@pytest.mark.long
 def test_a_run_goes_on_beside_an_engine_that_is_a_hundred_times_slower(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with laboratory.train(run_dir, *ENDLESS, "engine.count=2") as command:
@@ -92,6 +95,7 @@ def test_a_run_goes_on_beside_an_engine_that_is_a_hundred_times_slower(laborator
         end_well(command, laboratory, run_dir)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_while_its_engines_come_and_go(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with laboratory.train(run_dir, *ENDLESS, "engine.count=2", "deadlines.engine_restarts=1000") as command:
@@ -116,6 +120,7 @@ def test_a_run_goes_on_while_its_engines_come_and_go(laboratory: Laboratory, tmp
         end_well(command, laboratory, run_dir)
 
 
+@pytest.mark.long
 def test_a_completion_that_moves_after_a_kill_names_both_engines(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ledger = run_dir / "ledger.sqlite"

@@ -116,6 +116,7 @@ def test_a_synchronous_run_that_was_killed_twice_equals_one_that_was_not(
         )
 
 
+@pytest.mark.long
 def test_with_two_engines_it_makes_no_difference_which_of_them_dies(laboratory: Laboratory, tmp_path: Path) -> None:
     settings = ("rollout.max_staleness=0", "rollout.batch_size=3", "engine.count=2", "trainer.steps=5")
     undisturbed, run_dir = tmp_path / "undisturbed", tmp_path / "run"

@@ -27,6 +27,7 @@ def fill(file: Path, leave: int) -> None:
             filler.write(bytes(min(free - leave, 1 << 18)))
 
 
+@pytest.mark.long
 @STRACE
 def test_a_slow_disk_loses_nothing_and_no_role(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir, calls = tmp_path / "run", tmp_path / "calls"
@@ -82,7 +83,7 @@ def test_too_few_file_descriptors_are_refused_with_both_numbers(
 
 
 def test_as_many_file_descriptors_as_are_asked_for_suffice(laboratory: Laboratory, tmp_path: Path) -> None:
-    with laboratory.train(tmp_path / "run", poor=("descriptors", str(NEEDED))) as command:
+    with laboratory.train(tmp_path / "run", "trainer.steps=1", poor=("descriptors", str(NEEDED))) as command:
         ended = command.end()
         assert ended.code == 0, ended.out + ended.err
         command.assert_nothing_is_left()

@@ -21,7 +21,9 @@ def sweep(run_dir: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("taken", ["run", "ledger", "policy", "weights"])
+@pytest.mark.parametrize(
+    "taken", ["run", "ledger", *(pytest.param(one, marks=pytest.mark.long) for one in ("policy", "weights"))]
+)
 def test_what_vanishes_ends_the_run_with_its_name(laboratory: Laboratory, tmp_path: Path, taken: str) -> None:
     run_dir, gone = tmp_path / "run", tmp_path / "gone"
     in_run = {"ledger": run_dir / "ledger.sqlite", "policy": run_dir / "policy"}

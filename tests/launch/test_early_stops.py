@@ -26,7 +26,13 @@ MOMENTS: dict[str, Callable[[Command], bool]] = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+#: A command that is started cold costs four seconds of a processor and more.
+RARE = ("when its fork server begins", "while it imports pydantic")
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(moment, marks=pytest.mark.long if moment in RARE else ()) for moment in MOMENTS]
+)
 def test_ctrl_c_before_a_run_is_there_ends_with_one_line(laboratory: Laboratory, tmp_path: Path, moment: str) -> None:
     with laboratory.train(tmp_path / "run", cold=True) as command:
         wait_until(lambda: "\n" in command.process.said()[0], "its first line", command)

@@ -290,6 +290,7 @@ def test_every_token_was_sampled_by_the_version_it_is_labelled_with(
     assert worst(models, trajectories, shift=1) > 1e-2, "the versions are too alike for this test to mean anything"
 
 
+@pytest.mark.long
 def test_so_it_is_with_two_engines_and_a_bound_that_is_waited_for(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     laboratory.trained(run_dir, "engine.count=2", "rollout.beyond_bound=wait", "trainer.steps=8")

@@ -99,6 +99,7 @@ def test_a_run_trains_on_conversations_that_updates_interrupt(laboratory: Labora
     assert len(set(called(run_dir.parent))) == len(called(run_dir.parent))
 
 
+@pytest.mark.long
 def test_a_run_learns_what_its_workflow_rewards(laboratory: Laboratory, tmp_path: Path) -> None:
     """Digits in both turns, of 65 letters; worked out beforehand: 0.17 at the start, above 0.9 after 20 steps."""
     run_dir = tmp_path / "run"

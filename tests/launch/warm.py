@@ -44,7 +44,7 @@ _COMMANDS: tuple[str, ...] = (
     "stretto_report.dashboard.terminal.summary",
 )
 _COMMANDS += ("stretto_report.dashboard.terminal.progress", "stretto.launch.commands.evaluate", "tests.launch.warm")
-_COMMANDS += ("stretto_app.cli.main", "transformers.models.qwen3.modeling_qwen3", "stretto.trainer.roles.rank")
+_COMMANDS += ("stretto_app.cli.main", "tests.launch.heat", "stretto.trainer.roles.rank")
 _COMMANDS += ("stretto_app.extensions.commands.join", "stretto_cluster.agent", "stretto.launch.commands.replay")
 _COMMANDS += (
     "stretto.api.run_process",

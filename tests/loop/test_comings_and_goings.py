@@ -248,6 +248,31 @@ def test_a_group_whose_engines_depart_six_times_comes_whole(how: str) -> None:
         runner.run(work(Story(7, kills=False)))
 
 
+def test_what_a_drained_engine_had_sampled_is_journaled_before_it_leaves() -> None:
+    """Nobody has asked for it before: the journal is written once a second, and this is half of one."""
+
+    async def work(story: Story) -> None:
+        supervising = asyncio.create_task(story.pool.supervise())
+        story.pool.publish(0)
+        story.join()
+        await story.pool.until_up(60)
+        group = asyncio.create_task(story.group(0, seeds=(8, 8, 8)))
+        await asyncio.sleep(0.5)
+        client = story.pool._engines["engine-0"].client
+        assert isinstance(client, SimulatedClient)
+        sampled = [len(piece.token_ids) for piece in client.sampled["0.0.0"]]
+        assert (sum(sampled) > 0, story.journal.pieces) == (True, {})
+        story.join()
+        await story.drain("engine-0")
+        kept = [len(story.journal.pieces.get(f"0.0.0/{member}", Segment()).token_ids) for member in range(3)]
+        assert all(ours >= theirs for ours, theirs in zip(kept, sampled, strict=True)), (kept, sampled)
+        await group
+        supervising.cancel()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(work(Story(7, kills=False)))
+
+
 def test_an_engine_that_is_killed_at_the_moment_its_machine_is_reached_again_samples_nothing_more() -> None:
     """Of the engines of these stories: a token of no version would be nobody's fault but theirs."""
 

@@ -52,6 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, choice: KernelChoice) -> list[Shap
     return seen
 
 
+@pytest.mark.long
 def test_two_engines_that_start_together_choose_alike(tmp_path: Path) -> None:
     def start(number: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", UNSTEADY, str(tmp_path / "run" / FILE)]

@@ -60,7 +60,7 @@ def test_a_capped_score_is_its_hyperbolic_tangent(cap: float) -> None:
 
 
 @pytest.mark.skipif(not ragged.AVAILABLE, reason="numba is not installed")
-@pytest.mark.long  # `make test-numerics` runs it too
+@pytest.mark.long
 def test_whoever_compiled_it_computes_the_same_bits_as_those_who_read_it_from_the_disk(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

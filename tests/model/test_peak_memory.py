@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long  # a model with a vocabulary of 150,000
+
 ROOT = Path(__file__).parents[2]
 VOCABULARY, TOKENS, WIDTH = 150_000, 160, 8
 ROW = VOCABULARY * 4  # bytes of a token's logits

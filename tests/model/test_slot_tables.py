@@ -26,9 +26,12 @@ from tests.tolerances import LOGITS, operations_of, rounding
 pytest.importorskip("triton")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KINDS: list[tuple[str, int, int, dict[str, Any]]] = [
+KINDS: list[Any] = [
     ("qwen3", 4, 2, {}),
-    ("gemma2", 2, 1, {"sliding_window": 9, "layer_types": SLIDING, "attn_logit_softcapping": 0.5}),
+    pytest.param(
+        *("gemma2", 2, 1, {"sliding_window": 9, "layer_types": SLIDING, "attn_logit_softcapping": 0.5}),
+        marks=pytest.mark.long,
+    ),
 ]
 
 OPERATIONS = operations_of(config("qwen3", 4, 2))

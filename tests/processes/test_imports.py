@@ -29,10 +29,17 @@ def scanner() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("model", ["qwen3", "auto", "llama", "gemma3", "clip"])
-def test_transformers_finds_the_same_names(model: str) -> None:
+@pytest.fixture(scope="module")
+def scanners() -> tuple[ModuleType, ModuleType]:
+    """One that reads each file once, and one as it is."""
     quick, plain = scanner(), scanner()
     read_once(quick)
+    return quick, plain
+
+
+@pytest.mark.parametrize("model", ["qwen3", "auto", "llama", "gemma3", "clip"])
+def test_transformers_finds_the_same_names(scanners: tuple[ModuleType, ModuleType], model: str) -> None:
+    quick, plain = scanners
     found = quick.create_import_structure_from_path(str(MODELS / model))
     assert found == plain.create_import_structure_from_path(str(MODELS / model))
     assert quick.create_import_structure_from_path(str(MODELS / model)) is found
@@ -50,9 +57,8 @@ def test_transformers_finds_the_same_names(model: str) -> None:
         "__all__ += 1]",
     ],
 )
-def test_the_names_of_a_file_are_those_behind_its_last_list(text: str) -> None:
-    quick, plain = scanner(), scanner()
-    read_once(quick)
+def test_the_names_of_a_file_are_those_behind_its_last_list(scanners: tuple[ModuleType, ModuleType], text: str) -> None:
+    quick, plain = scanners
     assert quick.fetch__all__(text) == plain.fetch__all__(text)
 
 

@@ -24,7 +24,7 @@ from stretto_servers.vllm import VllmServer
 from tests.real_engines.serving import RealServer, engine, generate
 from tests.real_engines.training import ALONE, DOWN, SPOILT, TEXT, Loads, training
 
-UPDATES = 20
+UPDATES = 6
 
 
 async def proven(server: RealServer, updates: int) -> None:

@@ -22,6 +22,7 @@ from tests.certificates import authority
 from tests.trainer.two_machines import Site, refused, run, running
 
 
+@pytest.mark.long
 def test_with_certificates_a_rank_without_one_or_with_another_authoritys_is_not_let_in(site: Site) -> None:
     authority(site.there / "theirs")
 
