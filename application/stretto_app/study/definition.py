@@ -29,7 +29,8 @@ from pydantic import BaseModel, Field
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.launch.preflight.base import digest
-from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, read_toml, to_toml, validate, validated
+from stretto.launch.recipe.file import read_toml
+from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, to_toml, validate, validated
 
 VARIANT = "variant"  #: the axis of `[variants]`
 _MOST_CELLS = 1000

@@ -14,7 +14,7 @@ from stretto.core.errors import nearest
 from stretto.core.records import Sampling
 from stretto.launch.recipe.outlets import OutletsConfig
 from stretto.model.hf.config import BuildConfig
-from stretto.store.series.tokens import TokensConfig
+from stretto.store.series.config import TokensConfig
 from stretto.trainer.config import as_tuple
 from stretto.worlds.sources.task import Source
 
