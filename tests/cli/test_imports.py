@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 #: Seconds each; a check of paths and words needs none of them.
 HEAVY = ("torch", "transformers", "numba", "matplotlib", "safetensors", "sympy", "tokenizers", "peft", "datasets")
 #: Tenths of a second: a recipe needs pydantic, and a summary rich and numpy, and neither the rest.
-FURTHER = ("numpy", "asyncio", "rich.console", "aiohttp", "stretto.launch.recipe.recipe")
+FURTHER = ("numpy", "rich.console", "aiohttp", "stretto.launch.recipe.recipe")
 PATHS = (
     (["train", "nosuch.toml"], "no such file"),
     (["train", "."], "is a folder; a recipe is a TOML file"),

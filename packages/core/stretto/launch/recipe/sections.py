@@ -109,7 +109,13 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fal
         0, ge=0, description="evaluations in a row without a better accuracy after which the run ends; 0: it does not"
     )
     least_gain: float = Field(0.0, ge=0, lt=1, description="by which an accuracy must be better")
-    best_of: str = Field("", description="the set that keep_best and patience go by; empty: the held-out questions")
+    goal: float = Field(
+        0.0, ge=0, le=1, description="accuracy at which the run ends, once `goal_holds` evaluations reach it; 0: none"
+    )
+    goal_holds: int = Field(2, ge=1, description="evaluations in a row that must reach the goal")
+    best_of: str = Field(
+        "", description="the set that keep_best, patience and goal go by; empty: the held-out questions"
+    )
     seed: int = Field(20_250_530, ge=0, description="seed of the sampling, the same for all evaluations")
 
     @model_validator(mode="after")
@@ -120,10 +126,10 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fal
         if self.best_of and self.best_of not in names:
             raise ValueError(f"best_of = {self.best_of!r} is no set; {nearest(self.best_of, names)}")
         judged = next((one for one in self.sets if one.name == self.best_of), self)
-        if self.patience and not judged.every and not judged.minutes:
+        named = f"patience = {self.patience}" if self.patience else f"goal = {self.goal:g}" if self.goal else ""
+        if named and not judged.every and not judged.minutes:
             raise ValueError(
-                f"patience = {self.patience} counts evaluations between the start and the end, and there are none; "
-                "set every or minutes"
+                f"{named} counts evaluations between the start and the end, and there are none; set every or minutes"
             )
         return self
 
