@@ -32,7 +32,7 @@ from benchmarks.padded import PaddedTrainer
 from stretto.core.records import Batch, Sampling
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
-from stretto.store.series.tokens import TokensConfig
+from stretto.store.series.config import TokensConfig
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.batch.samples import Sample

@@ -23,11 +23,11 @@ from stretto.doors.door import Door
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters
 from stretto.trainer.objective import advantages, aggregation
-from stretto.trainer.objective.algorithm import AlgorithmConfig, objective
+from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.decoupled_ppo import interpolated
 from stretto.trainer.objective.estimators import ESTIMATORS, EstimatorSection, RewardedCompletion, advantages_of
-from stretto.trainer.objective.losses import evaluate
+from stretto.trainer.objective.losses import evaluate, objective
 from stretto.trainer.objective.shaping import Shaping, overlong, shaped
 from stretto.trainer.objective.surrogates import LOSSES
 from stretto.trainer.trainer import Trainer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import DataError
-from stretto.launch.preflight.checks import check_data_files, data_files
+from stretto.launch.preflight.paths import check_data_files, data_files
 from stretto.launch.recipe.recipe import validate
 
 

@@ -44,6 +44,8 @@ OVERRIDES = [
     ("trainer=3", "override trainer: 3; a section is needed"),
     ("sampling.stop=END", """override sampling.stop: 'END'; a list is needed: ["END"]"""),
     ("trainer.learning_rate=10", "override trainer.learning_rate: 10; input should be less than or equal to 1"),
+    ("evaluation.goal=0.9", "goal = 0.9 counts evaluations between the start and the end, and there are none; set "
+     "every or minutes"),
     ("evaluation.patience=3", "patience = 3 counts evaluations between the start and the end, and there are none; set "
      "every or minutes"),
 ]  # fmt: skip

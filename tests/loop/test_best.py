@@ -77,6 +77,21 @@ def test_a_run_ends_after_so_many_evaluations_that_were_not_better(folder: RunFo
     assert json.loads((folder.path / "best.json").read_text())["policy"] is None
 
 
+def test_a_run_ends_when_its_goal_is_reached_and_holds(folder: RunFolder) -> None:
+    said: list[str] = []
+    best = BestPolicy(folder, said.append, keeps=False, goal=0.9, goal_holds=2)
+    enough = []
+    for step, accuracy in enumerate([0.9, 0.8, 0.91, 0.95, 0.1]):
+        best.measured(step, measured(accuracy))
+        enough.append(best.enough)
+    assert enough == [False, False, False, True, True]
+    assert said == ["stops early: accuracy 0.9 reached in 2 evaluations in a row (evaluation.goal)"]
+    lines = [EvaluationLine(step, step, 0.0, 0.0, accuracy, 100) for step, accuracy in ((2, 0.91), (3, 0.95), (4, 0.1))]
+    assert BestPolicy(folder, print, keeps=False, goal=0.9, goal_holds=2, earlier=lines).enough
+    assert not BestPolicy(folder, print, keeps=False, goal=0.93, goal_holds=2, earlier=lines).enough
+    assert not BestPolicy(folder, print, keeps=False, earlier=lines).enough
+
+
 def test_a_resumed_run_remembers_and_drops_what_it_will_do_again(folder: RunFolder) -> None:
     first = BestPolicy(folder, print, keeps=True)
     evaluate(first, folder, 4, 0.5)

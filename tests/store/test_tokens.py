@@ -15,7 +15,8 @@ from stretto.core.errors import StoreError
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.series.tokens import SampledTokens, TokenFiles, TokensConfig, read_tokens, tokens_file
+from stretto.store.series.config import TokensConfig
+from stretto.store.series.tokens import SampledTokens, TokenFiles, read_tokens, tokens_file
 
 NUMBER = st.floats(width=32, allow_nan=True)
 TOKEN = st.tuples(NUMBER, NUMBER, NUMBER, st.integers(0, 15))

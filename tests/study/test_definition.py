@@ -121,6 +121,11 @@ def test_a_mistake_of_some_cells_names_them(tmp_path: Path) -> None:
             "mine: evaluation.patience: ends runs at different steps, and every run of a study trains the same number "
             "of trajectories; set it to 0 in [settings]",
         ),
+        (
+            "[settings]\nevaluation.goal = 0.5\nevaluation.every = 1\n[grid]\nrollout.max_staleness = [1, 2]\n",
+            "mine: evaluation.goal: ends runs at different steps, and every run of a study trains the same number "
+            "of trajectories; set it to 0 in [settings]",
+        ),
     ],
 )
 def test_a_comparison_of_nothing_or_of_unequals_is_refused(body: str, problem: str, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def tokens(
         anchor_logprobs=anchor,
         advantages=torch.tensor(advantages),
         scale=torch.full((len(advantages),), scale),
-        sequences=Sequences.of(lengths or [len(advantages)]),
+        sequences=Sequences.of(torch.tensor(lengths or [len(advantages)])),
         kept=None if kept is None else torch.tensor(kept),
         reference_logprobs=reference,
     )

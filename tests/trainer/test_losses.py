@@ -180,7 +180,9 @@ def test_a_divergence_and_an_entropy_are_averaged_like_the_rest() -> None:
 
 def part_of(whole: LossTokens, rows: slice) -> LossTokens:
     scale, anchor = whole.scale[rows], whole.anchor_logprobs[rows]
-    return LossTokens(anchor, anchor, whole.advantages[rows], scale, Sequences.of([1] * len(scale)))
+    return LossTokens(
+        anchor, anchor, whole.advantages[rows], scale, Sequences.of(torch.ones(len(scale), dtype=torch.int64))
+    )
 
 
 @given(ROWS, st.integers(0, 8))

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from stretto.store.series.tokens import SampledTokens, TokenOutcome, TokensConfig, read_tokens, tokens_file
+from stretto.store.series.config import TokensConfig
+from stretto.store.series.tokens import SampledTokens, TokenOutcome, read_tokens, tokens_file
 from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective import corrections, decoupled_ppo, surrogates

@@ -23,9 +23,9 @@ from stretto.trainer.batch.minibatch import minibatch
 from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, OptimizerConfig
-from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig, objective
+from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
 from stretto.trainer.objective.estimators import ESTIMATORS
-from stretto.trainer.objective.losses import evaluate
+from stretto.trainer.objective.losses import evaluate, objective
 from stretto.trainer.objective.tokens import LossTokens
 from stretto.trainer.optimizer import Learner
 from tests.tolerances import LOGITS, assert_close, near

@@ -14,6 +14,14 @@ from stretto.doors.packages import check_packages
 from stretto_app.cli.exporting import export
 from stretto_app.cli.interrupts import Commands, forking, importing
 from stretto_app.cli.joining import engine, rank
+from stretto_app.cli.mistakes import (
+    refuse_file,
+    refuse_model,
+    refuse_preferences,
+    refuse_recipe,
+    refuse_resumed,
+    refuse_run,
+)
 from stretto_app.cli.planning import plan
 from stretto_app.cli.score import score
 from stretto_app.cli.studies import study
@@ -67,19 +75,6 @@ EngineOverrides = Annotated[
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
 
 
-def _refuse_mistakes(recipe: Path, overrides: list[str]) -> tuple[str, ...]:
-    """Report the mistakes of a recipe before the slow imports of its command; returns the modules of transformers that
-    its model needs."""
-    from stretto.processes.imports import imports_of_roles
-
-    if recipe.is_dir() and not (recipe := recipe / "recipe.toml").is_file():
-        return ()
-    with importing(), imports_of_roles():
-        from stretto.launch.recipe.recipe import load_recipe
-
-        return load_recipe(recipe, overrides).model.modules()
-
-
 @app.command()
 def train(
     recipe: RecipeOrRun,
@@ -109,13 +104,16 @@ def train(
         check_descriptors()
     if ray is not None:
         overrides = [*(overrides or []), 'cluster.placer="ray"', f'cluster.ray="{ray}"']
+    modules: tuple[str, ...] = ()
+    if not (resume and recipe.is_dir()):
+        modules = refuse_recipe(recipe, overrides or [])
+    elif run_dir is None:
+        modules = refuse_resumed(recipe, overrides or [])
     if dry_run:
-        _refuse_mistakes(recipe, overrides or [])
         with importing():
             from stretto.launch.commands.train import check
         check(recipe, overrides or [], resume, run_dir)
         return
-    modules = _refuse_mistakes(recipe, overrides or [])
     with forking(modules) as spawner:
         with importing():
             from stretto.launch.commands.train import prepare
@@ -151,8 +149,7 @@ def sft(
     overrides: Overrides = None,
 ) -> None:
     """Train on the recipe's demonstrations (its [warm_start]), and write a Hugging Face folder."""
-    modules = _refuse_mistakes(recipe, overrides or [])
-    with forking(modules) as spawner:
+    with forking(refuse_recipe(recipe, overrides or [])) as spawner:
         with importing():
             from stretto.launch.assemble.warm_start import sft
             from stretto_report.dashboard.terminal.progress import open_display
@@ -169,7 +166,7 @@ def dpo(
     overrides: Overrides = None,
 ) -> None:
     """Train on the recipe's preference pairs (its [preferences]) by DPO, and write a Hugging Face folder."""
-    with forking() as spawner:
+    with forking(refuse_preferences(recipe, overrides or [])) as spawner:
         with importing():
             from stretto.launch.commands.dpo import dpo
             from stretto_report.dashboard.terminal.progress import open_display
@@ -207,6 +204,9 @@ def evaluate(
     """Measure a policy on held-out prompts: accuracy (avg@n) with its interval, pass@k, maj@n, lengths, truncation."""
     if (task is None) == (not data):
         raise typer.BadParameter("give either --task or --data")
+    if task is not None and task.suffix != ".jsonl":
+        refuse_file(task)
+    refuse_model(model)
     with forking() as spawner:
         with importing():
             from stretto.launch.commands.evaluate import Asked, DataChoice, evaluate
@@ -238,6 +238,7 @@ def serve(
     /abort, /partials, /spans.
     """
     check_packages("stretto serve", "stretto_gateway")
+    refuse_model(model)
     with importing():
         from stretto_app.extensions.commands.serve import serve
 
@@ -265,6 +266,7 @@ def gateway(
     POST /sessions gives an agent its address and its key. Sessions that are recorded in the folder go on.
     """
     check_packages("stretto gateway", "stretto_gateway")
+    refuse_model(model)
     with forking() as spawner:
         with importing():
             from stretto_app.extensions.commands.gateway import gateway
@@ -295,6 +297,7 @@ def tinker(
     Programs find it by TINKER_BASE_URL. What was acknowledged survives a kill: start it again on the same folder.
     """
     check_packages("stretto tinker", "stretto_tinker")
+    refuse_model(model)
     with importing():
         from stretto_app.extensions.commands.tinker import tinker
 
@@ -332,6 +335,7 @@ def inspect(
     ] = None,
 ) -> None:
     """Print the summary of a run: accuracy, tokens, trajectories, staleness, and the busy share of its roles."""
+    refuse_run(run)
     from stretto_report.audit.alarms import findings_of_run
     from stretto_report.audit.check import print_balance
     from stretto_report.dashboard.terminal.summary import print_inspection
@@ -347,6 +351,7 @@ def inspect(
 @app.command()
 def check(run: RunFolder) -> None:
     """Check the laws of a run against its records alone: nothing lost, nothing trained twice, no bound broken."""
+    refuse_run(run)
     from stretto_report.audit.check import check_run, print_findings
 
     raise typer.Exit(print_findings(check_run(run)))
@@ -363,6 +368,7 @@ def replay(
     out: Annotated[Path | None, typer.Option(help="Folder of the branch [default: RUN_DIR/branches/NNN].")] = None,
 ) -> None:
     """Train again on the recorded batches, without generation: bit-equal weights, unless a setting is changed."""
+    refuse_run(run)
     with forking() as spawner:
         with importing():
             from stretto.launch.commands.replay import replay

@@ -9,6 +9,7 @@ from typing import Annotated, Optional
 import typer
 
 from stretto.doors.packages import check_packages
+from stretto_app.cli.mistakes import refuse_recipe
 
 
 def plan(
@@ -63,6 +64,7 @@ def plan(
         raise typer.BadParameter("give a RECIPE.toml, or --calibrate")
     if machine is None:
         raise typer.BadParameter("give --machine FILE (of `stretto plan --calibrate`) or --gpu NAME, such as h100")
+    refuse_recipe(recipe, overrides or [])
     from stretto_app.extensions.commands.plan import PlanChoice, as_json, plan_recipe, table
 
     choice = PlanChoice(machine, gpus, nodes, network, goal, lengths, run)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from stretto_app.cli.mistakes import refuse_file
+
 
 def study(
     study: Annotated[
@@ -22,6 +24,8 @@ def study(
 
     A study that was stopped goes on when it is started again; finished runs are kept.
     """
+    if (path := Path(study)).suffix == ".toml":
+        refuse_file(path)
     import msgspec
 
     from stretto_app.study.command import perform

@@ -29,7 +29,8 @@ from pydantic import BaseModel, Field
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.launch.preflight.base import digest
-from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, read_toml, to_toml, validate, validated
+from stretto.launch.recipe.file import read_toml
+from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, to_toml, validate, validated
 
 VARIANT = "variant"  #: the axis of `[variants]`
 _MOST_CELLS = 1000
@@ -256,9 +257,10 @@ def _unequal(path: Path, cells: Sequence[tuple[Mapping[str, str], Recipe]]) -> I
         counts = f"{one!r} would train {few:,} trajectories and {other!r} {many:,}"
         remedy = "set trainer.steps beside batch_size and group_size in [variants], so that every cell trains as many"
         yield Problem(f"{path}: grid", counts, remedy)
-    if any(recipe.evaluation.patience for _, recipe in cells):
-        found = "ends runs at different steps, and every run of a study trains the same number of trajectories"
-        yield Problem(f"{path}: evaluation.patience", found, "set it to 0 in [settings]")
+    for key in ("patience", "goal"):
+        if any(getattr(recipe.evaluation, key) for _, recipe in cells):
+            found = "ends runs at different steps, and every run of a study trains the same number of trajectories"
+            yield Problem(f"{path}: evaluation.{key}", found, "set it to 0 in [settings]")
 
 
 def _seeded(cells: Sequence[tuple[Mapping[str, str], Recipe]], seeds: int) -> Iterator[Cell]:

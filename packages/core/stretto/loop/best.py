@@ -1,4 +1,4 @@
-"""Keep the policy with the best evaluation, and stop a run whose accuracy no longer grows."""
+"""Keep the policy with the best evaluation, and stop a run whose accuracy has reached its goal or no longer grows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BestPolicy:
     """Tracks the accuracy on one set of questions; ``policy/best`` holds the policy of the best evaluation if `keeps`.
 
     `enough` becomes true after `patience` evaluations in a row that were not better by more than `least_gain` (patience
-    0: never).
+    0: never), or after `goal_holds` in a row that reached `goal` (0: never).
     """
 
     def __init__(
@@ -43,13 +43,17 @@ class BestPolicy:
         keeps: bool,
         patience: int = 0,
         least_gain: float = 0.0,
+        goal: float = 0.0,
+        goal_holds: int = 1,
         earlier: Sequence[EvaluationLine] = (),
     ) -> None:
         """`earlier`: the recorded evaluations of a resumed run."""
         self.keeps = keeps
         self._folder, self._say, self._patience, self._least_gain = folder, say, patience, least_gain
         self._best: Best | None = None
+        self._goal, self._goal_holds = goal, goal_holds
         self._since = 0  # evaluations that were not better
+        self._reached = 0  # newest evaluations that reached the goal
         for line in earlier:
             self._follow(line.step, line.version, line.accuracy)
         self._forget_what_came_later({line.step for line in earlier})
@@ -58,7 +62,17 @@ class BestPolicy:
 
     @property
     def enough(self) -> bool:
-        return bool(self._patience) and self._since >= self._patience
+        return bool(self.why)
+
+    @property
+    def why(self) -> str:
+        """Why the run should end; empty while it should go on."""
+        if self._goal and self._reached >= self._goal_holds:
+            return f"accuracy {self._goal:g} reached in {self._reached} evaluations in a row (evaluation.goal)"
+        if self._patience and self._since >= self._patience and self._best is not None:
+            best = f"{self._best.accuracy:.4f} at step {self._best.step}"
+            return f"{self._since} evaluations in a row were not better than {best} (evaluation.patience)"
+        return ""
 
     def hold(self, step: int) -> None:
         """Keep the policy of `step` while its evaluation runs, even if the policy's own folder is removed."""
@@ -69,15 +83,12 @@ class BestPolicy:
 
     def measured(self, step: int, evaluation: Evaluation) -> None:
         """Take the result of the evaluation that began at `step`."""
-        if not self._follow(step, evaluation.version, evaluation.accuracy):
+        before = self.enough
+        better = self._follow(step, evaluation.version, evaluation.accuracy)
+        if self.enough and not before:  # said once
+            self._say(f"stops early: {self.why}")
+        if not better:
             self._drop(_CANDIDATE)
-            if self.enough and self._since == self._patience:  # said once
-                best = self._best
-                assert best is not None, "an evaluation was better than none"
-                self._say(
-                    f"stops early: {self._since} evaluations in a row were not better than {best.accuracy:.4f} at step "
-                    f"{best.step} (evaluation.patience)"
-                )
             return
         kept = self._held == step and self.keeps
         if kept:
@@ -91,6 +102,8 @@ class BestPolicy:
         """Count this evaluation; True if it is the best so far."""
         better = self._best is None or accuracy > self._best.accuracy + self._least_gain
         self._since = 0 if better else self._since + 1
+        if self._reached < self._goal_holds:  # once it was reached, the last evaluation takes nothing back
+            self._reached = self._reached + 1 if accuracy >= self._goal else 0
         if better:
             self._best = Best(step, version, accuracy)
         return better

@@ -56,7 +56,7 @@ class FollowsBest(Protocol):
     keeps: bool
 
     @property
-    def enough(self) -> bool: ...
+    def why(self) -> str: ...
     def hold(self, step: int) -> None: ...
     def measured(self, step: int, evaluation: Evaluation) -> None: ...
 
@@ -228,8 +228,14 @@ class Evaluations:
 
     @property
     def enough(self) -> bool:
-        """Whether training should stop early because accuracy no longer grows."""
-        return self._best is not None and self._best.enough
+        """Whether training should stop early."""
+        return bool(self.why)
+
+    @property
+    def why(self) -> str:
+        """Why training should stop early: the accuracy has reached its goal, or no longer grows; empty: it should
+        not."""
+        return self._best.why if self._best is not None else ""
 
     def keeps(self, update: Update) -> bool:
         """Whether the policy of this step must be saved because an evaluation of it may become the best."""

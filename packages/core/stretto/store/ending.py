@@ -1,7 +1,7 @@
 """State of a run (running, finished, stopped, failed), kept as a fact of its ledger.
 
     running   written when a process of the run begins; a run in this state that no process writes was killed
-    finished  after the last step
+    finished  after the last step, or earlier, with the reason
     stopped   by a signal
     failed    with an error
 
@@ -25,6 +25,7 @@ from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.folder.branch import ORIGIN
 from stretto.store.folder.run_folder import RunFolder
+from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.schema import reading
 from stretto.store.series.follower import open_plain
 
@@ -39,7 +40,8 @@ _FAILED = re.compile(r"^[\d-]{10} [\d:]{8}  failed: (.*)", re.MULTILINE | re.DOT
 
 
 class Ending(Record, frozen=True):
-    """How the newest process of a run ended, or that it still runs; `reason` of a stop or a failure."""
+    """How the newest process of a run ended, or that it still runs; `reason` of a stop, a
+    failure, or an end before the last step."""
 
     how: Literal["running", "finished", "stopped", "failed"]
     reason: str = ""
@@ -62,6 +64,14 @@ class Ending(Record, frozen=True):
     def of_error(cls, error: BaseException, told: str = "") -> Ending:
         """Ending of a process that raised `error`; `told` replaces the error's own message."""
         return cls("failed", cut(told or str(error)) or type(error).__name__)
+
+
+def record_end(ledger: Ledger, code: int) -> None:
+    """Record the ending of a process with this exit code. An ending of the same kind that is on record stays, with its
+    reason."""
+    ending, known = Ending.of_code(code), ledger.get(ENDING, Ending)
+    if known is None or known.how != ending.how:
+        ledger.put(ENDING, ending)
 
 
 class Condition(Record, frozen=True):

@@ -118,3 +118,7 @@ class SupervisedConfig(OptimizerConfig):
     learning_rate: float = Field(1e-3, gt=0, le=1, description="peak learning rate")
     steps: PositiveInt = Field(1000, description="optimizer steps")
     batch_size: PositiveInt = Field(128, description="demonstrations per step")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: Muon for the matrices of the layers, AdamW for the embeddings and all vectors"
+    )
+    matrix_learning_rate: float = Field(0.02, gt=0, le=1, description="Muon's peak learning rate; schedule as AdamW's")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from stretto.trainer.batch.minibatch import MicroBatch, Minibatch
 from stretto.trainer.metrics import Meter
-from stretto.trainer.objective.algorithm import AlgorithmConfig, objective
+from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.decoupled_ppo import anchor_logprobs
-from stretto.trainer.objective.losses import evaluate
+from stretto.trainer.objective.losses import evaluate, objective
 from stretto.trainer.objective.tokens import LossTokens
 from stretto.trainer.optimizer import Learner
 from stretto.trainer.outcomes import TokenMeter

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -65,9 +66,16 @@ class Optimizer:
     def device(self) -> torch.device:
         return next(self.trained.parameters()).device
 
-    def step(self, learning_rate: float, training_step: int, numbers: AdamNumbers | None = None) -> OptimizerStep:
+    def step(
+        self,
+        learning_rate: float,
+        training_step: int,
+        numbers: AdamNumbers | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> OptimizerStep:
         """Clip the accumulated gradient by its global norm, update the parameters, clear the gradient. `numbers`: of
-        this step; None: those of the recipe.
+        this step; None: those of the recipe. `before` is called between; parameters whose gradient it clears are left
+        to it.
 
         The gradient is summed over the ranks, so all take the step or none.
 
@@ -81,6 +89,8 @@ class Optimizer:
         if taken:
             for group, decay in zip(self.adamw.param_groups, (numbers.weight_decay, 0.0), strict=True):
                 group |= {"lr": learning_rate, "betas": numbers.betas, "eps": numbers.eps, "weight_decay": decay}
+            if before is not None:
+                before()
             self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         self.bad_steps_in_a_row = 0 if taken else self.bad_steps_in_a_row + 1

@@ -75,7 +75,7 @@ def _made_up(lengths: Sequence[int]) -> tuple[Tensor, LossTokens]:
         anchor_logprobs=behavior_N + 0.1 * sign_N,
         advantages=(0.5 + place_N) * sign_N,
         scale=torch.full_like(place_N, 1 / sum(lengths)),
-        sequences=Sequences.of(lengths),
+        sequences=Sequences.of(torch.tensor(lengths)),
     )
     return (behavior_N - 0.05 * place_N).requires_grad_(), tokens
 

@@ -52,5 +52,12 @@ def _best(plan: Plan, folder: RunFolder, say: Callable[[str], None]) -> BestPoli
             read_sets(folder.metrics).get(config.best_of, []) if config.best_of else read_metrics(folder.metrics)[1]
         )
     return BestPolicy(
-        folder, say, keeps=config.keep_best, patience=config.patience, least_gain=config.least_gain, earlier=earlier
+        folder,
+        say,
+        keeps=config.keep_best,
+        patience=config.patience,
+        least_gain=config.least_gain,
+        goal=config.goal,
+        goal_holds=config.goal_holds,
+        earlier=earlier,
     )

@@ -40,7 +40,7 @@ from stretto.processes.stopping import StopSignal
 from stretto.rollout.controller import CONTROLLER, Controller, ControllerState
 from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import Position, PromptStream
-from stretto.store.ending import ENDING, Ending
+from stretto.store.ending import ENDING, Ending, record_end
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.ledger import Ledger
@@ -151,7 +151,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
                     selection = _selection(context)
                     recorder = _recorder(context, roles, earlier, since, selection)
                     await run_beside(roles.supervise(), _train(context, roles, recorder, selection))
-            ledger.put(ENDING, Ending.of_code(stop.exit_code))  # before tools ask how the run ended
+            record_end(ledger, stop.exit_code)  # before tools ask how the run ended
             ledger.flush()
         return stop.exit_code
 
@@ -285,6 +285,8 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder, selectio
     _record_again(context, roles.trainer.replayed, controller, recorder)
     try:
         await _conduct(context, roles, conductor)
+        if why := conductor.evaluation.why:
+            ledger.put(ENDING, Ending("finished", why))
     finally:
         await conductor.evaluation.close()
         await conductor.checkpointing.close()

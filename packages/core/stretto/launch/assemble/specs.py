@@ -14,7 +14,7 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.processes.spawn import Spawner
-from stretto.store.series.tokens import TokensConfig
+from stretto.store.series.config import TokensConfig
 from stretto.trainer.spec import TokensSpec, TrainerSpec
 
 #: Files among the sockets of a run.

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
 from stretto.launch.preflight.base import base_folder
-from stretto.launch.preflight.checks import check_data_files, check_devices, check_kind, check_vocabulary
+from stretto.launch.preflight.checks import check_devices, check_kind, check_vocabulary
 from stretto.launch.preflight.encoding import encode_preferences
+from stretto.launch.preflight.paths import check_data_files
 from stretto.launch.recipe.preferences import PreferenceRecipe, load_preferences
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer

@@ -18,7 +18,7 @@ from stretto.engine.spec import socket_folder
 from stretto.launch.assemble.evaluations import with_samples
 from stretto.launch.assemble.specs import engines_of_folder
 from stretto.launch.assemble.workflows import conversing, workflow_pool
-from stretto.launch.preflight.checks import check_data_files
+from stretto.launch.preflight.paths import check_data_files
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.overrides import Overrides
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, validate

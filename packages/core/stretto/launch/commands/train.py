@@ -31,7 +31,7 @@ from stretto.loop.records.reporter import Reporter
 from stretto.model.hf.inspection import read_weights
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
-from stretto.store.ending import ENDING, Ending
+from stretto.store.ending import ENDING, Ending, record_end
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.provenance import library_versions, machine
 from stretto.store.folder.run_folder import RunFolder
@@ -246,7 +246,8 @@ class Prepared:
                 raise
             logbook.ends()
             logbook.note(f"ends with exit code {code}")
-            self._record(Ending.of_code(code))
+            with closing(Ledger(self.folder.ledger, self.plan.recipe.store)) as ledger:
+                record_end(ledger, code)
             return code
 
     def _record(self, ending: Ending) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from stretto.core.errors import (
     WorkflowError,
     nearest,
 )
-from stretto.core.jsonl import nearest_file
 from stretto.doors.loading import is_own
 from stretto.doors.packages import check_packages, from_package
 from stretto.engine.config import EngineConfig
@@ -42,10 +41,6 @@ from stretto.rewards.service.pool import check_reward
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer.config import OptimizerConfig
 from stretto.weights.config import ChosenMedium, Route, choose
-from stretto.worlds.data.dataset import JsonlTask
-from stretto.worlds.sources.readers import is_local
-from stretto.worlds.sources.rows_source import RowsSource
-from stretto.worlds.sources.task import DatasetTask, Source
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.loading import PLACE as WORKFLOW
 from stretto.worlds.workflows.pool import check_workflow
@@ -90,33 +85,6 @@ def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> None:
         found = f"its vocabulary ({len(other.vocabulary)} tokens) is not the policy's ({len(tokenizer.vocabulary)})"
         remedy = f"{key} needs a model with the policy's tokenizer; without {key} the first policy is the reference"
         raise ModelFolderError([Problem(reference, found, remedy)])
-
-
-def data_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Local files and folders of the recipe's data, each with its key."""
-    if isinstance(recipe.task, JsonlTask):
-        yield "task.file", recipe.task.file
-        if recipe.task.held_out_file is not None:
-            yield "task.held_out_file", recipe.task.held_out_file
-    listed: list[tuple[str, Source]] = []
-    if isinstance(recipe.task, DatasetTask):
-        listed += ((f"task.sources.{number}", one) for number, one in enumerate(recipe.task.sources))
-        listed += ((f"task.held_out_sources.{number}", one) for number, one in enumerate(recipe.task.held_out_sources))
-    listed += ((f"evaluation.sets.{number}.source", one.source) for number, one in enumerate(recipe.evaluation.sets))
-    for key, source in listed:
-        if isinstance(source, RowsSource) and is_local(source.data, Path.cwd()):
-            yield f"{key}.data", source.data
-
-
-def check_data_files(named: Iterable[tuple[str, str]]) -> None:
-    """Check that files exist; `named` pairs each with the user's name for it.
-
-    Raises:
-        DataError: some do not; with the nearest name of each.
-    """
-    missing = [(name, Path(file)) for name, file in named if not Path(file).exists()]
-    if missing:
-        raise DataError(Problem(name, f"{file}: no such file", nearest_file(file)) for name, file in missing)
 
 
 def check_reward_function(config: RewardsConfig) -> None:

@@ -8,11 +8,9 @@ from stretto.core.errors import DataError, Problem
 from stretto.core.records import Prompt
 from stretto.launch.preflight.base import base_folder
 from stretto.launch.preflight.checks import (
-    check_data_files,
     check_in_flight,
     check_reward_function,
     check_top_k,
-    data_files,
     longest_prompt_allowed,
     medium_of,
 )
@@ -20,6 +18,7 @@ from stretto.launch.preflight.encoding import encode_demonstrations, prompts_as_
 from stretto.launch.preflight.engines import check_engine_keys, check_head_dim
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated
+from stretto.launch.preflight.paths import check_data_files, data_files
 from stretto.launch.preflight.plan import Outline, encoded_within_limits
 from stretto.launch.preflight.trainable import check_trainable
 from stretto.launch.preflight.trial import try_parts, try_reward

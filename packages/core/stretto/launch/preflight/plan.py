@@ -15,7 +15,6 @@ from stretto.doors.packages import from_package
 from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.checks import (
     check_cluster,
-    check_data_files,
     check_in_flight,
     check_kind,
     check_machine,
@@ -27,7 +26,6 @@ from stretto.launch.preflight.checks import (
     check_vocabulary,
     check_workflow_class,
     check_workflow_fits,
-    data_files,
     longest_prompt_allowed,
     medium_of,
 )
@@ -43,6 +41,7 @@ from stretto.launch.preflight.encoding import (
 from stretto.launch.preflight.engines import check_engine_keys, check_head_dim, check_servers
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated, strange_digits
+from stretto.launch.preflight.paths import check_data_files, data_files
 from stretto.launch.preflight.trainable import check_trainable
 from stretto.launch.preflight.trial import try_parts, try_reward
 from stretto.launch.recipe.agents import AgentConfig

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -22,11 +20,12 @@ from pydantic import (
     model_validator,
 )
 
-from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.core.errors import Problem, RecipeError
 from stretto.doors.loading import look_in
 from stretto.doors.mistakes import problems_of
 from stretto.engine.config import EngineConfig
 from stretto.launch.recipe.agents import AgentConfig, GatewayConfig
+from stretto.launch.recipe.file import read_toml
 from stretto.launch.recipe.functions import with_named_reward
 from stretto.launch.recipe.machines import ClusterConfig
 from stretto.launch.recipe.overrides import Overrides, as_parsed, at_override, parsed_value, put
@@ -45,8 +44,6 @@ from stretto.worlds.sources.task import DatasetTask
 from stretto.worlds.synthetic.arithmetic import ArithmeticTask
 from stretto.worlds.synthetic.programs import ProgramsTask
 from stretto.worlds.workflows.config import WorkflowConfig
-
-_LARGEST_RECIPE = 1 << 20
 
 _PATHS = (
     "model.path",
@@ -297,46 +294,6 @@ def validated(tree: Mapping[str, Any], place: str, kind: type[Kind], overrides: 
     except RecipeError as error:
         problems = error.problems
     raise RecipeError(at_override(problem, place, overrides) for problem in problems)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file.
-
-    Raises:
-        RecipeError: it cannot be read or parsed.
-    """
-    place = str(path)
-    if path.is_dir():
-        raise RecipeError([Problem(place, "is a folder", "a recipe is a TOML file")])
-    if not path.exists():
-        near = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        shipped = shipped_recipes() / path.name
-        remedy = (
-            f"stretto was installed with {shipped}" if shipped.is_file() else nearest(path.name, near) if near else ""
-        )
-        raise RecipeError([Problem(place, "no such file", remedy)])
-    try:
-        if path.stat().st_size > _LARGEST_RECIPE:
-            raise RecipeError([Problem(place, f"{path.stat().st_size:,} bytes", "a recipe has less than 1 MiB")])
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError([Problem(place, f"cannot be read: {error}", "a UTF-8 text file is needed")]) from None
-    if not text.strip():
-        raise RecipeError([Problem(place, "is empty", f"{_example()} is a whole one")])
-    try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise RecipeError([Problem(place, f"broken TOML: {error}")]) from None
-
-
-def shipped_recipes() -> Path:
-    """Folder with the recipes of an installed stretto."""
-    return Path(sys.prefix) / "share" / "stretto" / "recipes"
-
-
-def _example() -> str:
-    shipped = shipped_recipes() / "arithmetic.toml"
-    return str(shipped) if shipped.is_file() else "recipes/arithmetic.toml of the sources"
 
 
 def _override(tree: dict[str, Any], override: str) -> Problem | None:

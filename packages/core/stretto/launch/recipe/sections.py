@@ -14,7 +14,7 @@ from stretto.core.errors import nearest
 from stretto.core.records import Sampling
 from stretto.launch.recipe.outlets import OutletsConfig
 from stretto.model.hf.config import BuildConfig
-from stretto.store.series.tokens import TokensConfig
+from stretto.store.series.config import TokensConfig
 from stretto.trainer.config import as_tuple
 from stretto.worlds.sources.task import Source
 
@@ -108,7 +108,13 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fal
         0, ge=0, description="evaluations in a row without a better accuracy after which the run ends; 0: it does not"
     )
     least_gain: float = Field(0.0, ge=0, lt=1, description="least improvement that counts as a better accuracy")
-    best_of: str = Field("", description="evaluation set used by keep_best and patience; empty: the held-out questions")
+    goal: float = Field(
+        0.0, ge=0, le=1, description="accuracy at which the run ends, once `goal_holds` evaluations reach it; 0: none"
+    )
+    goal_holds: int = Field(2, ge=1, description="evaluations in a row that must reach the goal")
+    best_of: str = Field(
+        "", description="evaluation set used by keep_best, patience and goal; empty: the held-out questions"
+    )
     seed: int = Field(20_250_530, ge=0, description="seed of the sampling, the same for all evaluations")
 
     @model_validator(mode="after")
@@ -119,10 +125,10 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fal
         if self.best_of and self.best_of not in names:
             raise ValueError(f"best_of = {self.best_of!r} is no set; {nearest(self.best_of, names)}")
         judged = next((one for one in self.sets if one.name == self.best_of), self)
-        if self.patience and not judged.every and not judged.minutes:
+        named = f"patience = {self.patience}" if self.patience else f"goal = {self.goal:g}" if self.goal else ""
+        if named and not judged.every and not judged.minutes:
             raise ValueError(
-                f"patience = {self.patience} counts evaluations between the start and the end, and there are none; "
-                "set every or minutes"
+                f"{named} counts evaluations between the start and the end, and there are none; set every or minutes"
             )
         return self
 

@@ -16,43 +16,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from stretto.core.errors import StoreError
+from stretto.store.series.config import GIB
 
 _NAME = re.compile(r"step-(\d{6,})\.safetensors")
 _IDS, _LENGTHS = "trajectories", "lengths"
 _COLUMNS = {"trainer_logprob": np.float32, "ratio": np.float32, "advantage": np.float32, "outcome": np.uint8}
-_TOKEN_BYTES = sum(np.dtype(kind).itemsize for kind in _COLUMNS.values())
-_GIB = 1 << 30
-
-
-class TokensConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Which per-token data to keep; part of section ``[logging]``."""
-
-    tokens: Literal["all", "none"] | Annotated[int, Field(ge=1)] = Field(
-        "all",
-        description="steps for which per-token training data are kept: all, none, or every n-th",
-    )
-    tokens_gib: float = Field(1.0, gt=0, description="most GiB of per-token data; the oldest steps are deleted first")
-
-    def keeps(self, step: int) -> bool:
-        """Whether the tokens of this step are kept."""
-        return self.tokens == "all" or (self.tokens != "none" and step % self.tokens == 0)
-
-    def most_bytes(self, tokens: int) -> int:
-        """Upper bound in bytes for the files of a run that trains this many tokens."""
-        if self.tokens == "none":
-            return 0
-        every = 1 if self.tokens == "all" else self.tokens
-        return min(int(self.tokens_gib * _GIB), tokens * _TOKEN_BYTES // every)
 
 
 class TokenOutcome(IntFlag):
@@ -84,7 +61,7 @@ class TokenFiles:
     """Writes the files of a run, and removes the oldest when they exceed the byte limit. Not thread-safe."""
 
     def __init__(self, folder: Path, most_gib: float) -> None:
-        self._folder, self._most = folder, most_gib * _GIB
+        self._folder, self._most = folder, most_gib * GIB
         self._bytes: dict[int, int] | None = None  # by step, ascending
         self._total = 0
 

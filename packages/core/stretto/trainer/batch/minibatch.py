@@ -85,7 +85,7 @@ def _micro_batch(samples: Sequence[Sample], scales: Sequence[float], device: tor
     def column(parts: Iterable[Sequence[float]]) -> Tensor:
         return torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float32, device=device)
 
-    sequences = Sequences.of([len(sample.loss_positions) for sample in samples], device)
+    sequences = Sequences.of(torch.tensor([len(sample.loss_positions) for sample in samples], device=device))
     scale = sequences.spread(column([scales]))
     if any(sample.weights for sample in samples):
         scale = scale * column(sample.weights for sample in samples)

@@ -15,7 +15,6 @@ from stretto.trainer.objective.aggregation import Aggregation
 from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.estimators import ESTIMATORS, EstimatorSection
 from stretto.trainer.objective.kl import Divergence
-from stretto.trainer.objective.losses import Objective
 from stretto.trainer.objective.shaping import Shaping
 from stretto.trainer.objective.surrogates import LOSSES, LossSection
 
@@ -75,15 +74,3 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="
                 'remove the correction (correction = "mask" leaves every weight as it is)'
             )
         return self
-
-
-def objective(config: AlgorithmConfig) -> Objective:
-    """The loss function of a recipe."""
-    return Objective(
-        surrogate=config.loss.surrogate,
-        correction=CORRECTIONS.bound(config.correction),
-        selection=config.loss.selection,
-        divergence=config.divergence("loss"),
-        divergence_weight=config.reference.weight if config.reference else 0.0,
-        entropy_bonus=config.entropy_bonus,
-    )

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from stretto.doors.door import Door, Section
 from stretto.trainer.objective.decoupled_ppo import behavior_weight
 from stretto.trainer.objective.tokens import LossTokens, ratio_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Low = Annotated[float, Field(ge=0, lt=1, description="smallest weight anchor / behavior")]
 High = Annotated[float, Field(gt=1, description="largest weight anchor / behavior")]
@@ -66,7 +67,7 @@ def uncorrected(tokens: LossTokens) -> Weights:
     policy. Biased by the difference of the two.
     """
     weight = behavior_weight(tokens)
-    return Weights(torch.ones_like(weight), weight != 1)
+    return Weights(weight.new_ones(weight.shape), weight != 1)
 
 
 def kpop(tokens: LossTokens, *, threshold: Nats = 0.1) -> Weights:
@@ -82,7 +83,7 @@ def kpop(tokens: LossTokens, *, threshold: Nats = 0.1) -> Weights:
     q = tokens.behavior_logprobs.exp().clamp(_SURE, 1 - _SURE)
     token, others = (p / q).log(), ((1 - p) / (1 - q)).log()
     forward, backward = p * token + (1 - p) * others, -q * token - (1 - q) * others
-    outside = torch.maximum(forward, backward) > threshold
+    outside = forward.maximum(backward) > threshold
     return Weights(behavior_weight(tokens).masked_fill(outside, 0.0), outside)
 
 

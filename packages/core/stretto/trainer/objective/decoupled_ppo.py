@@ -15,14 +15,15 @@ Axes: N loss token. All probabilities are natural logarithms.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from stretto.doors.door import declare
 from stretto.trainer.objective.tokens import LossTokens, ratio_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Anchor = Literal["recomputed", "interpolated", "behavior"]
 ClipLow = Annotated[float, Field(gt=0, le=1, description="ratios below 1 - clip_low are clipped")]
@@ -97,7 +98,7 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Terms
     """PPO's term for a ratio, per token or per sequence."""
     free = ratio * advantages
     bound = ratio.clamp(1 - low, 1 + high) * advantages
-    return Terms(torch.minimum(free, bound), ratio.detach(), bound < free)
+    return Terms(free.minimum(bound), ratio.detach(), bound < free)
 
 
 def behavior_weight(tokens: LossTokens) -> Tensor:

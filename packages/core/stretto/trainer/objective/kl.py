@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from stretto.trainer.objective.tokens import bounded
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 #: log policy [N], log reference [N] -> [N], differentiable by the first.
-Divergence = Callable[[Tensor, Tensor], Tensor]
+Divergence: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
 
 def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stretto.trainer.objective.corrections import Correction, Weights
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.objective.corrections import CORRECTIONS, Correction, Weights
 from stretto.trainer.objective.decoupled_ppo import negative_objective
 from stretto.trainer.objective.kl import Divergence
 from stretto.trainer.objective.m2po import Selection
@@ -25,7 +26,7 @@ from stretto.trainer.objective.tokens import LossTokens, bounded
 
 @dataclass(frozen=True)
 class Objective:
-    """The parts of a loss (`algorithm.objective`). `selection`, if any, runs first over the whole minibatch and chooses
+    """The parts of a loss (`objective`). `selection`, if any, runs first over the whole minibatch and chooses
     the tokens that stay in its loss."""
 
     surrogate: Surrogate
@@ -34,6 +35,18 @@ class Objective:
     divergence: Divergence | None = None
     divergence_weight: float = 0.0
     entropy_bonus: float = 0.0
+
+
+def objective(config: AlgorithmConfig) -> Objective:
+    """The loss function of a recipe."""
+    return Objective(
+        surrogate=config.loss.surrogate,
+        correction=CORRECTIONS.bound(config.correction),
+        selection=config.loss.selection,
+        divergence=config.divergence("loss"),
+        divergence_weight=config.reference.weight if config.reference else 0.0,
+        entropy_bonus=config.entropy_bonus,
+    )
 
 
 @dataclass(frozen=True)

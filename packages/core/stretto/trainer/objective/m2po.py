@@ -6,14 +6,15 @@ Axes: N loss token, of the whole minibatch; K those in the trust region's two qu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-import torch
 from pydantic import Field
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: log(policy / anchor) [N], advantages [N] -> [N] bool: the tokens that stay.
-Selection = Callable[[Tensor, Tensor], Tensor]
+Selection: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 Threshold = Annotated[float, Field(gt=0, description="largest mean of (log ratio)^2 over the tokens in the quadrants")]
 
 
@@ -28,8 +29,8 @@ def m2po_mask(log_ratio: Tensor, advantages: Tensor, *, threshold: Threshold = 0
     moment_N = log_ratio.square()
     inside = log_ratio * advantages > 0
     sorted_K = moment_N[inside].sort().values
-    mean_K = sorted_K.cumsum(0) / torch.arange(1, len(sorted_K) + 1, device=sorted_K.device)
+    mean_K = sorted_K.cumsum(0) / inside[inside].cumsum(0)
     stays = int((mean_K <= threshold).sum())  # the mean of the k smallest never falls with k
     if stays == len(sorted_K):
-        return torch.ones_like(inside)
+        return inside.new_ones(inside.shape)
     return ~inside | (moment_N < sorted_K[stays])

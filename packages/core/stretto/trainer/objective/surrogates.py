@@ -15,18 +15,19 @@ Axes: N loss token, S sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from stretto.doors.door import Door, Part, Section, declare, fact
 from stretto.trainer.objective.decoupled_ppo import Anchor, ClipHigh, ClipLow, Terms, clipped, ppo, proximal_ratio
 from stretto.trainer.objective.m2po import Selection, m2po_mask
 from stretto.trainer.objective.tokens import LossTokens, ratio_of
 
-Surrogate = Callable[[Tensor, LossTokens], Terms]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Surrogate: TypeAlias = "Callable[[Tensor, LossTokens], Terms]"
 Largest = Annotated[float, Field(gt=1, description="largest ratio of a token with a negative advantage")]
 Warmth = Annotated[float, Field(gt=0, description="temperature where the advantage is positive")]
 Elsewhere = Annotated[float, Field(gt=0, description="temperature elsewhere")]
@@ -49,7 +50,7 @@ def dual_clip(
     negative = tokens.advantages < 0
     floor = tokens.advantages * clip_negative
     floored = negative & (terms.objective < floor)
-    return Terms(torch.where(floored, floor, terms.objective), terms.ratio, terms.bounded | floored)
+    return Terms(floor.where(floored, terms.objective), terms.ratio, terms.bounded | floored)
 
 
 def gspo(policy_logprobs: Tensor, tokens: LossTokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> Terms:
@@ -86,9 +87,9 @@ def sapo(policy_logprobs: Tensor, tokens: LossTokens, *, positive: Warmth = 1.0,
     SAPO, arXiv 2511.20347.
     """
     ratio = proximal_ratio(policy_logprobs, tokens)
-    tau = torch.where(tokens.advantages > 0, positive, negative)
-    gate = torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
-    return Terms(gate * tokens.advantages, ratio.detach(), torch.zeros_like(ratio, dtype=torch.bool))
+    tau = ratio.new_full(ratio.shape, negative).masked_fill(tokens.advantages > 0, positive)
+    gate = (tau * (ratio - 1)).sigmoid() * (4 / tau)
+    return Terms(gate * tokens.advantages, ratio.detach(), ratio.new_zeros(ratio.shape).bool())
 
 
 @declare(anchors=("behavior",))
@@ -103,7 +104,7 @@ def topr(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     log_ratio = policy_logprobs.detach() - tokens.anchor_logprobs
     log_sequence = tokens.sequences.spread(tokens.sequences.sums(log_ratio))
     negative = tokens.advantages < 0
-    taper = torch.where(negative, log_sequence.clamp(max=0.0).exp(), 1.0)
+    taper = log_sequence.clamp(max=0.0).exp().masked_fill(~negative, 1.0)
     return Terms(taper * tokens.advantages * policy_logprobs, ratio_of(log_ratio), negative & (log_sequence > 0))
 
 
@@ -129,7 +130,7 @@ def policy_gradient(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     A log policy (Williams, 1992).
     """
     ratio = proximal_ratio(policy_logprobs.detach(), tokens)
-    return Terms(tokens.advantages * policy_logprobs, ratio, torch.zeros_like(ratio, dtype=torch.bool))
+    return Terms(tokens.advantages * policy_logprobs, ratio, ratio.new_zeros(ratio.shape).bool())
 
 
 _ANCHOR = (

@@ -5,11 +5,11 @@ Axes: N loss token, S sequence (a trajectory with at least one loss token).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Bound on log-ratios before exp, as in verl (`core_algos.py`). e^20 is 4.9e8, past every bound of a loss or a
 #: correction. Above 88.7 exp overflows in float32, and 0 times infinity makes a gradient NaN. Other engines may log
@@ -40,10 +40,10 @@ class Sequences:
     lengths: Tensor  # [S] int64, at least 1
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> Sequences:
+    def of(cls, lengths_S: Tensor) -> Sequences:
         """Build it from the number of loss tokens of each sequence."""
-        lengths_S = torch.tensor(lengths, dtype=torch.int64, device=device)
-        return cls(torch.repeat_interleave(lengths_S), lengths_S)
+        order_S = lengths_S.new_ones(lengths_S.shape).cumsum(0) - 1
+        return cls(order_S.repeat_interleave(lengths_S), lengths_S)
 
     def sums(self, values_N: Tensor) -> Tensor:
         """Sum per sequence, [N, ...] -> [S, ...], differentiable."""

@@ -7,7 +7,8 @@ import threading
 from pathlib import Path
 
 from stretto.core.errors import described
-from stretto.store.series.tokens import TokenFiles, TokensConfig
+from stretto.store.series.config import TokensConfig
+from stretto.store.series.tokens import TokenFiles
 from stretto.trainer.outcomes import TrainedTokens
 from stretto.trainer.spec import TokensSpec
 

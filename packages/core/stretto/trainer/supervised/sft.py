@@ -9,14 +9,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import PreTrainedModel
 
 from stretto.core.records import derive_seed
+from stretto.model.hf.layers import linear_layers
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.config import SupervisedConfig
 from stretto.trainer.messages import Demonstration
+from stretto.trainer.muon import Muon
 from stretto.trainer.optimizer import Learner, learning_rate
 
 
@@ -50,12 +53,14 @@ def fine_tune(
     if not all(d.prompt_ids and d.completion_ids for d in demonstrations) or not demonstrations:
         raise ValueError("supervised fine-tuning needs demonstrations, each with a prompt and a completion")
     learner = Learner(model, config)
+    muon = Muon(layer.weight for layer in linear_layers(model).values()) if config.optimizer == "muon" else None
     batches = drawn(len(demonstrations), config.batch_size, seed)
     for step in range(config.steps):
         batch = [demonstrations[index] for index in next(batches)]
         loss = _accumulate(learner, batch, config)
         rate = learning_rate(config, step, config.steps)
-        stepped = learner.step(rate, step)
+        matrix_rate = config.matrix_learning_rate * rate / config.learning_rate
+        stepped = learner.step(rate, step, before=partial(muon.step, matrix_rate) if muon is not None else None)
         progress(FineTuningProgress(step + 1, config.steps, loss, stepped.grad_norm, rate))
 
 

@@ -1,0 +1,67 @@
+"""The first stages of a command: what it names is checked in the order of what the check has to import.
+
+a path       a recipe, a model folder, a run folder: no library at all
+the words    a recipe's keys and values, and the paths that it names: pydantic
+the rest     model, tokenizer, data, reward: torch and transformers, in the command itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from stretto_app.cli.interrupts import importing
+
+
+def refuse_file(recipe: Path) -> None:
+    """Report a recipe that is missing or broken TOML."""
+    from stretto.launch.recipe.file import read_toml
+
+    read_toml(recipe)
+
+
+def refuse_model(folder: Path) -> None:
+    """Report a folder that holds no model."""
+    from stretto.model.hf.inspection import inspect_model_folder
+
+    if not (folder.expanduser() / "config.json").is_file():
+        inspect_model_folder(folder)
+
+
+def refuse_run(folder: Path) -> None:
+    """Report a folder that holds no run."""
+    from stretto.store.folder.run_folder import RunFolder
+
+    RunFolder.open(folder)
+
+
+def refuse_recipe(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...]:
+    """Report the mistakes of a recipe's words and paths; returns the modules of transformers that its model needs."""
+    from stretto.processes.imports import imports_of_roles
+
+    refuse_file(recipe)
+    with importing(), imports_of_roles():
+        from stretto.launch.preflight.paths import check_paths
+        from stretto.launch.recipe.recipe import load_recipe
+
+        found = load_recipe(recipe, overrides)
+        check_paths(found)
+        return found.model.modules()
+
+
+def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...]:
+    """`refuse_recipe` for the recipe of `stretto dpo`."""
+    from stretto.processes.imports import imports_of_roles
+
+    refuse_file(recipe)
+    with importing(), imports_of_roles():
+        from stretto.launch.recipe.preferences import load_preferences
+
+        return load_preferences(recipe, overrides).model.modules()
+
+
+def refuse_resumed(run: Path, overrides: Sequence[str]) -> tuple[str, ...]:
+    """`refuse_recipe` for the recipe in a run folder."""
+    refuse_run(run)
+    recipe = run / "recipe.toml"
+    return refuse_recipe(recipe, overrides) if recipe.is_file() else ()

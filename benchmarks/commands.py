@@ -1,0 +1,92 @@
+"""What a command costs before it does anything: CPU seconds of all its processes.
+
+    python -m benchmarks.commands --name before            a dozen commands, five times each: about two minutes
+    python -m benchmarks.commands --name after --times 9
+
+Each command is one that ends by itself: a mistake in a path, in a word, or no mistake at all. CPU seconds (user and
+system, of the command and of what it waited for) are told, since seconds depend on what else the machine does; medians,
+for the caches that other work takes. Results of one name are replaced, those of others stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.report import RESULTS, Table, save
+from stretto.store.folder.run_folder import RunFolder
+
+_RECIPE = str(Path(__file__).parents[1] / "recipes" / "arithmetic.toml")
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "--help": ("--help",),
+    "train nosuch.toml": ("train", "nosuch.toml"),
+    "train FOLDER": ("train", "."),
+    "train, a wrong key": ("train", _RECIPE, "trainer.step=3"),
+    "train, no such model": ("train", _RECIPE, 'model={path="nosuch"}'),
+    "eval NOMODEL": ("eval", "nosuch", "--task", _RECIPE),
+    "serve NOMODEL": ("serve", "nosuch"),
+    "plan nosuch.toml": ("plan", "nosuch.toml", "--gpu", "h100"),
+    "plan, a wrong key": ("plan", _RECIPE, "trainer.step=3", "--gpu", "h100"),
+    "study nosuch.toml": ("study", "nosuch.toml"),
+    "inspect NORUN": ("inspect", "nosuch"),
+    "inspect RUN": ("inspect", "run"),
+}
+
+
+def cpu_seconds(words: Sequence[str], folder: Path) -> float:
+    """CPU seconds of a command, and of the processes that it has waited for."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "stretto_app.cli.main", *words],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    _, status, usage = os.wait4(command.pid, 0)
+    command.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_utime + usage.ru_stime
+
+
+def measured(times: int) -> dict[str, dict[str, float]]:
+    """Each command in turn, `times` times, after one that fills the caches."""
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as root:
+        folder = Path(root)
+        RunFolder.create(folder / "run").release()
+        found: dict[str, list[float]] = {name: [] for name in COMMANDS}
+        for again in range(times + 1):
+            for name, words in COMMANDS.items():
+                cpu = cpu_seconds(words, folder)
+                if again:
+                    found[name].append(cpu)
+    return {
+        name: {"times": times, "cpu": round(statistics.median(costs), 3), "most": round(max(costs), 3)}
+        for name, costs in found.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="now", help="under which the result is kept beside others")
+    parser.add_argument("--times", type=int, default=5, help="that each command is run")
+    words = parser.parse_args()
+    path = RESULTS / "commands.json"
+    before: dict[str, Any] = msgspec.json.decode(path.read_bytes())["results"] if path.exists() else {}
+    results = {**before, words.name: {"load": round(os.getloadavg()[0], 1), "commands": measured(words.times)}}
+    table = Table("measured", "command", "times", "CPU s, median", "most")
+    for name, found in results.items():
+        for command, row in found["commands"].items():
+            table.add(name, command, row["times"], row["cpu"], row["most"])
+    table.show()
+    save("commands", results)
+
+
+if __name__ == "__main__":
+    main()

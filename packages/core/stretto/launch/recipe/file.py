@@ -1,0 +1,52 @@
+"""The file of a recipe, read and parsed; light, so that a command can refuse it before anything else is imported."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from stretto.core.errors import Problem, RecipeError, nearest
+
+_LARGEST_RECIPE = 1 << 20
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file.
+
+    Raises:
+        RecipeError: it cannot be read or parsed.
+    """
+    place = str(path)
+    if path.is_dir():
+        raise RecipeError([Problem(place, "is a folder", "a recipe is a TOML file")])
+    if not path.exists():
+        near = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        shipped = shipped_recipes() / path.name
+        remedy = (
+            f"stretto was installed with {shipped}" if shipped.is_file() else nearest(path.name, near) if near else ""
+        )
+        raise RecipeError([Problem(place, "no such file", remedy)])
+    try:
+        if path.stat().st_size > _LARGEST_RECIPE:
+            raise RecipeError([Problem(place, f"{path.stat().st_size:,} bytes", "a recipe has less than 1 MiB")])
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError([Problem(place, f"cannot be read: {error}", "a UTF-8 text file is needed")]) from None
+    if not text.strip():
+        raise RecipeError([Problem(place, "is empty", f"{_example()} is a whole one")])
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise RecipeError([Problem(place, f"broken TOML: {error}")]) from None
+
+
+def shipped_recipes() -> Path:
+    """Folder with the recipes of an installed stretto."""
+    return Path(sys.prefix) / "share" / "stretto" / "recipes"
+
+
+def _example() -> str:
+    shipped = shipped_recipes() / "arithmetic.toml"
+    return str(shipped) if shipped.is_file() else "recipes/arithmetic.toml of the sources"

@@ -1,0 +1,54 @@
+"""Muon: the momentum of a matrix, made orthogonal, is its step (Jordan et al., 2024, "Muon: an optimizer for hidden
+layers in neural networks"; scaled by the square root of rows / columns where a matrix is tall).
+
+torch's own computes in bfloat16, which processors without such instructions emulate: half of a small model's step.
+Here matrices of one shape are multiplied together, in their own dtype.
+
+Axes: M matrix of one shape, R rows, C columns, R <= C.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+_FIRST, _THIRD, _FIFTH = 3.4445, -4.7750, 2.0315  # of the polynomial that moves singular values towards 1
+_TIMES = 5
+_TINY = 1e-7
+_MOMENTUM = 0.95
+
+
+class Muon:
+    """Muon over matrices, with Nesterov momentum and without weight decay."""
+
+    def __init__(self, matrices: Iterable[nn.Parameter]) -> None:
+        self._matrices = [(matrix, torch.zeros_like(matrix)) for matrix in matrices]
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Move every matrix that has a gradient, and clear that: another optimizer leaves the matrix as it is."""
+        of_shape: defaultdict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        for matrix, momentum in self._matrices:
+            if matrix.grad is not None:
+                momentum.lerp_(matrix.grad, 1 - _MOMENTUM)
+                rows, columns = matrix.shape
+                of_shape[rows, columns].append((matrix, matrix.grad.lerp(momentum, _MOMENTUM)))
+        for (rows, columns), found in of_shape.items():
+            moves = torch.stack([move for _, move in found])
+            steps = orthogonal(moves.mT).mT if rows > columns else orthogonal(moves)
+            for (matrix, _), step in zip(found, steps, strict=True):
+                matrix.grad = None
+                matrix.add_(step, alpha=-learning_rate * max(1.0, rows / columns) ** 0.5)
+
+
+def orthogonal(matrices_MRC: Tensor) -> Tensor:
+    """Matrices with the same singular vectors and singular values near 1, [M, R, C], by Newton-Schulz iterations."""
+    found = matrices_MRC / (matrices_MRC.norm(dim=(-2, -1), keepdim=True) + _TINY)
+    for _ in range(_TIMES):
+        square = found @ found.mT
+        change = torch.baddbmm(square, square, square, beta=_THIRD, alpha=_FIFTH)
+        found = torch.baddbmm(found, change, found, beta=_FIRST)
+    return found
