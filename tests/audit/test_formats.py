@@ -56,7 +56,9 @@ def test_a_run_of_the_format_before_is_checked_and_read_and_not_gone_on_with(run
 def test_a_run_of_the_format_without_engines_is_read_and_resumed(tmp_path: Path) -> None:
     def group(name: str, version: int) -> Group:
         prompt = Prompt(id=name, token_ids=(3, 4), text="", answer="")
-        segment = Segment((5, 6), (-0.5, -0.25), (version, version), stop_reason=StopReason.STOP).written_by("engine-0")
+        segment = Segment.of((5, 6), (-0.5, -0.25), (version, version), stop_reason=StopReason.STOP).written_by(
+            "engine-0"
+        )
         verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
         whole = Trajectory(id=name_of(f"0.{name}.0", 0), segments=(segment,), verdict=verdict, text="x")
         return Group(f"0.{name}.0", prompt, version, (whole,))
@@ -93,9 +95,9 @@ def test_a_trajectory_of_several_segments_is_read_exported_and_checked_as_it_was
     """Sampled, given, sampled: five sampled tokens, and a given span at places 2 and 3."""
 
     def turns(group: str, member: int, *versions: int) -> Trajectory:
-        first = Segment(token_ids=(5, 6), behavior_logprobs=(-0.5, -0.25), versions=versions[:2], interrupted=1)
-        tool = Segment(token_ids=(9, 9))
-        last = Segment((7, 8, 2), (-1.0, -0.125, -2.0), versions[2:], stop_reason=StopReason.STOP)
+        first = Segment.of(token_ids=(5, 6), behavior_logprobs=(-0.5, -0.25), versions=versions[:2], interrupted=1)
+        tool = Segment.of(token_ids=(9, 9))
+        last = Segment.of((7, 8, 2), (-1.0, -0.125, -2.0), versions[2:], stop_reason=StopReason.STOP)
         verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
         return Trajectory(id=name_of(group, member), segments=(first, tool, last), verdict=verdict, text="a tool, 4")
 
@@ -140,8 +142,8 @@ def test_a_ledger_that_format_4_wrote_is_checked_and_gone_on_with(tmp_path: Path
     assert (whole.token_ids, [len(one.token_ids) for one in turns.segments]) == ((4, 5), [2, 2, 2])
     shown = list(read_trajectories(tmp_path))
     with closing(Ledger(path, StoreConfig())) as ledger:
-        ledger.journal("0.3.0/1", Segment((2,), (-1.0,), (1,), stop_reason=StopReason.STOP))
-        ledger.journal("0.3.0/1", Segment((9,), parent=0), node=1)
+        ledger.journal("0.3.0/1", Segment.of((2,), (-1.0,), (1,), stop_reason=StopReason.STOP))
+        ledger.journal("0.3.0/1", Segment.of((9,), parent=0), node=1)
         ledger.begin_call("0.3.0/1", 0, b"2 + 2", durable=True)
     goes_on = read_unfinished(path)
     assert goes_on[0] == before[0]

@@ -22,15 +22,15 @@ from tests.cluster.test_gate import now
 from tests.cluster.test_guests import guest_at
 
 NEWEST = 7  # as `guest_at` has it
-PREFIX = Segment((3, 4), (-0.1, -0.2), (5, 5))
+PREFIX = Segment.of((3, 4), (-0.1, -0.2), (5, 5))
 REQUEST = GenerateRequest(
     id="0.0.0", prompt_token_ids=(3,), seeds=(1, 2), sampling=Sampling(max_tokens=9), prefixes=(PREFIX, PREFIX)
 )
 
 
 def ended(member: int = 0, request: str = "0.0.0", **changes: object) -> Completion:
-    honest = Segment((3, 4, 8), (-0.1, -0.2, -0.3), (5, 5, 7), stop_reason=StopReason.STOP)
-    return Completion.of(request, member, msgspec.structs.replace(honest, **changes))
+    honest = Segment.of((3, 4, 8), (-0.1, -0.2, -0.3), (5, 5, 7), stop_reason=StopReason.STOP)
+    return Completion(request, member, msgspec.structs.replace(honest, **changes))
 
 
 @asynccontextmanager
@@ -99,9 +99,9 @@ def test_what_is_no_message_is_the_loss_of_the_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pieces",
     [
-        {"0.9.0": {0: Segment((1,), (-0.1,), (5,))}},
-        {"0.0.0": {2: Segment((1,), (-0.1,), (5,))}},
-        {"0.0.0": {0: Segment((1,), (-0.1,), (NEWEST + 1,))}},
+        {"0.9.0": {0: Segment.of((1,), (-0.1,), (5,))}},
+        {"0.0.0": {2: Segment.of((1,), (-0.1,), (5,))}},
+        {"0.0.0": {0: Segment.of((1,), (-0.1,), (NEWEST + 1,))}},
     ],
 )
 def test_tokens_so_far_that_cannot_be_are_refused(tmp_path: Path, pieces: dict[str, dict[int, Segment]]) -> None:

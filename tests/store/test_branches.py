@@ -30,7 +30,7 @@ from tests.store.make import Make
 
 
 def turn(*versions: int, parent: int | None = None, reward: float | None = None) -> Segment:
-    return Segment(
+    return Segment.of(
         tuple(range(4, 4 + len(versions))),
         (-0.5,) * len(versions),
         versions,
@@ -42,9 +42,9 @@ def turn(*versions: int, parent: int | None = None, reward: float | None = None)
 
 BRANCHES = (
     turn(2, 3, reward=0.25),
-    Segment((9, 9)),
+    Segment.of((9, 9)),
     turn(3, parent=0),
-    Segment((8,), parent=NOTHING, cause="subagent"),
+    Segment.of((8,), parent=NOTHING, cause="subagent"),
     turn(0, 1, reward=-1.0),
 )
 VERDICT = Verdict(outcome=Outcome.RIGHT, reward=0.5, rewards={"format": 1.0, "answer": 0.25})

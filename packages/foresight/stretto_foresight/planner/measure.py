@@ -239,9 +239,7 @@ def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batc
 def _sequences(batch: Batch) -> tuple[int, ...]:
     """Number of tokens of each sequence, prompt included."""
     return tuple(
-        len(group.prompt.token_ids) + len(one.segments[0].token_ids)
-        for group in batch.groups
-        for one in group.trajectories
+        len(group.prompt.token_ids) + one.segments[0].length for group in batch.groups for one in group.trajectories
     )
 
 

@@ -116,7 +116,11 @@ class HttpEngine:
         """Tokens of unfinished completions beyond the `known` ones."""
         message = PartialsRequest(known={request: list(counts) for request, counts in known.items()})
         body = await self._exchange("/partials", message, "the tokens of unfinished completions", self._health_seconds)
-        return decoded(body, Partials)
+        found = decoded(body, Partials)
+        for id, pieces in found.items():
+            if not all(piece.intact for piece in pieces.values()):
+                raise WireError(f"{self.name} sent tokens of {id!r} whose checksum does not fit")
+        return found
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """The log-probabilities of all tokens but the first of each text by the version in use, at temperature 1.
@@ -168,6 +172,8 @@ class HttpEngine:
             raise _unknown(body, error) from None
         if isinstance(told, list):
             raise _error(told[0])
+        if not told.segment.intact:
+            raise EngineLied(self.name, f"sent tokens of {told.request!r} whose checksum does not fit")
         return told
 
 

@@ -13,7 +13,7 @@ from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, Segment, State, Trajectory, Update
 from stretto.core.states import ALLOWED
 from stretto.measures.goodput import OnRecord
-from stretto.store.ledger.schema import FORMAT
+from stretto.store.ledger.old_tokens import segment_of
 from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
 
 
@@ -81,7 +81,7 @@ def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Paylo
         *columns_of_tokens, text = parts
         _, _, stop_reason, interrupted = columns
         parts = [[[*columns_of_tokens, interrupted, stop_reason]], text]
-    return msgspec.convert(parts, Payload)
+    return msgspec.convert([[segment_of(segment) for segment in parts[0]], *parts[1:]], Payload)
 
 
 #: Writes the columns of a `LiveRow`.
@@ -134,15 +134,15 @@ class LiveRow:
     def finish(self, trajectory: Trajectory) -> None:
         """Note the finished completion and its verdict."""
         verdict = trajectory.verdict
-        sampled = [segment.versions for segment in trajectory.segments if segment.versions]
+        sampled = [segment for segment in trajectory.segments if segment.stamps]
         self.finished = True
         self._outcome = (
             verdict.outcome.value,
             verdict.reward,
             trajectory.stop_reason,
-            sum(map(len, sampled)),
-            min((versions[0] for versions in sampled), default=None),
-            max((versions[-1] for versions in sampled), default=None),
+            sum([segment.length for segment in sampled]),
+            min([segment.stamps[0][0] for segment in sampled], default=None),
+            max([segment.stamps[-1][0] for segment in sampled], default=None),
             trajectory.interrupted,
         )
 
@@ -211,7 +211,7 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
     staleness = dict(sorted(loss_tokens(batch).items(), reverse=True))  # as they were sampled
     if any(age < 0 for age in staleness):
         raise BoundViolated(f"batch {batch.step} holds tokens newer than its version {batch.version}")
-    every = sum(len(trajectory.versions) for group in batch.groups for trajectory in group.trajectories)
+    every = sum(trajectory.sampled_length for group in batch.groups for trajectory in group.trajectories)
     own = batch.oldest_by_group
     membership = [
         (group.id, [t.member for t in group.trajectories], *([own[group.id]] if group.id in own else []))
@@ -229,7 +229,7 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
         msgspec.json.encode(membership).decode(),
         committed,
     )
-    sealed = batch_seal(batch, FORMAT)
+    sealed = batch_seal(batch)
     return (*columns, None, None, sealed, seal(*columns, sealed))
 
 
