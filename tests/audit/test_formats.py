@@ -32,7 +32,7 @@ DATA = Path(__file__).parents[1] / "data"
 def test_another_format_is_refused_with_both_numbers(run_dir: Path) -> None:
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.execute("PRAGMA user_version = 1")
-    with pytest.raises(StoreError, match="has format 1, this version of stretto checks formats 2 to 5"):
+    with pytest.raises(StoreError, match="has format 1, this version of stretto checks formats 2 to 6"):
         check_run(run_dir)
 
 
@@ -45,7 +45,7 @@ def test_a_run_of_the_format_before_is_checked_and_read_and_not_gone_on_with(run
     assert export_run(run_dir, tmp_path / "after.jsonl") == before
     assert (tmp_path / "after.jsonl").read_bytes() == (tmp_path / "before.jsonl").read_bytes()
     assert inspect_run(run_dir) == shown
-    with pytest.raises(StoreError, match="has format 2, this version of stretto resumes formats 3 to 5"):
+    with pytest.raises(StoreError, match="has format 2, this version of stretto resumes formats 3 to 6"):
         Ledger(run_dir / "ledger.sqlite", StoreConfig())
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.execute("UPDATE groups SET admitted_version = 1 WHERE key = 18")
@@ -153,3 +153,33 @@ def test_a_ledger_that_format_4_wrote_is_checked_and_gone_on_with(tmp_path: Path
     assert [len(batch.groups) for batch in read_batches(path, 0, 1)] == [1]
     breaches = {law: found for law, found in check_run(tmp_path).breaches.items() if found}
     assert breaches == {}
+
+
+def test_a_ledger_that_format_5_wrote_says_the_same_and_is_gone_on_with(tmp_path: Path) -> None:
+    """`tests/data/format_5`: a group of branches and of a single turn was trained, one like it waits, one is in flight.
+    The rows are those that the stretto of format 5 has exported."""
+    path = tmp_path / "ledger.sqlite"
+    shutil.copy(DATA / "format_5" / "ledger.sqlite", path)
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("batch_size = 2", "batch_size = 1"))
+
+    def kept() -> bytes:
+        assert not any(check_run(tmp_path).breaches.values())
+        export_run(tmp_path, tmp_path / "rows.jsonl")
+        return (tmp_path / "rows.jsonl").read_bytes()
+
+    assert kept() == (DATA / "format_5" / "rows.jsonl").read_bytes()
+    [waiting, in_flight] = read_unfinished(path)
+    assert [one.token_ids for one in in_flight.members[0].segments] == [(4, 5, 6)]
+    prompt = Prompt(id="b", token_ids=(3, 4), text="", answer="")
+    group = Group(waiting.id, prompt, waiting.admitted_version, waiting.trajectories)
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        ledger.journal("0.c.0/0", Segment.of((2,), (-1.0,), (1,), stop_reason=StopReason.STOP))
+        ledger.commit_batch(Batch(step=2, version=1, groups=(group,)))
+        ledger.record_update(Update(step=2, version=2, trained_tokens=10, masked_tokens=0, metrics={}))
+    kept()
+    assert [batch.groups[0].id for batch in read_batches(path, 0, 2)] == ["0.a.0", "0.b.0"]
+    assert list(read_batches(path, 1, 2))[0].groups[0].trajectories == waiting.trajectories
+    [in_flight] = read_unfinished(path)
+    assert [one.token_ids for one in in_flight.members[0].segments] == [(4, 5, 6, 2)]
+    flip_a_bit(path, "trained")
+    assert check_run(tmp_path).breaches["every checksum fits"]

@@ -56,7 +56,7 @@ async def answering(path: Path, reply: bytes) -> AsyncIterator[HttpEngine]:
 def test_requests_that_follow_each_other_share_a_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: bytes, idle: float, connections: int
 ) -> None:
-    monkeypatch.setattr(connections_module, "_IDLE_SECONDS", idle)
+    monkeypatch.setattr(client_module, "_IDLE_SECONDS", idle)
     accepted = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -42,16 +42,16 @@ LARGE = "ab\n" * (10 * 2**20 // 3)
 TEXTS = ('=HYPERLINK("http://x")', 'nul \x00 and "quotes",\r\nand \u2028 \u202e', "'apostrophe", "", LARGE)
 
 
-def said(member: int, text: str, group: str = "0.1.0", tokens: Sequence[int] = (4, 9)) -> Trajectory:
+def said(member: int, text: str, group: str = "0.1.0", tokens: Sequence[int] = (4, 9), parent: int = -1) -> Trajectory:
     """A trajectory of two turns with a tool's reply between them, and the parts of its reward."""
     length = len(tokens)
     first = Segment.of(tuple(tokens), (-0.1,) * length, (0,) * length, engines=(("engine-0", length),))
-    tool, second = Segment.of((7, 7, 3)), Segment.of((8,), (-1e-300,), (1,), parent=-1, cause="branch", reward=0.25)
+    tool, second = Segment.of((7, 7, 3)), Segment.of((8,), (-1e-300,), (1,), parent=parent, cause="branch", reward=0.25)
     verdict = Verdict(outcome=Outcome.RIGHT, reward=0.75, rewards={"math": 1.0, "short": 0.5})
     return Trajectory(f"{group}/{member}", (first, tool, second), verdict, text, "a-session")
 
 
-def record(folder: Path, *texts: str, tokens: Sequence[int] = (4, 9), parent: int | None = None) -> Path:
+def record(folder: Path, *texts: str, tokens: Sequence[int] = (4, 9), parent: int = -1) -> Path:
     """A run that has said `texts`, and one completion more that failed."""
     members, make = len(texts) + 1, Make()
     trajectories = [said(at, text, tokens=tokens, parent=parent) for at, text in enumerate(texts)]

@@ -60,5 +60,7 @@ def loss_tokens(batch: Batch) -> Counter[int]:
         oldest = batch.oldest_of(group.id)
         for trajectory in group.trajectories:
             for segment in trajectory.segments:
-                found.update({batch.version - one: count for one, count in segment.stamps if one >= oldest})
+                for one, count in segment.stamps:
+                    if one >= oldest:
+                        found[batch.version - one] += count
     return found

@@ -57,10 +57,11 @@ def logprobs_of(columns: bytes, length: int) -> tuple[float, ...]:
     return tuple(memoryview(columns)[_ID * length :].cast("d" if _width(columns, length) == _DOUBLE else "f"))
 
 
-def are_whole(columns: bytes, length: int, sampled: bool) -> bool:
-    """Whether the bytes are those of `length` tokens, with log-probabilities exactly if they were sampled."""
-    widths = (_ID + _SINGLE, _ID + _DOUBLE) if sampled else (_ID,)
-    return length >= 0 and len(columns) in {width * length for width in widths}
+def are_whole(columns: bytes, length: int, stamps: Stamps) -> bool:
+    """Whether the bytes are those of `length` tokens, which have versions and log-probabilities, or neither."""
+    stamped = stamps[0][1] if len(stamps) == 1 else sum([count if count > 0 else length + 1 for _, count in stamps])
+    wide = len(columns) in ((_ID + _SINGLE) * length, (_ID + _DOUBLE) * length)
+    return (wide and stamped == length) if stamps else len(columns) == _ID * length
 
 
 def rest(columns: bytes, length: int, begin: int) -> bytes:

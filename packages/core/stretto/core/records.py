@@ -183,11 +183,8 @@ class Segment(Record, frozen=True, array_like=True):
     @property
     def intact(self) -> bool:
         """Whether the tokens are those that were sealed."""
-        return (
-            are_whole(self.columns, self.length, bool(self.stamps))
-            and (not self.stamps or sum([max(1, count) for _, count in self.stamps]) == self.length)
-            and self.checksum == checksum(self.columns, self.length, self.stamps)
-        )
+        columns, length, stamps = self.columns, self.length, self.stamps
+        return self.checksum == checksum(columns, length, stamps) and are_whole(columns, length, stamps)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -328,10 +325,11 @@ class Completion(Record, frozen=True):
 
     def written_by(self, engine: str, prefix: Segment) -> Completion:
         """A copy that records `engine` as the sampler of the tokens after `prefix`, which others sampled."""
-        new = self.segment.length - prefix.length
-        engines = counts_joined([prefix.writers, ((engine, new),) if new > 0 else ()])
-        segment = msgspec.structs.replace(self.segment, engines=engines)
-        return Completion(self.request, self.member, segment, self.top_logprobs)
+        whole, new = self.segment, self.segment.length - prefix.length
+        written = ((engine, new),) if new > 0 else ()
+        engines = counts_joined([prefix.writers, written]) if prefix.length else written
+        sealed = (whole.columns, whole.length, whole.stamps, whole.checksum, whole.interrupted, whole.stop_reason)
+        return Completion(self.request, self.member, Segment(*sealed, engines), self.top_logprobs)
 
 
 class Verdict(Record, frozen=True):

@@ -23,6 +23,7 @@ from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, ScoreReq
 Message = TypeVar("Message")
 
 _OK, _SERVER_ERROR = 200, 500
+_IDLE_SECONDS = 60.0  # an engine's server keeps its connections for a day
 _NAMED = 3  # most requests named in a message
 _FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(Completion | list[Refusal])
 
@@ -55,7 +56,7 @@ class HttpEngine:
         self.name = name
         self._owner = f"the client of {name}"
         self._answer_seconds, self._load_seconds, self._health_seconds = answer_seconds, load_seconds, health_seconds
-        self._connections = Connections(name, address, key, context)
+        self._connections = Connections(name, address, key, context, idle=_IDLE_SECONDS)
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Completions as they end, one per seed of every request. Leaving the iteration early aborts the rest.

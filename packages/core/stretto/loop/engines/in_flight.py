@@ -152,7 +152,9 @@ class InFlight:
                 try:
                     async for completion in self._engines.generate(group.request(request), least=group.least):
                         member = group.members[completion.member]
-                        group.ended.setdefault(member, msgspec.structs.replace(completion, member=member))
+                        if member != completion.member:
+                            completion = msgspec.structs.replace(completion, member=member)
+                        group.ended.setdefault(member, completion)
                     if count := len(request.seeds) - len(group.ended):
                         raise EngineLost("an engine", f"ended {request.id} with {count} completions missing")
                 except EngineLost as loss:  # another engine continues what is known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -60,7 +60,7 @@ _MASKED = 5  # the place of the masked tokens in a row of table ``steps``
 def encode_payload(trajectory: Trajectory) -> bytes:
     """Encode a trajectory's payload with a seal, which also covers its verdict, stop reason and interruptions."""
     verdict = trajectory.verdict
-    columns = (verdict.outcome.value, verdict.reward, trajectory.stop_reason, trajectory.interrupted)
+    columns = (verdict.outcome, verdict.reward, trajectory.stop_reason, trajectory.interrupted)
     body = _ENCODER.encode(Payload(trajectory.segments, trajectory.text, verdict.rewards, trajectory.session))
     return seal(trajectory.id, columns, body) + body
 
@@ -133,18 +133,11 @@ class LiveRow:
 
     def finish(self, trajectory: Trajectory) -> None:
         """Note the finished completion and its verdict."""
-        verdict = trajectory.verdict
-        sampled = [segment for segment in trajectory.segments if segment.stamps]
+        verdict, stop_reason = trajectory.verdict, trajectory.stop_reason
+        tokens, oldest, newest, interrupted = _sampled(trajectory.segments)
         self.finished = True
-        self._outcome = (
-            verdict.outcome.value,
-            verdict.reward,
-            trajectory.stop_reason,
-            sum([segment.length for segment in sampled]),
-            min([segment.stamps[0][0] for segment in sampled], default=None),
-            max([segment.stamps[-1][0] for segment in sampled], default=None),
-            trajectory.interrupted,
-        )
+        ended = str(stop_reason) if stop_reason is not None else None
+        self._outcome = (str(verdict.outcome), verdict.reward, ended, tokens, oldest, newest, interrupted)
 
     @property
     def tokens(self) -> int:
@@ -155,7 +148,7 @@ class LiveRow:
 
     def columns(self) -> tuple[object, ...]:
         """Values in the column order of the table ``trajectories``."""
-        head = (self.key, self.group_key, self.member, self.state.value, self.reason, self.trained_step)
+        head = (self.key, self.group_key, self.member, str(self.state), self.reason, self.trained_step)
         columns = head + self._outcome
         return (*columns, seal(*columns))
 
@@ -177,6 +170,20 @@ class LiveRow:
         return row
 
 
+def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, int]:
+    """Sampled tokens, the oldest and the newest version among them, interruptions."""
+    tokens = interrupted = 0
+    oldest = newest = None
+    for segment in segments:
+        interrupted += segment.interrupted
+        if stamps := segment.stamps:
+            tokens += segment.length
+            first, last = stamps[0][0], stamps[-1][0]
+            oldest = first if oldest is None else min(oldest, first)
+            newest = last if newest is None else max(newest, last)
+    return tokens, oldest, newest, interrupted
+
+
 class TokenTally:
     """Running token counts of a ledger by their fate."""
 
@@ -185,10 +192,11 @@ class TokenTally:
 
     def moved(self, row: LiveRow, before: State, had: int) -> None:
         """Account for `row`, which was in state `before` with `had` tokens."""
-        self._counts[before.value] -= had
-        self._counts[row.state.value] += row.tokens
+        counts = self._counts
+        counts[before] -= had
+        counts[row.state] += row.tokens
         if not row.finished:
-            self._counts[f"{row.state}_unjudged"] += 1
+            counts[f"{row.state}_unjudged"] += 1
 
     def trained(self, step: tuple[object, ...]) -> None:
         """Account for the masked tokens of a trained step, given the columns of its row."""
