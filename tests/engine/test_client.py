@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import EngineLost, WireError
-from stretto.engine.http import connections as connections_module
+from stretto.engine.http import client as client_module
 from stretto.engine.http.client import HttpEngine
 
 
