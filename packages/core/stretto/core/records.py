@@ -319,6 +319,11 @@ class Completion(Record, frozen=True):
         return self.segment.stop_reason
 
     @property
+    def interrupted(self) -> int:
+        """Number of weight updates that interrupted it."""
+        return self.segment.interrupted
+
+    @property
     def engines(self) -> Writers:
         """Those of its segment."""
         return self.segment.engines

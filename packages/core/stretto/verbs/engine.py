@@ -293,7 +293,7 @@ class LocalEngine:
             logprobs=found.behavior_logprobs,
             stop_reason=found.stop_reason,
             versions=found.versions,
-            interrupted=found.segment.interrupted,
+            interrupted=found.interrupted,
             top_logprobs=found.top_logprobs,
         )
 
