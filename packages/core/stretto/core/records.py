@@ -17,22 +17,8 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.columns import (
-    Counted,
-    Stamps,
-    after,
-    are_whole,
-    begin_alike,
-    checksum,
-    counts_joined,
-    ids_of,
-    joined,
-    logprobs_of,
-    pack,
-    rest,
-    stamps_of,
-    versions_of,
-)
+from stretto.core import columns as packed
+from stretto.core.columns import Counted, Stamps
 
 PROMPT, NOTHING = -1, -2  #: parents of first segments: after the prompt, or with no context at all
 
@@ -164,7 +150,7 @@ class Segment(Record, frozen=True, array_like=True):
         if not len(versions) == len(behavior_logprobs) in (0, len(token_ids)):
             told = f"{len(behavior_logprobs)} log-probabilities and {len(versions)} versions"
             raise ValueError(f"{len(token_ids)} tokens have {told}")
-        columns, stamps = pack(token_ids, behavior_logprobs), stamps_of(versions)
+        columns, stamps = packed.pack(token_ids, behavior_logprobs), packed.stamps_of(versions)
         sealed = cls.sealed(columns, len(token_ids), stamps, interrupted, stop_reason)
         return msgspec.structs.replace(sealed, engines=engines, parent=parent, cause=cause, reward=reward)
 
@@ -178,28 +164,28 @@ class Segment(Record, frozen=True, array_like=True):
         stop_reason: StopReason | None = None,
     ) -> Segment:
         """A segment of packed tokens."""
-        return cls(columns, length, stamps, checksum(columns, length, stamps), interrupted, stop_reason)
+        return cls(columns, length, stamps, packed.checksum(columns, length, stamps), interrupted, stop_reason)
 
     @property
     def intact(self) -> bool:
         """Whether the tokens are those that were sealed."""
         columns, length, stamps = self.columns, self.length, self.stamps
-        return self.checksum == checksum(columns, length, stamps) and are_whole(columns, length, stamps)
+        return self.checksum == packed.checksum(columns, length, stamps) and packed.are_whole(columns, length, stamps)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """[L]"""
-        return ids_of(self.columns, self.length)
+        return packed.ids_of(self.columns, self.length)
 
     @property
     def behavior_logprobs(self) -> tuple[float, ...]:
         """[L], nats; empty if given."""
-        return logprobs_of(self.columns, self.length)
+        return packed.logprobs_of(self.columns, self.length)
 
     @property
     def versions(self) -> tuple[int, ...]:
         """[L], never decreasing; empty if given."""
-        return versions_of(self.stamps)
+        return packed.versions_of(self.stamps)
 
     @property
     def sampled(self) -> bool:
@@ -222,11 +208,11 @@ class Segment(Record, frozen=True, array_like=True):
     @classmethod
     def whole(cls, pieces: Sequence[Segment]) -> Segment:
         """Join the pieces of one completion (at least one), copying every token once."""
-        columns = joined([(piece.columns, piece.length) for piece in pieces])
-        stamps = counts_joined([piece.stamps for piece in pieces])
+        columns = packed.joined([(piece.columns, piece.length) for piece in pieces])
+        stamps = packed.counts_joined([piece.stamps for piece in pieces])
         length = sum([piece.length for piece in pieces])
         written = any(piece.engines for piece in pieces)
-        engines = counts_joined([piece.writers for piece in pieces]) if written else ()
+        engines = packed.counts_joined([piece.writers for piece in pieces]) if written else ()
         interrupted = max([piece.interrupted for piece in pieces])
         sealed = cls.sealed(columns, length, stamps, interrupted, pieces[-1].stop_reason)
         first = pieces[0]
@@ -238,20 +224,20 @@ class Segment(Record, frozen=True, array_like=True):
         """The rest after the first `tokens` tokens."""
         if not tokens:
             return self
-        columns, stamps = rest(self.columns, self.length, tokens), after(self.stamps, tokens)
+        columns, stamps = packed.rest(self.columns, self.length, tokens), packed.after(self.stamps, tokens)
         length = max(0, self.length - tokens)
         return msgspec.structs.replace(
             self,
             columns=columns,
             length=length,
             stamps=stamps,
-            checksum=checksum(columns, length, stamps),
-            engines=after(self.engines, tokens),
+            checksum=packed.checksum(columns, length, stamps),
+            engines=packed.after(self.engines, tokens),
         )
 
     def begins_with(self, prefix: Segment) -> bool:
         """Whether its first token ids are those of `prefix`."""
-        return begin_alike(self.columns, self.length, prefix.columns, prefix.length)
+        return packed.begin_alike(self.columns, self.length, prefix.columns, prefix.length)
 
     def written_by(self, engine: str) -> Segment:
         """A copy that records `engine` as the sampler of all tokens."""
@@ -332,7 +318,7 @@ class Completion(Record, frozen=True):
         """A copy that records `engine` as the sampler of the tokens after `prefix`, which others sampled."""
         whole, new = self.segment, self.segment.length - prefix.length
         written = ((engine, new),) if new > 0 else ()
-        engines = counts_joined([prefix.writers, written]) if prefix.length else written
+        engines = packed.counts_joined([prefix.writers, written]) if prefix.length else written
         sealed = (whole.columns, whole.length, whole.stamps, whole.checksum, whole.interrupted, whole.stop_reason)
         return Completion(self.request, self.member, Segment(*sealed, engines), self.top_logprobs)
 

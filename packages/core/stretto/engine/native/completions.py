@@ -171,8 +171,10 @@ class Completions:
     def _segment(self, row: int, known: int) -> Segment:
         new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
         columns = self._history[row, new].astype(np.int32).tobytes() + self._logprobs[row, new].tobytes()
-        stamps = stamps_of(self._versions[row, new].tolist())
-        return Segment.sealed(columns, new.stop - new.start, stamps, int(self.interrupted[row]))
+        versions, length = self._versions[row, new], new.stop - new.start
+        alike = length and versions[0] == versions[-1]  # versions never decrease
+        stamps = ((int(versions[0]), length),) if alike else stamps_of(versions.tolist())
+        return Segment.sealed(columns, length, stamps, int(self.interrupted[row]))
 
     def _completed_stop(self, row: int) -> bool:
         watch, begin = self._watches[row], int(self.prompts[row])
