@@ -178,7 +178,7 @@ def test_a_ledger_that_format_5_wrote_says_the_same_and_is_gone_on_with(tmp_path
         ledger.record_update(Update(step=2, version=2, trained_tokens=10, masked_tokens=0, metrics={}))
     kept()
     assert [batch.groups[0].id for batch in read_batches(path, 0, 2)] == ["0.a.0", "0.b.0"]
-    assert list(read_batches(path, 1, 2))[0].groups[0].trajectories == waiting.trajectories
+    assert next(iter(read_batches(path, 1, 2))).groups[0].trajectories == waiting.trajectories
     [in_flight] = read_unfinished(path)
     assert [one.token_ids for one in in_flight.members[0].segments] == [(4, 5, 6, 2)]
     flip_a_bit(path, "trained")

@@ -245,7 +245,7 @@ def _sequences(batch: Batch) -> tuple[int, ...]:
 
 def _segment(chance: random.Random, length: int, vocabulary: int, version: int) -> Segment:
     tokens = tuple(chance.randrange(2, vocabulary) for _ in range(length))
-    return Segment(tokens, (-3.0,) * length, (version,) * length, stop_reason=StopReason.STOP)
+    return Segment.of(tokens, (-3.0,) * length, (version,) * length, stop_reason=StopReason.STOP)
 
 
 def _verdict(member: int) -> Verdict:
