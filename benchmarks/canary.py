@@ -175,7 +175,7 @@ class Bench:
 
     def _segment(self, version: int) -> Segment:
         tokens = self._tokens(self._chance.randint(_TOKENS // 2, _TOKENS + _TOKENS // 2))
-        return Segment(tokens, (-3.0,) * len(tokens), (version,) * len(tokens), stop_reason=StopReason.STOP)
+        return Segment.of(tokens, (-3.0,) * len(tokens), (version,) * len(tokens), stop_reason=StopReason.STOP)
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self._chance.randrange(2, self._vocabulary) for _ in range(count))

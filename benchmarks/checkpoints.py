@@ -42,7 +42,7 @@ def batch() -> Batch:
         Trajectory(
             id=f"0.0.0/{member}",
             segments=(
-                Segment(
+                Segment.of(
                     token_ids=(3, 4),
                     behavior_logprobs=(-1.0, -1.0),
                     versions=(0, 0),

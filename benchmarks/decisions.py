@@ -30,6 +30,7 @@ from stretto.core.records import (
     Completion,
     Outcome,
     Prompt,
+    Segment,
     StopReason,
     Trajectory,
     Verdict,
@@ -78,12 +79,14 @@ class FakeEngines:
 
 def _completion(version: int, member: int) -> Completion:
     return Completion(
-        request="",
-        member=member,
-        token_ids=tuple(range(TOKENS)),
-        behavior_logprobs=tuple(-0.1 * t for t in range(TOKENS)),
-        versions=(version,) * TOKENS,
-        stop_reason=StopReason.STOP,
+        "",
+        member,
+        Segment.of(
+            token_ids=tuple(range(TOKENS)),
+            behavior_logprobs=tuple(-0.1 * t for t in range(TOKENS)),
+            versions=(version,) * TOKENS,
+            stop_reason=StopReason.STOP,
+        ),
     )
 
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
@@ -26,6 +28,7 @@ import uvloop
 
 from stretto import __version__
 from stretto.core.canary import Loaded, Scores
+from stretto.core.columns import pack
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import DeadlineExceeded, HandshakeBroken, MachineLost
 from stretto.core.frames import frame
@@ -97,6 +100,12 @@ class _Counts:
     sent: int = 0
 
 
+@functools.lru_cache(maxsize=4096)
+def _columns(begin: int, count: int) -> bytes:
+    """Columns of tokens, as an engine packs them: its log-probabilities are float32."""
+    return pack(range(_FIRST_ID + begin, _FIRST_ID + begin + count), array("f", [_LOGPROB]) * count)
+
+
 @dataclass
 class _Open:
     """A request in the engine: when each member ends, by the clock of the loop."""
@@ -144,9 +153,7 @@ class _Engine:
 
     def piece(self, begin: int, end: int, version: int) -> Segment:
         count = max(0, end - begin)
-        return Segment(
-            tuple(range(_FIRST_ID + begin, _FIRST_ID + begin + count)), (_LOGPROB,) * count, (version,) * count
-        )
+        return Segment.sealed(_columns(begin, count), count, ((version, count),) if count else ())
 
     def partials(self, known: dict[str, list[int]]) -> Partials:
         return {id: pieces for id, counts in known.items() if id in self.open and (pieces := self._new(id, counts))}
@@ -162,9 +169,8 @@ class _Engine:
     def completion(self, id: str, member: int, version: int) -> bytes:
         self.counts.completions += 1
         self.generated += self.spec.tokens
-        whole = self.piece(0, self.spec.tokens, version)
-        columns = (whole.token_ids, whole.behavior_logprobs, whole.versions)
-        return frame(Completion(id, member, *columns, stop_reason=StopReason.STOP))
+        whole = msgspec.structs.replace(self.piece(0, self.spec.tokens, version), stop_reason=StopReason.STOP)
+        return frame(Completion(id, member, whole))
 
     def generate(self, requests: list[GenerateRequest], send: Callable[[bytes, bool], None]) -> None:
         """Send each completion when it has ended, as the engine's server does: `send(frames, whether more come)`."""

@@ -26,7 +26,18 @@ from transformers import PreTrainedModel
 
 from benchmarks.peers.environment import Environment
 from benchmarks.report import Table, save
-from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, Sampling, StopReason, Trajectory, Verdict
+from stretto.core.records import (
+    Batch,
+    Completion,
+    Group,
+    Outcome,
+    Prompt,
+    Sampling,
+    Segment,
+    StopReason,
+    Trajectory,
+    Verdict,
+)
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import load_policy, save_policy
@@ -149,12 +160,14 @@ def _group(step: int, g: int, prompt: tuple[int, ...], members: list[tuple[int, 
     trajectories = []
     for m, ids in enumerate(members):
         completion = Completion(
-            request=str(g),
-            member=m,
-            token_ids=ids,
-            behavior_logprobs=(-1.0,) * len(ids),
-            versions=(step,) * len(ids),
-            stop_reason=StopReason.LENGTH,
+            str(g),
+            m,
+            Segment.of(
+                token_ids=ids,
+                behavior_logprobs=(-1.0,) * len(ids),
+                versions=(step,) * len(ids),
+                stop_reason=StopReason.LENGTH,
+            ),
         )
         verdict = Verdict(outcome=Outcome.RIGHT, reward=reward_of(ids))
         trajectories.append(Trajectory(id=f"{g}/{m}", segments=(completion.segment,), verdict=verdict, text=""))

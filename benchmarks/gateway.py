@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from benchmarks.report import Table, save
 from stretto.conversation.session import WholeTurns
-from stretto.core.records import Completion, GenerateRequest, StopReason
+from stretto.core.records import Completion, GenerateRequest, Segment, StopReason
 from stretto.engine.http.connections import Connections
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -98,7 +98,16 @@ class InstantModel:
     async def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         for request in requests:
             tokens = tuple(97 + (request.seeds[0] + at) % 26 for at in range(NEW_TOKENS))
-            yield Completion(request.id, 0, tokens, (-1.0,) * NEW_TOKENS, (0,) * NEW_TOKENS, StopReason.LENGTH)
+            yield Completion(
+                request.id,
+                0,
+                Segment.of(
+                    token_ids=tokens,
+                    behavior_logprobs=(-1.0,) * NEW_TOKENS,
+                    versions=(0,) * NEW_TOKENS,
+                    stop_reason=StopReason.LENGTH,
+                ),
+            )
 
 
 def serve_instantly(model: Path, folder: Path) -> None:

@@ -47,7 +47,7 @@ class _Engines:
 
 def piece(begin: int, count: int) -> Segment:
     """`count` tokens from the place `begin` on."""
-    return Segment(tuple(range(100_000 + begin, 100_000 + begin + count)), (-0.693,) * count, (7,) * count)
+    return Segment.of(tuple(range(100_000 + begin, 100_000 + begin + count)), (-0.693,) * count, (7,) * count)
 
 
 async def seconds_per_piece(folder: Path) -> dict[int, float]:

@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
+from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
 from stretto.store.export import read_trajectories
 
 FILE = Path(__file__).resolve().parent / "data" / "lengths.json"
@@ -52,12 +52,14 @@ def _drawn(rng: random.Random, count: int, vocabulary: int) -> tuple[int, ...]:
 
 def _trajectory(rng: random.Random, group: int, member: int, length: int, vocabulary: int, version: int) -> Trajectory:
     completion = Completion(
-        request=str(group),
-        member=member,
-        token_ids=_drawn(rng, length, vocabulary),
-        behavior_logprobs=tuple(rng.uniform(-8.0, -6.0) for _ in range(length)),
-        versions=(version,) * length,
-        stop_reason=StopReason.STOP,
+        str(group),
+        member,
+        Segment.of(
+            token_ids=_drawn(rng, length, vocabulary),
+            behavior_logprobs=tuple(rng.uniform(-8.0, -6.0) for _ in range(length)),
+            versions=(version,) * length,
+            stop_reason=StopReason.STOP,
+        ),
     )
     verdict = Verdict(outcome=Outcome.RIGHT, reward=float(rng.randrange(2)))
     return Trajectory(id=f"{group}/{member}", segments=(completion.segment,), verdict=verdict, text="")

@@ -22,7 +22,7 @@ PACKAGE = "stretto"  # the core, which imports as this
 OF_ROOMS = frozenset({PACKAGE, "stretto_app", "stretto_report", "stretto_foresight"})
 NAMES_OF_NOTHING = frozenset({"utils", "util", "common", "helpers", "helper", "misc"})
 HEAVY = ("torch", "transformers")
-CORE_MAY_IMPORT = frozenset({"msgspec", "numpy"})
+CORE_MAY_IMPORT = frozenset({"msgspec", "numpy", "xxhash"})
 LONGEST_FUNCTION = 60
 MOST_FILES = 14
 LONGEST_FILE = 480
@@ -387,7 +387,7 @@ def of_linux(package: Path) -> list[str]:
 
 
 def heavy_core(package: Path) -> list[str]:
-    """What core imports beyond the standard library, msgspec and numpy."""
+    """What core imports beyond the standard library, msgspec, numpy and xxhash."""
     return [
         f"{found.place}: core imports {found.third_party}"
         for found in imports(package)

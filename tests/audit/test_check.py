@@ -41,7 +41,7 @@ max_attempts = 3
 
 def trajectories(ticket: Ticket, version: int, engine: str = "") -> list[Trajectory]:
     """Those of a ticket, sampled by an engine, or by one that is not on record."""
-    segment = Segment((5, 6), (-0.5, -0.25), (version, version), stop_reason=StopReason.STOP)
+    segment = Segment.of((5, 6), (-0.5, -0.25), (version, version), stop_reason=StopReason.STOP)
     return [
         Trajectory(
             id=name_of(ticket.group_id, member),
@@ -275,7 +275,7 @@ def test_a_bit_that_is_flipped_in_a_piece_of_a_trajectory_in_flight_is_named(run
     with closing(sqlite3.connect(path)) as connection:
         (name,) = connection.execute("SELECT id FROM groups ORDER BY key DESC LIMIT 1").fetchone()
     with closing(Ledger(path, StoreConfig())) as ledger:
-        ledger.journal(f"{name}/1", Segment(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
+        ledger.journal(f"{name}/1", Segment.of(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
     assert check_run(run_dir).kept
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(
@@ -392,7 +392,7 @@ def test_the_checker_shares_only_the_states_and_the_check_of_the_log_with_the_wr
 def test_tokens_of_an_engine_that_is_not_on_the_roster_and_tokens_of_nobody_are_found(run_dir: Path) -> None:
     path, law = run_dir / "ledger.sqlite", "every token has its engine"
     prompt = Prompt(id="p.9", token_ids=(9,), text="", answer="")
-    segment = Segment(
+    segment = Segment.of(
         (5, 6), (-0.5, -0.25), (3, 3), stop_reason=StopReason.STOP, engines=(("engine-0", 1), ("spot", 2))
     )
     verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)

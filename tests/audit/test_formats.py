@@ -32,7 +32,7 @@ DATA = Path(__file__).parents[1] / "data"
 def test_another_format_is_refused_with_both_numbers(run_dir: Path) -> None:
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.execute("PRAGMA user_version = 1")
-    with pytest.raises(StoreError, match="has format 1, this version of stretto checks formats 2 to 5"):
+    with pytest.raises(StoreError, match="has format 1, this version of stretto checks formats 2 to 6"):
         check_run(run_dir)
 
 
@@ -45,7 +45,7 @@ def test_a_run_of_the_format_before_is_checked_and_read_and_not_gone_on_with(run
     assert export_run(run_dir, tmp_path / "after.jsonl") == before
     assert (tmp_path / "after.jsonl").read_bytes() == (tmp_path / "before.jsonl").read_bytes()
     assert inspect_run(run_dir) == shown
-    with pytest.raises(StoreError, match="has format 2, this version of stretto resumes formats 3 to 5"):
+    with pytest.raises(StoreError, match="has format 2, this version of stretto resumes formats 3 to 6"):
         Ledger(run_dir / "ledger.sqlite", StoreConfig())
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection:
         connection.execute("UPDATE groups SET admitted_version = 1 WHERE key = 18")
@@ -56,7 +56,9 @@ def test_a_run_of_the_format_before_is_checked_and_read_and_not_gone_on_with(run
 def test_a_run_of_the_format_without_engines_is_read_and_resumed(tmp_path: Path) -> None:
     def group(name: str, version: int) -> Group:
         prompt = Prompt(id=name, token_ids=(3, 4), text="", answer="")
-        segment = Segment((5, 6), (-0.5, -0.25), (version, version), stop_reason=StopReason.STOP).written_by("engine-0")
+        segment = Segment.of((5, 6), (-0.5, -0.25), (version, version), stop_reason=StopReason.STOP).written_by(
+            "engine-0"
+        )
         verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
         whole = Trajectory(id=name_of(f"0.{name}.0", 0), segments=(segment,), verdict=verdict, text="x")
         return Group(f"0.{name}.0", prompt, version, (whole,))
@@ -93,9 +95,9 @@ def test_a_trajectory_of_several_segments_is_read_exported_and_checked_as_it_was
     """Sampled, given, sampled: five sampled tokens, and a given span at places 2 and 3."""
 
     def turns(group: str, member: int, *versions: int) -> Trajectory:
-        first = Segment(token_ids=(5, 6), behavior_logprobs=(-0.5, -0.25), versions=versions[:2], interrupted=1)
-        tool = Segment(token_ids=(9, 9))
-        last = Segment((7, 8, 2), (-1.0, -0.125, -2.0), versions[2:], stop_reason=StopReason.STOP)
+        first = Segment.of(token_ids=(5, 6), behavior_logprobs=(-0.5, -0.25), versions=versions[:2], interrupted=1)
+        tool = Segment.of(token_ids=(9, 9))
+        last = Segment.of((7, 8, 2), (-1.0, -0.125, -2.0), versions[2:], stop_reason=StopReason.STOP)
         verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
         return Trajectory(id=name_of(group, member), segments=(first, tool, last), verdict=verdict, text="a tool, 4")
 
@@ -140,8 +142,8 @@ def test_a_ledger_that_format_4_wrote_is_checked_and_gone_on_with(tmp_path: Path
     assert (whole.token_ids, [len(one.token_ids) for one in turns.segments]) == ((4, 5), [2, 2, 2])
     shown = list(read_trajectories(tmp_path))
     with closing(Ledger(path, StoreConfig())) as ledger:
-        ledger.journal("0.3.0/1", Segment((2,), (-1.0,), (1,), stop_reason=StopReason.STOP))
-        ledger.journal("0.3.0/1", Segment((9,), parent=0), node=1)
+        ledger.journal("0.3.0/1", Segment.of((2,), (-1.0,), (1,), stop_reason=StopReason.STOP))
+        ledger.journal("0.3.0/1", Segment.of((9,), parent=0), node=1)
         ledger.begin_call("0.3.0/1", 0, b"2 + 2", durable=True)
     goes_on = read_unfinished(path)
     assert goes_on[0] == before[0]
@@ -151,3 +153,33 @@ def test_a_ledger_that_format_4_wrote_is_checked_and_gone_on_with(tmp_path: Path
     assert [len(batch.groups) for batch in read_batches(path, 0, 1)] == [1]
     breaches = {law: found for law, found in check_run(tmp_path).breaches.items() if found}
     assert breaches == {}
+
+
+def test_a_ledger_that_format_5_wrote_says_the_same_and_is_gone_on_with(tmp_path: Path) -> None:
+    """`tests/data/format_5`: a group of branches and of a single turn was trained, one like it waits, one is in flight.
+    The rows are those that the stretto of format 5 has exported."""
+    path = tmp_path / "ledger.sqlite"
+    shutil.copy(DATA / "format_5" / "ledger.sqlite", path)
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("batch_size = 2", "batch_size = 1"))
+
+    def kept() -> bytes:
+        assert not any(check_run(tmp_path).breaches.values())
+        export_run(tmp_path, tmp_path / "rows.jsonl")
+        return (tmp_path / "rows.jsonl").read_bytes()
+
+    assert kept() == (DATA / "format_5" / "rows.jsonl").read_bytes()
+    [waiting, in_flight] = read_unfinished(path)
+    assert [one.token_ids for one in in_flight.members[0].segments] == [(4, 5, 6)]
+    prompt = Prompt(id="b", token_ids=(3, 4), text="", answer="")
+    group = Group(waiting.id, prompt, waiting.admitted_version, waiting.trajectories)
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        ledger.journal("0.c.0/0", Segment.of((2,), (-1.0,), (1,), stop_reason=StopReason.STOP))
+        ledger.commit_batch(Batch(step=2, version=1, groups=(group,)))
+        ledger.record_update(Update(step=2, version=2, trained_tokens=10, masked_tokens=0, metrics={}))
+    kept()
+    assert [batch.groups[0].id for batch in read_batches(path, 0, 2)] == ["0.a.0", "0.b.0"]
+    assert next(iter(read_batches(path, 1, 2))).groups[0].trajectories == waiting.trajectories
+    [in_flight] = read_unfinished(path)
+    assert [one.token_ids for one in in_flight.members[0].segments] == [(4, 5, 6, 2)]
+    flip_a_bit(path, "trained")
+    assert check_run(tmp_path).breaches["every checksum fits"]

@@ -73,7 +73,7 @@ def record(folder: Path, sources: Sequence[PromptSource], groups: int, rests: bo
 
 
 def judged(group: str, member: int, right: bool) -> Trajectory:
-    segment = Segment((5, 6), (-0.5, -0.5), (0, 0), 0, StopReason.STOP)
+    segment = Segment.of((5, 6), (-0.5, -0.5), (0, 0), 0, StopReason.STOP)
     verdict = Verdict(outcome=Outcome.RIGHT if right else Outcome.WRONG, reward=float(right))
     return Trajectory(id=trajectory_id(group, member), segments=(segment,), verdict=verdict, text="")
 

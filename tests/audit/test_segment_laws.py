@@ -9,8 +9,10 @@ import json
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from stretto.core.columns import pack, stamps_of
 from stretto.core.records import (
     NOTHING,
     PROMPT,
@@ -40,11 +42,12 @@ PLACE, ONCE, VERSIONS = (
 
 def sampled(*versions: int, parent: int | None = None, tokens: int | None = None) -> Segment:
     count = len(versions) if tokens is None else tokens
-    return Segment((7,) * count, (-0.5,) * len(versions), versions, stop_reason=StopReason.STOP, parent=parent)
+    columns, stamps = pack((7,) * count, (-0.5,) * count), stamps_of(versions)
+    return msgspec.structs.replace(Segment.sealed(columns, count, stamps, stop_reason=StopReason.STOP), parent=parent)
 
 
 def given(*tokens: int, parent: int | None = None, cause: str = "") -> Segment:
-    return Segment(tokens, parent=parent, cause=cause)
+    return Segment.of(tokens, parent=parent, cause=cause)
 
 
 FOREST = (
@@ -86,10 +89,10 @@ BREACHES = {
     "sampled behind nothing": ((sampled(0, parent=NOTHING),), "segment 0 was sampled behind nothing"),
     "a token without a version": (
         (sampled(0, tokens=2),),
-        "segment 0 has 2 tokens, 1 log-probabilities and 1 versions",
+        "segment 0 has 2 tokens, 2 log-probabilities and 1 versions",
     ),
     "a given token with a log-probability": (
-        (sampled(0), Segment((9,), (-0.5,))),
+        (sampled(0), Segment.sealed(pack((9,), (-0.5,)), 1, ())),
         "segment 1 has 1 tokens, 1 log-probabilities and 0 versions",
     ),
 }
@@ -171,7 +174,7 @@ CHANGES = {
     "why it does": (given(8, parent=0, cause="compaction"), "cause of segment 3 of 0.a.0/0"),
     "what was given": (given(6, parent=0, cause="history_rewritten"), "token_ids of segment 3 of 0.a.0/0"),
     "the reward of a turn": (
-        Segment((8,), parent=0, cause="history_rewritten", reward=0.5),
+        Segment.of((8,), parent=0, cause="history_rewritten", reward=0.5),
         "reward of segment 3 of 0.a.0/0",
     ),
 }

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from stretto.core.canary import Loaded
+from stretto.core.columns import pack, stamps_of
 from stretto.core.errors import EngineLied, EngineLost, WireError
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
@@ -22,15 +23,27 @@ from tests.cluster.test_gate import now
 from tests.cluster.test_guests import guest_at
 
 NEWEST = 7  # as `guest_at` has it
-PREFIX = Segment((3, 4), (-0.1, -0.2), (5, 5))
+PREFIX = Segment.of((3, 4), (-0.1, -0.2), (5, 5))
 REQUEST = GenerateRequest(
     id="0.0.0", prompt_token_ids=(3,), seeds=(1, 2), sampling=Sampling(max_tokens=9), prefixes=(PREFIX, PREFIX)
 )
 
 
-def ended(member: int = 0, request: str = "0.0.0", **changes: object) -> Completion:
-    honest = Segment((3, 4, 8), (-0.1, -0.2, -0.3), (5, 5, 7), stop_reason=StopReason.STOP)
-    return Completion.of(request, member, msgspec.structs.replace(honest, **changes))
+def ended(
+    member: int = 0,
+    request: str = "0.0.0",
+    token_ids: tuple[int, ...] = (3, 4, 8),
+    versions: tuple[int, ...] = (5, 5, 7),
+    logprobs: tuple[float, ...] = (-0.1, -0.2, -0.3),
+) -> Completion:
+    columns, stamps = pack(token_ids, logprobs), stamps_of(versions)
+    return Completion(request, member, Segment.sealed(columns, len(token_ids), stamps, stop_reason=StopReason.STOP))
+
+
+def flipped() -> Completion:
+    honest = ended()
+    columns = bytes([honest.segment.columns[0] ^ 1]) + honest.segment.columns[1:]
+    return Completion("0.0.0", 0, msgspec.structs.replace(honest.segment, columns=columns))
 
 
 @asynccontextmanager
@@ -72,8 +85,10 @@ def test_honest_completions_pass(tmp_path: Path) -> None:
         (ended(request="0.1.0"), "was not asked for"),
         (ended(member=2), "was not asked for"),
         (ended(token_ids=(3, 9, 8)), "does not go on with its tokens"),
-        (ended(versions=(5, 5)), "without a log-probability and a version for each"),
-        (ended(behavior_logprobs=(-0.1,)), "without a log-probability and a version for each"),
+        (ended(versions=(), logprobs=()), "without a log-probability and a version for each"),
+        (ended(versions=(5, 5)), "whose checksum does not fit"),
+        (ended(logprobs=()), "whose checksum does not fit"),
+        (flipped(), "whose checksum does not fit"),
         (ended(versions=(5, 5, NEWEST + 1)), "versions that are not published"),
         (ended(versions=(5, 5, -1)), "whose versions fall"),
         (ended(versions=(5, 6, 5)), "whose versions fall"),
@@ -99,9 +114,9 @@ def test_what_is_no_message_is_the_loss_of_the_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pieces",
     [
-        {"0.9.0": {0: Segment((1,), (-0.1,), (5,))}},
-        {"0.0.0": {2: Segment((1,), (-0.1,), (5,))}},
-        {"0.0.0": {0: Segment((1,), (-0.1,), (NEWEST + 1,))}},
+        {"0.9.0": {0: Segment.of((1,), (-0.1,), (5,))}},
+        {"0.0.0": {2: Segment.of((1,), (-0.1,), (5,))}},
+        {"0.0.0": {0: Segment.of((1,), (-0.1,), (NEWEST + 1,))}},
     ],
 )
 def test_tokens_so_far_that_cannot_be_are_refused(tmp_path: Path, pieces: dict[str, dict[int, Segment]]) -> None:

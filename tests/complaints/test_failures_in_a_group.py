@@ -109,7 +109,13 @@ def judged_by(pool: RewardPool, failed: Sequence[str]) -> Stage:
 
         async def generate(request: GenerateRequest) -> AsyncIterator[Completion]:
             for member, _ in enumerate(request.seeds):
-                yield Completion(request.id, member, (member,), (-0.1,), (0,), StopReason.STOP)
+                yield Completion(
+                    request.id,
+                    member,
+                    Segment.of(
+                        token_ids=(member,), behavior_logprobs=(-0.1,), versions=(0,), stop_reason=StopReason.STOP
+                    ),
+                )
 
         return SingleTurn(generate, pool.score_group, lambda ids: texts[ids[0]], Sampling(max_tokens=4))
 
@@ -128,7 +134,7 @@ def generated_by(pool: WorkflowPool, config: WorkflowConfig) -> Stage:
                 turns.append(request)
                 if rewards[member] is None and len(turns) == 1 + member % 2:
                     raise RefusedRequest("prompt_token_ids", "9,999 tokens", "at most 4,096")
-                said = Segment((1, 2), (-0.5, -0.5), (0, 0), stop_reason=StopReason.STOP)
+                said = Segment.of((1, 2), (-0.5, -0.5), (0, 0), stop_reason=StopReason.STOP)
                 record.journal(request.node, said)
                 return said
 

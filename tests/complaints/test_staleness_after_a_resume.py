@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
+from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
 from stretto.loop.evaluation import Evaluator, is_evaluation
 from stretto.loop.records.evaluation import Evaluation
 from stretto.store.ledger.config import StoreConfig
@@ -47,7 +47,13 @@ class Slow(ToyFleet):
                 while self.version == before < STEPS:
                     await asyncio.sleep(0.001)
             versions = (before, self.version)
-            yield Completion(request.id, 0, (1, 2), (-0.1, -0.2), versions, StopReason.STOP)
+            yield Completion(
+                request.id,
+                0,
+                Segment.of(
+                    token_ids=(1, 2), behavior_logprobs=(-0.1, -0.2), versions=versions, stop_reason=StopReason.STOP
+                ),
+            )
 
 
 @dataclass

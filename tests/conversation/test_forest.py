@@ -13,11 +13,11 @@ from stretto.core.records import NOTHING, PROMPT, Segment, StopReason
 
 
 def sampled(*tokens: int, parent: int | None = None) -> Segment:
-    return Segment(tokens, (-0.5,) * len(tokens), (0,) * len(tokens), stop_reason=StopReason.STOP, parent=parent)
+    return Segment.of(tokens, (-0.5,) * len(tokens), (0,) * len(tokens), stop_reason=StopReason.STOP, parent=parent)
 
 
 def told(*tokens: int, parent: int | None = None) -> Segment:
-    return Segment(tokens, parent=parent)
+    return Segment.of(tokens, parent=parent)
 
 
 def test_a_linear_trajectory_is_one_path_of_all_segments() -> None:
@@ -55,7 +55,7 @@ def test_a_prompt_stands_behind_the_deepest_segment_it_begins_with() -> None:
 
 def test_nothing_stands_behind_tokens_that_are_still_being_sampled() -> None:
     forest = Forest((9,))
-    forest.append(Segment((2,), (-0.5,), (0,), parent=PROMPT))
+    forest.append(Segment.of((2,), (-0.5,), (0,), parent=PROMPT))
     assert forest.find((9, 2, 5)) == Attachment(PROMPT, (2, 5))
 
 

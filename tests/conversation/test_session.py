@@ -62,7 +62,7 @@ class World:
         for at in range(len(whole.token_ids), length):
             await asyncio.sleep(0)
             token = int.from_bytes(hashlib.sha256(f"{request.seed} {at}".encode()).digest()[:1]) % 3
-            piece = Segment((token,), (-0.5,), (0,), stop_reason=StopReason.STOP if at == length - 1 else None)
+            piece = Segment.of((token,), (-0.5,), (0,), stop_reason=StopReason.STOP if at == length - 1 else None)
             self.journal(request.node, piece)
             self.sampled += 1
             whole += piece
@@ -200,9 +200,9 @@ def test_a_turn_that_breaks_off_is_not_gone_on_with_by_one_that_may_have_fewer_t
         """Breaks off behind three tokens."""
         asked.append((request.node, request.sampling.max_tokens))
         if len(asked) == 1:
-            world.journal(request.node, Segment((1, 1, 1), (-0.5,) * 3, (0,) * 3))
+            world.journal(request.node, Segment.of((1, 1, 1), (-0.5,) * 3, (0,) * 3))
             raise Crash
-        return Segment((2,), (-0.5,), (0,), stop_reason=StopReason.STOP)
+        return Segment.of((2,), (-0.5,), (0,), stop_reason=StopReason.STOP)
 
     def opened() -> Session:
         return Session("0.17.0/3", PROMPT_TOKENS, 11, sample, world, world.record.segments, world.record.calls)
@@ -283,7 +283,13 @@ def test_a_turn_that_is_asked_for_again_is_another_request_of_an_engine_without_
         for request in requests:
             asked.append(request.id)
             if len(asked) > 1:
-                yield Completion(request.id, 0, (4, 2), (-0.5, -0.5), (0, 0), StopReason.STOP)
+                yield Completion(
+                    request.id,
+                    0,
+                    Segment.of(
+                        token_ids=(4, 2), behavior_logprobs=(-0.5, -0.5), versions=(0, 0), stop_reason=StopReason.STOP
+                    ),
+                )
 
     record = MemoryRecord()
     session = Session("0.17.0/3", PROMPT_TOKENS, 5, WholeTurns(generate, record, "a"), record)

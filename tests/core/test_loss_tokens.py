@@ -7,7 +7,7 @@ import msgspec
 from stretto.core.admission import loss_tokens
 from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, Trajectory, Verdict
 
-GIVEN = Segment((9, 9, 9))
+GIVEN = Segment.of((9, 9, 9))
 
 
 def trajectory(member: int, *segments: Segment) -> Trajectory:
@@ -15,7 +15,7 @@ def trajectory(member: int, *segments: Segment) -> Trajectory:
 
 
 def sampled(*versions: int) -> Segment:
-    return Segment((1,) * len(versions), (-0.5,) * len(versions), versions)
+    return Segment.of((1,) * len(versions), (-0.5,) * len(versions), versions)
 
 
 def test_each_sampled_token_of_the_loss_counts_once_with_the_versions_since_it_was_sampled() -> None:

@@ -22,13 +22,15 @@ from stretto.core.records import (
 
 def test_a_record_crosses_the_wire_unchanged() -> None:
     completion = Completion(
-        request="0.17.0",
-        member=1,
-        token_ids=(4, 4, 2),
-        behavior_logprobs=(-0.1, -0.7, -0.02),
-        versions=(6, 6, 7),
-        stop_reason=StopReason.STOP,
-        interrupted=1,
+        "0.17.0",
+        1,
+        Segment.of(
+            token_ids=(4, 4, 2),
+            behavior_logprobs=(-0.1, -0.7, -0.02),
+            versions=(6, 6, 7),
+            interrupted=1,
+            stop_reason=StopReason.STOP,
+        ),
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(completion), type=Completion) == completion
 
@@ -53,7 +55,7 @@ def test_a_verdict_has_a_reward_exactly_when_it_is_decided(outcome: Outcome, rew
 def test_an_undecided_trajectory_has_no_reward_to_train_on() -> None:
     verdict = Verdict(outcome=Outcome.UNDECIDED, reward=None, reason="timeout after 1 s")
     completion = Completion(
-        request="a", member=0, token_ids=(), behavior_logprobs=(), versions=(), stop_reason=StopReason.LENGTH
+        "a", 0, Segment.of(token_ids=(), behavior_logprobs=(), versions=(), stop_reason=StopReason.LENGTH)
     )
     trajectory = Trajectory(id="a/0", segments=(completion.segment,), verdict=verdict, text="")
     with pytest.raises(ValueError, match="timeout after 1 s"):
@@ -67,7 +69,7 @@ def test_seeds_depend_on_every_part_and_fit_63_bits() -> None:
 
 
 def segment(count: int) -> Segment:
-    return Segment(tuple(range(count)), (-0.5,) * count, (0,) * count)
+    return Segment.of(tuple(range(count)), (-0.5,) * count, (0,) * count)
 
 
 def by_token(writers: Writers) -> list[str]:
@@ -90,9 +92,9 @@ def test_the_engines_of_a_segment_are_those_of_its_tokens_wherever_it_is_cut(
 
 def test_a_completion_that_moved_names_both_engines_and_how_much_each_wrote() -> None:
     prefix = segment(4).written_by("a")
-    ended = Completion.of("0.17.0", 0, msgspec.structs.replace(segment(9), stop_reason=StopReason.STOP))
+    ended = Completion("0.17.0", 0, msgspec.structs.replace(segment(9), stop_reason=StopReason.STOP))
     assert ended.written_by("b", prefix).engines == (("a", 4), ("b", 5))
     assert ended.written_by("a", prefix).engines == (("a", 9),)
     assert ended.written_by("b", segment(4)).engines == (("", 4), ("b", 5))  # the journal of an earlier stretto
-    at_its_limit = Completion.of("0.17.0", 0, msgspec.structs.replace(prefix, stop_reason=StopReason.LENGTH))
+    at_its_limit = Completion("0.17.0", 0, msgspec.structs.replace(prefix, stop_reason=StopReason.LENGTH))
     assert at_its_limit.written_by("b", prefix).engines == (("a", 4),)

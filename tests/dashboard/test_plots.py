@@ -22,6 +22,7 @@ from stretto.core.records import (
     Group,
     Outcome,
     Prompt,
+    Segment,
     StopReason,
     Trajectory,
     Update,
@@ -74,12 +75,9 @@ def spans_of(steps: int) -> list[Span]:
 def train_once(ledger: Ledger) -> None:
     prompt = Prompt(id="1", token_ids=(1,), text="", answer="")
     completion = Completion(
-        request="0.1.0",
-        member=0,
-        token_ids=(1, 2),
-        behavior_logprobs=(-1.0, -1.0),
-        versions=(0, 3),
-        stop_reason=StopReason.STOP,
+        "0.1.0",
+        0,
+        Segment.of(token_ids=(1, 2), behavior_logprobs=(-1.0, -1.0), versions=(0, 3), stop_reason=StopReason.STOP),
     )
     verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
     trajectory = Trajectory(id="0.1.0/0", segments=(completion.segment,), verdict=verdict, text="")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import EngineLost, WireError
-from stretto.engine.http import connections as connections_module
+from stretto.engine.http import client as client_module
 from stretto.engine.http.client import HttpEngine
 
 
@@ -56,7 +56,7 @@ async def answering(path: Path, reply: bytes) -> AsyncIterator[HttpEngine]:
 def test_requests_that_follow_each_other_share_a_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: bytes, idle: float, connections: int
 ) -> None:
-    monkeypatch.setattr(connections_module, "_IDLE_SECONDS", idle)
+    monkeypatch.setattr(client_module, "_IDLE_SECONDS", idle)
     accepted = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -39,7 +39,7 @@ def finished(engine: NativeEngine, request: GenerateRequest) -> list[Completion]
 
 def beginning(completion: Completion, tokens: int) -> Segment:
     cut = slice(0, tokens)
-    return Segment(completion.token_ids[cut], completion.behavior_logprobs[cut], completion.versions[cut], 2)
+    return Segment.of(completion.token_ids[cut], completion.behavior_logprobs[cut], completion.versions[cut], 2)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
@@ -72,7 +72,7 @@ def test_what_is_written_of_an_answer_is_enough_to_go_on_elsewhere_with_other_we
     second = engine(folder)
     weights = {name: parameter * 1.5 for name, parameter in load_policy(folder).named_parameters()}
     second.update(4, weights)
-    prefixes = [Segment(w.token_ids, w.behavior_logprobs, w.versions) for w in written.values()]
+    prefixes = [Segment.of(w.token_ids, w.behavior_logprobs, w.versions) for w in written.values()]
     seeds = tuple(REQUEST.seeds[member] for member in written)
     going_on = finished(second, replace(REQUEST, seeds=seeds, prefixes=tuple(prefixes)))
     for completion, some in zip(going_on, prefixes, strict=True):
@@ -93,30 +93,45 @@ def test_only_new_tokens_count_as_generated(folder: Path) -> None:
     ("prefixes", "message"),
     [
         ((Segment(),), "prefixes: 1 prefixes for 3 seeds; none, or one for each seed"),
-        ((Segment((4,), (), (0,)), Segment(), Segment()), "prefixes: 1 tokens; as many log-probabilities and versions"),
         (
-            (Segment((4,) * 24, (-0.5,) * 24, (0,) * 24), Segment(), Segment()),
+            (Segment.of((4,)), Segment(), Segment()),
+            "prefixes: 1 tokens; as many log-probabilities and versions",
+        ),
+        (
+            (Segment.of((4,) * 24, (-0.5,) * 24, (0,) * 24), Segment(), Segment()),
             "prefixes: 24 tokens; fewer than 24, which max_tokens and the context of 192 leave",
         ),
-        ((Segment((99,), (-0.5,), (0,)), Segment(), Segment()), "prefixes: token 99; 0 to 21, the vocabulary"),
-        ((Segment((-1,), (-0.5,), (0,)), Segment(), Segment()), "prefixes: token -1; 0 to 21, the vocabulary"),
+        ((Segment.of((99,), (-0.5,), (0,)), Segment(), Segment()), "prefixes: token 99; 0 to 21, the vocabulary"),
+        ((Segment.of((-1,), (-0.5,), (0,)), Segment(), Segment()), "prefixes: token -1; 0 to 21, the vocabulary"),
         (
-            (Segment((4,), (-0.5,), (7,)), Segment(), Segment()),
+            (Segment.of((4,), (-0.5,), (7,)), Segment(), Segment()),
             "prefixes.versions: version 7; 0 to 0, the version in use",
         ),
         (
-            (Segment((4, 4), (-1, -1), (9, 0)), Segment(), Segment()),
+            (Segment.of((4, 4), (-1, -1), (9, 0)), Segment(), Segment()),
             "prefixes.versions: version 9; 0 to 0, the version in use",
         ),
-        ((Segment((4,), (-0.5,), (-(2**70),)), Segment(), Segment()), f"prefixes.versions: version {-(2**70)}; 0 to 0"),
-        ((Segment((4,), (math.nan,), (0,)), Segment(), Segment()), "prefixes.behavior_logprobs: nan; finite numbers"),
-        ((Segment((4,), (-math.inf,), (0,)), Segment(), Segment()), "prefixes.behavior_logprobs: -inf; finite numbers"),
-        ((Segment((4,), (-1e39,), (0,)), Segment(), Segment()), "prefixes.behavior_logprobs: -1e+39; finite numbers"),
         (
-            (Segment((4,), (-0.5,), (0,), 2**63), Segment(), Segment()),
+            (Segment.of((4,), (-0.5,), (-(2**60),)), Segment(), Segment()),
+            f"prefixes.versions: version {-(2**60)}; 0 to 0",
+        ),
+        (
+            (Segment.of((4,), (math.nan,), (0,)), Segment(), Segment()),
+            "prefixes.behavior_logprobs: nan; finite numbers",
+        ),
+        (
+            (Segment.of((4,), (-math.inf,), (0,)), Segment(), Segment()),
+            "prefixes.behavior_logprobs: -inf; finite numbers",
+        ),
+        (
+            (Segment.of((4,), (-1e39,), (0,)), Segment(), Segment()),
+            "prefixes.behavior_logprobs: -1e+39; finite numbers",
+        ),
+        (
+            (Segment.of((4,), (-0.5,), (0,), 2**63), Segment(), Segment()),
             f"prefixes.interrupted: {2**63}; 0 to 2,147,483,647",
         ),
-        ((Segment((4,), (-0.5,), (0,), -1), Segment(), Segment()), "prefixes.interrupted: -1; 0 to 2,147,483,647"),
+        ((Segment.of((4,), (-0.5,), (0,), -1), Segment(), Segment()), "prefixes.interrupted: -1; 0 to 2,147,483,647"),
     ],
     ids=[
         *("too few", "uneven", "too long", "no token", "below the vocabulary"),
@@ -135,10 +150,10 @@ def test_a_beginning_that_no_engine_can_have_written_is_refused(
 def test_versions_of_a_beginning_never_decrease(folder: Path) -> None:
     ours = engine(folder)
     ours.version = 3
-    going_back = replace(REQUEST, seeds=(1,), prefixes=(Segment((4, 4), (-0.5, -0.5), (2, 1)),))
+    going_back = replace(REQUEST, seeds=(1,), prefixes=(Segment.of((4, 4), (-0.5, -0.5), (2, 1)),))
     with pytest.raises(RefusedRequest, match=r"prefixes\.versions: a version after a newer one; versions that never"):
         ours.add(going_back)
-    forward = replace(going_back, prefixes=(Segment((4, 4), (-0.5, -0.5), (1, 2)),))
+    forward = replace(going_back, prefixes=(Segment.of((4, 4), (-0.5, -0.5), (1, 2)),))
     assert finished(ours, forward)[0].versions[:3] == (1, 2, 3)
 
 
@@ -146,7 +161,7 @@ def test_a_beginning_that_fills_the_context_is_refused_and_one_that_leaves_a_pla
     ours, long = engine(folder), replace(REQUEST, seeds=(1,), sampling=Sampling(max_tokens=10_000))
 
     def prefixes(tokens: int) -> GenerateRequest:
-        return replace(long, prefixes=(Segment((4,) * tokens, (-0.5,) * tokens, (0,) * tokens),))
+        return replace(long, prefixes=(Segment.of((4,) * tokens, (-0.5,) * tokens, (0,) * tokens),))
 
     for tokens in (189, 190, 5_000):  # of a context of 192 the prompt takes three
         with pytest.raises(RefusedRequest, match=f"prefixes: {tokens} tokens; fewer than 189, .* the context of 192"):

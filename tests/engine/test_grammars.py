@@ -217,7 +217,7 @@ async def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(byte_folde
 def test_what_cannot_go_on_is_refused_by_its_field(byte_folder: Path) -> None:
     engine = engine_of(byte_folder)
     request = asked(json_grammar(SCHEMA), (1,))
-    stranger = Segment((70, 71), (-0.1, -0.1), (0, 0))
+    stranger = Segment.of((70, 71), (-0.1, -0.1), (0, 0))
     with pytest.raises(RefusedRequest, match="the grammar does not allow"):
         engine.add(replace(request, prefixes=(stranger,)))
     with pytest.raises(RefusedRequest, match="ends of sequence"):

@@ -327,7 +327,7 @@ def test_an_idle_engine_that_still_holds_a_slot_ends_with_the_violated_bound(fol
 def test_the_tokens_of_groups_that_another_engine_has_lost_may_be_many(byte_folder: Path, tmp_path: Path) -> None:
     """A body of an engine's role is refused for its tokens, if at all, and not for its bytes."""
     tokens = tuple(range(40)) * 100_000
-    prefix = Segment(token_ids=tokens, behavior_logprobs=(-1.0,) * len(tokens), versions=(0,) * len(tokens))
+    prefix = Segment.of(token_ids=tokens, behavior_logprobs=(-1.0,) * len(tokens), versions=(0,) * len(tokens))
     asked = GenerateRequest("a", (5,), (1,), Sampling(max_tokens=9), prefixes=(prefix,))
     assert len(msgspec.msgpack.encode([asked])) > LARGEST_BODY
 

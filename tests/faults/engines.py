@@ -78,7 +78,7 @@ class Engines:
                 if member < len(counts) and len(tokens) > counts[member]:
                     new = slice(counts[member], None)
                     logprobs = tuple(-0.5 for _ in tokens[new])
-                    piece = Segment(tuple(tokens[new]), logprobs, tuple(versions[new]))
+                    piece = Segment.of(tuple(tokens[new]), logprobs, tuple(versions[new]))
                     found.setdefault(id, {})[member] = piece
         return found
 
@@ -114,10 +114,12 @@ class CompanyMatters(Engines):
 
 def _completion(request: GenerateRequest, member: int, tokens: list[int], versions: list[int]) -> Completion:
     return Completion(
-        request=request.id,
-        member=member,
-        token_ids=tuple(tokens),
-        behavior_logprobs=tuple(-0.5 for _ in tokens),
-        versions=tuple(versions),
-        stop_reason=StopReason.STOP,
+        request.id,
+        member,
+        Segment.of(
+            token_ids=tuple(tokens),
+            behavior_logprobs=tuple(-0.5 for _ in tokens),
+            versions=tuple(versions),
+            stop_reason=StopReason.STOP,
+        ),
     )

@@ -206,8 +206,8 @@ def test_a_damaged_ledger_is_never_read_as_something_else(tmp_path: Path) -> Non
         for step in (1, 2):
             one_step(ledger, step)
         ledger.issue("0.8.0", Make.prompt, 2, 1)
-        ledger.journal("0.8.0/1", Segment(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
-        ledger.journal("0.8.0/1", Segment(token_ids=(9, 9), parent=0, cause="history_rewritten"), node=1)
+        ledger.journal("0.8.0/1", Segment.of(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(1, 1)))
+        ledger.journal("0.8.0/1", Segment.of(token_ids=(9, 9), parent=0, cause="history_rewritten"), node=1)
         ledger.begin_call("0.8.0/1", 0, b"2 + 2", durable=True)
         ledger.end_call("0.8.0/1", 0, b"4")
         ledger.issue("0.9.0", Make.prompt, 1, 1)

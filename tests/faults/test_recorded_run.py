@@ -69,5 +69,5 @@ def test_a_resume_refuses_it_with_both_formats_and_changes_nothing(recorded: Pat
     before = {path: path.read_bytes() for path in (recorded / "recipe.toml", recorded / "ledger.sqlite")}
     ended = laboratory.run("train", "--resume", recorded)
     assert ended.code == 1
-    assert ended.err.endswith("ledger.sqlite: has format 2, this version of stretto resumes formats 3 to 5\n")
+    assert ended.err.endswith("ledger.sqlite: has format 2, this version of stretto resumes formats 3 to 6\n")
     assert all(path.read_bytes() == content for path, content in before.items())

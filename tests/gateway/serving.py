@@ -126,7 +126,7 @@ class ScriptedModel:
         byte_by_byte = [token for letter in text for token in self.tokenizer.encode(letter, special_tokens=False)]
         tokens = (*byte_by_byte, self.tokenizer.eos_token_ids[0])[: request.sampling.max_tokens]
         whole = len(tokens) == len(byte_by_byte) + 1
-        return Segment(
+        return Segment.of(
             token_ids=tokens,
             behavior_logprobs=tuple(-0.01 * (at % 7 + 1) for at in range(len(tokens))),
             versions=(3,) * len(tokens),

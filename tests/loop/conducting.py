@@ -82,12 +82,14 @@ class ToyFleet:
             raise self.ills.pop()
         for member, _ in enumerate(request.seeds):
             yield Completion(
-                request=request.id,
-                member=member,
-                token_ids=(1, 2),
-                behavior_logprobs=(-0.1, -0.2),
-                versions=(version, version),
-                stop_reason=StopReason.STOP,
+                request.id,
+                member,
+                Segment.of(
+                    token_ids=(1, 2),
+                    behavior_logprobs=(-0.1, -0.2),
+                    versions=(version, version),
+                    stop_reason=StopReason.STOP,
+                ),
             )
 
     open = frozenset[str]()
@@ -100,7 +102,7 @@ class ToyFleet:
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         """One token of the first completion of each group, once."""
         self.written_for.append(len(known))
-        piece = Segment(token_ids=(1,), behavior_logprobs=(-0.1,), versions=(self.version,))
+        piece = Segment.of(token_ids=(1,), behavior_logprobs=(-0.1,), versions=(self.version,))
         return {id: {0: piece} for id, counts in known.items() if counts and not counts[0]}
 
     def publish(self, version: int) -> None:

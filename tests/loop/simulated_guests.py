@@ -120,16 +120,18 @@ class SimulatedClient:
                     await self._a_token(broken)
                     assert self.version >= 0, "an engine that has ended samples"
                     number = len(parts[member].token_ids)
-                    parts[member] = parts[member] + Segment((number,), (-0.5,), (self.version,))
+                    parts[member] = parts[member] + Segment.of((number,), (-0.5,), (self.version,))
                     self.generated += 1
                     self.fresh[request.id] += 1
                 yield Completion(
-                    request=request.id,
-                    member=member,
-                    token_ids=parts[member].token_ids,
-                    behavior_logprobs=parts[member].behavior_logprobs,
-                    versions=parts[member].versions,
-                    stop_reason=StopReason.STOP,
+                    request.id,
+                    member,
+                    Segment.of(
+                        token_ids=parts[member].token_ids,
+                        behavior_logprobs=parts[member].behavior_logprobs,
+                        versions=parts[member].versions,
+                        stop_reason=StopReason.STOP,
+                    ),
                 )
             self.fresh[request.id] = 0
         finally:

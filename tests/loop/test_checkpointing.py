@@ -59,12 +59,9 @@ UPDATE = Update(step=1, version=1, trained_tokens=2, masked_tokens=0, metrics={}
 
 def batch() -> Batch:
     completion = Completion(
-        request="0.17.0",
-        member=0,
-        token_ids=(1, 2),
-        behavior_logprobs=(-0.1, -0.2),
-        versions=(0, 0),
-        stop_reason=StopReason.STOP,
+        "0.17.0",
+        0,
+        Segment.of(token_ids=(1, 2), behavior_logprobs=(-0.1, -0.2), versions=(0, 0), stop_reason=StopReason.STOP),
     )
     verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
     trajectory = Trajectory(id="0.17.0/0", segments=(completion.segment,), verdict=verdict, text="11")
@@ -128,8 +125,8 @@ def test_tokens_of_an_evaluation_are_never_counted_as_generated_for_training(des
     desk.counters.work = Work(generated=100)
     desk.recorder.polled()
     assert desk.recorder.totals().generated == 100
-    tokens = Segment((7,) * 20, stop_reason=StopReason.STOP)
-    evaluated = Completion.of("evaluation.1", 0, tokens)
+    tokens = Segment.of((7,) * 20, stop_reason=StopReason.STOP)
+    evaluated = Completion("evaluation.1", 0, tokens)
     desk.recorder.evaluation_sampled(evaluated)  # sampled after that poll: not among the 100
     assert desk.recorder.totals().generated == 100
     desk.counters.work = Work(generated=130)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, EngineLost
-from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, StopReason, Verdict
+from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, Sampling, Segment, StopReason, Verdict
 from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.evaluation import Evaluation, QuestionResult, interval
 from stretto.store.series.samples import SampledCompletion
@@ -39,12 +39,14 @@ class Engine:
         for request in requests:
             self.seeds[request.id] = request.seeds
             yield Completion(
-                request=request.id,
-                member=0,
-                token_ids=(1, 2, 3),
-                behavior_logprobs=(0.0, 0.0, 0.0),
-                versions=(4, 4, 5),
-                stop_reason=StopReason.STOP,
+                request.id,
+                0,
+                Segment.of(
+                    token_ids=(1, 2, 3),
+                    behavior_logprobs=(0.0, 0.0, 0.0),
+                    versions=(4, 4, 5),
+                    stop_reason=StopReason.STOP,
+                ),
             )
 
 
@@ -138,7 +140,16 @@ class Drawing:
             for member in reversed(range(len(request.seeds))):  # in any order
                 tokens = (1,) * (member + 1)
                 stop = StopReason.LENGTH if member == 3 else StopReason.STOP
-                yield Completion(request.id, member, tokens, (0.0,) * len(tokens), (2,) * len(tokens), stop)
+                yield Completion(
+                    request.id,
+                    member,
+                    Segment.of(
+                        token_ids=tokens,
+                        behavior_logprobs=(0.0,) * len(tokens),
+                        versions=(2,) * len(tokens),
+                        stop_reason=stop,
+                    ),
+                )
 
 
 async def score_lengths(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:

@@ -31,17 +31,12 @@ class SlowToTell:
     async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
         await asyncio.get_running_loop().create_future()
         yield Completion(
-            request=request.id,
-            member=0,
-            token_ids=(),
-            behavior_logprobs=(),
-            versions=(),
-            stop_reason=StopReason.STOP,
+            request.id, 0, Segment.of(token_ids=(), behavior_logprobs=(), versions=(), stop_reason=StopReason.STOP)
         )
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         await asyncio.sleep(0.01)
-        whole = Segment(ANSWER, tuple(-0.5 for _ in ANSWER), tuple(0 for _ in ANSWER))
+        whole = Segment.of(ANSWER, tuple(-0.5 for _ in ANSWER), tuple(0 for _ in ANSWER))
         return {id: {0: whole.after(count)} for id, (count,) in known.items() if count < len(ANSWER)}
 
 
@@ -87,7 +82,7 @@ class LostAfterFour:
         if first:
             raise EngineLost("a", "was killed")
         segment = msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP)
-        yield Completion.of(request.id, 0, segment).written_by("b", request.prefixes[0])
+        yield Completion(request.id, 0, segment).written_by("b", request.prefixes[0])
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         name = "a" if self.told == 4 else "b"
@@ -95,7 +90,7 @@ class LostAfterFour:
 
 
 def written(begin: int, end: int) -> Segment:
-    return Segment(ANSWER[begin:end], tuple(-0.5 for _ in ANSWER[begin:end]), tuple(0 for _ in ANSWER[begin:end]))
+    return Segment.of(ANSWER[begin:end], tuple(-0.5 for _ in ANSWER[begin:end]), tuple(0 for _ in ANSWER[begin:end]))
 
 
 def test_a_completion_that_moves_after_a_kill_is_journaled_under_both_names() -> None:
@@ -142,7 +137,7 @@ class LiesAfterFour(LostAfterFour):
         if len(self.asked) < 3:
             raise (EngineLost if len(self.asked) == 1 else EngineLied)("an engine", "is gone")
         segment = msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP)
-        yield Completion.of(request.id, 0, segment).written_by("c", request.prefixes[0])
+        yield Completion(request.id, 0, segment).written_by("c", request.prefixes[0])
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
         name = "abc"[len(self.asked) - 1]
@@ -193,7 +188,7 @@ def test_a_turn_whose_engine_is_killed_goes_on_behind_its_tokens_and_is_journale
         engines = LostAfterFour()
         in_flight = InFlight(engines, Pieces(), {})
         in_flight.begin("0.17.0/3")
-        asked = TurnRequest(4, (1, 2), Sampling(max_tokens=20), seed=0, prefix=Segment(parent=3, cause="fork"))
+        asked = TurnRequest(4, (1, 2), Sampling(max_tokens=20), seed=0, prefix=Segment.of(parent=3, cause="fork"))
         turn = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))
         for told in (4, 7):
             await engines.begun.wait()
@@ -242,12 +237,12 @@ def test_what_the_turns_of_a_group_have_and_its_trajectories_have_not_is_left_ov
         """Says ten tokens, behind those that are known."""
 
         async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
-            yield Completion.of(request.id, 0, msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP))
+            yield Completion(request.id, 0, msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP))
 
     async def left_over(kept: int) -> int:
         in_flight = InFlight(AtOnce(), Journal(), {})
         # An earlier process has five tokens of turn 1, which nobody asks for any more, and four of turn 2.
-        in_flight.begin("0.17.0/3", [Segment((1, 2)), written(0, 5), written(0, 4)])
+        in_flight.begin("0.17.0/3", [Segment.of((1, 2)), written(0, 5), written(0, 4)])
         in_flight.begin("0.17.0/4")
         for session, node, known in (
             ("0.17.0/3", 2, written(0, 4)),
@@ -277,7 +272,7 @@ def test_a_turn_that_is_asked_for_again_before_its_engine_has_let_go_of_it_is_a_
             if len(self.open) == 1:
                 await asyncio.get_running_loop().create_future()
             segment = msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP)
-            yield Completion.of(request.id, 0, segment).written_by("a", request.prefixes[0])
+            yield Completion(request.id, 0, segment).written_by("a", request.prefixes[0])
 
         async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
             assert known.keys() == self.open
@@ -310,7 +305,7 @@ def test_a_turn_of_an_evaluation_that_is_asked_for_again_is_a_request_of_its_own
         asked.append(request.id)
         if len(asked) == 1:
             await asyncio.get_running_loop().create_future()
-        yield Completion.of(request.id, 0, msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP))
+        yield Completion(request.id, 0, msgspec.structs.replace(written(0, 10), stop_reason=StopReason.STOP))
 
     async def main() -> Segment:
         session = sessions_of_evaluation(generate, lambda completion: None)("evaluation..7/0", (1, 2), 0)

@@ -101,7 +101,7 @@ def test_groups_are_spread_over_the_engines(folder: Path) -> None:
 
 def test_begun_answers_wait_for_an_engine_that_serves_the_version_of_their_last_token(folder: Path) -> None:
     async def work(fleet: EnginePool) -> tuple[bool, int]:
-        prefixes = (Segment(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,)),)
+        prefixes = (Segment.of(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,)),)
         asked = msgspec.structs.replace(request("0", answers=1), prefixes=prefixes)
         answering = asyncio.ensure_future(answers(fleet, asked))
         await asyncio.sleep(0.3)
@@ -115,7 +115,7 @@ def test_begun_answers_wait_for_an_engine_that_serves_the_version_of_their_last_
 
 def test_a_completion_names_the_engines_that_wrote_it_in_their_order(folder: Path) -> None:
     async def work(fleet: EnginePool) -> None:
-        before = Segment((3, 4), (-0.5, -0.5), (0, 0)).written_by("a spot machine")
+        before = Segment.of((3, 4), (-0.5, -0.5), (0, 0)).written_by("a spot machine")
         asked = msgspec.structs.replace(request("0", answers=2), prefixes=(before, Segment()))
         moved, fresh = await answers(fleet, asked)
         assert moved.engines == (("a spot machine", 2), ("engine-0", 1))

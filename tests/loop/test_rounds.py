@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from stretto.core.errors import EngineLost, RefusedRequest
-from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, StopReason, Trajectory
+from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, Segment, StopReason, Trajectory
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.rounds import Rounds
 from stretto.rollout.controller import Ticket
@@ -47,7 +47,11 @@ class Engines:
                 if ill is not None and whole == 0:
                     raise ill
                 whole -= 1
-                yield Completion(request.id, member, (7,), (-0.1,), (0,), StopReason.STOP)
+                yield Completion(
+                    request.id,
+                    member,
+                    Segment.of(token_ids=(7,), behavior_logprobs=(-0.1,), versions=(0,), stop_reason=StopReason.STOP),
+                )
 
 
 def played(engines: Engines, portions: int, slow: str = "", stop: str = "") -> list[str]:

@@ -30,7 +30,7 @@ def undecided(reason: str) -> Verdict:
 
 
 def trajectory(verdict: Verdict, text: str = "3+8=12", versions: tuple[int, ...] = (6, 6, 7)) -> Trajectory:
-    segment = Segment((1, 2, 3)[: len(versions)], (0.0,) * len(versions), versions, 0, StopReason.STOP)
+    segment = Segment.of((1, 2, 3)[: len(versions)], (0.0,) * len(versions), versions, 0, StopReason.STOP)
     return Trajectory(id="0.17.0/0", segments=(segment,), verdict=verdict, text=text)
 
 

@@ -70,7 +70,7 @@ class ToyEngine:
                 return msgspec.msgpack.encode(Loaded(self.version))
             case "/partials":
                 known = msgspec.msgpack.decode(body, type=PartialsRequest).known
-                piece = Segment((7,), (-0.1,), (self.version,))
+                piece = Segment.of((7,), (-0.1,), (self.version,))
                 return msgspec.msgpack.encode({id: {0: piece.after(count)} for id, (count, *_) in known.items()})
             case "/spans":
                 await asyncio.sleep(0.05)
@@ -97,12 +97,14 @@ class ToyEngine:
         return b"".join(
             frame(
                 Completion(
-                    request=request.id,
-                    member=member,
-                    token_ids=(*prefix.token_ids, seed),
-                    behavior_logprobs=(*prefix.behavior_logprobs, -0.1),
-                    versions=(*prefix.versions, self.version),
-                    stop_reason=StopReason.STOP,
+                    request.id,
+                    member,
+                    Segment.of(
+                        token_ids=(*prefix.token_ids, seed),
+                        behavior_logprobs=(*prefix.behavior_logprobs, -0.1),
+                        versions=(*prefix.versions, self.version),
+                        stop_reason=StopReason.STOP,
+                    ),
                 )
             )
             for member, (seed, prefix) in enumerate(

@@ -59,7 +59,7 @@ class ScoredModel(ScriptedModel):
     def _said(self, request: TurnRequest) -> Segment:
         said = super()._said(request)
         told = scored(self.vocabulary, request.prompt, said.token_ids)
-        return Segment(said.token_ids, tuple(told), said.versions, stop_reason=said.stop_reason)
+        return Segment.of(said.token_ids, tuple(told), said.versions, stop_reason=said.stop_reason)
 
 
 async def run(python: Path, program: str, *words: str, session: Mapping[str, str], home: Path) -> str:

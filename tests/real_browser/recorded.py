@@ -65,7 +65,7 @@ def write_living(path: Path) -> None:
                 )
                 if step == 1:
                     ledger.issue("9.x.0", prompt("x", "1+2="), 1, 0)
-                    ledger.journal("9.x.0/0", Segment((3, 4), (-0.5, -1.0), (0, 0)))
+                    ledger.journal("9.x.0/0", Segment.of((3, 4), (-0.5, -1.0), (0, 0)))
                     ledger.flush()
                 print(step, flush=True)
 

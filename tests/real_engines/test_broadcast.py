@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
+from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
 from stretto_servers import collective
 from stretto_servers.collective import SglangByBroadcast
 from stretto_servers.http import JsonServer
@@ -109,10 +109,12 @@ async def sample(wire: Any, name: str) -> Completion:
         spans = delta.spans or spans
     versions = [int(version) for version, start, end in spans for _ in range(start, end)]
     return Completion(
-        request="r",
-        member=0,
-        token_ids=tuple(tokens),
-        behavior_logprobs=tuple(logprobs),
-        versions=tuple(versions),
-        stop_reason=StopReason.LENGTH,
+        "r",
+        0,
+        Segment.of(
+            token_ids=tuple(tokens),
+            behavior_logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            stop_reason=StopReason.LENGTH,
+        ),
     )

@@ -5,18 +5,20 @@
 - "mask" names the oldest version that may be learned from; "expire" names who has to leave.
 """
 
-from stretto.core.records import Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
+from stretto.core.records import Completion, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
 from stretto.rollout.batching import QueueState, can_all_be_trained_in_time, choose
 
 
 def group(name: str, admitted: int, versions: tuple[int, ...] | None = None, bound: float = 1) -> Group:
     completion = Completion(
-        request=name,
-        member=0,
-        token_ids=(1, 2),
-        behavior_logprobs=(-0.5, -0.5),
-        versions=versions or (admitted, admitted),
-        stop_reason=StopReason.STOP,
+        name,
+        0,
+        Segment.of(
+            token_ids=(1, 2),
+            behavior_logprobs=(-0.5, -0.5),
+            versions=versions or (admitted, admitted),
+            stop_reason=StopReason.STOP,
+        ),
     )
     trajectory = Trajectory(
         id=f"{name}/0", segments=(completion.segment,), verdict=Verdict(outcome=Outcome.RIGHT, reward=1.0), text="x"

@@ -50,7 +50,7 @@ def answers(
         Trajectory(
             id=trajectory_id(ticket.group_id, member),
             segments=(
-                Segment(
+                Segment.of(
                     token_ids=(1,),
                     behavior_logprobs=(-0.1,),
                     versions=(version,),

@@ -25,7 +25,7 @@ def group(rewards: Sequence[float], cut: Sequence[int] = ()) -> Group:
             Trajectory(
                 id=f"g/{m}",
                 segments=(
-                    Segment(
+                    Segment.of(
                         token_ids=(1,),
                         behavior_logprobs=(-0.1,),
                         versions=(0,),
@@ -60,7 +60,7 @@ def test_zero_variance_by_hand() -> None:
 
 def test_a_group_whose_turns_have_different_rewards_is_no_group_of_equal_rewards() -> None:
     def turns(member: int, *rewards: float | None) -> Trajectory:
-        segments = tuple(Segment((1,), (-0.1,), (0,), reward=reward) for reward in rewards)
+        segments = tuple(Segment.of((1,), (-0.1,), (0,), reward=reward) for reward in rewards)
         return Trajectory(f"g/{member}", segments, Verdict(outcome=Outcome.RIGHT, reward=1.0), "")
 
     def of(*members: Trajectory) -> Group:

@@ -15,6 +15,7 @@ from stretto.core.records import (
     Completion,
     Outcome,
     Prompt,
+    Segment,
     StopReason,
     Trajectory,
     Verdict,
@@ -115,12 +116,11 @@ class Story:
 def answer(ticket: Ticket) -> Trajectory:
     """One token, sampled by the version at which the group was admitted: the oldest that it can be."""
     completion = Completion(
-        request=ticket.group_id,
-        member=0,
-        token_ids=(1,),
-        behavior_logprobs=(-0.1,),
-        versions=(ticket.admitted_version,),
-        stop_reason=StopReason.STOP,
+        ticket.group_id,
+        0,
+        Segment.of(
+            token_ids=(1,), behavior_logprobs=(-0.1,), versions=(ticket.admitted_version,), stop_reason=StopReason.STOP
+        ),
     )
     verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
     return Trajectory(id=trajectory_id(ticket.group_id, 0), segments=(completion.segment,), verdict=verdict, text="")

@@ -30,7 +30,7 @@ def batch(*answers: tuple[int, ...], version: int, oldest_trainable: int = 0) ->
         Trajectory(
             id=f"0.1.0/{member}",
             segments=(
-                Segment(
+                Segment.of(
                     token_ids=(0,) * len(versions),
                     behavior_logprobs=(0.0,) * len(versions),
                     versions=versions,

@@ -10,6 +10,7 @@ from stretto.core.records import (
     Group,
     Outcome,
     Prompt,
+    Segment,
     StopReason,
     Trajectory,
     Update,
@@ -28,13 +29,15 @@ class Make:
     @staticmethod
     def trajectory(group: str, member: int = 0, versions: Sequence[int] = (0, 0), right: bool = True) -> Trajectory:
         completion = Completion(
-            request=group,
-            member=member,
-            token_ids=tuple(range(4, 4 + len(versions))),
-            behavior_logprobs=tuple(-0.25 * (t + 1) for t in range(len(versions))),
-            versions=tuple(versions),
-            stop_reason=StopReason.STOP,
-            interrupted=len(set(versions)) - 1 if versions else 0,
+            group,
+            member,
+            Segment.of(
+                token_ids=tuple(range(4, 4 + len(versions))),
+                behavior_logprobs=tuple(-0.25 * (t + 1) for t in range(len(versions))),
+                versions=tuple(versions),
+                interrupted=len(set(versions)) - 1 if versions else 0,
+                stop_reason=StopReason.STOP,
+            ),
         )
         outcome = Outcome.RIGHT if right else Outcome.WRONG
         verdict = Verdict(outcome=outcome, reward=1.0 if right else 0.0)

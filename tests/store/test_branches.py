@@ -24,13 +24,14 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto.store.ledger.rows import decode_payload, encode_payload
-from stretto.store.ledger.seals import SIZE, batch_seal, seal
+from stretto.store.ledger.seals import batch_seal, seal
 from stretto_report.audit.checksums import broken_checksums
+from tests.store.conftest import old_fields
 from tests.store.make import Make
 
 
 def turn(*versions: int, parent: int | None = None, reward: float | None = None) -> Segment:
-    return Segment(
+    return Segment.of(
         tuple(range(4, 4 + len(versions))),
         (-0.5,) * len(versions),
         versions,
@@ -42,9 +43,9 @@ def turn(*versions: int, parent: int | None = None, reward: float | None = None)
 
 BRANCHES = (
     turn(2, 3, reward=0.25),
-    Segment((9, 9)),
+    Segment.of((9, 9)),
     turn(3, parent=0),
-    Segment((8,), parent=NOTHING, cause="subagent"),
+    Segment.of((8,), parent=NOTHING, cause="subagent"),
     turn(0, 1, reward=-1.0),
 )
 VERDICT = Verdict(outcome=Outcome.RIGHT, reward=0.5, rewards={"format": 1.0, "answer": 0.25})
@@ -125,7 +126,7 @@ def test_a_payload_of_format_4_is_read() -> None:
     """It has six fields of a segment, and ends with the text."""
     trajectory = Make.trajectory("0.1.0")
     columns = ("right", 1.0, "stop", 0)
-    six = [segment[:6] for segment in msgspec.msgpack.decode(encode_payload(trajectory)[SIZE:])[0]]
+    six = [old_fields(segment)[:6] for segment in trajectory.segments]
     body = msgspec.msgpack.encode([six, "11"])
     read = decode_payload("0.1.0/0", columns, seal("0.1.0/0", columns, body) + body)
     assert (read.segments, read.text, read.rewards, read.session) == (trajectory.segments, "11", {}, "")

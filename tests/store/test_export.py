@@ -42,19 +42,19 @@ LARGE = "ab\n" * (10 * 2**20 // 3)
 TEXTS = ('=HYPERLINK("http://x")', 'nul \x00 and "quotes",\r\nand \u2028 \u202e', "'apostrophe", "", LARGE)
 
 
-def said(member: int, text: str, group: str = "0.1.0", tokens: Sequence[int] = (4, 9)) -> Trajectory:
+def said(member: int, text: str, group: str = "0.1.0", tokens: Sequence[int] = (4, 9), parent: int = -1) -> Trajectory:
     """A trajectory of two turns with a tool's reply between them, and the parts of its reward."""
     length = len(tokens)
-    first = Segment(tuple(tokens), (-0.1,) * length, (0,) * length, engines=(("engine-0", length),))
-    tool, second = Segment((7, 7, 3)), Segment((8,), (-1e-300,), (1,), parent=-1, cause="branch", reward=0.25)
+    first = Segment.of(tuple(tokens), (-0.1,) * length, (0,) * length, engines=(("engine-0", length),))
+    tool, second = Segment.of((7, 7, 3)), Segment.of((8,), (-1e-300,), (1,), parent=parent, cause="branch", reward=0.25)
     verdict = Verdict(outcome=Outcome.RIGHT, reward=0.75, rewards={"math": 1.0, "short": 0.5})
     return Trajectory(f"{group}/{member}", (first, tool, second), verdict, text, "a-session")
 
 
-def record(folder: Path, *texts: str, tokens: Sequence[int] = (4, 9)) -> Path:
+def record(folder: Path, *texts: str, tokens: Sequence[int] = (4, 9), parent: int = -1) -> Path:
     """A run that has said `texts`, and one completion more that failed."""
     members, make = len(texts) + 1, Make()
-    trajectories = [said(at, text, tokens=tokens) for at, text in enumerate(texts)]
+    trajectories = [said(at, text, tokens=tokens, parent=parent) for at, text in enumerate(texts)]
     with RunFolder.create(folder) as run, closing(Ledger(run.ledger, StoreConfig())) as ledger:
         ledger.issue("0.1.0", make.prompt, members, 0)
         ledger.settle(f"0.1.0/{members - 1}", State.FAILED, "=cmd()")
@@ -233,7 +233,7 @@ def test_parquet_without_its_package_is_refused_with_the_remedy(
 
 
 def test_a_number_that_parquet_cannot_hold_is_named(tmp_path: Path) -> None:
-    run = record(tmp_path / "run", "11", tokens=(1 << 63,))
+    run = record(tmp_path / "run", "11", parent=1 << 63)
     assert export_run(run, tmp_path / "rows.jsonl") == 2
     with pytest.raises(StoreError, match="has no place in parquet"):
         export_run(run, tmp_path / "rows.parquet")

@@ -260,9 +260,9 @@ def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None
 
 def test_a_trajectory_of_two_turns_goes_through_the_ledger_and_into_its_export(tmp_path: Path, make: Make) -> None:
     moved = (("engine-0", 1), ("engine-1", 1))
-    first = Segment((4, 9), (-0.5, -1.0), (0, 1), interrupted=1, stop_reason=StopReason.STOP, engines=moved)
-    rest = Segment((8, 2), (-1.5, -2.0), (1, 2), stop_reason=StopReason.LENGTH)
-    tool, second = Segment((7, 7, 3)), rest.written_by("engine-1")
+    first = Segment.of((4, 9), (-0.5, -1.0), (0, 1), interrupted=1, stop_reason=StopReason.STOP, engines=moved)
+    rest = Segment.of((8, 2), (-1.5, -2.0), (1, 2), stop_reason=StopReason.LENGTH)
+    tool, second = Segment.of((7, 7, 3)), rest.written_by("engine-1")
     verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
     trajectory = Trajectory(id="0.1.0/0", segments=(first, tool, second), verdict=verdict, text="11")
     batch = make.batch(1, make.group("0.1.0", trajectory), version=2)

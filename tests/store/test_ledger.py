@@ -169,9 +169,9 @@ def test_payloads_are_kept_as_the_recipe_says(path: Path, make: Make, keep: str,
 
 
 def test_an_answer_in_flight_is_on_record_as_far_as_it_has_come(path: Path, make: Make) -> None:
-    first = Segment(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(0, 0))
-    second = Segment(token_ids=(6,), behavior_logprobs=(-0.125,), versions=(1,), interrupted=1)
-    end = Segment(token_ids=(2,), behavior_logprobs=(-1.0,), versions=(1,), stop_reason=StopReason.STOP)
+    first = Segment.of(token_ids=(4, 5), behavior_logprobs=(-0.5, -0.25), versions=(0, 0))
+    second = Segment.of(token_ids=(6,), behavior_logprobs=(-0.125,), versions=(1,), interrupted=1)
+    end = Segment.of(token_ids=(2,), behavior_logprobs=(-1.0,), versions=(1,), stop_reason=StopReason.STOP)
     with closing(Ledger(path, HOLD_BACK)) as ledger:
         ledger.issue("0.1.0", make.prompt, 3, 0)
         ledger.journal("0.1.0/1", first)
@@ -180,7 +180,7 @@ def test_an_answer_in_flight_is_on_record_as_far_as_it_has_come(path: Path, make
         ledger.journal("0.1.0/1", second)
         ledger.flush()
         (group,) = read_unfinished(path)
-        so_far = Segment((4, 5, 6), (-0.5, -0.25, -0.125), (0, 0, 1), 1)
+        so_far = Segment.of((4, 5, 6), (-0.5, -0.25, -0.125), (0, 0, 1), 1)
         assert group.members == {1: UnfinishedMember((so_far,)), 2: UnfinishedMember((end,))}
         ledger.buffer(make.group("0.1.0", *(make.trajectory("0.1.0", member) for member in range(3))))
         ledger.flush()

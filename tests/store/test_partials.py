@@ -53,7 +53,7 @@ def member(path: Path) -> UnfinishedMember:
 
 def sampled(*tokens: int, parent: int | None = None, end: StopReason | None = None, cause: str = "") -> Segment:
     logprobs = tuple(-0.25 * token for token in tokens)
-    return Segment(tokens, logprobs, (0,) * len(tokens), stop_reason=end, parent=parent, cause=cause)
+    return Segment.of(tokens, logprobs, (0,) * len(tokens), stop_reason=end, parent=parent, cause=cause)
 
 
 def test_what_is_taken_back_of_a_segment_is_gone_and_what_other_segments_have_stays(path: Path) -> None:
@@ -81,13 +81,13 @@ def test_two_turns_at_a_time_are_read_as_two_segments(path: Path) -> None:
     with closing(ledger_in(path)) as ledger:
         ledger.journal(ID, sampled(4, 5))
         ledger.journal(ID, sampled(6, end=StopReason.STOP))
-        ledger.journal(ID, Segment((9, 9), parent=0), node=1)
+        ledger.journal(ID, Segment.of((9, 9), parent=0), node=1)
         ledger.journal(ID, sampled(7, parent=1), node=2)
         ledger.journal(ID, sampled(8, parent=PROMPT, cause="history_rewritten"), node=3)
         ledger.journal(ID, sampled(3, 2, end=StopReason.STOP), node=2)
     assert member(path).segments == (
         sampled(4, 5, 6, end=StopReason.STOP),
-        Segment((9, 9), parent=0),
+        Segment.of((9, 9), parent=0),
         sampled(7, 3, 2, parent=1, end=StopReason.STOP),
         sampled(8, parent=PROMPT, cause="history_rewritten"),
     )
@@ -96,20 +96,20 @@ def test_two_turns_at_a_time_are_read_as_two_segments(path: Path) -> None:
 def test_a_turn_that_has_begun_and_has_no_tokens_keeps_its_place(path: Path) -> None:
     with closing(ledger_in(path)) as ledger:
         ledger.journal(ID, sampled(4, end=StopReason.STOP))
-        ledger.journal(ID, Segment(parent=PROMPT, cause="subagent"), node=1)
-        ledger.journal(ID, Segment((9,), parent=0), node=3)
+        ledger.journal(ID, Segment.of(parent=PROMPT, cause="subagent"), node=1)
+        ledger.journal(ID, Segment.of((9,), parent=0), node=3)
     first, second, unknown, last = member(path).segments
-    assert (first.token_ids, last) == ((4,), Segment((9,), parent=0))
-    assert second == Segment(parent=PROMPT, cause="subagent")
-    assert unknown == Segment(parent=NOTHING), "nothing of the third was on record"
+    assert (first.token_ids, last) == ((4,), Segment.of((9,), parent=0))
+    assert second == Segment.of(parent=PROMPT, cause="subagent")
+    assert unknown == Segment.of(parent=NOTHING), "nothing of the third was on record"
 
 
-def test_a_single_turn_is_written_in_the_bytes_of_format_4(path: Path) -> None:
+def test_a_single_turn_is_written_without_a_place(path: Path) -> None:
     with closing(ledger_in(path)) as ledger:
         ledger.journal(ID, sampled(4, 5))
     with closing(sqlite3.connect(path)) as connection:
         [(begin, piece)] = connection.execute("SELECT begin, payload FROM partials").fetchall()
-    assert (begin, piece[8:9]) == (0, b"\x99"), "a segment of nine fields, without a place"
+    assert (begin, piece[8:9]) == (0, b"\x9a"), "a segment of ten fields"
 
 
 def test_a_durable_call_is_in_the_file_when_it_begins_and_when_it_ends(path: Path) -> None:
@@ -150,7 +150,7 @@ def test_pieces_and_calls_are_gone_when_the_trajectory_is_judged(path: Path) -> 
     with closing(ledger_in(path)) as ledger:
         ledger.journal(ID, sampled(4))
         ledger.begin_call(ID, 0, b"a", durable=True)
-        ledger.journal(ID, Segment((9,)), node=1)
+        ledger.journal(ID, Segment.of((9,)), node=1)
         ledger.buffer(Make.group("0.1.0", Make.trajectory("0.1.0")))
         ledger.flush()
         for table in ("partials", "calls"):
@@ -177,10 +177,10 @@ def test_a_run_of_format_4_goes_on_with_branches_and_calls(path: Path) -> None:
     assert member(path) == UnfinishedMember((sampled(4, 5),))
     with closing(Ledger(path, HOLD_BACK)) as ledger:
         ledger.journal(ID, sampled(6, end=StopReason.STOP))
-        ledger.journal(ID, Segment((9,), parent=0), node=1)
+        ledger.journal(ID, Segment.of((9,), parent=0), node=1)
         ledger.begin_call(ID, 0, b"a", durable=True)
     assert member(path) == UnfinishedMember(
-        (sampled(4, 5, 6, end=StopReason.STOP), Segment((9,), parent=0)), (JournaledCall(0, b"a"),)
+        (sampled(4, 5, 6, end=StopReason.STOP), Segment.of((9,), parent=0)), (JournaledCall(0, b"a"),)
     )
 
 
@@ -196,7 +196,7 @@ def journals(draw: st.DrawFn) -> tuple[list[Segment], list[Piece | None]]:
         tokens = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)))
         parent = draw(st.sampled_from([None, NOTHING, PROMPT, *range(place)])) if place else None
         end = draw(st.sampled_from([None, *StopReason]))
-        whole = sampled(*tokens, parent=parent, end=end) if draw(st.booleans()) else Segment(tokens, parent=parent)
+        whole = sampled(*tokens, parent=parent, end=end) if draw(st.booleans()) else Segment.of(tokens, parent=parent)
         segments.append(whole)
         queues.append(list(pieces_of(whole, draw(st.integers(0, len(tokens))))))
     order = list[Piece | None]()
@@ -213,7 +213,7 @@ def pieces_of(segment: Segment, cut: int) -> Iterator[Segment]:
         yield segment
         return
     head = segment.token_ids[:cut], segment.behavior_logprobs[:cut], segment.versions[:cut]
-    yield Segment(*head, parent=segment.parent, cause=segment.cause)
+    yield Segment.of(*head, parent=segment.parent, cause=segment.cause)
     yield segment.after(cut)
 
 
@@ -297,5 +297,5 @@ def expected(events: list[tuple[str, int, Segment, bool]]) -> UnfinishedMember:
         else:
             reply = b"reply %d" % number if kind == "end" else None
             calls[number] = JournaledCall(number, b"asked %d" % number, reply)
-    whole = tuple(segments.get(node, Segment(parent=NOTHING)) for node in range(max(segments, default=-1) + 1))
+    whole = tuple(segments.get(node, Segment.of(parent=NOTHING)) for node in range(max(segments, default=-1) + 1))
     return UnfinishedMember(whole, tuple(calls.values()))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
+from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.batch.samples import Sample
 from stretto.trainer.optimizer import UNCHANGED
@@ -39,12 +39,14 @@ def _trajectory(
         packed = pack_tokens([prompt.token_ids + answer], [range(start, start + len(answer))])
         logprobs = tuple(token_logprobs(model, packed, UNCHANGED).logprobs.tolist())
     completion = Completion(
-        request=prompt.id,
-        member=member,
-        token_ids=answer,
-        behavior_logprobs=logprobs,
-        versions=tuple(sorted(rng.randint(max(0, version - 2), version) for _ in answer)),
-        stop_reason=StopReason.LENGTH,
+        prompt.id,
+        member,
+        Segment.of(
+            token_ids=answer,
+            behavior_logprobs=logprobs,
+            versions=tuple(sorted(rng.randint(max(0, version - 2), version) for _ in answer)),
+            stop_reason=StopReason.LENGTH,
+        ),
     )
     verdict = Verdict(outcome=Outcome.RIGHT, reward=float(rng.randrange(3)))
     return Trajectory(id=f"{prompt.id}/{member}", segments=(completion.segment,), verdict=verdict, text="")

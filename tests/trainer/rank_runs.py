@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from stretto.core.records import Batch, Sampling
+from stretto.core.records import Batch, Sampling, Segment
 from stretto.store.series.tokens import SampledTokens
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
@@ -62,7 +62,7 @@ def poisoned(version: int) -> Batch:
     (first, *others), rest = given.groups[0].trajectories, given.groups[1:]
     (segment,) = first.segments
     logprobs = tuple(math.nan for _ in segment.behavior_logprobs)
-    bad = msgspec.structs.replace(first, segments=(msgspec.structs.replace(segment, behavior_logprobs=logprobs),))
+    bad = msgspec.structs.replace(first, segments=(Segment.of(segment.token_ids, logprobs, segment.versions),))
     group = msgspec.structs.replace(given.groups[0], trajectories=(bad, *others))
     return msgspec.structs.replace(given, groups=(group, *rest))
 

@@ -176,7 +176,7 @@ def test_without_a_policy_before_the_step_only_the_first_minibatch_has_its_log_p
 
 def test_the_tokens_of_several_turns_and_of_a_branch_stand_in_the_order_of_their_segments(build: Build) -> None:
     # versions 5 6 | 6 7, and a branch from the prompt with 6 7; tokens of version 5 are too old
-    branch = type(SECOND)((6,), (-0.25,), (7,), stop_reason=SECOND.stop_reason, parent=-1)
+    branch = type(SECOND).of((6,), (-0.25,), (7,), stop_reason=SECOND.stop_reason, parent=-1)
     kept, config = Kept(), CONFIG.model_copy(update={"minibatches": 1})
     algorithm = AlgorithmConfig(advantages=ESTIMATORS("reward", credit="turn"))
     given = conversation(FIRST, TOOL, SECOND, branch, oldest_trainable=6)

@@ -57,16 +57,16 @@ CPU = torch.device("cpu")
 
 def turn(*tokens: int, parent: int | None = None, reward: float | None = None) -> Segment:
     logprobs, versions = tuple(-0.5 * token for token in tokens), (6,) * len(tokens)
-    return Segment(tokens, logprobs, versions, stop_reason=StopReason.STOP, parent=parent, reward=reward)
+    return Segment.of(tokens, logprobs, versions, stop_reason=StopReason.STOP, parent=parent, reward=reward)
 
 
 BRANCHES = (
     turn(4, 9),
-    Segment((7,)),
+    Segment.of((7,)),
     turn(8),
-    Segment((3,), parent=0, cause="history_rewritten"),
+    Segment.of((3,), parent=0, cause="history_rewritten"),
     turn(2, 6),
-    Segment((11,), parent=NOTHING, cause="subagent"),
+    Segment.of((11,), parent=NOTHING, cause="subagent"),
     turn(1),
 )
 
@@ -119,7 +119,7 @@ def test_batch_scoring_scores_each_token_once_behind_its_own_history(build: Buil
 
 
 def test_the_state_behind_a_branch_that_was_cut_off_has_a_value() -> None:
-    cut = Segment((2, 6), (-1.0, -3.0), (6, 6), stop_reason=StopReason.LENGTH)
+    cut = Segment.of((2, 6), (-1.0, -3.0), (6, 6), stop_reason=StopReason.LENGTH)
     told = batch((*BRANCHES[:4], cut))
     scores = score_tokens(
         told,
@@ -141,7 +141,7 @@ def test_a_step_on_branches_is_the_step_on_trajectories_that_are_their_paths_alo
         TrainerConfig(learning_rate=3e-3, minibatches=2),
         AlgorithmConfig(advantages=ESTIMATORS("reward")),
     )
-    told, shared = Segment((4, 9)), Segment((3,))
+    told, shared = Segment.of((4, 9)), Segment.of((3,))
     linear = batch(BRANCHES[:3], (told, shared, BRANCHES[4]), rewards=(1.0, 1.0))
     other = batch((BRANCHES[6],)).groups[0]
     subagent = msgspec.structs.replace(other, id="h", prompt=Prompt(id="1", token_ids=(11,), text="", answer=""))
@@ -173,7 +173,7 @@ def forests(draw: st.DrawFn) -> list[Segment]:
         token += len(tokens)
         versions = tuple(sorted(draw(st.lists(st.integers(4, 7), min_size=len(tokens), max_size=len(tokens)))))
         logged = (tuple(-float(one) for one in tokens), versions) if draw(st.booleans()) else ((), ())
-        segments.append(Segment(tokens, *logged, parent=parent))
+        segments.append(Segment.of(tokens, *logged, parent=parent))
     return segments
 
 
@@ -208,7 +208,7 @@ def test_a_linear_trajectory_makes_the_sample_that_it_always_made(shape: list[tu
     """Prompt and segments one after the other; what was given behind the last sampled token is left out."""
     last = max((at for at, (sampled, _) in enumerate(shape) if sampled), default=-1)
     shape = shape[: last + 1]
-    segments = [turn(*range(length)) if sampled else Segment((9,) * length) for sampled, length in shape]
+    segments = [turn(*range(length)) if sampled else Segment.of((9,) * length) for sampled, length in shape]
     samples = samples_of(
         batch(segments, oldest_trainable=oldest), AlgorithmConfig(advantages=ESTIMATORS("reward")), LONGEST
     )
@@ -226,7 +226,7 @@ def credited(*members: Sequence[Segment], rewards: Sequence[float], **advantages
     return [sample.advantages for sample in samples_of(batch(*members, rewards=rewards), config, LONGEST).samples]
 
 
-TOOL = Segment((9,))
+TOOL = Segment.of((9,))
 
 
 def test_a_turn_has_its_own_reward_and_those_behind_it() -> None:
@@ -254,7 +254,7 @@ def test_without_rewards_of_turns_that_of_the_trajectory_is_the_last_turn_s() ->
 
 def test_turns_of_a_branch_are_counted_from_the_root_of_their_path() -> None:
     # returns: 1 + 2 for the shared turn on the first path; of the second turns 2, 4 and 6, their mean is 4
-    branches = (turn(4, reward=1.0), TOOL, turn(2, reward=2.0), Segment((3,), parent=0), turn(2, reward=4.0))
+    branches = (turn(4, reward=1.0), TOOL, turn(2, reward=2.0), Segment.of((3,), parent=0), turn(2, reward=4.0))
     other = (turn(4, reward=0.0), TOOL, turn(2, reward=6.0))
     found = credited(branches, other, rewards=(0.0, 0.0), kind="group_mean")
     assert found == [(3.0 - 4.5, 2.0 - 4.0), (4.0 - 4.0,), (6.0 - 4.5, 6.0 - 4.0)]

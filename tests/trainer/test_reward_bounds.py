@@ -38,7 +38,7 @@ def batch_of(groups: list[list[tuple[float, list[tuple[int, float | None, float]
         trajectories = []
         for member, (reward, told) in enumerate(group):
             segments = tuple(
-                Segment((1,) * count, (logprob,) * count, (6,) * count, stop_reason=StopReason.STOP, reward=own)
+                Segment.of((1,) * count, (logprob,) * count, (6,) * count, stop_reason=StopReason.STOP, reward=own)
                 for count, own, logprob in told
             )
             trajectories.append(Trajectory(f"{number}/{member}", segments, Verdict(Outcome.RIGHT, reward), ""))

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from stretto.core.errors import BoundViolated
-from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, StopReason, Trajectory, Verdict
+from stretto.core.records import Batch, Completion, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict
 from stretto.trainer.batch.samples import Sample, samples_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import ESTIMATORS
@@ -22,12 +22,14 @@ LONGEST = 4
 
 def answer(member: int, reward: float, versions: tuple[int, ...] = (5, 6, 7)) -> Trajectory:
     completion = Completion(
-        request="g",
-        member=member,
-        token_ids=(4, 4, 2)[: len(versions)],
-        behavior_logprobs=(-0.1, -0.7, -0.02)[: len(versions)],
-        versions=versions,
-        stop_reason=StopReason.STOP,
+        "g",
+        member,
+        Segment.of(
+            token_ids=(4, 4, 2)[: len(versions)],
+            behavior_logprobs=(-0.1, -0.7, -0.02)[: len(versions)],
+            versions=versions,
+            stop_reason=StopReason.STOP,
+        ),
     )
     verdict = Verdict(outcome=Outcome.RIGHT if reward else Outcome.WRONG, reward=reward)
     return Trajectory(id=f"g/{member}", segments=(completion.segment,), verdict=verdict, text="")
@@ -73,12 +75,15 @@ def test_a_token_from_the_future_stops_the_run() -> None:
         samples_of(batch(answer(0, 1.0, (7, 7, 8))), CONFIG, LONGEST)
 
 
-def test_a_token_without_its_log_probability_stops_the_run() -> None:
+def test_a_flipped_byte_stops_the_run() -> None:
     whole = answer(0, 1.0)
     (segment,) = whole.segments
-    torn = msgspec.structs.replace(whole, segments=(msgspec.structs.replace(segment, behavior_logprobs=(-0.1,)),))
-    with pytest.raises(BoundViolated, match="lacks its version or log-prob"):
-        samples_of(batch(torn), CONFIG, LONGEST)
+    for at in range(len(segment.columns)):
+        columns = bytearray(segment.columns)
+        columns[at] ^= 16
+        torn = msgspec.structs.replace(segment, columns=bytes(columns))
+        with pytest.raises(BoundViolated, match="no checksum fits"):
+            samples_of(batch(msgspec.structs.replace(whole, segments=(torn,))), CONFIG, LONGEST)
 
 
 def test_rewards_are_shaped_before_they_become_advantages_and_reported_as_they_were() -> None:

@@ -34,9 +34,9 @@ from tests.trainer.tiny import BACKWARD, FORWARD
 Build = Callable[[], PreTrainedModel]
 
 PROMPT = Prompt(id="0", token_ids=(5, 12), text="", answer="")
-FIRST = Segment(token_ids=(4, 9), behavior_logprobs=(-0.5, -1.0), versions=(5, 6), stop_reason=StopReason.STOP)
-TOOL = Segment(token_ids=(7, 7, 3))
-SECOND = Segment(token_ids=(8, 2), behavior_logprobs=(-1.5, -2.0), versions=(6, 7), stop_reason=StopReason.STOP)
+FIRST = Segment.of(token_ids=(4, 9), behavior_logprobs=(-0.5, -1.0), versions=(5, 6), stop_reason=StopReason.STOP)
+TOOL = Segment.of(token_ids=(7, 7, 3))
+SECOND = Segment.of(token_ids=(8, 2), behavior_logprobs=(-1.5, -2.0), versions=(6, 7), stop_reason=StopReason.STOP)
 TOKENS = (5, 12, 4, 9, 7, 7, 3, 8, 2)  # sampled: 2, 3 and 7, 8
 LONGEST = 8
 CONFIG = OptimizerConfig()
@@ -144,7 +144,7 @@ def test_given_tokens_never_get_a_gradient(shape: list[tuple[bool, int]], oldest
     for index, (sampled, length) in enumerate(shape):
         version = min(index + 3, 7)
         logged = ((-1.0,) * length, (version,) * length) if sampled else ((), ())
-        segments.append(Segment((6,) * length, *logged))
+        segments.append(Segment.of((6,) * length, *logged))
         expected += [sampled and version >= oldest] * length
     samples = samples_of(
         batch(*segments, oldest_trainable=oldest), AlgorithmConfig(advantages=ESTIMATORS("reward")), LONGEST

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.core.errors import BoundViolated, StoreError, TrainingDiverged
-from stretto.core.records import Batch, Trajectory
+from stretto.core.records import Batch, Segment, Trajectory
 from stretto.trainer.batch.packing import minibatches
 from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.config import TrainerConfig
@@ -250,7 +250,7 @@ def _poison(given: Batch) -> Batch:
 def _poisoned(t: Trajectory) -> Trajectory:
     (segment,) = t.segments
     logprobs = tuple(math.nan for _ in segment.behavior_logprobs)
-    return msgspec.structs.replace(t, segments=(msgspec.structs.replace(segment, behavior_logprobs=logprobs),))
+    return msgspec.structs.replace(t, segments=(Segment.of(segment.token_ids, logprobs, segment.versions),))
 
 
 def test_a_resumed_trainer_goes_on_bit_for_bit(build: Build, tmp_path: Path) -> None:

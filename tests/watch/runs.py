@@ -38,7 +38,7 @@ def completion(
 ) -> Trajectory:
     """A single turn: tokens 3, 4, ...; log-probabilities -0.5, -1.0, ..."""
     length = len(versions)
-    segment = Segment(
+    segment = Segment.of(
         token_ids=tuple(range(3, 3 + length)),
         behavior_logprobs=tuple(-0.5 * (at + 1) for at in range(length)),
         versions=versions,
@@ -141,7 +141,7 @@ def _write_ledger(ledger: Ledger) -> None:
     for member in range(2):
         ledger.settle(f"0.c.0/{member}", State.FAILED, "timeout after 1 s")
     ledger.issue("1.a.0", prompt("a", "3+8="), 2, 2)
-    ledger.journal("1.a.0/0", Segment((3, 4, 5), (-0.5, -1.0, -1.5), (2, 2, 2)))
+    ledger.journal("1.a.0/0", Segment.of((3, 4, 5), (-0.5, -1.0, -1.5), (2, 2, 2)))
     ledger.event("role", "engine-1 ended with exit code 1: a new one is started")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.records import Completion, Outcome, Prompt, StopReason, Verdict
+from stretto.core.records import Completion, Outcome, Prompt, Segment, StopReason, Verdict
 from stretto.worlds.single_turn import judge
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange
@@ -39,7 +39,11 @@ def judged(prompt: Prompt, texts: Sequence[str]) -> tuple[list[str], list[str]]:
     """The texts that the reward gets, and those on record."""
     judge_of_it = Judge()
     completions = [
-        Completion("0.17.0", at, token_ids=(at,), behavior_logprobs=(-0.5,), versions=(0,), stop_reason=StopReason.STOP)
+        Completion(
+            "0.17.0",
+            at,
+            Segment.of(token_ids=(at,), behavior_logprobs=(-0.5,), versions=(0,), stop_reason=StopReason.STOP),
+        )
         for at in range(len(texts))
     ]
     made = asyncio.run(judge("0.17.0", prompt, completions, judge_of_it, lambda ids: texts[ids[0]]))

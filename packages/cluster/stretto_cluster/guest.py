@@ -82,7 +82,7 @@ class GuestEngine(HttpEngine):
         if request is None or not 0 <= completion.member < len(request.seeds):
             raise EngineLied(self.name, f"sent a completion of {completion.request!r} that it was not asked for")
         prefix = request.prefixes[completion.member] if request.prefixes else Segment()
-        if completion.token_ids[: len(prefix.token_ids)] != prefix.token_ids:
+        if not completion.segment.begins_with(prefix):
             how = f"sent a completion of {completion.request!r} that does not go on with its tokens"
             raise EngineLied(self.name, how)
         try:
@@ -91,10 +91,10 @@ class GuestEngine(HttpEngine):
             raise EngineLied(self.name, str(lie)) from None
 
     def _check_segment(self, segment: Segment, request: str) -> None:
-        if not len(segment.token_ids) == len(segment.behavior_logprobs) == len(segment.versions):
+        if segment.length and not segment.sampled:
             raise WireError(f"sent tokens of {request!r} without a log-probability and a version for each")
-        stamps = segment.versions
-        if list(stamps) != sorted(stamps):
+        stamps = [version for version, _ in segment.stamps]
+        if len(stamps) > 1 and stamps != sorted(stamps):
             raise WireError(f"sent tokens of {request!r} whose versions fall")
         if stamps and not 0 <= stamps[0] <= stamps[-1] <= self._newest():
             raise WireError(f"sent tokens of {request!r} with versions that are not published")

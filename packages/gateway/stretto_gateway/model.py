@@ -69,7 +69,7 @@ class ServedModel:
 
     def tokens(self, segment: Segment, top_logprobs: Sequence[Likeliest] = ()) -> list[SampledToken]:
         """Sampled tokens as text."""
-        ranks = top_logprobs or [()] * len(segment.token_ids)
+        ranks = top_logprobs or [()] * segment.length
         return [
             SampledToken(self.spell(token), logprob, tuple((self.spell(other), number) for other, number in likeliest))
             for token, logprob, likeliest in zip(segment.token_ids, segment.behavior_logprobs, ranks, strict=True)
@@ -108,7 +108,7 @@ class ServedModel:
             stop_reason=segment.stop_reason,
             stop=stop,
             prompt_tokens=len(prompt),
-            sampled_tokens=len(segment.token_ids),
+            sampled_tokens=segment.length,
             tokens=() if request.options.logprobs is None else tuple(self.tokens(segment, top_logprobs)),
         )
 

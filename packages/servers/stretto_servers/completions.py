@@ -149,7 +149,7 @@ class OpenCompletion:
     def segment(self, known: int) -> Segment:
         """Certain tokens after the first `known` ones."""
         end = len(self.token_ids) - self.uncertain
-        return Segment(
+        return Segment.of(
             token_ids=tuple(self.token_ids[known:end]),
             behavior_logprobs=tuple(self.logprobs[known:end]),
             versions=tuple(self.versions[known:end]),
@@ -159,17 +159,8 @@ class OpenCompletion:
     def end(self, reason: StopReason) -> None:
         """Pass the finished completion to its stream."""
         self.done = True
-        completion = Completion(
-            request=self.request.id,
-            member=self.member,
-            token_ids=tuple(self.token_ids),
-            behavior_logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            stop_reason=reason,
-            interrupted=self.interrupted,
-            top_logprobs=tuple(self.likeliest),
-        )
-        self.stream.ended(completion)
+        segment = Segment.of(self.token_ids, self.logprobs, self.versions, self.interrupted, reason)
+        self.stream.ended(Completion(self.request.id, self.member, segment, tuple(self.likeliest)))
 
 
 def _by_token(spans: tuple[tuple[str, int, int], ...], count: int) -> list[int]:

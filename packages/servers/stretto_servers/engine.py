@@ -227,7 +227,7 @@ class ExternalEngine:
             for completion in self._open.get(request, ()):
                 if completion.member < len(counts):
                     segment = completion.segment(counts[completion.member])
-                    if segment.token_ids:
+                    if segment.length:
                         found.setdefault(request, {})[completion.member] = segment
         return found
 

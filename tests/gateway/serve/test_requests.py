@@ -110,7 +110,7 @@ class RecordingEngine:
         """See `ServedEngine`."""
 
         async def ended() -> AsyncIterator[list[Progress]]:
-            over = Segment(stop_reason=StopReason.STOP)
+            over = Segment.of(stop_reason=StopReason.STOP)
             yield [Progress(one.id, member, over) for one in requests for member in range(len(one.seeds))]
 
         yield ended()

@@ -56,7 +56,7 @@ class Model:
             if self.on_turn is not None:
                 await self.on_turn(request)
             digits = hashlib.sha256(str(request.seed).encode()).digest()[:2]
-            said = Segment(tuple(digit % 10 for digit in digits), (-0.5, -0.5), (0, 0), stop_reason=StopReason.STOP)
+            said = Segment.of(tuple(digit % 10 for digit in digits), (-0.5, -0.5), (0, 0), stop_reason=StopReason.STOP)
             record.journal(request.node, said)
             return said
 

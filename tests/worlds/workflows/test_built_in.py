@@ -55,7 +55,7 @@ def played(
     async def sample(request: TurnRequest) -> Segment:
         asked.append(request.prompt)
         said = spelt(script(TOKENIZER.spell(request.prompt)))
-        whole = Segment(said, (-0.5,) * len(said), (0,) * len(said), stop_reason=StopReason.STOP)
+        whole = Segment.of(said, (-0.5,) * len(said), (0,) * len(said), stop_reason=StopReason.STOP)
         record.journal(request.node, whole)
         return whole
 

@@ -119,9 +119,9 @@ class Forest:
             parent, at = waiting.pop()
             for child in self._children.get(parent, ()):
                 segment = self.segments[child]
-                end = at + len(segment.token_ids)
+                end = at + segment.length
                 whole = segment.stop_reason is not None or not segment.sampled
-                if whole and segment.token_ids and tokens[at:end] == segment.token_ids:
+                if whole and segment.length and tokens[at:end] == segment.token_ids:
                     waiting.append((child, end))
                     best = (child, end) if end > best[1] else best
         return best

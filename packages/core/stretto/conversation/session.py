@@ -33,7 +33,7 @@ _ONCE = b"once "  # before what is asked of a call on record that is not repeata
 class Turn:
     """A completion in a session, at its place in the forest.
 
-    Example: ``Turn(node=2, segment=Segment(token_ids=(4, 4, 2), ..., stop_reason=StopReason.STOP, parent=1))``
+    Example: ``Turn(node=2, segment=Segment.of(token_ids=(4, 4, 2), ..., stop_reason=StopReason.STOP, parent=1))``
     """
 
     node: int
@@ -142,7 +142,7 @@ class Session:
         self._broken: dict[int, Sampling] = {}  # how turns were asked for that broke off in this process, by node
         self._turns: dict[Tokens, deque[int]] = {}  # recorded ones that have answered nobody, by their prompts
         for node, segment in enumerate(own):
-            if segment.sampled or not segment.token_ids:
+            if segment.sampled or not segment.length:
                 prompt = self._before(node)
                 self._seed_of(node, prompt)
                 self._turns.setdefault(prompt, deque()).append(node)
@@ -286,7 +286,7 @@ class Session:
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens of all finished turns, also of those outside of the trajectory."""
-        return sum(len(one.token_ids) for one in self.forest.segments if one.stop_reason is not None)
+        return sum(one.length for one in self.forest.segments if one.stop_reason is not None)
 
     def _recorded(self, prompt: Tokens, sampling: Sampling) -> int | None:
         """First unused recorded turn after `prompt` that fits; it is then marked as used."""
@@ -294,7 +294,7 @@ class Session:
         for node in waiting:
             segment, before = self.forest.segments[node], self._broken.get(node)
             # The sampler alone knows the tokens of a turn that broke off in this process: fewer than it might have had.
-            least = before.max_tokens if before else len(segment.token_ids) + 1
+            least = before.max_tokens if before else segment.length + 1
             alike = before is None or (before.stop, before.grammar) == (sampling.stop, sampling.grammar)
             if segment.stop_reason is not None or (least <= sampling.max_tokens and alike):
                 waiting.remove(node)
@@ -307,7 +307,7 @@ class Session:
 
     def _newest_before(self, node: int) -> int:
         _, places = way_to(self.forest.segments, node)
-        return max((max(self.forest.segments[at].versions, default=0) for at in places), default=0)
+        return max((stamps[-1][0] for at in places if (stamps := self.forest.segments[at].stamps)), default=0)
 
     def _seed_of(self, node: int, prompt: Tokens) -> None:
         """Derive the seed of a turn from its prompt and the number of earlier requests with it, so that parallel turns
@@ -320,7 +320,7 @@ class Session:
         place = self.forest.find(prompt)
         parent = place.parent
         if place.tail:
-            parent = self._append(Segment(place.tail, parent=parent, cause=cause))
+            parent = self._append(Segment.of(place.tail, parent=parent, cause=cause))
             cause = ""
         node = self._append(Segment(parent=parent, cause=cause))
         self._seed_of(node, prompt)

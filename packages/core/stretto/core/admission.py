@@ -16,7 +16,6 @@ The paper enforces only the first. `rollout.batching` shows how the second is gu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 
 from stretto.core.records import Batch, Record
 
@@ -54,20 +53,6 @@ class BoundChange(Record, frozen=True, array_like=True):
     key: int = 0  # number of the first group admitted under it; set by the ledger
 
 
-def runs(versions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Each version of a segment with its number of tokens; `versions` never decreases. Faster than a loop over all
-    tokens.
-
-    >>> [*runs((6, 6, 7))]
-    [(6, 2), (7, 1)]
-    """
-    at = 0
-    while at < len(versions):
-        count = versions.count(versions[at])
-        yield versions[at], count
-        at += count
-
-
 def loss_tokens(batch: Batch) -> Counter[int]:
     """Number of loss tokens by staleness: the batch's version minus the token's."""
     found = Counter[int]()
@@ -75,6 +60,7 @@ def loss_tokens(batch: Batch) -> Counter[int]:
         oldest = batch.oldest_of(group.id)
         for trajectory in group.trajectories:
             for segment in trajectory.segments:
-                counted = runs(segment.versions)
-                found.update({batch.version - one: count for one, count in counted if one >= oldest})
+                for one, count in segment.stamps:
+                    if one >= oldest:
+                        found[batch.version - one] += count
     return found

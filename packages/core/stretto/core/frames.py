@@ -29,7 +29,7 @@ class Unframer:
     """
 
     def __init__(self, largest: int = LARGEST_FRAME) -> None:
-        self._rest, self._largest = bytearray(), largest
+        self._rest, self._wanted, self._largest = bytearray(), 0, largest
 
     def feed(self, data: bytes) -> list[bytes]:
         """Feed received bytes; returns the bodies of the frames that they complete.
@@ -37,16 +37,22 @@ class Unframer:
         Raises:
             WireError: a frame longer than allowed.
         """
-        self._rest += data
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._wanted:  # a large frame comes in many pieces
+                return []
+            data, self._rest = bytes(self._rest), bytearray()
         at, bodies = 0, []
-        while len(self._rest) - at >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._rest, at)
+        self._wanted = LENGTH.size
+        while len(data) - at >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(data, at)
             if length > self._largest:
                 raise WireError(f"a frame of {length:,} bytes; at most {self._largest:,} are allowed")
             end = at + LENGTH.size + length
-            if end > len(self._rest):
+            if end > len(data):
+                self._wanted = end - at
                 break
-            bodies.append(bytes(self._rest[at + LENGTH.size : end]))
+            bodies.append(data[at + LENGTH.size : end])
             at = end
-        del self._rest[:at]
+        self._rest += data[at:]
         return bodies

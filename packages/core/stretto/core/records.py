@@ -3,7 +3,7 @@
     Prompt ─► GenerateRequest ─► Completion ─► Trajectory (segments + Verdict) ─► Group ─► Batch ─► Update
 
 Each record is complete when it is made: a later stage is a new type, never a field filled in later. All of them
-cross process boundaries as MessagePack (msgspec), so they hold plain numbers, strings and tuples only.
+cross process boundaries as MessagePack (msgspec), so they hold plain numbers, strings, bytes and tuples only.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import enum
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import msgspec
+
+from stretto.core import columns as packed
+from stretto.core.columns import Counted, Stamps
 
 PROMPT, NOTHING = -1, -2  #: parents of first segments: after the prompt, or with no context at all
 
@@ -25,7 +27,7 @@ Likeliest = tuple[tuple[int, float], ...]
 
 #: Engines in the order in which they sampled tokens, with counts: ``(("engine-0", 37), ("engine-2", 5))``. "" is an
 #: unrecorded engine.
-Writers = tuple[tuple[str, int], ...]
+Writers = Counted[str]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -102,18 +104,23 @@ class Segment(Record, frozen=True, array_like=True):
     """Consecutive tokens of one origin: sampled by the policy, with logged log-probabilities and versions, or given
     (tool output, a user's turn), without them.
 
+    The tokens are sealed: `columns` (`core.columns`) with their checksum are the same bytes from the engine that
+    sampled them to the ledger and the trainer. What is decided on the way needs `length` and `stamps` alone; the
+    properties decode at each call.
+
     A sampled segment without a `stop_reason` is unfinished: another engine, or a resumed run, continues it. Engines
     return no `engines`; the pool fills them in.
 
     Each segment follows the one before it, the first the prompt, unless it names another `parent`: the segments of a
     trajectory are a forest (`conversation.forest`).
 
-    Example: ``Segment(token_ids=(4, 4, 2), behavior_logprobs=(-0.1, -0.7, -0.02), versions=(6, 6, 7))``
+    Example: ``Segment.of(token_ids=(4, 4, 2), behavior_logprobs=(-0.1, -0.7, -0.02), versions=(6, 6, 7))``
     """
 
-    token_ids: tuple[int, ...] = ()  # [L]
-    behavior_logprobs: tuple[float, ...] = ()  # [L], nats; empty if given
-    versions: tuple[int, ...] = ()  # [L], never decreasing; empty if given
+    columns: bytes = b""  # token ids and log-probabilities of the L tokens
+    length: int = 0  # L
+    stamps: Stamps = ()  # versions, never decreasing; empty if given
+    checksum: int = 0  # of the three above
     interrupted: int = 0  # number of weight updates that interrupted it
     stop_reason: StopReason | None = None
     engines: Writers = ()  # of all L tokens; empty if given, or not on record
@@ -121,14 +128,78 @@ class Segment(Record, frozen=True, array_like=True):
     cause: str = ""  # reason for a branch starting here; else empty
     reward: float | None = None  # reward of this turn, if the workflow gives one per turn
 
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int] = (),
+        behavior_logprobs: Sequence[float] = (),
+        versions: Sequence[int] = (),
+        interrupted: int = 0,
+        stop_reason: StopReason | None = None,
+        engines: Writers = (),
+        parent: int | None = None,
+        cause: str = "",
+        reward: float | None = None,
+    ) -> Segment:
+        """Seal tokens.
+
+        Raises:
+            ValueError: log-probabilities and versions are neither as many as the tokens nor none.
+            OverflowError: a token id has more than 31 bits.
+        """
+        if not len(versions) == len(behavior_logprobs) in (0, len(token_ids)):
+            told = f"{len(behavior_logprobs)} log-probabilities and {len(versions)} versions"
+            raise ValueError(f"{len(token_ids)} tokens have {told}")
+        columns, stamps = packed.pack(token_ids, behavior_logprobs), packed.stamps_of(versions)
+        sealed = cls.sealed(columns, len(token_ids), stamps, interrupted, stop_reason)
+        return msgspec.structs.replace(sealed, engines=engines, parent=parent, cause=cause, reward=reward)
+
+    @classmethod
+    def sealed(
+        cls,
+        columns: bytes,
+        length: int,
+        stamps: Stamps,
+        interrupted: int = 0,
+        stop_reason: StopReason | None = None,
+    ) -> Segment:
+        """A segment of packed tokens."""
+        return cls(columns, length, stamps, packed.checksum(columns, length, stamps), interrupted, stop_reason)
+
+    @property
+    def intact(self) -> bool:
+        """Whether the tokens are those that were sealed."""
+        columns, length, stamps = self.columns, self.length, self.stamps
+        return self.checksum == packed.checksum(columns, length, stamps) and packed.are_whole(columns, length, stamps)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """[L]"""
+        return packed.ids_of(self.columns, self.length)
+
+    @property
+    def behavior_logprobs(self) -> tuple[float, ...]:
+        """[L], nats; empty if given."""
+        return packed.logprobs_of(self.columns, self.length)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """[L], never decreasing; empty if given."""
+        return packed.versions_of(self.stamps)
+
     @property
     def sampled(self) -> bool:
-        return bool(self.versions)
+        return bool(self.stamps)
+
+    @property
+    def sampled_length(self) -> int:
+        """Number of sampled tokens."""
+        return self.length if self.stamps else 0
 
     @property
     def writers(self) -> Writers:
         """`engines`; one unrecorded engine if that is empty."""
-        return self.engines or ((("", len(self.token_ids)),) if self.token_ids else ())
+        return self.engines or ((("", self.length),) if self.length else ())
 
     def __add__(self, other: Segment) -> Segment:
         """Join two consecutive pieces of one completion."""
@@ -137,26 +208,40 @@ class Segment(Record, frozen=True, array_like=True):
     @classmethod
     def whole(cls, pieces: Sequence[Segment]) -> Segment:
         """Join the pieces of one completion (at least one), copying every token once."""
-        columns = ("token_ids", "behavior_logprobs", "versions")
-        chained = {name: tuple(chain.from_iterable(getattr(piece, name) for piece in pieces)) for name in columns}
-        engines = reduce(joined, (piece.writers for piece in pieces)) if any(piece.engines for piece in pieces) else ()
-        interrupted, stop_reason = max(piece.interrupted for piece in pieces), pieces[-1].stop_reason
-        ends = {"interrupted": interrupted, "stop_reason": stop_reason, "engines": engines}
-        return msgspec.structs.replace(pieces[0], **chained, **ends)
+        columns = packed.joined([(piece.columns, piece.length) for piece in pieces])
+        stamps = packed.counts_joined([piece.stamps for piece in pieces])
+        length = sum([piece.length for piece in pieces])
+        written = any(piece.engines for piece in pieces)
+        engines = packed.counts_joined([piece.writers for piece in pieces]) if written else ()
+        interrupted = max([piece.interrupted for piece in pieces])
+        sealed = cls.sealed(columns, length, stamps, interrupted, pieces[-1].stop_reason)
+        first = pieces[0]
+        return msgspec.structs.replace(
+            sealed, engines=engines, parent=first.parent, cause=first.cause, reward=first.reward
+        )
 
     def after(self, tokens: int) -> Segment:
         """The rest after the first `tokens` tokens."""
+        if not tokens:
+            return self
+        columns, stamps = packed.rest(self.columns, self.length, tokens), packed.after(self.stamps, tokens)
+        length = max(0, self.length - tokens)
         return msgspec.structs.replace(
             self,
-            token_ids=self.token_ids[tokens:],
-            behavior_logprobs=self.behavior_logprobs[tokens:],
-            versions=self.versions[tokens:],
-            engines=_after(self.engines, tokens),
+            columns=columns,
+            length=length,
+            stamps=stamps,
+            checksum=packed.checksum(columns, length, stamps),
+            engines=packed.after(self.engines, tokens),
         )
+
+    def begins_with(self, prefix: Segment) -> bool:
+        """Whether its first token ids are those of `prefix`."""
+        return packed.begin_alike(self.columns, self.length, prefix.columns, prefix.length)
 
     def written_by(self, engine: str) -> Segment:
         """A copy that records `engine` as the sampler of all tokens."""
-        return msgspec.structs.replace(self, engines=((engine, len(self.token_ids)),) if self.token_ids else ())
+        return msgspec.structs.replace(self, engines=((engine, self.length),) if self.length else ())
 
 
 #: Unfinished completions, or their new tokens: by request, then by member.
@@ -182,55 +267,60 @@ class GenerateRequest(Record, frozen=True):
 class Completion(Record, frozen=True):
     """A finished completion, as returned by an engine.
 
-    `versions[t]` is the policy version whose weights sampled token t, `behavior_logprobs[t]` its log-probability under
-    exactly that version (AReaL, section 4.1: the behaviour policy is logged token by token).
+    Each token of its segment has the policy version whose weights sampled it, and its log-probability under exactly
+    that version (AReaL, section 4.1: the behaviour policy is logged token by token).
 
     Example: three tokens, weights switched before the third::
 
-        Completion(request="0.17.0", member=1, token_ids=(4, 4, 2), behavior_logprobs=(-0.1, -0.7, -0.02),
-                   versions=(6, 6, 7), stop_reason=StopReason.STOP, interrupted=1)
+        Completion("0.17.0", 1, Segment.of((4, 4, 2), (-0.1, -0.7, -0.02), (6, 6, 7), 1, StopReason.STOP))
     """
 
     request: str
     member: int
-    token_ids: tuple[int, ...]  # [L]
-    behavior_logprobs: tuple[float, ...]  # [L], nats
-    versions: tuple[int, ...]  # [L], never decreasing
-    stop_reason: StopReason
-    interrupted: int = 0  # number of weight updates that interrupted it
+    segment: Segment  # sampled, with a stop reason
     top_logprobs: tuple[Likeliest, ...] = ()  # [L], of the sampled distributions; empty if not requested
-    engines: Writers = ()  # of all L tokens; empty if not on record
+
+    def __post_init__(self) -> None:
+        if self.segment.stop_reason is None:
+            raise ValueError(f"completion {self.request}/{self.member} has no end")
 
     @property
-    def segment(self) -> Segment:
-        """Its tokens and stop reason as a segment."""
-        columns = (self.token_ids, self.behavior_logprobs, self.versions, self.interrupted, self.stop_reason)
-        return Segment(*columns, self.engines)
+    def token_ids(self) -> tuple[int, ...]:
+        """[L]"""
+        return self.segment.token_ids
+
+    @property
+    def behavior_logprobs(self) -> tuple[float, ...]:
+        """[L], nats."""
+        return self.segment.behavior_logprobs
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """[L], never decreasing."""
+        return self.segment.versions
+
+    @property
+    def stop_reason(self) -> StopReason:
+        assert self.segment.stop_reason is not None
+        return self.segment.stop_reason
+
+    @property
+    def interrupted(self) -> int:
+        """Number of weight updates that interrupted it."""
+        return self.segment.interrupted
+
+    @property
+    def engines(self) -> Writers:
+        """Those of its segment."""
+        return self.segment.engines
 
     def written_by(self, engine: str, prefix: Segment) -> Completion:
         """A copy that records `engine` as the sampler of the tokens after `prefix`, which others sampled."""
-        new = len(self.token_ids) - len(prefix.token_ids)
-        return msgspec.structs.replace(self, engines=joined(prefix.writers, ((engine, new),) if new > 0 else ()))
-
-    @classmethod
-    def of(cls, request: str, member: int, segment: Segment) -> Completion:
-        """The completion for a finished segment.
-
-        Raises:
-            ValueError: the segment is unfinished.
-        """
-        if segment.stop_reason is None:
-            raise ValueError(f"completion {request}/{member} has no end")
-        return cls(
-            request=request,
-            member=member,
-            token_ids=segment.token_ids,
-            behavior_logprobs=segment.behavior_logprobs,
-            versions=segment.versions,
-            stop_reason=segment.stop_reason,
-            interrupted=segment.interrupted,
-            engines=segment.engines,
-        )
+        whole, new = self.segment, self.segment.length - prefix.length
+        written = ((engine, new),) if new > 0 else ()
+        engines = packed.counts_joined([prefix.writers, written]) if prefix.length else written
+        sealed = (whole.columns, whole.length, whole.stamps, whole.checksum, whole.interrupted, whole.stop_reason)
+        return Completion(self.request, self.member, Segment(*sealed, engines), self.top_logprobs)
 
 
 class Verdict(Record, frozen=True):
@@ -284,9 +374,12 @@ class Trajectory(Record, frozen=True):
         """[S] versions of the sampled tokens."""
         return self._joined("versions")
 
+    @property
+    def sampled_length(self) -> int:
+        """S, the number of sampled tokens."""
+        return sum([segment.sampled_length for segment in self.segments])
+
     def _joined(self, field: str) -> tuple[Any, ...]:
-        if len(self.segments) == 1:  # a single turn, without a copy: this is called for every decision
-            return getattr(self.segments[0], field)  # type: ignore[no-any-return]
         return tuple(chain.from_iterable(getattr(segment, field) for segment in self.segments))
 
     @property
@@ -328,8 +421,8 @@ class Group(Record, frozen=True):
     @property
     def oldest_version(self) -> int:
         """The oldest version that sampled any token of the group."""
-        sampled = (segment.versions for trajectory in self.trajectories for segment in trajectory.segments)
-        return min((versions[0] for versions in sampled if versions), default=0)
+        sampled = [segment.stamps for trajectory in self.trajectories for segment in trajectory.segments]
+        return min([stamps[0][0] for stamps in sampled if stamps], default=0)
 
 
 class Batch(Record, frozen=True):
@@ -362,27 +455,6 @@ class Update(Record, frozen=True):
     masked_tokens: int
     metrics: dict[str, float]
     skipped: tuple[str, ...] = ()
-
-
-def joined(first: Writers, second: Writers) -> Writers:
-    """Writers of two consecutive texts as one list; an engine that ends the first and starts the second is counted
-    once.
-
-    >>> joined((("a", 5),), (("a", 2), ("b", 1)))
-    (('a', 7), ('b', 1))
-    """
-    if first and second and first[-1][0] == second[0][0]:
-        (name, count), (_, more) = first[-1], second[0]
-        return (*first[:-1], (name, count + more), *second[1:])
-    return first + second
-
-
-def _after(writers: Writers, tokens: int) -> Writers:
-    """Writers of the rest after the first `tokens` tokens."""
-    ends = tuple(accumulate(count for _, count in writers))
-    return tuple(
-        (name, min(count, end - tokens)) for (name, count), end in zip(writers, ends, strict=True) if end > tokens
-    )
 
 
 def trajectory_id(group: str, member: int) -> str:

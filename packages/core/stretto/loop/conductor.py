@@ -160,7 +160,7 @@ class Conductor:
             self.recorder.filtered(groups)
 
     def _forget(self, ticket: Ticket, trajectories: Sequence[Trajectory] = ()) -> None:
-        kept = sum(len(trajectory.versions) for trajectory in trajectories)
+        kept = sum(trajectory.sampled_length for trajectory in trajectories)
         self.recorder.left_over(self.in_flight.forget(ticket.group_id, kept))
 
     def _group_ended(self, task: asyncio.Task[None]) -> None:

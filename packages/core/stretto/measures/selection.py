@@ -271,7 +271,7 @@ class SelectionWatch:
 
 
 def _measured(trajectories: Sequence[Trajectory], latency: float | None) -> EndedGroup:
-    tokens = sum(len(trajectory.versions) for trajectory in trajectories)
+    tokens = sum(trajectory.sampled_length for trajectory in trajectories)
     right = sum(trajectory.verdict.outcome is Outcome.RIGHT for trajectory in trajectories)
     members = len(trajectories)
     signal = len({trajectory.verdict.reward for trajectory in trajectories}) > 1

@@ -29,7 +29,7 @@ def _made_up(rewards: Sequence[float]) -> Group:
     ends = [StopReason.STOP] * (len(rewards) - 1) + [StopReason.LENGTH]
     trajectories = []
     for member, (reward, end) in enumerate(zip(rewards, ends, strict=True)):
-        segment = Segment((4, 4, 2), (-0.1, -0.7, -0.02), (6, 6, 7), stop_reason=end)
+        segment = Segment.of((4, 4, 2), (-0.1, -0.7, -0.02), (6, 6, 7), stop_reason=end)
         verdict = Verdict(Outcome.RIGHT if reward else Outcome.WRONG, reward)
         trajectories.append(Trajectory(trajectory_id("0.17.0", member), (segment,), verdict, "11"))
     return Group("0.17.0", Prompt("17", (5, 12, 8, 13), "3+8=", "11"), 6, tuple(trajectories), 4.0)

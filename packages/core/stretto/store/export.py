@@ -205,8 +205,8 @@ def _segment(segment: Segment) -> ExportedSegment:
 
 
 def _given(segments: tuple[Segment, ...]) -> list[tuple[int, int]]:
-    ends = list(accumulate((len(segment.token_ids) for segment in segments), initial=0))
-    return [span for span, segment in zip(pairwise(ends), segments, strict=True) if not segment.versions]
+    ends = list(accumulate((segment.length for segment in segments), initial=0))
+    return [span for span, segment in zip(pairwise(ends), segments, strict=True) if not segment.sampled]
 
 
 def _writers(segments: tuple[Segment, ...]) -> list[str]:

@@ -83,7 +83,7 @@ class TrainedTokens:
             oldest = self.batch.oldest_of(group.id)
             for trajectory in group.trajectories:
                 places |= _loss_tokens(trajectory, first, oldest)
-                lengths[trajectory.id] = count = sum([len(segment.versions) for segment in trajectory.segments])
+                lengths[trajectory.id] = count = trajectory.sampled_length
                 first += count
         columns = np.full((_NUMBERS, first), math.nan, dtype=np.float32)
         columns[-1] = 0
@@ -99,7 +99,7 @@ def _loss_tokens(trajectory: Trajectory, first: int, oldest: int) -> dict[str, S
     segments = trajectory.segments
     if len(segments) == 1:  # nearly all are single turns
         return {trajectory.id: _young(segments[0], first, oldest)}
-    begins = list(accumulate((len(segment.versions) for segment in segments), initial=first))
+    begins = list(accumulate((segment.sampled_length for segment in segments), initial=first))
     return {
         path_id(trajectory.id, number): list(
             chain.from_iterable(_young(segments[place], begins[place], oldest) for place in path.trained)
@@ -110,7 +110,7 @@ def _loss_tokens(trajectory: Trajectory, first: int, oldest: int) -> dict[str, S
 
 def _young(segment: Segment, begin: int, oldest: int) -> Sequence[int]:
     """Positions of the tokens that are fresh enough; a shortcut covers the common case of all."""
-    whole = range(begin, begin + len(segment.versions))
-    if min(segment.versions, default=oldest) >= oldest:
+    whole = range(begin, begin + segment.sampled_length)
+    if min((stamp for stamp, _ in segment.stamps), default=oldest) >= oldest:
         return whole
     return [at for at, version in zip(whole, segment.versions, strict=True) if version >= oldest]

@@ -27,4 +27,4 @@ class TextCompletion(Record, frozen=True):
     def segment(self) -> Segment:
         """It as a part of a trajectory."""
         reason = StopReason(self.stop_reason)
-        return Segment(self.token_ids, self.logprobs, self.versions, self.interrupted, reason)
+        return Segment.of(self.token_ids, self.logprobs, self.versions, self.interrupted, reason)

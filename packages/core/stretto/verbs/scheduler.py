@@ -203,7 +203,7 @@ class GroupScheduler:
 
     def _segment(self, turn: TextCompletion | Sequence[int], place: str) -> Segment:
         if not isinstance(turn, TextCompletion):
-            return Segment(token_ids=tuple(turn))
+            return Segment.of(token_ids=tuple(turn))
         tokens = len(turn.token_ids)
         if not len(turn.logprobs) == len(turn.versions) == tokens:
             told = f"{tokens} tokens, {len(turn.logprobs)} log-probabilities, {len(turn.versions)} versions"

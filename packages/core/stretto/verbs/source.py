@@ -66,7 +66,7 @@ class SourceHere:
         with self._generation.streaming(requests, every_token=False) as stream:
             async for ended in stream:
                 for one in ended:
-                    completion = Completion.of(one.request, one.member, one.segment)
+                    completion = Completion(one.request, one.member, one.segment)
                     found.append(replace(completion, top_logprobs=tuple(one.top_logprobs)))
         return found
 

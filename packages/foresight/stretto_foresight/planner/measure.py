@@ -239,15 +239,13 @@ def _batch(completions: int, length: int, vocabulary: int, version: int) -> Batc
 def _sequences(batch: Batch) -> tuple[int, ...]:
     """Number of tokens of each sequence, prompt included."""
     return tuple(
-        len(group.prompt.token_ids) + len(one.segments[0].token_ids)
-        for group in batch.groups
-        for one in group.trajectories
+        len(group.prompt.token_ids) + one.segments[0].length for group in batch.groups for one in group.trajectories
     )
 
 
 def _segment(chance: random.Random, length: int, vocabulary: int, version: int) -> Segment:
     tokens = tuple(chance.randrange(2, vocabulary) for _ in range(length))
-    return Segment(tokens, (-3.0,) * length, (version,) * length, stop_reason=StopReason.STOP)
+    return Segment.of(tokens, (-3.0,) * length, (version,) * length, stop_reason=StopReason.STOP)
 
 
 def _verdict(member: int) -> Verdict:

@@ -80,14 +80,15 @@ class SimulationReport:
         pairs = ((group, trajectory) for group in batch.groups for trajectory in group.trajectories)
         for group, trajectory in pairs:
             oldest = batch.oldest_of(group.id)
-            versions, length = trajectory.versions, len(trajectory.versions)
+            length = trajectory.sampled_length
+            stamps = [stamp for segment in trajectory.segments for stamp in segment.stamps]
             self.completions[length] += 1
-            for version, tokens in Counter(versions).items():
+            for version, tokens in stamps:
                 if version >= oldest:
                     self.staleness[batch.version - version] += tokens
                 else:
                     self.masked[length] += tokens
-            self.touched += versions[0] < oldest
+            self.touched += stamps[0][0] < oldest
 
     def expire(self, length: int, sampled: int) -> None:
         """Count a completion of `length` tokens that expired when `sampled` of them existed."""

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from stretto.core.columns import stamps_of
 from stretto.core.events import Span
 from stretto.core.records import (
     Batch,
@@ -35,6 +36,7 @@ from stretto_foresight.simulator.report import SimulationReport
 from stretto_foresight.simulator.workload import GroupLengths, Workload
 
 _PROMPTS = 997
+_TOKEN_BYTES = 8  # with its log-probability
 _LOOK = 64  # events between two looks at whether the time is over
 _POLL_SECONDS = 1.0  # as the conductor polls
 
@@ -114,7 +116,7 @@ class SimulatedRun:
         self.report.max_staleness = self.controller.max_staleness
         self.report.max_in_flight = self.controller.max_in_flight
         for trajectory in self.accounts.expired[gone:]:
-            length = len(trajectory.token_ids)
+            length = trajectory.sampled_length
             self.report.expire(length, sampled=length)
         return self.report
 
@@ -200,12 +202,8 @@ class SimulatedRun:
 
     def _trajectory(self, flight: Flight, member: int, reward: float) -> Trajectory:
         length = flight.lengths[member]
-        segment = Segment(
-            token_ids=(0,) * length,
-            behavior_logprobs=(0.0,) * length,
-            versions=flight.versions[member],
-            stop_reason=StopReason.STOP,
-        )
+        stamps = stamps_of(flight.versions[member])
+        segment = Segment.sealed(bytes(_TOKEN_BYTES * length), length, stamps, stop_reason=StopReason.STOP)
         verdict = Verdict(outcome=Outcome.RIGHT if reward else Outcome.WRONG, reward=reward)
         return Trajectory(
             id=trajectory_id(flight.ticket.group_id, member), segments=(segment,), verdict=verdict, text=""
@@ -219,7 +217,7 @@ class SimulatedRun:
         self.report.waiting += self.clock.now() - self._idle_since
         self._idle_since = None
         prompt, grain = self._workload.prompt_tokens, self._limits.grain
-        lengths = (len(trajectory.token_ids) for group in batch.groups for trajectory in group.trajectories)
+        lengths = (trajectory.sampled_length for group in batch.groups for trajectory in group.trajectories)
         seconds = self._durations.train([prompt + length * grain for length in lengths])
         self.clock.call_after(seconds, lambda: self._publish(batch, seconds))
 

@@ -144,7 +144,7 @@ def spans(versions: Sequence[int]) -> list[dict[str, Any]]:
 
 def _content(progress: Progress) -> list[Part]:
     new = progress.segment
-    ranks: Sequence[Likeliest] = progress.top_logprobs or [()] * len(new.token_ids)
+    ranks: Sequence[Likeliest] = progress.top_logprobs or [()] * new.length
     return [
         {**_ranked(token, logprob), "top_logprobs": [_ranked(*ranked) for ranked in likeliest]}
         for token, logprob, likeliest in zip(new.token_ids, new.behavior_logprobs, ranks, strict=True)

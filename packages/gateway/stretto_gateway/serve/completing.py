@@ -94,7 +94,7 @@ class Completing:
 
     async def _counted(self, stream: Stream) -> Stream:
         async for new in stream:
-            self.sampled += sum(len(progress.segment.token_ids) for progress in new)
+            self.sampled += sum(progress.segment.length for progress in new)
             self.first_token = self.first_token or time.monotonic() - self.began
             yield new
         self.last_token = time.monotonic() - self.began

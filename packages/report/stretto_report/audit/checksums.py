@@ -14,7 +14,12 @@ where a trajectory is [id, segments, outcome, reward], and a segment has its fir
 engines, and then its parent and its reward if it has either of them; in format 2 a trajectory is [completion, outcome,
 reward];
 
-and since format 3 of whole rows, in the order of their columns:
+Since format 6 a segment is packed: [columns, number of tokens, [[version, tokens], ..], checksum], and then come the
+other fields; columns are the token ids (int32) and the log-probabilities (float32 or float64). Its checksum is of the
+number, the versions and the bytes of the columns. The checksum of a step has 128 bits, and of a segment it covers
+[checksum, interruptions, stop reason, parent, reward].
+
+And since format 3 of whole rows, in the order of their columns:
 
     trajectories    all of them
     steps           all but published_version and metrics, which come later; the batch's checksum is the last
@@ -24,14 +29,18 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import xxhash
 
-CHECKSUM_BYTES = 8
+CHECKSUM_BYTES, _STEP_BYTES = 8, 16  # the latter since format 6
+_ID_BYTES = 4
+_ABSENT = ((), None, "", None)  # last fields of a segment
 _OF_SEGMENT = 5  # fields of a segment that the checksum of a step covers
 _PARENT, _REWARD = 6, 8  # those that it covers if either is there; before format 5 there are none
 
@@ -122,7 +131,7 @@ def segments_of(bulk: Sequence[Any]) -> list[list[Any]] | None:
 
 
 def _step_fits(
-    connection: sqlite3.Connection, numbers: tuple[object, ...], batch: Sequence[Sequence[Any]], found: object
+    connection: sqlite3.Connection, numbers: tuple[object, ...], batch: Sequence[Sequence[Any]], found: bytes
 ) -> bool:
     groups = []
     own = sorted((group, oldest[0]) for group, _, *oldest in batch if oldest)
@@ -132,20 +141,22 @@ def _step_fits(
         if prompt is None or any(member not in trajectories for member in members):
             return True
         try:
-            trained = [_trained(group, member, *trajectories[member]) for member in members]
+            trained = [_trained(len(found), group, member, *trajectories[member]) for member in members]
             groups.append((group, msgspec.msgpack.decode(prompt), trained))
         except (msgspec.MsgspecError, ValueError):
             return False  # it cannot be decoded
-    return found == _checksum(*numbers, groups, *([own] if own else []))
+    content = (*numbers, groups, *([own] if own else []))
+    return found == (_longer_checksum if len(found) == _STEP_BYTES else _checksum)(*content)
 
 
 def _trained(
-    group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
+    size: int, group: str, member: int, outcome: str, reward: float, stop_reason: str, interrupted: int, payload: bytes
 ) -> tuple[object, ...]:
-    """Part of a trajectory that the checksum of its step covers, in its original form."""
+    """Part of a trajectory that the checksum of its step, of this size, covers, in its original form."""
     bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
     if (segments := segments_of(bulk)) is not None:
-        return f"{group}/{member}", [_decisive(segment) for segment in segments], outcome, reward
+        decisive = _decisive_packed if size == _STEP_BYTES else _decisive
+        return f"{group}/{member}", [decisive(segment) for segment in segments], outcome, reward
     tokens, logprobs, versions, _ = bulk
     completion = {
         "request": group,
@@ -158,6 +169,34 @@ def _trained(
         "top_logprobs": (),
     }
     return completion, outcome, reward
+
+
+def unpacked(segment: list[Any]) -> list[Any]:
+    """The fields of a segment with lists of tokens, log-probabilities and versions, as they were before format 6."""
+    columns, tokens, versions, *further = segment
+    if not isinstance(columns, bytes):
+        return segment
+    ids = array("i", columns[: _ID_BYTES * tokens])
+    logprobs = array("f" if len(columns) == 2 * _ID_BYTES * tokens else "d", columns[_ID_BYTES * tokens :])
+    return [ids.tolist(), logprobs.tolist(), [one for one, count in versions for _ in range(count)], *further[1:]]
+
+
+def _decisive_packed(segment: list[Any]) -> list[object]:
+    """A resumed run may have buffered the segment in an earlier format."""
+    if not isinstance(segment[0], bytes):
+        segment = _packed(segment)
+    columns, tokens, versions, _, interrupted, stop_reason, _, parent, _, reward = segment
+    checksum = xxhash.xxh3_64(msgspec.msgpack.encode((tokens, versions)) + columns).intdigest() if tokens else 0
+    return [checksum, interrupted, stop_reason, parent, reward]
+
+
+def _packed(segment: list[Any]) -> list[Any]:
+    ids, logprobs, versions, interrupted, stop_reason, *further = segment
+    single = array("f", logprobs)
+    columns = array("i", ids).tobytes() + (single if single.tolist() == logprobs else array("d", logprobs)).tobytes()
+    stamps = [[version, len([*alike])] for version, alike in groupby(versions)]
+    further += _ABSENT[len(further) :]
+    return [columns, len(ids), stamps, 0, interrupted, stop_reason, *further]
 
 
 def _decisive(segment: Sequence[object]) -> list[object]:
@@ -181,6 +220,10 @@ def _file_checksum(path: Path) -> str:
 
 def _checksum(*content: object) -> bytes:
     return xxhash.xxh3_64_digest(msgspec.msgpack.encode(content))
+
+
+def _longer_checksum(*content: object) -> bytes:
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(content))
 
 
 def _does_not_fit(what: str) -> str:

@@ -18,9 +18,16 @@ import msgspec
 
 from stretto.core.errors import Problem, RunFolderError, StoreError
 from stretto_report.audit.bounds import Bounds, RecordedChange, read_bounds
-from stretto_report.audit.checksums import CHECKSUM_BYTES, broken_checksums, broken_files, payload_fits, segments_of
+from stretto_report.audit.checksums import (
+    CHECKSUM_BYTES,
+    broken_checksums,
+    broken_files,
+    payload_fits,
+    segments_of,
+    unpacked,
+)
 
-FORMATS = (2, 3, 4, 5)  #: formats that can be checked
+FORMATS = (2, 3, 4, 5, 6)  #: formats that can be checked
 PROMPT, NOTHING = -1, -2  #: `parent` of a segment without one
 _FIRST_SEALED = 3
 _ENGINES, _PARENT = 5, 6  # their places in a segment
@@ -357,7 +364,7 @@ def _trajectory(group: str, row: list[object]) -> RecordedTrajectory:
     if isinstance(payload, bytes) and payload_fits(id, (verdict, reward, stop_reason, interrupted), payload):
         bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
         found = segments_of(bulk)
-        every = [bulk[:3]] if found is None else found
+        every = [bulk[:3]] if found is None else [unpacked(segment) for segment in found]
         recorded = tuple(_segment(place, segment) for place, segment in enumerate(every))
         segments = [segment for segment in every if segment[2]]
         versions = tuple(version for segment in segments for version in segment[2])

@@ -158,7 +158,7 @@ class Sampler:
 def _tokens(completion: Completion, width: int) -> SampledTokens:
     likeliest = None
     if width:
-        ids = np.zeros((len(completion.token_ids), width), np.int32)
+        ids = np.zeros((completion.segment.length, width), np.int32)
         logprobs = np.full(ids.shape, _NONE, np.float32)
         for at, row in enumerate(completion.top_logprobs):
             for rank, (token, logprob) in enumerate(row[:width]):

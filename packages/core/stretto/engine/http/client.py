@@ -23,6 +23,7 @@ from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, ScoreReq
 Message = TypeVar("Message")
 
 _OK, _SERVER_ERROR = 200, 500
+_IDLE_SECONDS = 60.0  # an engine's server keeps its connections for a day
 _NAMED = 3  # most requests named in a message
 _FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(Completion | list[Refusal])
 
@@ -55,7 +56,7 @@ class HttpEngine:
         self.name = name
         self._owner = f"the client of {name}"
         self._answer_seconds, self._load_seconds, self._health_seconds = answer_seconds, load_seconds, health_seconds
-        self._connections = Connections(name, address, key, context)
+        self._connections = Connections(name, address, key, context, idle=_IDLE_SECONDS)
 
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Completions as they end, one per seed of every request. Leaving the iteration early aborts the rest.
@@ -116,7 +117,11 @@ class HttpEngine:
         """Tokens of unfinished completions beyond the `known` ones."""
         message = PartialsRequest(known={request: list(counts) for request, counts in known.items()})
         body = await self._exchange("/partials", message, "the tokens of unfinished completions", self._health_seconds)
-        return decoded(body, Partials)
+        found = decoded(body, Partials)
+        for id, pieces in found.items():
+            if not all(piece.intact for piece in pieces.values()):
+                raise WireError(f"{self.name} sent tokens of {id!r} whose checksum does not fit")
+        return found
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """The log-probabilities of all tokens but the first of each text by the version in use, at temperature 1.
@@ -168,6 +173,8 @@ class HttpEngine:
             raise _unknown(body, error) from None
         if isinstance(told, list):
             raise _error(told[0])
+        if not told.segment.intact:
+            raise EngineLied(self.name, f"sent tokens of {told.request!r} whose checksum does not fit")
         return told
 
 

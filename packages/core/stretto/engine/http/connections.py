@@ -49,16 +49,15 @@ class Connection(asyncio.Protocol):
 
     def _begin(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
-        self._parts = bytearray()
+        self._parts: list[bytes] = []
         self.complete = self._kept = False
         self._completed = 0.0
         self.status = 0
 
-    @property
-    def reusable(self) -> bool:
-        """Whether the connection is open and its last response ended recently."""
-        idle = asyncio.get_running_loop().time() - self._completed
-        return not self._lost and self.complete and self._kept and idle < _IDLE_SECONDS
+    def is_reusable(self, idle: float) -> bool:
+        """Whether the connection is open and its last response ended within the last `idle` seconds."""
+        since = asyncio.get_running_loop().time() - self._completed
+        return not self._lost and self.complete and self._kept and since < idle
 
     def send(self, method: str, path: str, body: bytes, media: str = MSGPACK) -> None:
         """Send a request whose bodies are of type `media`."""
@@ -79,8 +78,8 @@ class Connection(asyncio.Protocol):
                 raise EngineLost(self._engine, "broke off in the middle of a reply")
             self._wake.clear()
             await self._wake.wait()  # the deadline is the caller's
-        part, self._parts = bytes(self._parts), bytearray()
-        return part
+        parts, self._parts = self._parts, []
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def rest(self) -> bytes:
         """The remaining body of the response. Raises as `read`."""
@@ -118,7 +117,7 @@ class Connection(asyncio.Protocol):
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        self._parts += body
+        self._parts.append(body)
 
     def on_message_complete(self) -> None:
         self.complete = True
@@ -136,11 +135,14 @@ class Connections:
         key: str = "",
         context: ssl.SSLContext | None = None,
         silent: int = _SILENT_SECONDS,
+        idle: float = _IDLE_SECONDS,
     ) -> None:
-        """`silent`: seconds without a sign of the engine's machine until a connection counts as lost."""
+        """`silent`: seconds without a sign of the engine's machine until a connection counts as lost; `idle`: seconds
+        after which an idle one is not used again."""
         self._engine, self._key, self._context, self._silent = engine, key, context, silent
         self._path, self._host, self._port = split_address(address)
         self._named = address if self._path is None else "localhost"  # as an HTTP server knows itself
+        self._longest = idle
         self._idle: list[Connection] = []
         self._used: set[Connection] = set()
 
@@ -153,7 +155,7 @@ class Connections:
             EngineLost: nobody listens at the address.
             DeadlineExceeded: the address does not answer at all.
         """
-        while self._idle and not self._idle[-1].reusable:
+        while self._idle and not self._idle[-1].is_reusable(self._longest):
             self._idle.pop().close()
         connection = self._idle.pop() if self._idle else await self._connect()
         self._used.add(connection)
@@ -161,7 +163,7 @@ class Connections:
             yield connection
         finally:
             self._used.discard(connection)
-            if connection.reusable:
+            if connection.is_reusable(self._longest):
                 self._idle.append(connection)
             else:
                 connection.close()

@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from stretto.core.columns import stamps_of
 from stretto.core.engine import Progress
 from stretto.core.records import Completion, Likeliest, Segment, StopReason
 from stretto.engine.native.sampling import Filtered, SamplingColumns, top_logprobs
@@ -83,18 +84,19 @@ class Completions:
 
     def _resume(self, row: int, prefix: Segment) -> None:
         """Continue from a segment that another engine or an earlier run sampled."""
-        if not prefix.token_ids:
+        if not prefix.length:
             return
-        start, end = int(self.lengths[row]), int(self.lengths[row]) + len(prefix.token_ids)
-        self._history[row, start:end] = prefix.token_ids
+        token_ids = prefix.token_ids
+        start, end = int(self.lengths[row]), int(self.lengths[row]) + prefix.length
+        self._history[row, start:end] = token_ids
         self._logprobs[row, start:end] = prefix.behavior_logprobs
         self._versions[row, start:end] = prefix.versions
-        self.newest[row], self.lengths[row] = prefix.token_ids[-1], end
+        self.newest[row], self.lengths[row] = token_ids[-1], end
         self.interrupted[row] = prefix.interrupted
         if row in self._watches:
             self._completed_stop(row)  # the watch has counted these tokens
         if row in self.matchers:
-            self.matchers[row].take(prefix.token_ids)
+            self.matchers[row].take(token_ids)
 
     def context(self, row: int) -> Ints:
         """All tokens of a row except the newest: the contents of its KV cache."""
@@ -159,8 +161,7 @@ class Completions:
         self.forget(row)
         segment, likeliest = self._segment(row, 0), tuple(self._likeliest.pop(row, ()))
         reason = StopReason.STOP if self._stopped[row] else StopReason.LENGTH
-        completion = Completion.of(member.request.id, member.index, replace(segment, stop_reason=reason))
-        return replace(completion, top_logprobs=likeliest) if likeliest else completion
+        return Completion(member.request.id, member.index, replace(segment, stop_reason=reason), likeliest)
 
     def forget(self, row: int) -> None:
         """Drop the grammar and stop-text state of a row."""
@@ -169,12 +170,11 @@ class Completions:
 
     def _segment(self, row: int, known: int) -> Segment:
         new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
-        return Segment(
-            token_ids=tuple(self._history[row, new].tolist()),
-            behavior_logprobs=tuple(self._logprobs[row, new].tolist()),
-            versions=tuple(self._versions[row, new].tolist()),
-            interrupted=int(self.interrupted[row]),
-        )
+        columns = self._history[row, new].astype(np.int32).tobytes() + self._logprobs[row, new].tobytes()
+        versions, length = self._versions[row, new], new.stop - new.start
+        alike = length and versions[0] == versions[-1]  # versions never decrease
+        stamps = ((int(versions[0]), length),) if alike else stamps_of(versions.tolist())
+        return Segment.sealed(columns, length, stamps, int(self.interrupted[row]))
 
     def _completed_stop(self, row: int) -> bool:
         watch, begin = self._watches[row], int(self.prompts[row])

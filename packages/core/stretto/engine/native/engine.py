@@ -203,7 +203,7 @@ class NativeEngine:
             for row, member in rows
             if member.request.id in known and member.index < len(known[member.request.id])
         )
-        return [progress for progress in found if progress.segment.token_ids]
+        return [progress for progress in found if progress.segment.length]
 
     def update(self, version: int, tensors: Mapping[str, Tensor], since: float | None = None) -> None:
         """Interrupt every running completion and load weights.
@@ -353,7 +353,7 @@ class NativeEngine:
         """Count tokens of ended completions while their request is open; an abort wastes these too, since a group is
         judged whole."""
         for completion in completions:
-            self._ended[completion.request] += len(completion.token_ids)
+            self._ended[completion.request] += completion.segment.length
             if not self._scheduler.is_open(completion.request):
                 del self._ended[completion.request]
 

@@ -86,7 +86,7 @@ class TokenStream:
 
     def progressed(self, progress: Progress) -> None:
         """See `CompletionListener`."""
-        self._known[progress.request, progress.member] += len(progress.segment.token_ids)
+        self._known[progress.request, progress.member] += progress.segment.length
         self._new.append(progress)
         self._wake.set()
 
@@ -306,7 +306,7 @@ class Generation:
 
     def _send_progress(self) -> None:
         for progress in self.engine.progress(self._sent):
-            self._sent[progress.request][progress.member] += len(progress.segment.token_ids)
+            self._sent[progress.request][progress.member] += progress.segment.length
             self._listeners[progress.request].progressed(progress)
 
 

@@ -55,7 +55,7 @@ def check_grammar(request: GenerateRequest, grammars: Grammars | None) -> None:
         raise RefusedRequest(_GRAMMAR, "a grammar", "none: this engine has no tokenizer")
     grammars.check(sampling.grammar, sampling.stop_token_ids)
     for prefix in request.prefixes:
-        if prefix.token_ids and not grammars.matcher(sampling.grammar).take(prefix.token_ids):
+        if prefix.length and not grammars.matcher(sampling.grammar).take(prefix.token_ids):
             raise RefusedRequest("prefixes", "tokens that the grammar does not allow", "tokens that follow it")
 
 
@@ -106,8 +106,10 @@ def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: in
         allowed = "none, or one for each seed"
         raise RefusedRequest("prefixes", f"{len(request.prefixes)} prefixes for {len(request.seeds)} seeds", allowed)
     for prefix in request.prefixes:
-        tokens = len(prefix.token_ids)
-        if not tokens == len(prefix.behavior_logprobs) == len(prefix.versions):
+        tokens = prefix.length
+        if not prefix.intact:
+            raise RefusedRequest("prefixes", "tokens whose checksum does not fit", "tokens as they were sampled")
+        if tokens and not prefix.sampled:
             raise RefusedRequest("prefixes", f"{tokens} tokens", "as many log-probabilities and versions")
         if tokens and tokens >= left:
             allowed = f"fewer than {left}, which max_tokens and the context of {context_length} leave"
@@ -121,9 +123,10 @@ def _check_stamps(prefix: Segment, version: int) -> None:
     """Check the log-probabilities, versions and interruptions of a prefix."""
     if wrong := [logprob for logprob in prefix.behavior_logprobs if not abs(logprob) < _LARGEST_FLOAT]:
         raise RefusedRequest("prefixes.behavior_logprobs", f"{wrong[0]}", "finite numbers")
-    if outside := [stamp for stamp in prefix.versions if not 0 <= stamp <= version]:
+    stamps = [stamp for stamp, _ in prefix.stamps]
+    if outside := [stamp for stamp in stamps if not 0 <= stamp <= version]:
         raise RefusedRequest("prefixes.versions", f"version {outside[0]}", f"0 to {version}, the version in use")
-    if list(prefix.versions) != sorted(prefix.versions):
+    if stamps != sorted(stamps):
         raise RefusedRequest("prefixes.versions", "a version after a newer one", "versions that never decrease")
     if not 0 <= prefix.interrupted <= MOST_INTERRUPTIONS:
         raise RefusedRequest("prefixes.interrupted", f"{prefix.interrupted}", f"0 to {MOST_INTERRUPTIONS:,}")

@@ -173,7 +173,7 @@ def _earlier(folder: RunFolder, ledger: Ledger) -> Totals:
     if (totals := ledger.get(TOTALS, Totals)) is None:
         return Totals(max_staleness=None)
     members = (member for group in read_unfinished(folder.ledger) for member in group.members.values())
-    go_on = sum(len(segment.versions) for member in members for segment in member.segments)
+    go_on = sum(segment.sampled_length for member in members for segment in member.segments)
     return carried_over(totals, ledger.on_record.tokens + go_on)
 
 

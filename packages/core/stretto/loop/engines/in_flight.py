@@ -40,11 +40,11 @@ class Prefix:
     all tokens each time."""
 
     def __init__(self, *pieces: Segment) -> None:
-        self._pieces, self.tokens = [*pieces], sum(len(piece.token_ids) for piece in pieces)
+        self._pieces, self.tokens = [*pieces], sum(piece.length for piece in pieces)
 
     def extend(self, piece: Segment) -> None:
         self._pieces.append(piece)
-        self.tokens += len(piece.token_ids)
+        self.tokens += piece.length
 
     @property
     def segment(self) -> Segment:
@@ -86,7 +86,7 @@ class GroupInFlight:
         self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
         prefixes = tuple(self.before.get(member, Segment()) for member in self.members)
         seeds = tuple(of.seeds[member] for member in self.members)
-        resumed = any(prefix.token_ids for prefix in prefixes)
+        resumed = any(prefix.length for prefix in prefixes)
         return msgspec.structs.replace(of, id=self.request_id, seeds=seeds, prefixes=prefixes if resumed else ())
 
     def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
@@ -152,7 +152,9 @@ class InFlight:
                 try:
                     async for completion in self._engines.generate(group.request(request), least=group.least):
                         member = group.members[completion.member]
-                        group.ended.setdefault(member, msgspec.structs.replace(completion, member=member))
+                        if member != completion.member:
+                            completion = msgspec.structs.replace(completion, member=member)
+                        group.ended.setdefault(member, completion)
                     if count := len(request.seeds) - len(group.ended):
                         raise EngineLost("an engine", f"ended {request.id} with {count} completions missing")
                 except EngineLost as loss:  # another engine continues what is known
@@ -174,7 +176,7 @@ class InFlight:
         """Allow turns of the trajectory `session` until its group is forgotten. `restored`: its recorded segments from
         an earlier process, by node."""
         turns = self._turns.setdefault(session.rpartition("/")[0], {})
-        turns.update({f"{session}:{node}": len(one.versions) for node, one in enumerate(restored) if one.versions})
+        turns.update({f"{session}:{node}": one.length for node, one in enumerate(restored) if one.sampled})
 
     async def turn(self, session: str, request: TurnRequest) -> Segment:
         """Sample one whole turn of the trajectory `session` (bound to the id: a `conversation.session.Sampler`). It is
@@ -189,7 +191,7 @@ class InFlight:
             raise _given_up(session)
         if (turn := self._groups.get(id)) is None:
             prefix = msgspec.structs.replace(request.prefix, parent=None, cause="")  # engines need not know
-            known = {0: Prefix(prefix)} if prefix.token_ids else {}
+            known = {0: Prefix(prefix)} if prefix.length else {}
             turn = GroupInFlight(prefixes=known, session=session, node=request.node, least=request.least)
             self._groups[id] = turn
             self._turns[of].setdefault(id, 0)
@@ -198,7 +200,7 @@ class InFlight:
             if self._groups.get(id) is not turn:
                 raise _given_up(session)
             self._journal_ended(id, turn)
-            self._turns[of][id] = len(completion.token_ids)
+            self._turns[of][id] = completion.segment.length
             return completion.segment
         raise AssertionError("a request is one completion, or an error")
 
@@ -217,7 +219,7 @@ class InFlight:
     def sampled(self, id: str) -> int:
         """Number of tokens received so far of a group; 0 for an unknown one."""
         parts = [group for name in (id, *self._turns.get(id, ())) if (group := self._groups.get(name)) is not None]
-        ended = sum(len(completion.token_ids) for group in parts for completion in group.ended.values())
+        ended = sum(completion.segment.length for group in parts for completion in group.ended.values())
         return ended + sum(
             group.known(member) for group in parts for member in group.prefixes.keys() - group.ended.keys()
         )
@@ -226,7 +228,7 @@ class InFlight:
     def unjudged(self) -> int:
         """Number of tokens in fully sampled groups that are not judged yet."""
         whole = (group for group in self._groups.values() if group.judging)
-        return sum(len(completion.token_ids) for group in whole for completion in group.ended.values())
+        return sum(completion.segment.length for group in whole for completion in group.ended.values())
 
     async def keep(self, patience: float | None = None) -> None:
         """Journal the new tokens of all groups in flight. A crash loses only tokens that came after the last call.

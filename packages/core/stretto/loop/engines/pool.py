@@ -271,8 +271,8 @@ class EnginePool:
         engine = self._engines[name]
         try:
             # Versions never fall within a completion: the engine needs the version of the last token, or a newer one.
-            stamps = (stamp for request in requests for prefix in request.prefixes for stamp in prefix.versions)
-            if oldest := max(least, max(stamps, default=0)):
+            stamps = [prefix.stamps for request in requests for prefix in request.prefixes if prefix.stamps]
+            if oldest := max(least, max([stamped[-1][0] for stamped in stamps], default=0)):
                 await engine.until_it_serves(oldest)
             engine.open |= ids
             async for completion in engine.client.generate(*requests):

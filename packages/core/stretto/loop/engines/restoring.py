@@ -26,7 +26,7 @@ def _in_flight(group: UnfinishedGroup) -> GroupInFlight:
     known = {member: found.segments[0] for member, found in group.members.items() if found.segments}
     ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
     return GroupInFlight(
-        ended={member: Completion.of(group.id, member, segment) for member, segment in ended.items()},
+        ended={member: Completion(group.id, member, segment) for member, segment in ended.items()},
         prefixes={member: Prefix(segment) for member, segment in known.items() if member not in ended},
         journaled=set(ended),
     )

@@ -92,7 +92,7 @@ def sessions_of_evaluation(
 
         async def sample(request: TurnRequest) -> Segment:
             segment = await turns(request)
-            count(Completion.of(id, 0, segment))
+            count(Completion(id, 0, segment))
             return segment
 
         return Session(id, prompt, seed, sample, record)

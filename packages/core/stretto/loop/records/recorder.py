@@ -162,7 +162,7 @@ class Recorder:
 
     def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-        lengths = [len(trajectory.versions) for trajectory in trajectories]
+        lengths = [trajectory.sampled_length for trajectory in trajectories]
         ages = loss_tokens(batch)
         if decided := self._judged.right + self._judged.wrong:
             self._judged = Judged(accuracy=self._judged.right / decided)

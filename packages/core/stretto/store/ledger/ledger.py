@@ -174,7 +174,7 @@ class Ledger:
         """
         row = self._row(id)
         self._partials.append((_INSERT_PARTIAL, (row.key, row.journaled, encode_piece(id, piece, node))))
-        row.journaled += max(1, len(piece.token_ids))
+        row.journaled += max(1, piece.length)
 
     def retract(self, id: str, count: int, node: int = 0) -> None:
         """Delete the tokens of a segment after its first `count`, from the file too."""
@@ -360,7 +360,7 @@ class Ledger:
             if key not in by_key:
                 raise StoreError(f"{self._path}: holds partial tokens of trajectory {key}, which is not in flight")
             id, row = by_key[key]
-            row.journaled = begin + max(1, len(decode_piece(id, payload)[1].token_ids))
+            row.journaled = begin + max(1, decode_piece(id, payload)[1].length)
         for (key,) in self._query(_CALLING):
             if key not in by_key:
                 raise StoreError(f"{self._path}: holds calls of trajectory {key}, which is not in flight")

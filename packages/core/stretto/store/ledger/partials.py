@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from stretto.core.records import NOTHING, Record, Segment
+from stretto.store.ledger.old_tokens import segment_of
 from stretto.store.ledger.seals import SIZE, check, seal
 
 _PIECES = "SELECT payload FROM partials WHERE key = ? ORDER BY begin"
@@ -25,8 +26,7 @@ _CALLS = "SELECT number, asked, reply, seal FROM calls WHERE key = ? ORDER BY nu
 _PAIR = b"\x92"  # begins a MessagePack array of two
 
 _encode = msgspec.msgpack.Encoder().encode
-_segment = msgspec.msgpack.Decoder(Segment).decode
-_placed = msgspec.msgpack.Decoder(tuple[int, Segment]).decode
+_parts = msgspec.msgpack.Decoder(list[Any]).decode
 
 
 #: The rows of a statement with these parameters.
@@ -66,7 +66,8 @@ def decode_piece(id: str, sealed: bytes) -> tuple[int, Segment]:
     """
     body = sealed[SIZE:]
     check(sealed[:SIZE], seal(id, body), f"a piece of trajectory {id}")
-    return _placed(body) if body[:1] == _PAIR else (0, _segment(body))
+    parts = _parts(body)
+    return (parts[0], segment_of(parts[1])) if body[:1] == _PAIR else (0, segment_of(parts))
 
 
 def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
@@ -84,7 +85,7 @@ def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterat
     told = 0
     for begin, sealed in query(_BEGINS, (key,)):
         place, piece = decode_piece(id, sealed)
-        told += len(piece.token_ids) if place == node else 0
+        told += piece.length if place == node else 0
         if place == node and told > count:
             yield _DELETE_PIECE, (key, begin)
 

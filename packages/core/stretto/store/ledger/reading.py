@@ -26,7 +26,7 @@ from stretto.measures.goodput import OnRecord
 from stretto.store.ledger.partials import UnfinishedMember, read_member
 from stretto.store.ledger.rows import BatchMember, decode_payload
 from stretto.store.ledger.schema import reading
-from stretto.store.ledger.seals import META, Value, batch_seal, check, find_fact, seal
+from stretto.store.ledger.seals import META, Value, batch_seal, check, find_fact, format_of_step, seal
 
 _STEPS = "SELECT step, version, oldest_trainable, batch, seal FROM steps WHERE step > ? AND step <= ? ORDER BY step"
 _GROUP = "SELECT key, members, prompt_id, admitted_version, prompt_token_ids FROM groups WHERE id = ?"
@@ -82,7 +82,7 @@ def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
             groups = tuple(_trained(path, connection, one.group, one.members) for one in placed)
             own = {one.group: one.oldest_trainable for one in placed if one.oldest_trainable is not None}
             read = Batch(step, version, groups, oldest_trainable, own)
-            check(sealed, batch_seal(read, number), f"{path}: the batch of step {step}")
+            check(sealed, batch_seal(read, format_of_step(sealed, number)), f"{path}: the batch of step {step}")
             yield read
 
 

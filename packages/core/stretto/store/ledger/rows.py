@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, Segment, State, Trajectory, Update
 from stretto.core.states import ALLOWED
 from stretto.measures.goodput import OnRecord
-from stretto.store.ledger.schema import FORMAT
+from stretto.store.ledger.old_tokens import segment_of
 from stretto.store.ledger.seals import SIZE, batch_seal, check, seal
 
 
@@ -60,7 +60,7 @@ _MASKED = 5  # the place of the masked tokens in a row of table ``steps``
 def encode_payload(trajectory: Trajectory) -> bytes:
     """Encode a trajectory's payload with a seal, which also covers its verdict, stop reason and interruptions."""
     verdict = trajectory.verdict
-    columns = (verdict.outcome.value, verdict.reward, trajectory.stop_reason, trajectory.interrupted)
+    columns = (verdict.outcome, verdict.reward, trajectory.stop_reason, trajectory.interrupted)
     body = _ENCODER.encode(Payload(trajectory.segments, trajectory.text, verdict.rewards, trajectory.session))
     return seal(trajectory.id, columns, body) + body
 
@@ -81,7 +81,7 @@ def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Paylo
         *columns_of_tokens, text = parts
         _, _, stop_reason, interrupted = columns
         parts = [[[*columns_of_tokens, interrupted, stop_reason]], text]
-    return msgspec.convert(parts, Payload)
+    return msgspec.convert([[segment_of(segment) for segment in parts[0]], *parts[1:]], Payload)
 
 
 #: Writes the columns of a `LiveRow`.
@@ -133,18 +133,11 @@ class LiveRow:
 
     def finish(self, trajectory: Trajectory) -> None:
         """Note the finished completion and its verdict."""
-        verdict = trajectory.verdict
-        sampled = [segment.versions for segment in trajectory.segments if segment.versions]
+        verdict, stop_reason = trajectory.verdict, trajectory.stop_reason
+        tokens, oldest, newest, interrupted = _sampled(trajectory.segments)
         self.finished = True
-        self._outcome = (
-            verdict.outcome.value,
-            verdict.reward,
-            trajectory.stop_reason,
-            sum(map(len, sampled)),
-            min((versions[0] for versions in sampled), default=None),
-            max((versions[-1] for versions in sampled), default=None),
-            trajectory.interrupted,
-        )
+        ended = str(stop_reason) if stop_reason is not None else None
+        self._outcome = (str(verdict.outcome), verdict.reward, ended, tokens, oldest, newest, interrupted)
 
     @property
     def tokens(self) -> int:
@@ -155,7 +148,7 @@ class LiveRow:
 
     def columns(self) -> tuple[object, ...]:
         """Values in the column order of the table ``trajectories``."""
-        head = (self.key, self.group_key, self.member, self.state.value, self.reason, self.trained_step)
+        head = (self.key, self.group_key, self.member, str(self.state), self.reason, self.trained_step)
         columns = head + self._outcome
         return (*columns, seal(*columns))
 
@@ -177,6 +170,20 @@ class LiveRow:
         return row
 
 
+def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, int]:
+    """Sampled tokens, the oldest and the newest version among them, interruptions."""
+    tokens = interrupted = 0
+    oldest = newest = None
+    for segment in segments:
+        interrupted += segment.interrupted
+        if stamps := segment.stamps:
+            tokens += segment.length
+            first, last = stamps[0][0], stamps[-1][0]
+            oldest = first if oldest is None else min(oldest, first)
+            newest = last if newest is None else max(newest, last)
+    return tokens, oldest, newest, interrupted
+
+
 class TokenTally:
     """Running token counts of a ledger by their fate."""
 
@@ -185,10 +192,11 @@ class TokenTally:
 
     def moved(self, row: LiveRow, before: State, had: int) -> None:
         """Account for `row`, which was in state `before` with `had` tokens."""
-        self._counts[before.value] -= had
-        self._counts[row.state.value] += row.tokens
+        counts = self._counts
+        counts[before] -= had
+        counts[row.state] += row.tokens
         if not row.finished:
-            self._counts[f"{row.state}_unjudged"] += 1
+            counts[f"{row.state}_unjudged"] += 1
 
     def trained(self, step: tuple[object, ...]) -> None:
         """Account for the masked tokens of a trained step, given the columns of its row."""
@@ -211,7 +219,7 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
     staleness = dict(sorted(loss_tokens(batch).items(), reverse=True))  # as they were sampled
     if any(age < 0 for age in staleness):
         raise BoundViolated(f"batch {batch.step} holds tokens newer than its version {batch.version}")
-    every = sum(len(trajectory.versions) for group in batch.groups for trajectory in group.trajectories)
+    every = sum(trajectory.sampled_length for group in batch.groups for trajectory in group.trajectories)
     own = batch.oldest_by_group
     membership = [
         (group.id, [t.member for t in group.trajectories], *([own[group.id]] if group.id in own else []))
@@ -229,7 +237,7 @@ def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
         msgspec.json.encode(membership).decode(),
         committed,
     )
-    sealed = batch_seal(batch, FORMAT)
+    sealed = batch_seal(batch)
     return (*columns, None, None, sealed, seal(*columns, sealed))
 
 

@@ -26,8 +26,10 @@ from stretto.store import lock
 from stretto.store.ledger.seals import seal
 from stretto.store.ledger.wal import check_log, log_of
 
-FORMAT = 5
-_BEFORE = 3  # a resumed run goes on in this format; formats 3 and 4 know no calls, and 3 no names of engines
+FORMAT = 6
+_BEFORE = 3  # a resumed run goes on in this format; before 6 tokens are not packed, before 5 there are no calls,
+# and before 4 no names of engines
+_FIRST_CALLS = 5
 _PATIENCE = 5.0  # seconds
 _OLDEST = 2  # the oldest format that can be read; it has no seals of trajectories, steps, prompts and the start
 
@@ -113,8 +115,9 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
             if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
             connection.create_function("seal", -1, seal, deterministic=True)
-            if _check_format(path, connection, _BEFORE) != FORMAT:
-                connection.executescript(f"BEGIN; {_CALLS} PRAGMA user_version = {FORMAT}; COMMIT;")
+            if (found := _check_format(path, connection, _BEFORE)) != FORMAT:
+                calls = _CALLS if found < _FIRST_CALLS else ""
+                connection.executescript(f"BEGIN; {calls} PRAGMA user_version = {FORMAT}; COMMIT;")
         except (sqlite3.Error, UnicodeDecodeError) as error:
             raise StoreError(f"{path}: cannot be opened as a ledger: {error}") from error
         undo.pop_all()

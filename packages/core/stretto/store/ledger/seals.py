@@ -11,10 +11,10 @@ import msgspec
 import xxhash
 
 from stretto.core.errors import StoreError
-from stretto.core.records import Batch, Completion, Segment, Trajectory
+from stretto.core.records import Batch, Segment, Trajectory
 
 SIZE = 8  #: bytes of a seal
-SEALED = 5  #: the first fields of a segment are sealed; then come the names of its engines
+_PACKED = 6  # since this format, tokens are packed
 
 Value = TypeVar("Value")
 
@@ -50,32 +50,53 @@ def find_fact(rows: Iterable[tuple[str, str, object]], path: Path, name: str, ki
     return msgspec.json.decode(facts[name], type=kind) if name in facts else None
 
 
-def batch_seal(batch: Batch, number: int) -> bytes:
+def batch_seal(batch: Batch, number: int = 6) -> bytes:
     """Checksum of all data of a batch that affect the weights: tokens, log-probabilities, versions, rewards, and their
-    order. `number` is the format of the ledger."""
+    order. `number` is the format in which its step is on record; since 6, the tokens are there by their own checksum,
+    and the seal has twice the bytes."""
     groups = [
         (group.id, group.prompt.token_ids, [_sealed(group.id, trajectory, number) for trajectory in group.trajectories])
         for group in batch.groups
     ]
     own = [sorted(batch.oldest_by_group.items())] if batch.oldest_by_group else []
-    return seal(batch.step, batch.version, batch.oldest_trainable, groups, *own)
+    content = (batch.step, batch.version, batch.oldest_trainable, groups, *own)
+    return seal(*content) if number < _PACKED else xxhash.xxh3_128_digest(_encode(content))
+
+
+def format_of_step(sealed: bytes, number: int) -> int:
+    """The format in which a step is on record, in a ledger of format `number`; a resumed run may have earlier ones."""
+    return min(number, _PACKED - 1) if len(sealed) == SIZE else number
 
 
 def _sealed(group: str, trajectory: Trajectory, number: int) -> tuple[object, ...]:
     verdict = trajectory.verdict
     if number > 2:
-        return trajectory.id, [_decisive(segment) for segment in trajectory.segments], verdict.outcome, verdict.reward
+        decisive = _decisive if number < _PACKED else _decisive_packed
+        return trajectory.id, [decisive(segment) for segment in trajectory.segments], verdict.outcome, verdict.reward
     (segment,) = trajectory.segments
-    completion = msgspec.structs.asdict(Completion.of(group, trajectory.member, segment))
-    del completion["engines"]
+    completion = {
+        "request": group,
+        "member": trajectory.member,
+        "token_ids": segment.token_ids,
+        "behavior_logprobs": segment.behavior_logprobs,
+        "versions": segment.versions,
+        "stop_reason": segment.stop_reason,
+        "interrupted": segment.interrupted,
+        "top_logprobs": (),
+    }
     return completion, verdict.outcome, verdict.reward
 
 
 def _decisive(segment: Segment) -> tuple[object, ...]:
     """Fields of a segment that affect the weights; parent and reward only if it has either."""
-    fields = msgspec.structs.astuple(segment)[:SEALED]
+    tokens = (segment.token_ids, segment.behavior_logprobs, segment.versions)
+    fields = (*tokens, segment.interrupted, segment.stop_reason)
     plain = segment.parent is None and segment.reward is None
     return fields if plain else (*fields, segment.parent, segment.reward)
+
+
+def _decisive_packed(segment: Segment) -> tuple[object, ...]:
+    return segment.checksum, segment.interrupted, segment.stop_reason, segment.parent, segment.reward
 
 
 def check(found: object, expected: bytes, what: str) -> None:

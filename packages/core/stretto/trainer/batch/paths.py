@@ -8,7 +8,6 @@ Axes: T token, S own sampled token.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -56,11 +55,11 @@ def paths_of(prompt: Prompt, trajectory: Trajectory) -> list[PathTokens]:
     """One entry for each path of a decided trajectory; none if nothing was sampled.
 
     Raises:
-        BoundViolated: a token has no log-probability or version, or was sampled without any context.
+        BoundViolated: a token is not what was sampled, or was sampled without any context.
     """
     for segment in trajectory.segments:
-        if not len(segment.versions) == len(segment.behavior_logprobs) in (0, len(segment.token_ids)):
-            raise BoundViolated(f"trajectory {trajectory.id}: a token lacks its version or log-prob")
+        if not segment.intact:
+            raise BoundViolated(f"trajectory {trajectory.id}: its tokens are not what was sampled: no checksum fits")
     return [
         _tokens(prompt, trajectory, path, path_id(trajectory.id, number))
         for number, path in enumerate(paths(trajectory.segments))
@@ -82,7 +81,7 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str) -> Path
     start = end = len(prompt.token_ids) if path.behind_prompt else 0
     spans = list[range]()
     for place in path.segments:
-        begin, end = end, end + len(trajectory.segments[place].token_ids)
+        begin, end = end, end + trajectory.segments[place].length
         spans += [range(begin, end)] if place in path.trained else ()
     if spans[0].start == 0:
         raise BoundViolated(f"trajectory {trajectory.id}: a token was sampled without any context")
@@ -103,12 +102,12 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str) -> Path
 
 
 def _newest_writer(own: Sequence[Segment]) -> str:
-    newest = max(segment.versions[-1] for segment in own)
+    newest = max(segment.stamps[-1][0] for segment in own)
     names = set[str]()
     for segment in own:
-        if segment.versions[-1] == newest:
+        version, sampled = segment.stamps[-1]
+        if version == newest:
             name, wrote = segment.writers[-1]
-            sampled = len(segment.versions) - bisect_left(segment.versions, newest)
             names.add(name if sampled <= wrote else "")
     return names.pop() if len(names) == 1 else ""
 
@@ -122,4 +121,4 @@ def _turns(trajectory: Trajectory, own: Sequence[Segment]) -> Iterator[PathTurn]
     apart = any(segment.reward is not None for segment in trajectory.segments)
     for segment in own:
         whole = 0.0 if apart or segment is not own[-1] else trajectory.reward
-        yield PathTurn(len(segment.token_ids), whole if segment.reward is None else segment.reward)
+        yield PathTurn(segment.length, whole if segment.reward is None else segment.reward)

@@ -100,7 +100,7 @@ class Exchange:
             self._tokens -= sampling.max_tokens
             raise
         segment = turn.segment
-        self._tokens += len(segment.token_ids) - sampling.max_tokens
+        self._tokens += segment.length - sampling.max_tokens
         text, opens = services.detokenize(segment.token_ids), "" if order.token_ids else self._prompt.opens
         if with_opening(text, opens) != text:
             self._thoughts.add(text)

@@ -131,7 +131,7 @@ _Token = tuple[int, float | None, int | None]
 def _tokens(trajectory: Trajectory) -> list[_Token]:
     found: list[_Token] = []
     for segment in trajectory.segments:
-        given = (None,) * len(segment.token_ids)
+        given = (None,) * segment.length
         columns = (segment.token_ids, segment.behavior_logprobs or given, segment.versions or given)
         found += zip(*columns, strict=True)
     return found

@@ -71,7 +71,7 @@ class Training:
             return cls(row, trained, fault=f"{step} is not on record; the recipe's logging.tokens says what is kept")
         except StoreError as error:
             return cls(row, trained, fault=f"{step} cannot be read: {error}")
-        if found is None or len(found.outcome) != sum(len(segment.versions) for segment in segments):
+        if found is None or len(found.outcome) != sum(segment.sampled_length for segment in segments):
             return cls(row, trained, fault=f"{step} is not on record of this trajectory")
         return cls(row, trained, found)
 
@@ -85,7 +85,7 @@ class Training:
     def fates(self, segment: Segment, window: slice, first: int) -> list[str]:
         """Outcome of each token in a window of a segment; `first` is the index of its first token among the sampled
         ones."""
-        count = len(segment.token_ids[window])
+        count = len(range(segment.length)[window])
         if not segment.sampled:
             return ["context"] * count
         if self.trained is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import msgspec
@@ -187,7 +187,7 @@ class Reader:
             prompt_length=len(prompt),
             rewards=dict(payload.rewards),
             session=payload.session,
-            tokens=(total := sum(len(segment.token_ids) for segment in payload.segments)),
+            tokens=(total := sum(segment.length for segment in payload.segments)),
             cut=Cut(offset, limit, offset + limit < total),
             segments=list(self._segments(payload.segments, training, offset, offset + limit)),
             training=training.sums,
@@ -258,10 +258,10 @@ class Reader:
         self, segments: Sequence[Segment], training: Training, first: int, last: int
     ) -> Iterator[ShownSegment]:
         """Segments that overlap tokens [first, last) or end at `first`, each with its tokens in that window."""
-        begins = accumulate((len(segment.token_ids) for segment in segments), initial=0)
-        sampled = accumulate((len(segment.versions) for segment in segments), initial=0)
+        begins = accumulate((segment.length for segment in segments), initial=0)
+        sampled = accumulate((segment.sampled_length for segment in segments), initial=0)
         for index, (segment, begin, own) in enumerate(zip(segments, begins, sampled, strict=False)):
-            end = begin + len(segment.token_ids)
+            end = begin + segment.length
             if end < first or begin >= last:
                 continue
             window = slice(max(0, first - begin), max(0, last - begin))
@@ -276,7 +276,7 @@ class Reader:
                 reward=segment.reward,
                 engines=segment.engines,
                 interrupted=segment.interrupted,
-                length=len(segment.token_ids),
+                length=segment.length,
                 offset=begin,
                 calls=calls,
                 tokens=self._columns(segment, window, training, own + window.start),
@@ -319,7 +319,7 @@ def life(row: TableRow, segments: Sequence[Segment], trained: TrainedIn | None) 
     begin = 0
     for segment in segments:
         yield from _of_segment(segment, begin)
-        begin += len(segment.token_ids)
+        begin += segment.length
     if row.verdict is not None:
         reward = "without a reward" if row.reward is None else f"with reward {row.reward:g}"
         yield LifeEvent("judged", f"judged {row.verdict}, {reward}")
@@ -339,14 +339,14 @@ def _of_segment(segment: Segment, begin: int) -> Iterator[LifeEvent]:
     ends = [*accumulate(count for _, count in segment.engines)]
     engines = [name or "an engine that is not on record" for name, _ in segment.engines]
     by = f" by {engines[0]}" if engines else ""
-    version = segment.versions[0]
+    version = segment.stamps[0][0]
     yield LifeEvent(
         "begun", f"begun{by} with version {version}", version, begin, engine=engines[0] if engines else None
     )
-    changes = [at for at in range(1, len(segment.versions)) if segment.versions[at] != segment.versions[at - 1]]
+    changes = [*pairwise(accumulate((count for _, count in segment.stamps), initial=0))][1:]
     happened = [
-        (at, LifeEvent("interrupted", f"went on with version {segment.versions[at]}", segment.versions[at], begin + at))
-        for at in changes
+        (at, LifeEvent("interrupted", f"went on with version {stamp}", stamp, begin + at))
+        for (at, _), (stamp, _) in zip(changes, segment.stamps[1:], strict=True)
     ]
     happened += [
         (at, LifeEvent("moved", f"went on by {name}", token=begin + at, engine=name))
@@ -358,7 +358,7 @@ def _of_segment(segment: Segment, begin: int) -> Iterator[LifeEvent]:
         yield LifeEvent("interrupted", f"stopped by {more} more updates without a token between")
     if segment.stop_reason is not None:
         why = "at its end" if segment.stop_reason == "stop" else "at its length limit"
-        yield LifeEvent("ended", f"ended {why}, {len(segment.token_ids)} tokens", token=begin + len(segment.token_ids))
+        yield LifeEvent("ended", f"ended {why}, {segment.length} tokens", token=begin + segment.length)
 
 
 def _prompt(packed: bytes | None) -> tuple[int, ...]:
