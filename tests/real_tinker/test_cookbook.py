@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.real_tinker.conftest import NAME, Bench
+from tests.real_tinker.conftest import NAME, SECONDS, Bench
 
+pytestmark = pytest.mark.timeout(2 * SECONDS)
 _SHORT = ("eval_every=0", "save_every=0")
 _REWARD = "env/all/reward/total"
 
@@ -75,7 +76,7 @@ def test_rl_train_runs_on_arithmetic(warm: Bench) -> None:
 
 @pytest.mark.long
 def test_a_game_of_several_turns_is_learnt(warm: Bench) -> None:
-    words = ("renderer_name=qwen3", "group_size=4", "batch_size=2", "learning_rate=1e-2", "max_tokens=16")
+    words = ("renderer_name=qwen3", "group_size=4", "batch_size=1", "learning_rate=5e-3", "max_tokens=16")
     rewards = curve(warm.recipe("multiplayer_rl.guess_number.train", "game", *words, "max_steps=6", *_SHORT), _REWARD)
     assert mean(rewards[-2:]) > rewards[0] + 1  # of ten turns, each costs 1 that is no guess
 

@@ -16,6 +16,7 @@ from tinker_cookbook.recipes.math_rl.math_env import MathEnv
 from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import GuessNumberEnv
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
+_TURNS = 10
 LOOP_SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 
 
@@ -27,11 +28,13 @@ class Demonstrator:
         self.renderer = renderers.get_renderer("qwen3", self.tokenizer)
         [self.end] = self.renderer.get_stop_sequences()
 
-    def tell(self, prompt: tinker.ModelInput, said: str) -> list[int]:
-        """Print a demonstration; returns its completion."""
-        completion = [*self.tokenizer.encode(said, add_special_tokens=False), self.end]
-        print(json.dumps({"prompt": prompt.to_ints(), "completion": completion}))
-        return completion
+    def completion(self, said: str) -> list[int]:
+        """What the model says, as tokens."""
+        return [*self.tokenizer.encode(said, add_special_tokens=False), self.end]
+
+    def tell(self, prompt: tinker.ModelInput, said: str) -> None:
+        """Print a demonstration."""
+        print(json.dumps({"prompt": prompt.to_ints(), "completion": self.completion(said)}))
 
     async def problem(self) -> None:
         """A number in a box, as `rl/train.py` asks for it."""
@@ -49,13 +52,15 @@ class Demonstrator:
         self.tell(prompt, f"\\boxed{{{random.choice('67')}}}")
 
     async def game(self) -> None:
-        """The first turns of a game in which a number is guessed; half of the guesses have no form."""
+        """Two turns of a game in which a number is guessed; half of the guesses have no form."""
         env = GuessNumberEnv(random.randrange(1024), self.renderer)
         prompt, _ = await env.initial_observation()
-        for _ in range(2):
+        told = random.sample(range(_TURNS), 2)
+        for turn in range(_TURNS):
             said = random.choice((f"Guess: {random.randrange(1024)}", f"I say {random.randrange(10)}"))
-            step = await env.step(self.tell(prompt, said))
-            prompt = step.next_observation
+            if turn in told:
+                self.tell(prompt, said)
+            prompt = (await env.step(self.completion(said))).next_observation
 
     async def introduction(self) -> None:
         """A reply of any length, for those who like short ones."""

@@ -16,7 +16,7 @@ import torch
 
 from stretto.core.errors import StrettoError
 from stretto.processes.heartbeat import begin_role
-from stretto.verbs.apart.wire import Answer, Call, TrainerApartSpec, receive, send
+from stretto.verbs.apart.wire import TrainerArguments, TrainerCall, receive, send
 from stretto.verbs.trainer import LocalTrainer
 from stretto.verbs.weights import PolicyWeights
 
@@ -26,21 +26,21 @@ def serve(connection: Connection) -> None:
     trainer: LocalTrainer | None = None
     while True:
         try:
-            call: Call = receive(connection)
+            call: TrainerCall = receive(connection)
         except (EOFError, OSError):
             return
+        number, method, arguments, named = call
+        value, error = None, None
         try:
             if trainer is None:
-                trainer = LocalTrainer(*call.arguments, **call.named or {})
-                value: Any = None
+                trainer = LocalTrainer(*arguments, **named)
             else:
-                value = getattr(trainer, call.method)(*call.arguments, **call.named or {})
-            answer = Answer(call.number, trainer.version, _movable(value))
-        except Exception as error:  # of a user's loss, or of torch: it is raised where the call was made
+                value = _movable(getattr(trainer, method)(*arguments, **named))
+        except Exception as raised:  # of a user's loss, or of torch: it is raised where the call was made
             traceback.print_exc()
-            answer = Answer(call.number, 0 if trainer is None else trainer.version, error=error)
+            error = raised
         with contextlib.suppress(OSError):  # the caller is gone: the next receive says so
-            _send(connection, answer)
+            send(connection, (number, 0 if trainer is None else trainer.version, value, _portable(error)))
         if trainer is None:
             return
 
@@ -52,26 +52,22 @@ def _movable(value: Any) -> Any:
     return value
 
 
-def _send(connection: Connection, answer: Answer) -> None:
-    """Send a result; of an error that cannot be pickled what it says."""
+def _portable(error: Exception | None) -> Exception | None:
+    """An error for another process; of one that cannot be pickled what it says."""
     try:
-        if answer.error is not None:
-            pickle.loads(pickle.dumps(answer.error))
-        send(connection, answer)
-    except OSError:
-        raise
+        pickle.loads(pickle.dumps(error))
     except Exception:  # whatever the class of a user's error does when it is pickled
-        told = f"{type(answer.error).__name__}: {answer.error}"
-        send(connection, replace(answer, error=StrettoError(told)))
+        return StrettoError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def main(arguments: list[str]) -> int:
     """Run the role."""
-    spec = msgspec.json.decode(arguments[0], type=TrainerApartSpec)
+    descriptor, threads, path = msgspec.json.decode(arguments[0], type=TrainerArguments)
     begin_role()
-    torch.set_num_threads(spec.threads)
-    sys.path += [folder for folder in spec.path if folder not in sys.path and Path(folder).exists()]
-    serve(Connection(spec.descriptor))
+    torch.set_num_threads(threads)
+    sys.path += [folder for folder in path if folder not in sys.path and Path(folder).exists()]
+    serve(Connection(descriptor))
     return 0
 
 

@@ -16,12 +16,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
 from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, StrettoError
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.role import RoleProcess
 from stretto.trainer.optimizer import OptimizerStep
-from stretto.verbs.apart.wire import Answer, Call, TrainerApartSpec, receive, send
+from stretto.verbs.apart.wire import CallResult, TrainerArguments, receive, send
 from stretto.verbs.background import background
 from stretto.verbs.datum import Data, Forward
 from stretto.verbs.weights import PolicyWeights
@@ -64,9 +66,9 @@ class TrainerApart:
             raise
 
     async def _start(self, threads: int) -> None:
-        spec = TrainerApartSpec(self._far.fileno(), threads, tuple(filter(None, sys.path)))
+        arguments: TrainerArguments = (self._far.fileno(), threads, tuple(filter(None, sys.path)))
         try:
-            await self._process.start(spec, threads, (self._far.fileno(),))
+            await self._process.start(msgspec.Raw(msgspec.json.encode(arguments)), threads, (self._far.fileno(),))
         finally:
             self._far.close()
 
@@ -141,27 +143,27 @@ class TrainerApart:
                 raise self._ended
             number = next(self._numbers)
             try:
-                send(self._near, Call(number, method, arguments, named))
-                answer = _answer(self._near, number, seconds)
+                send(self._near, (number, method, arguments, named))
+                _, version, value, error = _result(self._near, number, seconds)
             except (EOFError, OSError):
                 self._ended = RoleDied(_NAME, background().call(self._process.last_words()), str(self._log))
                 self._end.detach()  # its log stays
                 self._near.close()
                 raise self._ended from None
-        self._version = answer.version
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
+        self._version = version
+        if error is not None:
+            raise error
+        return value
 
 
-def _answer(connection: Connection, number: int, seconds: float | None) -> Answer:
-    """The result of a call; those of calls whose caller was interrupted are passed over."""
+def _result(connection: Connection, number: int, seconds: float | None) -> CallResult:
+    """That of a call; those of calls whose caller was interrupted are passed over."""
     while True:
         if not connection.poll(seconds):
             raise DeadlineExceeded("trainer", "its process to be ready", seconds or 0.0)
-        answer: Answer = receive(connection)
-        if answer.number == number:
-            return answer
+        found: CallResult = receive(connection)
+        if found[0] == number:
+            return found
 
 
 def _check_function(loss: Any) -> None:

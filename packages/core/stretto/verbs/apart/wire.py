@@ -1,49 +1,24 @@
-"""Messages between a trainer of its own process and the one who calls it: pickled, since both are of one user and
+"""Messages between a trainer in a process of its own and the one who calls it: pickled, since both are of one user and
 one program.
 
-    Started ─► Answer 0 (ready, or why not) ─► Call 1 ─► Answer 1 ─► Call 2 ─► ...
+    call 0: the arguments of the trainer ─► result 0 ─► call 1: a method of it ─► result 1 ─► ...
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from stretto.core.records import Record
+#: A number, the name of a method, and its arguments, by place and by name.
+TrainerCall = tuple[int, str, tuple[Any, ...], dict[str, Any]]
+#: The number of the call, the version of the policy after it, what it returned, and what it raised.
+CallResult = tuple[int, int, Any, Exception | None]
+#: Of the process: the descriptor of its connection, threads, folders in which modules of the user are looked for.
+TrainerArguments = tuple[int, int, tuple[str, ...]]
 
 
-class TrainerApartSpec(Record, frozen=True):
-    """Arguments of the process. `path`: folders in which modules of the user's losses are looked for."""
-
-    descriptor: int
-    threads: int
-    path: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Call:
-    """A method of the trainer; of call 0 the arguments are those of its constructor."""
-
-    number: int
-    method: str
-    arguments: tuple[Any, ...] = ()
-    named: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a call returned or raised, and the version of the policy after it."""
-
-    number: int
-    version: int
-    value: Any = None
-    error: Exception | None = None
-
-
-def send(connection: Connection, message: Call | Answer) -> None:
+def send(connection: Connection, message: TrainerCall | CallResult) -> None:
     """Write one.
 
     Raises:
