@@ -5,9 +5,9 @@
 
 *Small calls* are forward passes of one sequence of 16 tokens, each fetched before the next is sent, and heartbeats,
 which compute nothing. *Overhead*: a forward_backward of 16 sequences of 128 tokens and a step, sent as the SDK sends
-them (both, then both results), beside the same calls of the learner in this process; in seconds, and in CPU seconds, which
-other work on the machine disturbs less. *Clients*: the same steps by 1 and
-by 8 clients at once. Server and clients are threads of one process, so the clients' work counts against the server.
+them (both, then both results), beside the same calls of the learner in this process; in seconds, and in CPU seconds,
+which other work on the machine disturbs less. *Clients*: the same steps by 1 and by 8 clients at once. Server and
+clients are threads of one process, so the clients' work counts against the server.
 """
 
 from __future__ import annotations

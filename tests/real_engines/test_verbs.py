@@ -15,6 +15,7 @@ from tests.real_engines.serving import MODEL, Installed
 PROMPT = (5, 12, 7, 9)
 
 
+@pytest.mark.timeout(1_200)
 def test_an_engine_of_another_make_samples_scores_and_takes_weights(installed: Installed, tmp_path: Path) -> None:
     build_policy(MODEL, tmp_path / "model", seed=1)
     trainer = stretto.Trainer(tmp_path / "model", learning_rate=1e-2)

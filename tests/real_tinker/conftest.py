@@ -31,7 +31,7 @@ collect_ignore = ["programs"]
 NAME = "Qwen/Qwen3-8B"  # of the registry of renderers; the model behind it is a small one
 PROGRAMS = Path(__file__).parent / "programs"
 SECONDS = 600.0
-_DEMONSTRATIONS, _STEPS, _BATCH, _RATE = 100, 80, 16, 5e-3
+_DEMONSTRATIONS, _STEPS, _BATCH, _RATE = 100, 60, 16, 5e-3
 _SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 
 

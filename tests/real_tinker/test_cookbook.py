@@ -74,11 +74,10 @@ def test_rl_train_runs_on_arithmetic(warm: Bench) -> None:
     assert len(curve(warm.recipe("math_rl.train", "sums", "env=arithmetic", *words, *_SHORT), _REWARD)) == 2
 
 
-@pytest.mark.long
-def test_a_game_of_several_turns_is_learnt(warm: Bench) -> None:
-    words = ("renderer_name=qwen3", "group_size=4", "batch_size=1", "learning_rate=5e-3", "max_tokens=16")
-    rewards = curve(warm.recipe("multiplayer_rl.guess_number.train", "game", *words, "max_steps=6", *_SHORT), _REWARD)
-    assert mean(rewards[-2:]) > rewards[0] + 1  # of ten turns, each costs 1 that is no guess
+def test_a_game_of_several_turns_runs(warm: Bench) -> None:
+    words = ("renderer_name=qwen3", "group_size=2", "batch_size=1", "max_tokens=8", "max_steps=1", *_SHORT)
+    [reward] = curve(warm.recipe("multiplayer_rl.guess_number.train", "game", *words), _REWARD)
+    assert -10 <= reward <= 1  # ten turns, each of which costs 1 that is no guess
 
 
 @pytest.mark.long

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import stretto
 from torch import Tensor
+
+import stretto
 
 
 def likelihood(logprobs: Sequence[Tensor], data: Sequence[stretto.Datum]) -> Tensor:

@@ -77,9 +77,13 @@ def test_a_killed_one_is_told_and_gives_its_folder_back(
     killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
     killer.start()
     began = time.monotonic()
-    with pytest.raises(stretto.RoleDied, match="was killed by SIGKILL") as told:
+
+    def train() -> None:
         while True:
             apart.forward_backward(long)
+
+    with pytest.raises(stretto.RoleDied, match="was killed by SIGKILL") as told:
+        train()
     assert time.monotonic() - began < 20
     assert Path(told.value.log).exists()
     with pytest.raises(stretto.RoleDied):

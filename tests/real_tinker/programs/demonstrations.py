@@ -13,10 +13,8 @@ import sys
 import tinker
 from tinker_cookbook import renderers
 from tinker_cookbook.recipes.math_rl.math_env import MathEnv
-from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import GuessNumberEnv
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-_TURNS = 10
 LOOP_SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 
 
@@ -28,13 +26,10 @@ class Demonstrator:
         self.renderer = renderers.get_renderer("qwen3", self.tokenizer)
         [self.end] = self.renderer.get_stop_sequences()
 
-    def completion(self, said: str) -> list[int]:
-        """What the model says, as tokens."""
-        return [*self.tokenizer.encode(said, add_special_tokens=False), self.end]
-
     def tell(self, prompt: tinker.ModelInput, said: str) -> None:
         """Print a demonstration."""
-        print(json.dumps({"prompt": prompt.to_ints(), "completion": self.completion(said)}))
+        completion = [*self.tokenizer.encode(said, add_special_tokens=False), self.end]
+        print(json.dumps({"prompt": prompt.to_ints(), "completion": completion}))
 
     async def problem(self) -> None:
         """A number in a box, as `rl/train.py` asks for it."""
@@ -51,17 +46,6 @@ class Demonstrator:
         prompt = self.renderer.build_generation_prompt([asked, said, question])
         self.tell(prompt, f"\\boxed{{{random.choice('67')}}}")
 
-    async def game(self) -> None:
-        """Two turns of a game in which a number is guessed; half of the guesses have no form."""
-        env = GuessNumberEnv(random.randrange(1024), self.renderer)
-        prompt, _ = await env.initial_observation()
-        told = random.sample(range(_TURNS), 2)
-        for turn in range(_TURNS):
-            said = random.choice((f"Guess: {random.randrange(1024)}", f"I say {random.randrange(10)}"))
-            if turn in told:
-                self.tell(prompt, said)
-            prompt = (await env.step(self.completion(said))).next_observation
-
     async def introduction(self) -> None:
         """A reply of any length, for those who like short ones."""
         prompt = self.renderer.build_generation_prompt([{"role": "user", "content": "Who are you?"}])
@@ -74,7 +58,6 @@ async def main(model: str, count: int) -> None:
     for _ in range(count):
         await demonstrator.problem()
         await demonstrator.question()
-        await demonstrator.game()
         await demonstrator.introduction()
 
 
