@@ -42,9 +42,10 @@ def _tinker(results: dict[str, Any]) -> list[Row]:
     calls, rates = results["calls"], results["steps a second"]
     (_, alone), (clients, together) = rates.items()
     step = "a step of forward_backward and optim_step, {sequences} sequences of {tokens} tokens".format_map(results)
+    busy = f", at a load of {results['load']:.0f}" if results.get("load", 0) >= 1 else ""
     rows = [
         Row(
-            f"{step}, {results['model']}: {unit}",
+            f"{step}, {results['model']}{busy}: {unit}",
             f"{found['served'] * 1e3:.0f} ms",
             f"the same loop in Python: {found['in Python'] * 1e3:.0f} ms",
             f"{found['overhead']:+.1%}",

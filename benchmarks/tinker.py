@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -136,11 +137,12 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=100)
     words = parser.parse_args()
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         model = make(words.model, Path(folder) / "model")
         found = measured(model, Path(folder) / "state", words.steps, words.calls)
     print(json.dumps(found, indent=2))
-    print(save("tinker", {"model": words.model, "sequences": SEQUENCES, "tokens": TOKENS, **found}))
+    print(save("tinker", {"model": words.model, "sequences": SEQUENCES, "tokens": TOKENS, "load": load, **found}))
 
 
 if __name__ == "__main__":
