@@ -4,6 +4,7 @@ a trainer, under the weights of the folder and under those of an update."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,12 @@ PROMPT = (5, 12, 7, 9)
 def test_an_engine_of_another_make_samples_scores_and_takes_weights(installed: Installed, tmp_path: Path) -> None:
     build_policy(MODEL, tmp_path / "model", seed=1)
     trainer = stretto.Trainer(tmp_path / "model", learning_rate=1e-2)
-    settings = {"kind": installed.kind, "python": str(installed.python), "cache_gib": 0.25, "device": "cpu"}
+    settings: dict[str, Any] = {
+        "kind": installed.kind,
+        "python": str(installed.python),
+        "cache_gib": 0.25,
+        "device": "cpu",
+    }
     with stretto.Engine.load(tmp_path / "model", **settings, dtype="float32", deadlines={"start": 600.0}) as engine:
         for version in (0, 1):
             sampled = engine.sample(PROMPT, 2, seed=version, max_tokens=8, stop_token_ids=())
