@@ -61,7 +61,7 @@ def test_rl_loop_learns(warm: Bench) -> None:
     ],
 )
 def test_rl_train_learns_in_each_mode(mode: str, words: tuple[str, ...], warm: Bench) -> None:
-    small = ("group_size=8", "groups_per_batch=8", "learning_rate=4e-3", "lora_rank=8", "max_tokens=12", "max_steps=10")
+    small = ("group_size=8", "groups_per_batch=8", "learning_rate=4e-3", "lora_rank=8", "max_tokens=12", "max_steps=8")
     rows = warm.recipe("math_rl.train", mode, "env=gsm8k", *small, *_SHORT, *words)
     rewards = curve(rows, _REWARD)
     assert mean(rewards[-2:]) > rewards[0] + 0.2
