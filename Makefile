@@ -106,7 +106,7 @@ tinker-environment: .venv/ready-test  ## the environment of Tinker's SDK and coo
 	-$(RUN) benchmarks.peers.environment tinker
 
 test-tinker: tinker-environment  ## the tests of packages/tinker, with Tinker's SDK and cookbook as published
-	$(RUN) pytest tests/tinker tests/real_tinker packages/tinker
+	$(RUN) pytest -m '' tests/tinker tests/real_tinker packages/tinker
 
 test-clusters: .venv/ready-test  ## the tests on a real Ray cluster of three nodes, on this machine
 	$(RUN) pytest tests/real_clusters

@@ -1,4 +1,4 @@
-"""Rows of the results page for workflows and for the gateway of agents."""
+"""Rows of the results page for workflows, for the gateway of agents, and for Tinker's SDK."""
 
 from __future__ import annotations
 
@@ -38,4 +38,30 @@ def _gateway(results: dict[str, Any]) -> list[Row]:
     return [Row(what, f"{row['cpu_ms']:.1f} ms", "the engine not counted")]
 
 
+def _tinker(results: dict[str, Any]) -> list[Row]:
+    calls, rates = results["calls"], results["steps a second"]
+    (_, alone), (clients, together) = rates.items()
+    step = "a step of forward_backward and optim_step, {sequences} sequences of {tokens} tokens".format_map(results)
+    busy = f", at a load of {results['load']:.0f}" if results.get("load", 0) >= 1 else ""
+    rows = [
+        Row(
+            f"{step}, {results['model']}{busy}: {unit}",
+            f"{found['served'] * 1e3:.0f} ms",
+            f"the same loop in Python: {found['in Python'] * 1e3:.0f} ms",
+            f"{found['overhead']:+.1%}",
+        )
+        for unit in ("seconds", "CPU seconds")
+        for found in [results[f"{unit} of a step"]]
+    ]
+    return [
+        *rows,
+        Row(f"such steps a second, {clients} at once", f"{together:.2f}", f"1 client: {alone:.2f}"),
+        Row(
+            "small calls a second, one after the other: forward of 16 tokens; heartbeat",
+            f"{calls['forward']:.0f}; {calls['heartbeat']:.0f}",
+        ),
+    ]
+
+
+TINKER: dict[str, Make] = {"tinker": _tinker}
 SECTION: dict[str, Make] = {"workflows": _learns_in_turns, "calculator": _learns_its_tool, "gateway": _gateway}

@@ -20,6 +20,7 @@ from benchmarks.rows import PEERS, Row, async_sync, ratios_to, span, training, t
 from benchmarks.rows import SECTIONS as OF_STRETTO
 from benchmarks.server_rows import SECTION as OF_SERVERS
 from benchmarks.session_rows import SECTION as OF_SESSIONS
+from benchmarks.session_rows import TINKER as OF_TINKER
 from benchmarks.tally import read
 
 _SHOWN = ("1", "16", "64")  # sequences of the README's rows of generation
@@ -27,6 +28,7 @@ _FAULTS = "../explanation/faults.md"
 SECTIONS = {
     **OF_STRETTO,
     "Workflows and agents": OF_SESSIONS,
+    "stretto tinker": OF_TINKER,
     "vLLM and SGLang": OF_SERVERS,
     "stretto watch": OF_DASHBOARD,
     "stretto plan": OF_PLANNER,

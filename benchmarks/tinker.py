@@ -5,14 +5,16 @@
 
 *Small calls* are forward passes of one sequence of 16 tokens, each fetched before the next is sent, and heartbeats,
 which compute nothing. *Overhead*: a forward_backward of 16 sequences of 128 tokens and a step, sent as the SDK sends
-them (both, then both results), beside the same calls of the learner in this process. *Clients*: the same steps by 1 and
-by 8 clients at once. Server and clients are threads of one process, so the clients' work counts against the server.
+them (both, then both results), beside the same calls of the learner in this process; in seconds, and in CPU seconds,
+which other work on the machine disturbs less. *Clients*: the same steps by 1 and by 8 clients at once. Server and
+clients are threads of one process, so the clients' work counts against the server.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -56,27 +58,41 @@ def small_calls(client: Client, id: str, data: Data, calls: int) -> dict[str, fl
     return found
 
 
-def steps(client: Client, number: int, data: Data, count: int) -> list[float]:
-    """Seconds of each step of a new model."""
+Step = tuple[float, float]
+
+
+def now() -> Step:
+    """Seconds, and CPU seconds of this process."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(began: Step) -> Step:
+    """How many have gone by."""
+    wall, cpu = now()
+    return wall - began[0], cpu - began[1]
+
+
+def steps(client: Client, number: int, data: Data, count: int) -> list[Step]:
+    """Seconds and CPU seconds of each step of a new model."""
     id, seconds = client.create(number, rank=8), []
     for step in range(count):
-        began = time.perf_counter()
+        began = now()
         both = client.forward_backward(id, 2 * step + 1, data), client.step(id, 2 * step + 2)
         client.output(both[0])
         client.result(both[1])
-        seconds.append(time.perf_counter() - began)
+        seconds.append(since(began))
     return seconds
 
 
-def plain_steps(backend: LocalBackend, data: Data, count: int) -> list[float]:
-    """Seconds of each step of the learner itself."""
+def plain_steps(backend: LocalBackend, data: Data, count: int) -> list[Step]:
+    """Seconds and CPU seconds of each step of the learner itself."""
     learner, seconds = backend.create(Shape(Lora(8), 7)), []
     datums = [Datum(np.asarray(tokens), {"target_tokens": np.asarray(more["target_tokens"])}) for tokens, more in data]
     for _ in range(count):
-        began = time.perf_counter()
+        began = now()
         learner.forward_backward(datums, "cross_entropy", {}, backward=True)
         learner.optim_step(Adam(learning_rate=1e-2))
-        seconds.append(time.perf_counter() - began)
+        seconds.append(since(began))
     return seconds
 
 
@@ -90,11 +106,13 @@ def measured(model: Path, folder: Path, count: int, calls: int) -> dict[str, Any
         found: dict[str, Any] = {
             "calls": small_calls(client, client.create(99), data_of(backend.vocabulary, 1, SMALL), calls)
         }
-        served, plain = [], []
+        served, plain = list[Step](), list[Step]()
         for turn in range(3):  # in turns, so that what runs beside them disturbs both alike
             served += steps(client, turn, data, count)
             plain += plain_steps(backend, data, count)
-        found |= {"served": median(served), "plain": median(plain), "overhead": median(served) / median(plain) - 1}
+        for at, unit in enumerate(("seconds", "CPU seconds")):
+            ours, theirs = (median(step[at] for step in all_steps) for all_steps in (served, plain))
+            found[f"{unit} of a step"] = {"served": ours, "in Python": theirs, "overhead": ours / theirs - 1}
         clients = [Client(address, f"tml-{number}") for number in range(CLIENTS)]
         began = time.perf_counter()
         with ThreadPoolExecutor(CLIENTS) as pool:
@@ -119,11 +137,12 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=100)
     words = parser.parse_args()
     torch.set_num_threads(1)
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         model = make(words.model, Path(folder) / "model")
         found = measured(model, Path(folder) / "state", words.steps, words.calls)
     print(json.dumps(found, indent=2))
-    print(save("tinker", {"model": words.model, **found}))
+    print(save("tinker", {"model": words.model, "sequences": SEQUENCES, "tokens": TOKENS, "load": load, **found}))
 
 
 if __name__ == "__main__":

@@ -61,9 +61,10 @@ async def main(folder: Path, steps: int = 100) -> None:
         bounds: dict[str, Any] = {"batch_size": 8, "group_size": 8, "max_in_flight": 4, "max_staleness": 2}
         own: dict[str, Any] = {"tokenizer": engine.tokenizer, "ledger": ledger, "version": trainer.version}
         scheduler = stretto.Scheduler(list("0123456789"), **own, **bounds)
-        generating = asyncio.create_task(generate(engine, scheduler))
-        await train(trainer, engine, scheduler, folder, steps)
-        generating.cancel()
+        async with asyncio.TaskGroup() as both:  # an error of one ends the other
+            generating = both.create_task(generate(engine, scheduler))
+            await train(trainer, engine, scheduler, folder, steps)
+            generating.cancel()
         print(ledger.balance())
 
 

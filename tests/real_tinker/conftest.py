@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+import stretto
 from benchmarks.peers.environment import Environment, PeerUnavailable
 from stretto.engine.config import EngineConfig
 from stretto.model.hf.folder import quiet_transformers
@@ -29,6 +31,7 @@ collect_ignore = ["programs"]
 NAME = "Qwen/Qwen3-8B"  # of the registry of renderers; the model behind it is a small one
 PROGRAMS = Path(__file__).parent / "programs"
 SECONDS = 600.0
+_DEMONSTRATIONS, _STEPS, _BATCH, _RATE = 100, 60, 16, 5e-3
 _SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 
 
@@ -134,11 +137,40 @@ class Bench:
         return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="session")
-def bench(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    folder = tmp_path_factory.mktemp("cookbook")
-    build_model(folder / NAME)
-    write_all_data(folder)
+@contextmanager
+def served(python: Path, folder: Path) -> Iterator[Bench]:
+    """The model of a folder, served."""
     backend = LocalBackend(folder / NAME, NAME, EngineConfig(cache_gib=0.5, device="cpu"), 4096)
     with serving(backend, folder / "state") as (address, _):
         yield Bench(python, address, folder)
+
+
+@pytest.fixture(scope="session")
+def bench(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """A model with random weights."""
+    folder = tmp_path_factory.mktemp("cookbook")
+    build_model(folder / NAME)
+    write_all_data(folder)
+    with served(python, folder) as found:
+        yield found
+
+
+def warm_up(bench: Bench, folder: Path) -> None:
+    """Write the model of a bench as it is after demonstrations of what the cookbook's environments ask for."""
+    told = bench.run(str(PROGRAMS / "demonstrations.py"), NAME, str(_DEMONSTRATIONS)).splitlines()
+    data = [stretto.Datum.of(row["prompt"], row["completion"]) for row in map(json.loads, told)]
+    trainer, chosen = stretto.Trainer(bench.folder / NAME), random.Random(0)
+    for step in range(_STEPS):
+        trainer.forward_backward(chosen.sample(data, _BATCH), "cross_entropy")
+        trainer.optim_step(_RATE * min(1.0, 2 * (1 - step / _STEPS)))
+    trainer.export(folder)
+
+
+@pytest.fixture(scope="session")
+def warm(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    """A model that has seen demonstrations, half of them right: rewards can tell its completions apart."""
+    folder = tmp_path_factory.mktemp("warm")
+    warm_up(bench, folder / NAME)
+    write_all_data(folder)
+    with served(bench.python, folder) as found:
+        yield found

@@ -6,6 +6,11 @@ import json
 import re
 from pathlib import Path
 
+import httpx
+import pytest
+
+from stretto.core.errors import RefusedRequest
+from stretto_tinker.compute.losses import LOSSES, loss_of
 from tests.real_tinker.conftest import NAME, PROGRAMS, Bench
 
 _VERSION = "0.38.0"
@@ -20,6 +25,20 @@ def test_the_version_that_was_tried_is_the_one_that_is_named(bench: Bench) -> No
     assert bench.run("-c", "import tinker; print(tinker.__version__)").strip() == _VERSION
     told = (Path(__file__).parents[2] / "docs" / "how_to" / "tinker.md").read_text()
     assert f"`tinker` {_VERSION}" in told
+
+
+def test_every_path_and_loss_of_the_sdk_is_known(bench: Bench) -> None:
+    """Served, or refused with its name and the reason."""
+    told = json.loads(bench.run(str(PROGRAMS / "names.py")))
+    assert len(told["paths"]) > 30
+    with httpx.Client(base_url=bench.address, headers={"x-api-key": "tml-names"}) as client:
+        for path in told["paths"]:
+            said = [client.request(method, path).text for method in ("GET", "POST", "PUT", "DELETE")]
+            assert any("no such path is known here" not in one for one in said), path
+    for name in told["losses"]:
+        if name not in LOSSES:
+            with pytest.raises(RefusedRequest, match=f"{name} is not served: "):
+                loss_of(name)
 
 
 def test_the_sdks_command_line_lists_downloads_and_deletes(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.record.record import Record
 from stretto_tinker.serve import RECORD
-from stretto_tinker.work import models
+from stretto_tinker.work import models, worker
 from tests.launch.running import service
 from tests.launch.warm import WarmCommand
 from tests.tinker.speaking import Client, Output, job, serving, tokens_of, told
@@ -126,6 +127,39 @@ def test_a_snapshot_and_the_requests_behind_it_are_the_state(
             client.address = address
             norm = client.result(client.step(id, 10))["metrics"]["grad_norm"]
             ends.append((norm, client.output(client.forward_backward(id, 11, data_for("cross_entropy", 5))).metrics))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("broken", ["settle", "snapshotted", "model"])
+def test_a_record_that_is_malformed_for_a_while_costs_no_step_and_takes_none_twice(
+    broken: str, backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite says so of a page that it cannot read (a `DatabaseError` that is no `OperationalError`)."""
+    monkeypatch.setattr(worker, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(models, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(models, "_RATIO", 0.0)
+    ends = list[Any]()
+    for times in (0, 3):
+        with serving(backend, tmp_path / str(times)) as (address, server):
+            client = Client(address)
+            id = client.create()
+            results(client, train(client, id, 0, 1))
+            whole, left = getattr(server.record, broken), times
+
+            def failing(*words: Any, whole: Any = whole, **named: Any) -> Any:
+                nonlocal left
+                if left and threading.current_thread().name == "tinker-worker":
+                    left -= 1
+                    raise sqlite3.DatabaseError("database disk image is malformed")
+                return whole(*words, **named)
+
+            monkeypatch.setattr(server.record, broken, failing)
+            numbers = results(client, train(client, id, 1, 4))
+            ends.append((numbers, client.output(client.forward_backward(id, 9, data_for("cross_entropy"))).metrics))
+            assert left == 0
+        with serving(backend, tmp_path / str(times)) as (address, _):
+            client.address = address
+            ends[-1] += (client.result(client.step(id, 10))["metrics"],)
     assert ends[0] == ends[1]
 
 

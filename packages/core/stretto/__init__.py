@@ -34,13 +34,12 @@ if TYPE_CHECKING:
     from stretto.rollout.controller import Ticket
     from stretto.store.series.metrics import EvaluationLine, StepMetrics
     from stretto.verbs.completion import TextCompletion
-    from stretto.verbs.datum import Datum
+    from stretto.verbs.datum import Datum, Forward
     from stretto.verbs.engine import LocalEngine as Engine
     from stretto.verbs.ledger import FolderLedger as Ledger
     from stretto.verbs.scheduler import GroupScheduler as Scheduler
     from stretto.verbs.shared_model import SharedModel
     from stretto.verbs.small_model import build_model
-    from stretto.verbs.trainer import Forward
     from stretto.verbs.trainer import LocalTrainer as Trainer
     from stretto.verbs.weights import PolicyWeights as Weights
     from stretto.worlds.workflows.conversation import Conversation, Workflow
@@ -98,7 +97,7 @@ _ORIGINS = {
     "Engine": "stretto.verbs.engine:LocalEngine",
     "Evaluation": "stretto.loop.records.evaluation",
     "EvaluationLine": "stretto.store.series.metrics",
-    "Forward": "stretto.verbs.trainer",
+    "Forward": "stretto.verbs.datum",
     "Ledger": "stretto.verbs.ledger:FolderLedger",
     "ModelFolderError": _ERRORS,
     "Recipe": "stretto.launch.recipe.recipe",

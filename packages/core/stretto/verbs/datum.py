@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from stretto.core.errors import DataError, Problem
@@ -59,6 +59,26 @@ class Datum:
     def trained(self) -> list[int]:
         """The positions that are part of a loss."""
         return [at for at in range(len(self.token_ids)) if not self.weights or self.weights[at]]
+
+
+#: What is learnt from: groups of completions with rewards, or sequences with numbers of their own.
+Data = Batch | Sequence[Datum]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The log-probabilities of the data by the policy as it was, the loss, and its metrics (docs/reference/metrics.md).
+
+    Example::
+
+        found = stretto.Trainer("model").forward([stretto.Datum.of((2, 3, 4), (5, 1))])
+        assert len(found.logprobs[0]) == 4  # of each target: 3, 4, 5, 1
+    """
+
+    logprobs: tuple[tuple[float, ...], ...]  # of every target of a datum; of the loss tokens of a path of a batch
+    loss: float = math.nan
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    ids: tuple[str, ...] = field(default=(), repr=False)
 
 
 def sample_of(datum: Datum, number: int, *, sampled: bool) -> Sample:

@@ -21,9 +21,9 @@ from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.trainer.config import LoraConfig
+from stretto.verbs.apart.engines import SourceApart
 from stretto.verbs.background import background
 from stretto.verbs.completion import TextCompletion
-from stretto.verbs.processes import SourceApart
 from stretto.verbs.prompts import Asked, prompt_of, prompts_of
 from stretto.verbs.shared_model import Lora, SharedModel, lora_of
 from stretto.verbs.source import CompletionSource, SourceHere

@@ -6,7 +6,6 @@ import math
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from stretto.core.errors import DataError, Problem, RecipeError, RunFolderError
 from stretto.core.records import Batch, Sampling
 from stretto.doors.mistakes import checked
+from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype, whole_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.kernels.choice import TRAINING
@@ -41,7 +41,8 @@ from stretto.trainer.parallel.adapters import (
 from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
-from stretto.verbs.datum import Datum, check_batch, check_data, check_sampled, sample_of
+from stretto.verbs.apart.trainer import TrainerApart
+from stretto.verbs.datum import Data, Forward, check_batch, check_data, check_sampled, sample_of
 from stretto.verbs.loss import (
     CROSS_ENTROPY,
     Loss,
@@ -56,24 +57,6 @@ from stretto.verbs.shared_model import Lora, SharedModel, lora_of
 from stretto.verbs.weights import PolicyWeights, mark_of
 
 _CHECKPOINTS = "checkpoints"  # the folder inside of that of a run
-#: What is learnt from: groups of completions with rewards, or sequences with numbers of their own.
-Data = Batch | Sequence[Datum]
-
-
-@dataclass(frozen=True)
-class Forward:
-    """The log-probabilities of the data by the policy as it was, the loss, and its metrics (docs/reference/metrics.md).
-
-    Example::
-
-        found = stretto.Trainer("model").forward([stretto.Datum.of((2, 3, 4), (5, 1))])
-        assert len(found.logprobs[0]) == 4  # of each target: 3, 4, 5, 1
-    """
-
-    logprobs: tuple[tuple[float, ...], ...]  # of every target of a datum; of the loss tokens of a path of a batch
-    loss: float = math.nan
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    ids: tuple[str, ...] = field(default=(), repr=False)
 
 
 class LocalTrainer:
@@ -142,6 +125,34 @@ class LocalTrainer:
         self._held: dict[Path, int] = {}
         self._mark = ""
         self._release = weakref.finalize(self, _release, self._held)
+
+    @classmethod
+    def apart(
+        cls,
+        model: str | Path,
+        *,
+        lora: Lora = None,
+        sampling: Mapping[str, Any] | None = None,
+        deadlines: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> TrainerApart:
+        """A trainer in a process of its own, with the same methods: its steps leave this one free.
+
+        Args:
+            deadlines: keys of a recipe's section ``[deadlines]``: `start`, `hung`.
+
+        Raises:
+            ModelFolderError, RecipeError: as for a trainer in this process.
+            RoleError: the process has not come up.
+        """
+        config = checked(settings, "Trainer.apart", OptimizerConfig)
+        waits = checked(deadlines or {}, "Trainer.apart: deadlines", DeadlinesConfig)
+        if isinstance(model, SharedModel):
+            told, remedy = "a model in the memory of this process", "give its folder"
+            raise RecipeError([Problem("Trainer.apart: model", told, remedy)])
+        threads = config.threads if "threads" in settings else torch.get_num_threads()
+        given = {**settings, "lora": lora, "sampling": sampling}
+        return TrainerApart(Path(model).expanduser().absolute(), given, threads, waits)
 
     def _load(self, folder: Path) -> Any:
         model = load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=self._settings.device)

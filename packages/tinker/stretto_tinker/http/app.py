@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import Mapping
 
 from starlette.applications import Starlette
@@ -85,6 +86,9 @@ class TinkerApp:
                 return _error(400, str(error))
             except DeadlineExceeded as error:
                 return _error(408, str(error))
+            except sqlite3.Error as error:
+                log.error("%s %s: the record: %s", request.method, request.url.path, error)
+                return _error(429, f"try again: the record cannot be read ({error})")
             except Exception:  # a bug: its traceback goes to the server's log, the client is told to look there
                 log.exception("%s %s", request.method, request.url.path)
                 return _error(500, "internal error of the server; its log has the traceback")

@@ -169,7 +169,7 @@ class Service:
         """
         try:
             found, same, new = self.record.ask(asked)
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
             raise NotServed(429, f"not accepted, try again: the record cannot be written ({error})") from None
         if not same:
             raise NotServed(422, f"seq_id: {asked.seq} of {asked.lane} is another request already")
@@ -210,7 +210,7 @@ class Service:
                     if row.expires is not None and row.expires < now():
                         self.drop(row)
                 self.record.forget_sessions(_KEPT_SECONDS)
-            except sqlite3.OperationalError as error:
+            except sqlite3.Error as error:
                 log.error("the record cannot be written: %s", error)
 
     def drop(self, row: CheckpointRow) -> None:
@@ -227,7 +227,7 @@ class Service:
         """
         try:
             return write()
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
             raise NotServed(429, f"try again: the record cannot be written ({error})") from None
 
 

@@ -12,6 +12,7 @@ part of the time, and a restart computes at most so much again.
 from __future__ import annotations
 
 import logging
+import sqlite3
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -187,9 +188,13 @@ class Models:
         try:
             if live.behind:
                 self.snapshot_if_due(live, id, now=True)
-        except OSError as error:
+        except (OSError, sqlite3.Error) as error:
             log.warning("%s: no snapshot: %s", id, error)
-        del self._live[id]
+        self.forget(id)
+
+    def forget(self, id: str) -> None:
+        """Take a model from memory without a snapshot."""
+        self._live.pop(id, None)
 
     def shape_at(self, folder: Path) -> Shape:
         """The shape of the model that wrote a checkpoint.

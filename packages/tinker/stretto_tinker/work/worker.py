@@ -22,7 +22,7 @@ import msgspec
 from stretto.core.errors import RefusedRequest, StoreError, StrettoError, described
 from stretto_tinker.compute.backend import Backend
 from stretto_tinker.record.checkpoints import Place, Weights
-from stretto_tinker.record.record import DONE, FAILED, Asked, Record
+from stretto_tinker.record.record import DONE, FAILED, Asked, ModelRow, Record
 from stretto_tinker.work.models import BACKWARD, CREATE, EFFECTS, FORWARD, LOAD, STEP, Models
 from stretto_tinker.work.sampling import Engines, Sampling, Seeded
 from stretto_tinker.work.saving import SAVES, Saving
@@ -181,15 +181,17 @@ class Worker:
             asked = lane.waiting.get(lane.next)
         if asked is None:
             return
-        self._train(asked)
-        with self._wake:
-            lane.waiting.pop(asked.seq, None)
-            lane.next = asked.seq + 1
-
-    def _train(self, asked: Asked) -> None:
-        """One request of a model: its effect, its result on record, and then the word that it is there."""
         row = self._record.model(asked.lane)
         assert row is not None, "a model is on record before its requests"
+        try:
+            self._train(asked, row)
+        finally:  # whatever happened: a request is never performed again in this process
+            with self._wake:
+                lane.waiting.pop(asked.seq, None)
+                lane.next = asked.seq + 1
+
+    def _train(self, asked: Asked, row: ModelRow) -> None:
+        """One request of a model: its effect, its result on record, and then the word that it is there."""
         try:
             live = self.models.live(row)
             if asked.kind in SAVES:
@@ -200,19 +202,26 @@ class Worker:
                 self.models.snapshot_if_due(live, row.id, now=True)
         except (RefusedRequest, StoreError, OSError) as error:
             told = described(error) if isinstance(error, OSError) else str(error)
-            self._fail(asked, told, USER if isinstance(error, RefusedRequest) else SERVER)
+            self._failed(asked, told, USER if isinstance(error, RefusedRequest) else SERVER)
             return
         except Exception as error:  # a bug, or a model that cannot compute this: its client is told, others go on
             log.exception("request %s failed", asked.id)
-            self._fail(asked, f"{type(error).__name__}: {error}", SERVER)
+            self._failed(asked, f"{type(error).__name__}: {error}", SERVER)
             return
         keep = asked.kind in EFFECTS
         self._settle(asked, lambda: self._record.settle(asked.id, DONE, result, form, proof=proof, keep_body=keep))
         if asked.kind == STEP:
             try:
                 self.models.snapshot_if_due(live, row.id)
-            except OSError as error:
-                log.warning("%s: no snapshot: %s", row.id, described(error))
+            except (OSError, sqlite3.Error) as error:
+                log.warning("%s: no snapshot: %s", row.id, described(error) if isinstance(error, OSError) else error)
+
+    def _failed(self, asked: Asked, why: str, category: str) -> None:
+        """A request of a model has failed. Of weights that were loaded in part, or loaded and then not kept, nothing
+        stays: the model is restored from the record when it is asked for again."""
+        if asked.kind == LOAD:
+            self.models.forget(asked.lane)
+        self._fail(asked, why, category)
 
     def _settle(self, asked: Asked, write: Callable[[], None]) -> None:
         """Put an outcome on record, when there is room for it: it is in memory already."""

@@ -1,0 +1,191 @@
+"""`stretto.Trainer.apart`: a trainer in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import pickle
+import shutil
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RoleDied, StrettoError
+from stretto.loop.config import DeadlinesConfig
+from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.role import RoleProcess
+from stretto.trainer.optimizer import OptimizerStep
+from stretto.verbs.apart.wire import CallResult, TrainerArguments, receive, send
+from stretto.verbs.background import background
+from stretto.verbs.datum import Data, Forward
+from stretto.verbs.weights import PolicyWeights
+
+_NAME, _ROLE = "trainer", "stretto.verbs.role"
+_GRACE_SECONDS = 1.0
+
+
+class TrainerApart:
+    """A `stretto.Trainer` in a process of its own, with the same methods and the same numbers, bit for bit.
+
+    Example::
+
+        trainer = stretto.Trainer.apart("model", learning_rate=1e-3)
+        trainer.forward_backward([stretto.Datum.of((2, 3, 4), (5, 1))], "cross_entropy")
+        trainer.optim_step()
+        stretto.Engine.load("model").update(trainer.weights())
+        trainer.close()
+
+    A call returns when its result is there; calls of several threads wait for each other. A process that was killed,
+    or hangs, is told by `RoleDied`: make the trainer again, and `load` what it saved last.
+    """
+
+    def __init__(self, model: Path, settings: Mapping[str, Any], threads: int, deadlines: DeadlinesConfig) -> None:
+        """`settings`: further arguments of `stretto.Trainer`."""
+        self.tokenizer = load_tokenizer(model)
+        self._folder = Path(tempfile.mkdtemp(prefix="stretto-trainer-"))
+        self._log = self._folder / f"{_NAME}.txt"
+        self._process = RoleProcess(_NAME, _ROLE, self._log, deadlines.hung)
+        self._near, self._far = multiprocessing.Pipe()
+        self._calls, self._numbers = threading.Lock(), itertools.count()
+        self._ended: StrettoError | None = None
+        self._version = 0
+        self._end = weakref.finalize(self, _end, self._process, self._near, self._folder)
+        try:
+            background().call(self._start(threads))
+            self._call("", model, seconds=deadlines.start, **settings)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self, threads: int) -> None:
+        arguments: TrainerArguments = (self._far.fileno(), threads, tuple(filter(None, sys.path)))
+        try:
+            await self._process.start(msgspec.Raw(msgspec.json.encode(arguments)), threads, (self._far.fileno(),))
+        finally:
+            self._far.close()
+
+    @property
+    def version(self) -> int:
+        """Of the policy after the last call."""
+        return self._version
+
+    @property
+    def pids(self) -> list[int]:
+        """Process id, while it runs."""
+        return self._process.pids
+
+    def forward(self, data: Data) -> Forward:
+        """See `stretto.Trainer`."""
+        found: Forward = self._call("forward", data)
+        return found
+
+    def forward_backward(
+        self, data: Data, loss: Any = None, *, proximal: Forward | None = None, **algorithm: Any
+    ) -> Forward:
+        """See `stretto.Trainer`; a loss that is a function is one at the top of a module.
+
+        Raises:
+            RecipeError: the function cannot be imported by another process.
+        """
+        if callable(loss):
+            _check_function(loss)
+        found: Forward = self._call("forward_backward", data, loss, proximal=proximal, **algorithm)
+        return found
+
+    def optim_step(self, learning_rate: float | None = None, **numbers: float | None) -> OptimizerStep:
+        """See `stretto.Trainer`."""
+        found: OptimizerStep = self._call("optim_step", learning_rate, **numbers)
+        return found
+
+    def weights(self) -> PolicyWeights:
+        """See `stretto.Trainer`."""
+        found: PolicyWeights = self._call("weights")
+        return found
+
+    def save(self, folder: str | Path) -> Path:
+        """See `stretto.Trainer`."""
+        found: Path = self._call("save", Path(folder).absolute())
+        return found
+
+    def load(self, folder: str | Path, *, optimizer: bool = True) -> int:
+        """See `stretto.Trainer`."""
+        self._call("load", Path(folder).absolute(), optimizer=optimizer)
+        return self._version
+
+    def export(self, folder: str | Path, *, adapters_only: bool = False) -> None:
+        """See `stretto.Trainer`."""
+        self._call("export", Path(folder).absolute(), adapters_only=adapters_only)
+
+    def close(self) -> None:
+        """End the process, and let other trainers save where this one did."""
+        self._ended = self._ended or StrettoError("the trainer is closed; make another one")
+        if (ending := self._end()) is not None:
+            ending.result(2 * _GRACE_SECONDS + 5)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: str, *arguments: Any, seconds: float | None = None, **named: Any) -> Any:
+        """A method of the trainer there; waits at most `seconds`."""
+        with self._calls:
+            if self._ended is not None:
+                raise self._ended
+            number = next(self._numbers)
+            try:
+                send(self._near, (number, method, arguments, named))
+                _, version, value, error = _result(self._near, number, seconds)
+            except (EOFError, OSError):
+                self._ended = RoleDied(_NAME, background().call(self._process.last_words()), str(self._log))
+                self._end.detach()  # its log stays
+                self._near.close()
+                raise self._ended from None
+        self._version = version
+        if error is not None:
+            raise error
+        return value
+
+
+def _result(connection: Connection, number: int, seconds: float | None) -> CallResult:
+    """That of a call; those of calls whose caller was interrupted are passed over."""
+    while True:
+        if not connection.poll(seconds):
+            raise DeadlineExceeded("trainer", "its process to be ready", seconds or 0.0)
+        found: CallResult = receive(connection)
+        if found[0] == number:
+            return found
+
+
+def _check_function(loss: Any) -> None:
+    """
+    Raises:
+        RecipeError: another process cannot import it.
+    """
+    try:
+        pickle.dumps(loss)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        importable = False
+    else:
+        importable = getattr(loss, "__module__", "") != "__main__"
+    if not importable:
+        name = getattr(loss, "__qualname__", repr(loss))
+        told, remedy = f"{name} cannot be imported by another process", "define it at the top of a module of its own"
+        raise RecipeError([Problem("forward_backward: loss", told, remedy)])
+
+
+def _end(process: RoleProcess, connection: Connection, folder: Path) -> Future[None]:
+    """End the process; not waited for, since the collector may call this in any thread."""
+    connection.close()
+    ending = background().start(process.stop(_GRACE_SECONDS))
+    ending.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
+    return ending

@@ -1,0 +1,37 @@
+"""Messages between a trainer in a process of its own and the one who calls it: pickled, since both are of one user and
+one program.
+
+    call 0: the arguments of the trainer ─► result 0 ─► call 1: a method of it ─► result 1 ─► ...
+"""
+
+from __future__ import annotations
+
+import pickle
+from multiprocessing.connection import Connection
+from typing import Any
+
+#: A number, the name of a method, and its arguments, by place and by name.
+TrainerCall = tuple[int, str, tuple[Any, ...], dict[str, Any]]
+#: The number of the call, the version of the policy after it, what it returned, and what it raised.
+CallResult = tuple[int, int, Any, Exception | None]
+#: Of the process: the descriptor of its connection, threads, folders in which modules of the user are looked for.
+TrainerArguments = tuple[int, int, tuple[str, ...]]
+
+
+def send(connection: Connection, message: TrainerCall | CallResult) -> None:
+    """Write one.
+
+    Raises:
+        pickle.PicklingError, AttributeError, TypeError: a part of it cannot be pickled; nothing was written.
+        OSError: the other side has ended.
+    """
+    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def receive(connection: Connection) -> Any:
+    """Read one.
+
+    Raises:
+        EOFError, OSError: the other side has ended.
+    """
+    return pickle.loads(connection.recv_bytes())

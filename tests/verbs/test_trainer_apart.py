@@ -1,0 +1,91 @@
+"""`stretto.Trainer.apart`: a trainer in a process of its own.
+
+- Its numbers and weights are those of a trainer in this process, bit for bit.
+- Mistakes are told as by that one, and leave it usable; a process that is killed is told, at once and from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import stretto
+from stretto.store.lock import is_held
+from stretto.verbs.apart.trainer import TrainerApart
+from tests.verbs.losses import likelihood
+
+
+@pytest.fixture(scope="module")
+def apart(folder: Path) -> Iterator[TrainerApart]:
+    with stretto.Trainer.apart(folder, learning_rate=1e-2) as trainer:
+        yield trainer
+
+
+def test_its_weights_are_those_of_a_trainer_here(
+    apart: TrainerApart, folder: Path, data: list[stretto.Datum], tmp_path: Path
+) -> None:
+    here = stretto.Trainer(folder, learning_rate=1e-2)
+    assert here.forward(data).logprobs == apart.forward(data).logprobs
+    for loss in ("cross_entropy", likelihood):
+        assert here.forward_backward(data, loss).loss == apart.forward_backward(data, loss).loss
+        assert here.optim_step(2e-3, beta1=0.8) == apart.optim_step(2e-3, beta1=0.8)
+    assert here.version == apart.version == 1
+    ours, theirs = here.weights(), apart.weights()
+    assert (ours.version, ours.tokenizer) == (theirs.version, theirs.tokenizer)
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    assert all(torch.equal(ours.tensors[name], one) for name, one in theirs.tensors.items())
+    apart.save(tmp_path)
+    again = stretto.Trainer(folder)
+    assert again.load(tmp_path) == 1
+    assert again.forward(data).logprobs == apart.forward(data).logprobs
+    with stretto.Engine.load(folder) as engine:
+        assert engine.update(theirs) == 1
+
+
+def test_mistakes_are_told_as_here_and_leave_it_usable(apart: TrainerApart, data: list[stretto.Datum]) -> None:
+    with pytest.raises(stretto.DataError, match="token"):
+        apart.forward([stretto.Datum.of((99_999, 1), (2,))])
+    with pytest.raises(stretto.RecipeError, match="learning_rate"):
+        apart.optim_step(-1.0)
+    with pytest.raises(stretto.RecipeError, match="cannot be imported by another process"):
+        apart.forward_backward(data, lambda logprobs, _: logprobs[0].sum())
+    assert apart.forward(data).logprobs
+
+
+def test_what_cannot_start_is_told(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(stretto.ModelFolderError):
+        stretto.Trainer.apart(tmp_path)
+    with pytest.raises(stretto.RecipeError, match="learning_rates"):
+        stretto.Trainer.apart(folder, learning_rates=1.0)
+    with pytest.raises(stretto.RecipeError, match="memory of this process"):
+        stretto.Trainer.apart(stretto.SharedModel(folder), lora=4)  # type: ignore[arg-type]
+
+
+def test_a_killed_one_is_told_and_gives_its_folder_back(
+    apart: TrainerApart, data: list[stretto.Datum], tmp_path: Path
+) -> None:  # the last test of this file: it ends what they share
+    apart.save(tmp_path)
+    [pid] = apart.pids
+    long = [*data] * 2_000
+    killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    began = time.monotonic()
+
+    def train() -> None:
+        while True:
+            apart.forward_backward(long)
+
+    with pytest.raises(stretto.RoleDied, match="was killed by SIGKILL") as told:
+        train()
+    assert time.monotonic() - began < 20
+    assert Path(told.value.log).exists()
+    with pytest.raises(stretto.RoleDied):
+        apart.optim_step()
+    assert not is_held(tmp_path / "checkpoints")
