@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from stretto.model.attention_support import Rule
-from stretto.model.kernels import decode_attention as ragged
+from stretto.model.kernels import compiled
 from stretto.model.kernels.decode_attention import ragged_attention
 from tests.tolerances import assert_close, near
 
@@ -44,7 +44,7 @@ for process in ("compiles", "reads"):  # each after the other, of one that has i
 """
 
 
-@pytest.mark.skipif(not ragged.AVAILABLE, reason="numba is not installed")
+@pytest.mark.skipif(not compiled.AVAILABLE, reason="numba is not installed")
 @pytest.mark.parametrize("cap", [0.5, 30.0, 50.0, 200.0])
 def test_a_capped_score_is_its_hyperbolic_tangent(cap: float) -> None:
     """Beside float64. With one number to a query and a key, and the values 1 and 0, what is taken is the logistic of
@@ -52,14 +52,14 @@ def test_a_capped_score_is_its_hyperbolic_tangent(cap: float) -> None:
     scores = torch.cat([torch.logspace(-4, 0, 60), torch.linspace(1, 400, 40)])
     capped = cap * (scores.double() / cap).tanh()
     for score, expected in zip(scores.tolist(), capped.tolist(), strict=True):
-        assert cap * float(ragged._tanh(np.float32(score / cap))) == near(expected)
-        assert cap * float(ragged._tanh(np.float32(-score / cap))) == near(-expected)
+        assert cap * float(compiled.tanh(np.float32(score / cap))) == near(expected)
+        assert cap * float(compiled.tanh(np.float32(-score / cap))) == near(-expected)
     query, keys = scores[:, None, None], torch.tensor([1.0, 0.0]).expand(100, 1, 2)[..., None].contiguous()
     taken = ragged_attention(query, keys, keys, np.full(100, 2), Rule(scaling=1.0, softcap=cap))[:, 0, 0]
     assert_close(taken.double(), capped.sigmoid())
 
 
-@pytest.mark.skipif(not ragged.AVAILABLE, reason="numba is not installed")
+@pytest.mark.skipif(not compiled.AVAILABLE, reason="numba is not installed")
 @pytest.mark.long  # `make test-numerics` runs it too
 def test_whoever_compiled_it_computes_the_same_bits_as_those_who_read_it_from_the_disk(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}

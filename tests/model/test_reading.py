@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stretto.model.attention_support import Rule
 from stretto.model.decode.steps import Dense, Ragged, Reading, attention_window, reading
-from stretto.model.kernels.decode_attention import AVAILABLE
+from stretto.model.kernels.compiled import AVAILABLE
 from tests.tolerances import assert_close
 
 CPU, SLOT = torch.device("cpu"), 40
