@@ -12,7 +12,7 @@ module after this, so that a wrong match cannot be used (`model.trace`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch

@@ -33,7 +33,12 @@ def _share(numbers: Any, eps: Any) -> Any:
 @compiled
 def _norm(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: Any, eps: Any) -> None:
     """`y` 0: nothing is added. `total` may be `x`."""
-    xs, weights, totals, outs = floats(x, rows * width), floats(weight, width), floats(total, rows * width), floats(out, rows * width)
+    xs, weights, totals, outs = (
+        floats(x, rows * width),
+        floats(weight, width),
+        floats(total, rows * width),
+        floats(out, rows * width),
+    )
     ys = floats(y, rows * width)
     for row in range(U(rows)):
         first, end = row * U(width), (row + U(1)) * U(width)
@@ -47,7 +52,12 @@ def _norm(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: A
 
 @compiled
 def _norm_halves(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: Any, eps: Any) -> None:
-    xs, weights, totals, outs = halves(x, rows * width), halves(weight, width), halves(total, rows * width), halves(out, rows * width)
+    xs, weights, totals, outs = (
+        halves(x, rows * width),
+        halves(weight, width),
+        halves(total, rows * width),
+        halves(out, rows * width),
+    )
     ys, wide = halves(y, rows * width), np.empty(width, np.float32)
     for row in range(U(rows)):
         first = row * U(width)
