@@ -5,8 +5,8 @@
 The products of a step (all linear layers, and the two of attention) are counted, and divided by its time and
 by what the fastest square product reaches on this core (`benchmarks.flops.ceiling`): the fraction of the ceiling. The
 time is then split into products, attention (the compiled loop, timed where the step calls it: alone it would find in
-the processor's cache what it reads from memory here), the other calls to torch, and the rest: Python, and the engine's
-and the sampler's work in numpy.
+the processor's cache what it reads from memory here), the other calls to torch, and the rest: the fused loops of norms,
+rotation, gates and the draw, Python, and the engine's work in numpy.
 """
 
 from __future__ import annotations

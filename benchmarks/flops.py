@@ -34,7 +34,8 @@ def step_flops(model: PreTrainedModel, own_tokens: int, wanted: int, sequences: 
 def ceiling(dtype: torch.dtype, seconds: float = 1.0, device: torch.device | str = "cpu") -> float:
     """Operations per second of the fastest square product that torch offers here; on the processor by MKL or oneDNN."""
     on_gpu = torch.device(device).type == "cuda"
-    kinds: tuple[Product, ...] = (_plain,) if on_gpu else (_plain, _onednn)
+    alone = on_gpu or (dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    kinds: tuple[Product, ...] = (_plain,) if alone else (_plain, _onednn)
     sizes = (4096, 8192) if on_gpu else (1024, 2048)
     share = seconds / len(kinds) / len(sizes)
     return max(_rate(product, dtype, size, share, device) for product in kinds for size in sizes)

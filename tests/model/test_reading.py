@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stretto.model.attention_support import Rule
 from stretto.model.decode.steps import Dense, Ragged, Reading, attention_window, reading
-from stretto.model.kernels.decode_attention import AVAILABLE
+from stretto.model.kernels.compiled import AVAILABLE
 from tests.tolerances import assert_close
 
 CPU, SLOT = torch.device("cpu"), 40
@@ -113,3 +113,16 @@ def test_the_processor_reads_both_kinds_of_numbers_ragged() -> None:
     for kind in (torch.float32, torch.bfloat16):
         assert isinstance(reading(newest, frozenset({None}), CPU, kind), Ragged if AVAILABLE else Dense)
     assert isinstance(reading(newest, frozenset({None}), CPU, torch.float16), Dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_newest_entry_is_written_and_read_in_one_call(dtype: torch.dtype) -> None:
+    query, keys, values = (x.to(dtype) for x in drawn(5, rows=3, heads=4, kv_heads=2, width=16))
+    newest, rule = np.array([0, 9, SLOT - 1]), Rule(window=20)
+    key, value = keys[[0, 1, 2], :, newest].clone(), values[[0, 1, 2], :, newest].clone()
+    expected, before = Ragged(newest + 1).attend(query, keys, values, rule), (keys.clone(), values.clone())
+    for cache in (keys, values):
+        cache[[0, 1, 2], :, newest] = 7.0
+    assert torch.equal(Ragged(newest + 1).attend(query, keys, values, rule, (key, value)), expected)
+    assert torch.equal(keys, before[0])
+    assert torch.equal(values, before[1])

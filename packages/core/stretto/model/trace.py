@@ -32,7 +32,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
 from stretto.model.attention_support import Rule
+from stretto.model.fusing import fuse
 from stretto.model.kernels.choice import Kernel
+from stretto.model.kernels.compiled import computes
 from stretto.model.kernels.matmul import plain
 
 log = logging.getLogger(__name__)
@@ -185,6 +187,8 @@ def _trace(model: PreTrainedModel, kernels: Mapping[int, Kernel]) -> Forward:
         if kernel is not None and not kernel.of_torch:
             node.target = kernel.multiply
     graph.eliminate_dead_code()
+    if computes(model.device, model.dtype):
+        fuse(graph, first.constants, model.dtype)
     used = {node.target: first.constants[node] for node in graph.nodes if node in first.constants}
     return partial(GraphModule(nn.Module(), graph).forward, **used)
 

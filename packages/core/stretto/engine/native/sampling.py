@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from stretto.core.records import Likeliest, Sampling
+from stretto.model.kernels.compiled import computes
+from stretto.model.kernels.draw import draw
 from stretto.model.truncation import Truncation, truncate
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -113,12 +115,21 @@ def sample(
             log-probability at temperature 1 is given instead. A row with non-finite logits gets any token and the
             log-probability NaN.
     """
-    greedy = temperatures == 0.0
+    greedy, targets = temperatures == 0.0, uniforms(seeds, places)
     logits_RV = tempered(logits_RV, temperatures, filtered)
+    if computes(logits_RV.device, logits_RV.dtype):
+        return draw(logits_RV, greedy, targets)
+    return draw_by_torch(logits_RV, greedy, targets)
+
+
+def draw_by_torch(
+    logits_RV: Tensor, greedy: npt.NDArray[np.bool_], targets: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """As `model.kernels.draw`, on a GPU or without numba."""
     logprobs_RV = logits_RV.log_softmax(-1)
     # Not exp() of the line above: it is slow where it underflows, as at every token removed by a filter.
     cumulative_RV = logits_RV.softmax(-1).cumsum(-1, dtype=torch.float64)
-    targets_R1 = torch.from_numpy(uniforms(seeds, places)).to(logits_RV.device)[:, None] * cumulative_RV[:, -1:]
+    targets_R1 = torch.from_numpy(targets).to(logits_RV.device)[:, None] * cumulative_RV[:, -1:]
     # The first token whose cumulative probability exceeds the target, so never one of probability zero. With 52 random
     # bits the target stays below the total after rounding, too; a NaN target gives any place, or one past the last.
     tokens_R1 = torch.searchsorted(cumulative_RV, targets_R1, right=True).clamp(max=logits_RV.shape[1] - 1)

@@ -30,7 +30,8 @@ from transformers import AttentionInterface
 
 from stretto.model.attention_support import Rule
 from stretto.model.decode.length_buckets import Bucket
-from stretto.model.kernels.decode_attention import computes_ragged, ragged_attention
+from stretto.model.kernels.compiled import computes
+from stretto.model.kernels.decode_attention import ragged_attention
 from stretto.model.layout import Packing
 from stretto.model.packed.attention import attend_packed, attention_by_products
 
@@ -121,8 +122,16 @@ class Ragged:
 
     ends: Ints
 
-    def attend(self, query_RHD: Tensor, keys_SKLD: Tensor, values_SKLD: Tensor, rule: Rule) -> Tensor:
-        return ragged_attention(query_RHD, keys_SKLD, values_SKLD, self.ends, rule)
+    def attend(
+        self,
+        query_RHD: Tensor,
+        keys_SKLD: Tensor,
+        values_SKLD: Tensor,
+        rule: Rule,
+        newest: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """`newest`: key and value [R, K, D] of each row's last token, to be written first; None: they are written."""
+        return ragged_attention(query_RHD, keys_SKLD, values_SKLD, self.ends, rule, newest)
 
 
 @dataclass(frozen=True)
@@ -160,7 +169,7 @@ Reading = Ragged | Dense
 
 def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, dtype: torch.dtype) -> Reading:
     """Choose `Ragged` or `Dense` for rows with newest tokens at these positions, in layers with these windows."""
-    if computes_ragged(device, dtype):
+    if computes(device, dtype):
         return Ragged(newest + 1)
     positions = torch.from_numpy(newest).to(device)
     return Dense({window: attention_window(newest, positions, window, dtype) for window in windows})
@@ -190,6 +199,9 @@ class BucketRows:
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
         keys, values = self.bucket.keys[layer], self.bucket.values[layer]
+        if isinstance(self.reading, Ragged) and isinstance(self.sources, slice):
+            newest = k_TKD[self.newest], v_TKD[self.newest]
+            return self.reading.attend(q_THD[self.newest], keys, values, rule, newest)
         for cache, new_TKD in ((keys, k_TKD), (values, v_TKD)):
             sliced = isinstance(self.sources, slice)
             written = new_TKD[self.sources] if sliced else new_TKD.index_select(0, cast(Tensor, self.sources))

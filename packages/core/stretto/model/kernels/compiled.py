@@ -1,0 +1,122 @@
+"""Loops compiled by numba: how they are compiled, what they read, and the arithmetic that they share.
+
+A loop gets addresses of tensors in place of arrays: unpacking an array costs more than the work of a small step. Each
+exists twice, for numbers of float32 and of bfloat16 (as 16-bit integers), chosen by the constant `halves`. All sums and
+products are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+try:
+    import numba as _numba
+except ImportError:  # optional on a machine with a GPU
+    _numba = None
+
+#: Whether numba is installed.
+AVAILABLE = _numba is not None
+
+F = np.float32
+U = np.uint64  # numba treats signed indices as possibly negative, and then does not vectorise
+
+# Sums may be reordered; infinities and NaN keep their meaning.
+_OPTIONS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """A part of the loops, inlined into each of them.
+
+    As a separate function, a process that compiled the loop and one that loaded it from disk would run different
+    copies, and completions would differ in their last bits.
+    """
+    return _numba.njit(forceinline=True, **_OPTIONS)(function) if AVAILABLE else function
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile the loop on its first call; cached on disk if possible."""
+    if not AVAILABLE:
+        return function
+    try:
+        return _numba.njit(cache=True, **_OPTIONS)(function)
+    except RuntimeError:  # numba found no folder that it may write to
+        return _numba.njit(**_OPTIONS)(function)
+
+
+def computes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the loops support numbers of this kind."""
+    return AVAILABLE and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+
+
+def _pointer(types: Any, address: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return _numba.core.types.voidptr(address), code
+
+
+if AVAILABLE:
+    _pointer = _numba.extending.intrinsic(_pointer)
+    _carray = _numba.carray
+
+
+@inlined
+def floats(address: Any, count: Any) -> Any:
+    """Numbers of float32 at an address."""
+    return _carray(_pointer(address), (count,), np.float32)
+
+
+@inlined
+def halves(address: Any, count: Any) -> Any:
+    """Numbers of bfloat16 at an address, as integers."""
+    return _carray(_pointer(address), (count,), np.uint16)
+
+
+@inlined
+def widened(half: Any) -> Any:
+    """The float32 number of a bfloat16: the same bits followed by 16 zeros."""
+    return np.uint32(np.uint32(half) << np.uint32(16)).view(np.float32)
+
+
+@inlined
+def halved(number: Any) -> Any:
+    """The nearest bfloat16 of a float32 number, the even one of two."""
+    bits = np.float32(number).view(np.uint32)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@inlined
+def rounded(number: Any) -> Any:
+    """A float32 number rounded to bfloat16."""
+    return widened(halved(number))
+
+
+@inlined
+def exp(x: Any) -> Any:
+    """e^x to 2e-7 for x below 87: a power of two times a Taylor series (vectorises)."""
+    t = min(max(x * F(1.4426950408889634), F(-126.0)), F(126.0))
+    whole = np.floor(t + F(0.5))
+    rest = t - whole
+    series = rest * F(1.5403530393381609e-4) + F(1.3333558146428443e-3)
+    series = series * rest + F(9.618129107628477e-3)
+    series = series * rest + F(5.550410866482158e-2)
+    series = series * rest + F(0.2402265069591007)
+    series = series * rest + F(0.6931471805599453)
+    series = series * rest + F(1.0)
+    return series * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@inlined
+def tanh(x: Any) -> Any:
+    """tanh to 2e-7, relative; 1 - 2 / (e^2x + 1) alone cancels near 0 (Cephes, tanhf.c; vectorises)."""
+    size, square = abs(x), x * x
+    series = square * F(-5.70498872745e-3) + F(2.06390887954e-2)
+    series = series * square - F(5.37397155531e-2)
+    series = series * square + F(1.33314422036e-1)
+    series = series * square - F(3.33332819422e-1)
+    far = F(1.0) - F(2.0) / (exp(size + size) + F(1.0))
+    return x + x * square * series if size < F(0.625) else (far if x > F(0.0) else -far)

@@ -1,0 +1,178 @@
+"""The small calls of a layer as single loops: norm, rotation of heads, gate.
+
+    norm      sum = x + y;  out = weight · sum / √(mean sum² + eps)      in place of seven calls to torch
+    rotate    out = head · cos + turned(head) · sin, normed before       twelve
+    gate      out = silu(gate) · up                                      two
+
+Each number is rounded where torch's calls round it, so in bfloat16 the results are those of the module but for the
+order of sums. `model.fusing` puts them into a traced forward.
+
+Axes: T token, N width of the model, H head, D width of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.model.kernels.compiled import F, U, compiled, exp, floats, halved, halves, inlined, rounded, widened
+
+
+@inlined
+def _share(numbers: Any, eps: Any) -> Any:
+    """1 / √(mean of squares + eps)."""
+    total = F(0.0)
+    for n in range(U(len(numbers))):
+        total += numbers[n] * numbers[n]
+    return F(1.0) / np.sqrt(total / F(len(numbers)) + eps)
+
+
+@compiled
+def _norm(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: Any, eps: Any) -> None:
+    """`y` 0: nothing is added. `total` may be `x`."""
+    xs, weights, totals, outs = (
+        floats(x, rows * width),
+        floats(weight, width),
+        floats(total, rows * width),
+        floats(out, rows * width),
+    )
+    ys = floats(y, rows * width)
+    for row in range(U(rows)):
+        first, end = row * U(width), (row + U(1)) * U(width)
+        if y != 0:
+            for n in range(first, end):
+                totals[n] = xs[n] + ys[n]
+        share = _share(totals[first:end], eps)
+        for n in range(U(width)):
+            outs[first + n] = weights[n] * (totals[first + n] * share)
+
+
+@compiled
+def _norm_halves(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: Any, eps: Any) -> None:
+    xs, weights, totals, outs = (
+        halves(x, rows * width),
+        halves(weight, width),
+        halves(total, rows * width),
+        halves(out, rows * width),
+    )
+    ys, wide = halves(y, rows * width), np.empty(width, np.float32)
+    for row in range(U(rows)):
+        first = row * U(width)
+        if y != 0:
+            for n in range(U(width)):
+                totals[first + n] = halved(widened(xs[first + n]) + widened(ys[first + n]))
+        for n in range(U(width)):
+            wide[n] = widened(totals[first + n])
+        share = _share(wide, eps)
+        for n in range(U(width)):
+            outs[first + n] = halved(widened(weights[n]) * rounded(wide[n] * share))
+
+
+@inlined
+def _turn(head: Any, cos: Any, sin: Any, out: Any, at: Any) -> None:
+    """Rotate by halves: the second half, negative, stands before the first."""
+    half = U(len(head) // 2)
+    for d in range(half):
+        out[at + d] = head[d] * cos[d] - head[half + d] * sin[d]
+        out[at + half + d] = head[half + d] * cos[half + d] + head[d] * sin[half + d]
+
+
+@compiled
+def _rotate(x: Any, weight: Any, cos: Any, sin: Any, out: Any, rows: Any, heads: Any, width: Any, eps: Any) -> None:
+    """`weight` 0: no norm."""
+    size = rows * heads * width
+    xs, weights, outs = floats(x, size), floats(weight, width), floats(out, size)
+    coss, sins = floats(cos, rows * width), floats(sin, rows * width)
+    head = np.empty(width, np.float32)
+    for row in range(U(rows)):
+        angles = slice(row * U(width), (row + U(1)) * U(width))
+        for h in range(U(heads)):
+            at = (row * U(heads) + h) * U(width)
+            for d in range(U(width)):
+                head[d] = xs[at + d]
+            if weight != 0:
+                share = _share(head, eps)
+                for d in range(U(width)):
+                    head[d] = weights[d] * (head[d] * share)
+            _turn(head, coss[angles], sins[angles], outs, at)
+
+
+@compiled
+def _rotate_halves(
+    x: Any, weight: Any, cos: Any, sin: Any, out: Any, rows: Any, heads: Any, width: Any, eps: Any
+) -> None:
+    size = rows * heads * width
+    xs, weights, outs = halves(x, size), halves(weight, width), halves(out, size)
+    coss, sins = halves(cos, rows * width), halves(sin, rows * width)
+    head, half = np.empty(width, np.float32), U(width // 2)
+    for row in range(U(rows)):
+        first = row * U(width)
+        for h in range(U(heads)):
+            at = (row * U(heads) + h) * U(width)
+            for d in range(U(width)):
+                head[d] = widened(xs[at + d])
+            if weight != 0:
+                share = _share(head, eps)
+                for d in range(U(width)):
+                    head[d] = rounded(widened(weights[d]) * rounded(head[d] * share))
+            for d in range(half):
+                left = rounded(head[d] * widened(coss[first + d])) - rounded(head[half + d] * widened(sins[first + d]))
+                late = first + half + d
+                right = rounded(head[half + d] * widened(coss[late])) + rounded(head[d] * widened(sins[late]))
+                outs[at + d], outs[at + half + d] = halved(left), halved(right)
+
+
+@compiled
+def _gate(gate: Any, up: Any, out: Any, size: Any) -> None:
+    gates, ups, outs = floats(gate, size), floats(up, size), floats(out, size)
+    for n in range(U(size)):
+        outs[n] = gates[n] / (F(1.0) + exp(-gates[n])) * ups[n]
+
+
+@compiled
+def _gate_halves(gate: Any, up: Any, out: Any, size: Any) -> None:
+    gates, ups, outs = halves(gate, size), halves(up, size), halves(out, size)
+    for n in range(U(size)):
+        number = widened(gates[n])
+        outs[n] = halved(rounded(number / (F(1.0) + exp(-number))) * widened(ups[n]))
+
+
+def norm(x: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last axis."""
+    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    loop = _norm if x.dtype is torch.float32 else _norm_halves
+    width, address = len(weight_N), x.data_ptr()
+    loop(address, 0, weight_N.data_ptr(), address, out.data_ptr(), x.numel() // width, width, F(eps))
+    return out
+
+
+def norm_of_sum(x: Tensor, y: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y, and its RMS norm over the last axis."""
+    x, y = x.contiguous(), y.contiguous()
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    loop = _norm if x.dtype is torch.float32 else _norm_halves
+    width, rows = len(weight_N), x.numel() // len(weight_N)
+    loop(x.data_ptr(), y.data_ptr(), weight_N.data_ptr(), total.data_ptr(), out.data_ptr(), rows, width, F(eps))
+    return total, out
+
+
+def rotate(x: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Norm heads (with a weight) and rotate them: x [1, T, H, D], cos and sin [1, T, D]; returns [1, H, T, D]."""
+    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    _, tokens, heads, width = x.shape
+    out, weight = torch.empty_like(x), 0 if weight_D is None else weight_D.data_ptr()
+    loop = _rotate if x.dtype is torch.float32 else _rotate_halves
+    loop(x.data_ptr(), weight, cos.data_ptr(), sin.data_ptr(), out.data_ptr(), tokens, heads, width, F(eps))
+    return out.transpose(1, 2)
+
+
+def gate(asked: Tensor, up: Tensor) -> Tensor:
+    """silu(asked) · up."""
+    asked, up = asked.contiguous(), up.contiguous()
+    out = torch.empty_like(up)
+    loop = _gate if up.dtype is torch.float32 else _gate_halves
+    loop(asked.data_ptr(), up.data_ptr(), out.data_ptr(), up.numel())
+    return out
