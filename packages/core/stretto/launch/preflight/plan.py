@@ -10,6 +10,7 @@ import torch
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.jsonl import Mistakes
+from stretto.core.placement import Seat
 from stretto.core.records import Prompt, Sampling
 from stretto.doors.packages import from_package
 from stretto.launch.preflight.base import base_folder, digest
@@ -94,6 +95,7 @@ class Plan(Outline):
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # by prompt and gold answer, for the rewards
     kept_apart_digest: str = ""  # of their texts and gold answers
     details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
+    seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: the processor
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.core.errors import Problem, RecipeError, RunFolderError, StoreError, nearest
@@ -18,10 +19,8 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
     Raises:
         RecipeError: more ranks than the machine has `gpus`, or adapters for layers that the model lacks.
     """
-    if config.device != "cpu" and 0 < gpus < config.local_ranks:
-        here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
-        found = f"{config.ranks}{here}, and the machine has {gpus} GPUs, one for each rank"
-        raise RecipeError([Problem("trainer.ranks", found, f'at most {gpus}, or trainer.device = "cpu"')])
+    if problems := list(too_many_ranks(config, gpus)):
+        raise RecipeError(problems)
     if config.lora is None or not config.lora.target_modules:
         return
     there = {name.rsplit(".", 1)[-1] for name in linear_layers(skeleton(model))}
@@ -32,6 +31,14 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
             Problem(place, f"{name!r} is no linear layer of the model's decoder", nearest(name, there))
             for name in missing
         )
+
+
+def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
+    """A problem if there are more local ranks than GPUs."""
+    if config.device != "cpu" and 0 < there < config.local_ranks:
+        here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
+        found = f"{config.ranks}{here}, and the machine has {there} GPUs, one for each rank"
+        yield Problem("trainer.ranks", found, f'at most {there}, or trainer.device = "cpu"')
 
 
 def check_checkpoint(folder: Path, config: TrainerConfig, model: Path) -> None:
