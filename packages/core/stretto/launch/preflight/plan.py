@@ -44,7 +44,7 @@ from stretto.launch.preflight.encoding import (
 from stretto.launch.preflight.engines import check_engine_keys, check_head_dim, check_servers
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated, strange_digits
-from stretto.launch.preflight.trainable import check_trainable
+from stretto.launch.preflight.trainable import check_trainable, router_notes
 from stretto.launch.preflight.trial import try_parts, try_reward
 from stretto.launch.recipe.agents import AgentConfig
 from stretto.launch.recipe.recipe import Recipe
@@ -164,6 +164,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
             *_workflow_notes(recipe, tokenizer),
             *sifted.warnings,
             *strange_digits(questions),
+            *router_notes(base.path),
             *_closing_notes(recipe, questions, tried=has_policy),
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
         here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
         found = f"{config.ranks}{here}, and the machine has {there} GPUs, one for each rank"
         yield Problem("trainer.ranks", found, f'at most {there}, or trainer.device = "cpu"')
+
+
+def router_notes(model: Path) -> Iterator[str]:
+    """A warning if the model is a mixture of experts whose config asks for a balancing loss: the recipe's objective
+    alone is trained, so nothing keeps the experts evenly used."""
+    coefficient = json.loads((model / "config.json").read_text(encoding="utf-8")).get("router_aux_loss_coef")
+    if isinstance(coefficient, (int, float)) and coefficient:
+        yield (
+            f"the model's router_aux_loss_coef = {coefficient:g} is not used: the objective of the recipe alone is "
+            "trained, and nothing keeps its experts evenly used"
+        )
 
 
 def check_checkpoint(folder: Path, config: TrainerConfig, model: Path) -> None:
