@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test test-core test-report test-gateway test-servers test-cluster test-foresight test-verify test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl clean
+.PHONY: help setup demo smollm2 test test-core test-report test-gateway test-servers test-cluster test-foresight test-verify test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -160,6 +160,9 @@ bench-training: .venv/ready-run  ## the training step beside padded rows and trl
 
 bench-smollm2: .venv/ready-run  ## recipes/smollm2.toml: five evaluations before and after, and what the run took
 	$(RUN) benchmarks.smollm2
+
+gpu: .venv/ready-test  ## on a machine with a GPU: everything that only a GPU can show, within 25 minutes
+	$(RUN) benchmarks.gpu
 
 bench-trl: .venv/ready-run  ## trl's environment alone; prints its interpreter
 	$(BIN)/python benchmarks/peers/environment.py trl

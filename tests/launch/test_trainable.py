@@ -4,6 +4,7 @@ format are named before anything starts.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from stretto.core.errors import RecipeError, RunFolderError
-from stretto.launch.preflight.trainable import check_checkpoint, check_trainable
+from stretto.launch.preflight.trainable import check_checkpoint, check_trainable, router_notes
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import load_policy
@@ -56,6 +57,14 @@ def test_adapters_for_layers_that_are_not_there(policy: Path, names: tuple[str, 
 def test_adapters_for_layers_that_are_there(policy: Path) -> None:
     check_trainable(TrainerConfig(lora=LoraConfig(target_modules=("q_proj", "down_proj"))), policy, gpus=0)
     check_trainable(LORA, policy, gpus=0)
+
+
+@pytest.mark.parametrize(("coefficient", "told"), [(0.001, 1), (0, 0), (None, 0)])
+def test_a_balancing_loss_that_is_not_trained_is_said(tmp_path: Path, coefficient: float | None, told: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"router_aux_loss_coef": coefficient} if told else {}))
+    notes = list(router_notes(tmp_path))
+    assert len(notes) == told
+    assert all("router_aux_loss_coef = 0.001 is not used" in note for note in notes)
 
 
 def test_each_rank_needs_a_gpu_of_its_own(policy: Path) -> None:

@@ -132,7 +132,7 @@ def test_the_state_behind_a_branch_that_was_cut_off_has_a_value() -> None:
     config = AlgorithmConfig(advantages=ESTIMATORS("gae", gamma=0.5, critic=CriticConfig()))
     (_, second) = samples_of(told, config, LONGEST, {"g/0": [0.0] * 3, "g/0:1": [0.0, 0.0, 4.0]}).samples
     # delta = 1 + 0.5 * 4 = 3 at the last token, and 0.5 * 3 before it
-    assert (second.advantages, second.returns) == ((1.5, 3.0), (1.5, 3.0))
+    assert (tuple(second.advantages), tuple(second.returns)) == ((1.5, 3.0), (1.5, 3.0))
 
 
 def test_a_step_on_branches_is_the_step_on_trajectories_that_are_their_paths_alone(build: Build) -> None:
@@ -199,7 +199,7 @@ def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(
             history[token] = before + segment.token_ids[:at]
     for sample in sampled.samples:
         for place, logprob in zip(sample.loss_positions, sample.behavior_logprobs, strict=True):
-            assert sample.token_ids[:place] == history[sample.token_ids[place]]
+            assert tuple(sample.token_ids[:place]) == history[sample.token_ids[place]]
             assert logprob == -sample.token_ids[place]
 
 
@@ -223,7 +223,9 @@ def test_a_linear_trajectory_makes_the_sample_that_it_always_made(shape: list[tu
 
 def credited(*members: Sequence[Segment], rewards: Sequence[float], **advantages: object) -> list[tuple[float, ...]]:
     config = AlgorithmConfig.model_validate({"advantages": {"credit": "turn", **advantages}})
-    return [sample.advantages for sample in samples_of(batch(*members, rewards=rewards), config, LONGEST).samples]
+    return [
+        tuple(sample.advantages) for sample in samples_of(batch(*members, rewards=rewards), config, LONGEST).samples
+    ]
 
 
 TOOL = Segment.of((9,))
@@ -272,7 +274,7 @@ def test_a_kl_in_the_reward_is_that_of_the_turn_and_of_those_behind_it() -> None
     config = AlgorithmConfig(advantages=ESTIMATORS("reward", credit="turn"), reference=reference)
     two = batch((turn(4, 4, reward=1.0), TOOL, turn(2, reward=2.0)))
     (sample,) = samples_of(two, config, LONGEST, reference_logprobs={"g/0": [-3.0, -2.0, -3.0]}).samples
-    assert sample.advantages == (1.5, 1.5, 1.0)
+    assert tuple(sample.advantages) == (1.5, 1.5, 1.0)
 
 
 def test_the_penalty_of_an_overlong_completion_is_that_of_its_longest_turn() -> None:
@@ -285,7 +287,7 @@ def test_the_penalty_of_an_overlong_completion_is_that_of_its_longest_turn() -> 
     assert set(sample.advantages) == {1.0 - 2.0}
     by_turn = AlgorithmConfig(advantages=ESTIMATORS("reward", credit="turn"), shaping=shaping)
     (sample,) = samples_of(batch(segments), by_turn, LONGEST).samples
-    assert sample.advantages == (-1.0,) * 10, "0 of the first turn, 1 - 2 of the last"
+    assert tuple(sample.advantages) == (-1.0,) * 10, "0 of the first turn, 1 - 2 of the last"
 
 
 def test_a_single_turn_has_the_same_advantages_by_turn_and_by_trajectory() -> None:
@@ -293,5 +295,5 @@ def test_a_single_turn_has_the_same_advantages_by_turn_and_by_trajectory() -> No
     kinds = ("group", "group_mean", "leave_one_out", "lite_ppo", "batch", "reinforce_pp", "gae", "reward")
     for kind in kinds:
         config = AlgorithmConfig.model_validate({"advantages": {"kind": kind}})
-        plain = [one.advantages for one in samples_of(batch(*members, rewards=rewards), config, LONGEST).samples]
+        plain = [tuple(one.advantages) for one in samples_of(batch(*members, rewards=rewards), config, LONGEST).samples]
         assert credited(*members, rewards=rewards, kind=kind) == plain

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 
-import torch
+import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +77,7 @@ def test_advantages_of_every_estimator_are_finite(
     }
     found = samples_of(batch, AlgorithmConfig.model_validate(told), LONGEST, reference_logprobs=scores)
     for sample in found.samples:
-        assert torch.tensor(sample.advantages, dtype=torch.float32).isfinite().all(), sample.advantages
+        assert np.isfinite(sample.advantages).all(), sample.advantages
 
 
 @given(anything)

@@ -63,7 +63,7 @@ def test_sampled_tokens_that_are_too_old_are_context_like_given_ones_and_alone_a
     old = batch(FIRST, TOOL, SECOND, oldest_trainable=6)
     sampled = samples_of(old, AlgorithmConfig(advantages=ESTIMATORS("reward")), LONGEST)
     (sample,) = sampled.samples
-    assert (sample.loss_positions, sample.behavior_logprobs) == ((3, 7, 8), (-1.0, -1.5, -2.0))
+    assert (tuple(sample.loss_positions), tuple(sample.behavior_logprobs)) == ((3, 7, 8), (-1.0, -1.5, -2.0))
     assert sampled.masked_tokens == 1
 
 
@@ -71,9 +71,9 @@ def test_values_advantages_and_returns_go_from_sampled_token_to_sampled_token() 
     # values 0.5 before each; gamma = 1, lam = 0.5: delta = 0, 0, 0, 0.5, so A = 0.0625, 0.125, 0.25, 0.5 and R = A + V
     config = AlgorithmConfig(advantages=ESTIMATORS("gae", lam=0.5, critic=CriticConfig()))
     (sample,) = samples_of(batch(FIRST, TOOL, SECOND), config, LONGEST, {"g/0": [0.5] * 4}).samples
-    assert sample.advantages == (0.0625, 0.125, 0.25, 0.5)
-    assert sample.values == (0.5, 0.5, 0.5, 0.5)
-    assert sample.returns == (0.5625, 0.625, 0.75, 1.0)
+    assert tuple(sample.advantages) == (0.0625, 0.125, 0.25, 0.5)
+    assert tuple(sample.values) == (0.5, 0.5, 0.5, 0.5)
+    assert tuple(sample.returns) == (0.5625, 0.625, 0.75, 1.0)
 
 
 def test_a_kl_in_the_reward_is_that_of_the_sampled_tokens() -> None:
@@ -83,7 +83,7 @@ def test_a_kl_in_the_reward_is_that_of_the_sampled_tokens() -> None:
     said = {"g/0": [-1.0, -1.0, -1.0, -3.0]}
     sampled = samples_of(batch(FIRST, TOOL, SECOND), config, LONGEST, reference_logprobs=said)
     assert sampled.kl_reference == 0.25
-    assert sampled.samples[0].advantages == pytest.approx((0.9, 0.9, 0.9, 0.9))
+    assert tuple(sampled.samples[0].advantages) == pytest.approx((0.9, 0.9, 0.9, 0.9))
 
 
 def test_batch_scoring_scores_the_sampled_tokens_in_their_whole_context(build: Build) -> None:

@@ -267,6 +267,8 @@ class Cluster:
             mailbox_folder=machine.mailbox_folder,
             scratch=place.scratch,
             kernels=None,
+            gpus=(),
+            share=1.0,
             tls=AGENTS_TLS if plan.recipe.cluster.tls else "",
         )
         recipe, changed = plan.recipe, self.engines.changed

@@ -27,6 +27,7 @@
     │       └── HandshakeBroken  a peer that closed the connection, or speaks something else
     ├── StoreError               the run folder's contents contradict themselves
     ├── CallInterrupted          a call that was interrupted and must not be repeated
+    ├── OutOfMemory              a device had no room for a step
     ├── TrainingDiverged         gradients that are not finite, step after step
     └── BoundViolated            a promise of the system was about to be broken (a bug, never bad luck)
 
@@ -349,6 +350,17 @@ class CallInterrupted(StrettoError):
 
     def __str__(self) -> str:
         return f"the call {self.asked} of {self.session} was cut short, and is not made a second time"
+
+
+class OutOfMemory(StrettoError):
+    """A device had no room for a step. `who` and `device` name them, `how` is the allocator's sentence."""
+
+    def __init__(self, who: str, device: str, doing: str, how: str) -> None:
+        self.who, self.device, self.doing, self.how = who, device, doing, how
+        super().__init__(who, device, doing, how)
+
+    def __str__(self) -> str:
+        return f"{self.who} ran out of memory on {self.device} {self.doing}: {self.how}"
 
 
 class TrainingDiverged(StrettoError):

@@ -1,4 +1,4 @@
-"""Processor, memory, network and cache folder of this machine."""
+"""Processor, memory, GPUs, network and cache folder of this machine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,39 @@ import fcntl
 import ipaddress
 import os
 import platform
+import re
+import shutil
 import socket
 import struct
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from stretto.core.records import Record
 
 _LO = "lo"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the first IPv4 address of an interface
 _IFREQ = "16s2xH4s232x"  # as much of struct ifreq as is used: name, then a sockaddr_in
+_GPU_QUERY = "index,uuid,name,memory.total,memory.free,compute_cap,driver_version"
+_GPU_SECONDS = 20.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: Oldest driver for each CUDA that a build of torch may have (NVIDIA: minor version compatibility).
+_OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
+
+
+class Gpu(Record, frozen=True):
+    """A GPU of this machine. `id`: its number, or its UUID where the environment names it so. `memory` in bytes, 0 if
+    unknown. Example: ``Gpu(id="0", name="NVIDIA H100 80GB HBM3", memory=80 << 30, free=79 << 30, capability=(9, 0))``
+    """
+
+    id: str
+    name: str = "GPU"
+    memory: int = 0
+    free: int = 0
+    capability: tuple[int, int] = (0, 0)
+    driver: str = ""
+    uuid: str = ""
 
 
 def processor() -> str:
@@ -41,6 +66,73 @@ def available_memory() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """The NVIDIA GPUs that `CUDA_VISIBLE_DEVICES` shows, in its order; all if it is not set. Asks `nvidia-smi`, so that
+    no CUDA context is made here."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    try:
+        command = [tool, f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return visible(parse_gpus(answer.stdout), os.environ.get(VISIBLE))
+
+
+def parse_gpus(answer: str) -> tuple[Gpu, ...]:
+    """GPUs from the answer of `nvidia-smi`: a line each, in the order of `_GPU_QUERY`, memory in MiB; "[N/A]", an
+    unknown value, becomes 0."""
+    found = []
+    for line in answer.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) != len(_GPU_QUERY.split(",")):
+            continue
+        number, uuid, name, memory, free, capability, driver = words
+        sizes = [int(size) << 20 if size.isdecimal() else 0 for size in (memory, free)]
+        major, _, minor = capability.partition(".")
+        able = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
+        found.append(Gpu(number, name, *sizes, able, driver, uuid))
+    return tuple(found)
+
+
+def visible(there: Sequence[Gpu], told: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that `told`, the value of `CUDA_VISIBLE_DEVICES`, shows: numbers or beginnings of UUIDs, in its order.
+    As in CUDA, an entry that names none hides itself and all later ones. A part of a GPU (MIG) has an unknown size.
+
+    >>> [gpu.id for gpu in visible([Gpu("0"), Gpu("1"), Gpu("2")], "2,0,7,1")]
+    ['2', '0']
+    """
+    if told is None:
+        return tuple(there)
+    shown: list[Gpu] = []
+    for entry in map(str.strip, told.split(",")):
+        part = Gpu(entry, "part of a GPU (MIG)") if entry.startswith("MIG-") else None
+        by_name = (gpu for gpu in there if gpu.id == entry or (entry.startswith("GPU-") and gpu.uuid.startswith(entry)))
+        if (gpu := part or next(by_name, None)) is None or gpu in shown:
+            break
+        shown.append(gpu)
+    return tuple(shown)
+
+
+def unusable(there: Sequence[Gpu], cuda: str | None) -> str:
+    """Why torch, built for this CUDA (None: for no GPU), cannot use the GPUs `there`."""
+    one = there[0]
+    if cuda is None:
+        return f"this torch is built for processors alone, and the machine has {len(there)} × {one.name}"
+    oldest = _OLDEST_DRIVER.get(cuda.partition(".")[0], (0, 0))
+    driver = tuple(map(int, re.findall(r"\d+", one.driver)[:2]))
+    if driver and driver < oldest:
+        needed = ".".join(map(str, oldest))
+        return f"the driver {one.driver} is too old for this torch, whose CUDA {cuda} needs {needed} or newer"
+    return f"torch cannot start CUDA {cuda} on {one.name} with the driver {one.driver or '(unknown)'}"
+
+
+def on_gpus(ids: Sequence[str]) -> dict[str, str]:
+    """Environment variables that show a process these GPUs alone; none for no ids. The numbers are `nvidia-smi`'s."""
+    return {VISIBLE: ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if ids else {}
 
 
 def cache_folder() -> Path:

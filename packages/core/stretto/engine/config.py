@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
@@ -22,6 +23,8 @@ MAKES = Door(
     section=Section,
     words=("native",),
 )
+
+_TENSOR_WORDS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
 
 #: A list in TOML; a tuple cannot be changed.
 Words = Annotated[tuple[str, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
@@ -92,6 +95,13 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     def on_cpu(self) -> bool:
         """Whether a server such as vLLM must run on the CPU."""
         return self.device == "cpu" or (self.device == "auto" and shutil.which("nvidia-smi") is None)
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of one engine: the size of its server's tensor parallelism."""
+        words = [part for word in self.arguments for part in word.split("=", 1)]
+        sizes = [word for name, word in pairwise(words) if name in _TENSOR_WORDS and word.isdecimal()]
+        return max(1, int(sizes[-1])) if sizes else 1
 
     @property
     def role(self) -> str:

@@ -15,6 +15,7 @@ from stretto.engine.http.server import serve
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.model.decode.policy import CACHED_ATTENTION
+from stretto.model.device import take_share
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -35,6 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _serve(spec: EngineSpec) -> None:
+    take_share(spec.share)
     config = EngineConfig.model_validate_json(spec.config)
     model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
     use_onednn(model, chooser=partial(choose, record=Path(spec.kernels) if spec.kernels else None))

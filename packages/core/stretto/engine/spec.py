@@ -23,7 +23,8 @@ class EngineSpec(Record, frozen=True):
     `start_seconds`: timeouts of such a server for the next tokens, for loading a version, and for being ready.
     `broadcast`: it gets versions by a collective (`weights.broadcast`) instead of a folder. `tls`: folder of
     certificates (`processes.tls`), for an engine on another machine. `path`: folder searched first for the module of
-    `engine.kind`.
+    `engine.kind`. `gpus`: ids of the GPUs that it sees; empty: all that the conductor sees. `share`: part of their
+    memory that its tensors may take.
     """
 
     name: str
@@ -43,6 +44,8 @@ class EngineSpec(Record, frozen=True):
     start_seconds: float = 600.0
     broadcast: bool = False
     path: str = ""
+    gpus: tuple[str, ...] = ()
+    share: float = 1.0
 
 
 def socket_folder() -> Path:

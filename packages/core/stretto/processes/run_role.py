@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from stretto.core.errors import RoleDied, RoleFailed, StrettoError, UserError, described
+from stretto.core.errors import OutOfMemory, RoleDied, RoleFailed, StrettoError, UserError, described
 from stretto.core.records import Record
 from stretto.processes.channel import ConductorGone
 from stretto.processes.spawn import describe_exit
@@ -23,16 +23,16 @@ def run_role(part: Callable[[], None], tell: Callable[[Failed], None]) -> int:
     except ConductorGone:
         return 0
     except StrettoError as error:
-        return _failed(str(error), error.exit_code, tell)
+        return _failed(str(error), error.exit_code, tell, again=isinstance(error, OutOfMemory))
     except OSError as error:
         return _failed(described(error), RoleFailed.exit_code, tell)
     return 0
 
 
-def _failed(problem: str, exit_code: int, tell: Callable[[Failed], None]) -> int:
+def _failed(problem: str, exit_code: int, tell: Callable[[Failed], None], *, again: bool = False) -> int:
     traceback.print_exc()
     with contextlib.suppress(ConductorGone):  # the log has it
-        tell(Failed(problem=problem, exit_code=exit_code))
+        tell(Failed(problem=problem, exit_code=exit_code, again=again))
     return exit_code
 
 
@@ -52,7 +52,9 @@ def users_mistake(death: RoleDied) -> RoleFailed | None:
 
 
 class Failed(Record, frozen=True, tag=True):
-    """Message: the role cannot continue. `problem` is meant for the user; the traceback is in the role's log."""
+    """Message: the role cannot continue. `problem` is meant for the user; the traceback is in the role's log.
+    `again`: a new process may succeed, as after a device that was out of memory."""
 
     problem: str
     exit_code: int
+    again: bool = False

@@ -13,7 +13,7 @@ from torch import Tensor
 from stretto.core.errors import Problem, RecipeError
 from stretto.doors.mistakes import checked
 from stretto.trainer.batch.minibatch import Minibatch
-from stretto.trainer.batch.samples import Sample
+from stretto.trainer.batch.samples import Sample, scored_of
 from stretto.trainer.objective.aggregation import Aggregation
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import Learner
@@ -73,7 +73,7 @@ def by_sample(part: Minibatch, samples: Mapping[str, Sample], found: Sequence[Te
     """The log-probabilities of the scored tokens of each sample, by its id, of those of each micro-batch."""
     columns = dict[str, Tensor]()
     for micro, logprobs in zip(part.micro_batches, found, strict=True):
-        sizes = [len(samples[id].scored or samples[id].loss_positions) for id in micro.ids]
+        sizes = [len(scored_of(samples[id])) for id in micro.ids]
         columns |= dict(zip(micro.ids, logprobs.split(sizes), strict=True))
     return columns
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from stretto.store import lock
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.trainer import checkpoint
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
-from stretto.trainer.batch.samples import Sample, samples_of
+from stretto.trainer.batch.samples import Sample, samples_of, scored_of
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.gradients import Gradients
 from stretto.trainer.metrics import Meter
@@ -385,9 +386,7 @@ class LocalTrainer:
     def _proximal(self, part: Minibatch, samples: Sequence[Sample], proximal: Forward, place: str) -> list[Tensor]:
         known = dict(zip(proximal.ids, proximal.logprobs, strict=True))
         by_id = {sample.id: sample for sample in samples}
-        if wrong := [
-            id for id, one in by_id.items() if len(known.get(id, ())) != len(one.scored or one.loss_positions)
-        ]:
+        if wrong := [id for id, one in by_id.items() if len(known.get(id, ())) != len(scored_of(one))]:
             told = f"has no log-probabilities of sequence {wrong[0]}"
             raise DataError([Problem(f"{place}: proximal", told, "give what `forward` returned for the same data")])
         device = self._learner.model.device
@@ -418,10 +417,9 @@ def _rewards(data: Data) -> dict[str, float]:
 
 
 def _of_loss(sample: Sample, scored: Sequence[float]) -> list[float]:
-    if not sample.scored:
+    if not len(sample.scored):
         return list(scored)
-    places = {position: at for at, position in enumerate(sample.scored)}
-    return [scored[places[position]] for position in sample.loss_positions]
+    return [scored[place] for place in np.searchsorted(sample.scored, sample.loss_positions)]
 
 
 def _plain(columns: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from stretto.core.errors import Problem, RecipeError
 from stretto_foresight.planner.costs import Costs, Layout, Memory
@@ -18,7 +17,6 @@ _SIXTEENTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12)  # of the devices, for training
 _FINE = 16  # devices up to which every split is tried
 _MICRO_BATCHES = (1, 2, 4)  # times the recipe's
 _MOST_DEVICES = 1 << 16
-_TENSOR_WORDS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
 _SMALLER = "devices with more memory, or shorter completions (sampling.max_tokens)"
 
 
@@ -43,9 +41,7 @@ class Candidate:
 
 def own_layout(job: Job) -> Layout:
     """Layout of the recipe; tensor parallelism is an argument of its engine's server."""
-    words = [part for word in job.engine.arguments for part in word.split("=", 1)]
-    sizes = [word for name, word in pairwise(words) if name in _TENSOR_WORDS and word.isdecimal()]
-    return Layout(job.engine.count, job.trainer.ranks, max(1, int(sizes[-1])) if sizes else 1)
+    return Layout(job.engine.count, job.trainer.ranks, job.engine.gpus)
 
 
 def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:

@@ -214,7 +214,7 @@ def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoint
         undo.callback(os.close, own(mailbox, mailbox_folder))
         undo.callback(remove, mailbox, mailbox_folder)
         recorded = version == 0 or folder.kernels.exists()  # runs of an earlier stretto have none
-        yield Endpoints(mailbox, mailbox_folder, sockets, kernels=folder.kernels if recorded else None)
+        yield Endpoints(mailbox, mailbox_folder, sockets, folder.kernels if recorded else None, plan.seats)
 
 
 def _forget_sockets(folder: RunFolder) -> None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.core.canary import text as canary_text
+from stretto.core.placement import Seat
 from stretto.engine.spec import EngineSpec
 from stretto.launch.preflight.base import digest
+from stretto.launch.preflight.devices import seat_of_engine
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
 from stretto.loop.engines.pool import EnginePool
@@ -23,12 +25,13 @@ CONTROL, WEIGHTS_KEY = "control.sock", "weights.key"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Resources that roles share: mailbox of published weights, folder for sockets, file of the kernels in use."""
+    """Resources that roles share: mailbox of published weights, folder for sockets, file of chosen kernels, GPUs."""
 
     mailbox: str
     mailbox_folder: Path
     sockets: Path
     kernels: Path | None = None
+    seats: tuple[Seat, ...] = ()
 
 
 def engine_specs(recipe: Recipe, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
@@ -40,6 +43,7 @@ def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, 
     """Spec of one engine on the run's own machine."""
     config, deadlines = recipe.engine, recipe.deadlines
     unix = config.transport == "unix"
+    seat = seat_of_engine(endpoints.seats, number)
     return EngineSpec(
         name=f"engine-{number}",
         address=f"unix:{endpoints.sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
@@ -58,12 +62,16 @@ def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, 
         start_seconds=deadlines.start,
         broadcast=recipe.weights.medium == "broadcast",
         path=recipe.path or "",
+        gpus=seat.ids if seat is not None else (),
+        share=seat.share if seat is not None else 1.0,
     )
 
 
-def engines_of_folder(recipe: Recipe, model: Path, folder: Path, logs: Path, spawner: Spawner) -> EnginePool:
+def engines_of_folder(
+    recipe: Recipe, model: Path, folder: Path, logs: Path, spawner: Spawner, seats: tuple[Seat, ...] = ()
+) -> EnginePool:
     """Pool of engines, not started yet, that serve a model folder without a trainer; `folder`: see `socket_folder`."""
-    endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder)  # no weights are published
+    endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder, seats=seats)  # no weights
     specs = engine_specs(recipe, model, endpoints, published=False)
     return EnginePool(specs, logs, recipe.deadlines, recipe.engine.role, spawner=spawner)
 
@@ -71,6 +79,7 @@ def engines_of_folder(recipe: Recipe, model: Path, folder: Path, logs: Path, spa
 def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) -> TrainerSpec:
     """Spec of the trainer; `tokens` is the folder for per-token data."""
     recipe, folder = plan.recipe, inspect_model_folder(model)
+    seats = [seat for seat in endpoints.seats if seat.need.apart or seat.need.role == "rank 0"]
     kept = TokensSpec(folder=str(tokens), config=recipe.logging.model_dump_json(include=set(TokensConfig.model_fields)))
     return TrainerSpec(
         model=str(model),
@@ -88,6 +97,8 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) ->
         path=recipe.path or "",
         tokens=kept if recipe.logging.tokens != "none" else None,
         canary=canary_text(folder.vocab_size, folder.context_length, plan.sampling.stop_token_ids, recipe.seed),
+        gpus=tuple(seat.ids[0] for seat in seats),
+        share=min((seat.share for seat in seats), default=1.0),
     )
 
 

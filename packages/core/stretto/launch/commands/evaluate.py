@@ -18,6 +18,7 @@ from stretto.engine.spec import socket_folder
 from stretto.launch.assemble.evaluations import with_samples
 from stretto.launch.assemble.specs import engines_of_folder
 from stretto.launch.assemble.workflows import conversing, workflow_pool
+from stretto.launch.preflight.devices import seats_of, usable_gpus
 from stretto.launch.preflight.paths import check_data_files
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.overrides import Overrides
@@ -167,7 +168,8 @@ def _several(rewards: object) -> bool:
 
 async def _evaluate(plan: Plan, spawner: Spawner, keep: Callable[[Sequence[QuestionResult]], None]) -> Evaluation:
     recipe, stopped, folder = plan.recipe, StopSignal(), socket_folder()
-    engines = engines_of_folder(recipe, plan.base.path, folder, folder, spawner)
+    seats = seats_of(plan, usable_gpus(recipe), ranks=False)
+    engines = engines_of_folder(recipe, plan.base.path, folder, folder, spawner, seats)
     rewards = RewardPool(recipe.rewards, rows=plan.rows)
     workflows = workflow_pool(plan, folder / "workflow.txt")
     asked = (rewards.start(),) if workflows is None else (rewards.start(), workflows.start())

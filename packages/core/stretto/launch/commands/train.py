@@ -8,17 +8,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import torch
 
 from stretto.core.errors import Problem, RecipeError, RunFolderError, StoreError, described
 from stretto.doors.packages import from_package
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
 from stretto.launch.preflight.base import digest
+from stretto.launch.preflight.devices import notes_of, seats_of, usable_gpus
 from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, step_and_run, warnings
 from stretto.launch.preflight.paper import is_on_paper, outline
 from stretto.launch.preflight.plan import Outline, Plan, make_plan
@@ -92,7 +92,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
             print(f"resume      {sentence}")
     else:
         wanted = load_recipe(recipe_path, overrides)
-        plan = outline(wanted) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True))
+        plan = outline(wanted) if is_on_paper(wanted) else _fitting(make_plan(wanted, dry=True), dry=True)
     recipe = plan.recipe
     print(f"recipe      {recipe_path}")
     for label, sentence in zip(("a step", "the run"), step_and_run(plan), strict=True):
@@ -105,6 +105,8 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     tokens = f"prompt {plan.longest_prompt} + completion {plan.sampling.max_tokens} tokens"
     print(f"longest     {tokens}, context {plan.base.context_length}")
     print(f"memory      {estimate_memory(plan)}")
+    for sentence in _devices(plan):
+        print(f"devices     {sentence}")
     if is_on_paper(recipe):
         print(f"per device  {_memory_per_device(plan)}")
     print(f"disk        {estimate_disk(plan, Path.cwd() / 'runs')}")
@@ -137,7 +139,7 @@ def prepare(
     recipe = load_recipe(recipe_path, overrides)
     path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     has_policy = resume and RunFolder(path).policy(0).exists()
-    plan = _fitting(make_plan(recipe, has_policy=has_policy, dry=not write))
+    plan = _fitting(make_plan(recipe, has_policy=has_policy, dry=not write), dry=not write)
     if not resume:
         return Prepared(plan, _new(path, plan), StartState())
     folder = RunFolder.resume(path)
@@ -174,14 +176,23 @@ def _assert_alone(path: Path, recipe: Recipe) -> None:
         asyncio.run(alone(path, recipe.cluster.tls or ""))
 
 
-def _fitting(plan: Plan) -> Plan:
-    """The plan, if memory may suffice.
+def _devices(plan: Outline) -> Sequence[str]:
+    """Sentences about the GPUs of the roles."""
+    seats = plan.seats if isinstance(plan, Plan) else seats_of(plan, usable_gpus(plan.recipe, dry=True))
+    if not seats:
+        return ("every role of this machine runs on the processor",)
+    return (*map(str, seats), *notes_of(seats))
+
+
+def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
+    """The plan with the GPUs of its roles, if memory may suffice.
 
     Raises:
-        RecipeError: the estimate is more than `_HOPELESS` times the available memory.
+        RecipeError: the estimate is far more than the available memory; or no GPU has what a role needs.
     """
-    memory = estimate_memory(plan)
-    if memory.total > _HOPELESS * memory.available and not torch.cuda.is_available():
+    memory, seats = estimate_memory(plan), seats_of(plan, usable_gpus(plan.recipe, dry=dry))
+    plan = replace(plan, seats=seats)
+    if memory.total > _HOPELESS * memory.available and not seats:
         remedy = "a smaller model, fewer engines or engine.slots, a smaller engine.cache_gib or trainer.lora need less"
         raise RecipeError([Problem("memory", f"the run needs {memory}", remedy)])
     return plan
@@ -229,6 +240,8 @@ class Prepared:
             logbook = RunLog(self.folder.log, reporter, self.steps)
             logbook.note(f"starts at version {self.beginning.version}")
             for sentence in destinations(self.plan.recipe.logging, self.path, os.environ):
+                logbook.say(sentence)
+            for sentence in (*map(str, self.plan.seats), *notes_of(self.plan.seats)):
                 logbook.say(sentence)
             for warning in warnings(self.plan):
                 logbook.say(f"warning: {warning}")

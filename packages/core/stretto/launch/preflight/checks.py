@@ -21,6 +21,7 @@ from stretto.core.errors import (
     WorkflowError,
     nearest,
 )
+from stretto.core.machine import gpus, unusable
 from stretto.doors.loading import is_own
 from stretto.doors.packages import check_packages, from_package
 from stretto.engine.config import EngineConfig
@@ -285,7 +286,8 @@ def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None])
     """
     wanted = [name for name, section in sections.items() if section is not None and section.device == "cuda"]
     if wanted and not torch.cuda.is_available():
-        found, remedy = "'cuda', and torch finds no GPU that it can use", "'auto' takes a GPU if there is one"
+        why = f" ({unusable(there, torch.version.cuda)})" if (there := gpus()) else ""
+        found, remedy = f"'cuda', and torch finds no GPU that it can use{why}", "'auto' takes a GPU if there is one"
         raise RecipeError(Problem(f"{name}.device", found, remedy) for name in wanted)
 
 

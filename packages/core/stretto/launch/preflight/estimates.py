@@ -13,6 +13,7 @@ from stretto.engine.capabilities import capabilities_of
 from stretto.launch.preflight.plan import Outline
 from stretto.worlds.workflows.config import WorkflowConfig
 
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
 
 
@@ -50,32 +51,46 @@ def step_and_run(plan: Outline) -> tuple[str, str]:
     return step, f"{run}, {steps * sequences * longest:,} tokens at most"
 
 
+def rank_parts(plan: Outline) -> dict[str, int]:
+    """Bytes of one rank by part: weights; gradients and Adam's two moments of the trained ones; reference and critic,
+    if any; activations of one micro-batch."""
+    recipe, base = plan.recipe, plan.base
+    tokens = max(recipe.trainer.micro_batch_tokens, plan.longest_prompt + plan.sampling.max_tokens)
+    share = base.parameters * 4 // recipe.trainer.ranks
+    adapters, reference = recipe.trainer.lora is not None, recipe.algorithm.reference
+    trained = share // 100 if adapters else share
+    parts = {"policy": share, "gradients": trained, "moments": 2 * trained}
+    if reference is not None and not (adapters and reference.path is None):
+        parts["reference"] = share
+    if recipe.algorithm.critic:
+        parts["critic"] = share + 3 * trained
+    # About 40 numbers of the model's width are kept per token and layer for the backward pass.
+    return parts | {"activations": tokens * base.layers * base.hidden_size * 40 * 4}
+
+
+def engine_parts(plan: Outline) -> dict[str, int]:
+    """Bytes of one engine by part: weights and KV cache."""
+    recipe, base = plan.recipe, plan.base
+    item = _WIDTH[recipe.engine.dtype]
+    longest = plan.longest_prompt + plan.sampling.max_tokens
+    full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
+    return {"weights": base.parameters * item, "cache": min(full, recipe.engine.cache_bytes)}
+
+
 def estimate_memory(plan: Outline) -> MemoryEstimate:
     """Estimate the memory of a run.
 
-    Trainer: weights; gradients and Adam's two moments of the trained ones; a copy of all but gradients while a
-    checkpoint is written; reference and critic, if any. For each rank: activations of one micro-batch; for each but the
+    Trainer: the parts of its ranks; a copy of all but gradients while a checkpoint is written; for each rank but the
     first also the whole policy, which it reads before it keeps its part. Engine: weights and KV cache, in its server's
     processes if it has one.
     """
     recipe, base = plan.recipe, plan.base
-    width = {"float32": 4, "bfloat16": 2, "float16": 2}
-    longest = plan.longest_prompt + plan.sampling.max_tokens
-    tokens = max(recipe.trainer.micro_batch_tokens, longest)
-    # About 40 numbers of the model's width are kept per token and layer for the backward pass.
-    activations = tokens * base.layers * base.hidden_size * 40 * 4
-    adapters, reference = recipe.trainer.lora is not None, recipe.algorithm.reference
-    one = 4 if adapters else 16 + 12  # adapters add about a hundredth
-    second = reference is not None and not (adapters and reference.path is None)
-    policies = one + (4 if second else 0) + (one if recipe.algorithm.critic else 0)
-    ranks = recipe.trainer.local_ranks
+    parts, ranks = rank_parts(plan), recipe.trainer.local_ranks
+    copied = sum(parts[name] for name in ("policy", "moments")) if recipe.trainer.lora is None else 0
+    copied *= 2 if recipe.algorithm.critic else 1
     whole = base.parameters * 4 * (ranks - 1)
-    trainer = (
-        base.parameters * policies * ranks // recipe.trainer.ranks + whole + ranks * (activations + _PROCESS_BYTES)
-    )
-    item = width[recipe.engine.dtype]
-    full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
-    engine = base.parameters * item + min(full, int(recipe.engine.cache_gib * 2**30)) + _PROCESS_BYTES
+    trainer = ranks * (sum(parts.values()) + copied + _PROCESS_BYTES) + whole
+    engine = sum(engine_parts(plan).values()) + _PROCESS_BYTES
     if recipe.engine.addresses:  # their servers run already, perhaps elsewhere
         engine = _PROCESS_BYTES
     elif recipe.engine.kind != "native":

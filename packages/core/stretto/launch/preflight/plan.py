@@ -10,6 +10,7 @@ import torch
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.jsonl import Mistakes
+from stretto.core.placement import Seat
 from stretto.core.records import Prompt, Sampling
 from stretto.doors.packages import from_package
 from stretto.launch.preflight.base import base_folder, digest
@@ -42,7 +43,7 @@ from stretto.launch.preflight.engines import check_engine_keys, check_head_dim, 
 from stretto.launch.preflight.gold import sift
 from stretto.launch.preflight.odd_rows import repeated, strange_digits
 from stretto.launch.preflight.paths import check_data_files, data_files
-from stretto.launch.preflight.trainable import check_trainable
+from stretto.launch.preflight.trainable import check_trainable, router_notes
 from stretto.launch.preflight.trial import try_parts, try_reward
 from stretto.launch.recipe.agents import AgentConfig
 from stretto.launch.recipe.recipe import Recipe
@@ -93,6 +94,7 @@ class Plan(Outline):
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # by prompt and gold answer, for the rewards
     kept_apart_digest: str = ""  # of their texts and gold answers
     details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
+    seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: the processor
 
 
 def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:
@@ -161,6 +163,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
             *_workflow_notes(recipe, tokenizer),
             *sifted.warnings,
             *strange_digits(questions),
+            *router_notes(base.path),
             *_closing_notes(recipe, questions, tried=has_policy),
         ),
     )

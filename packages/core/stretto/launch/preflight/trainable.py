@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.core.errors import Problem, RecipeError, RunFolderError, StoreError, nearest
@@ -18,10 +20,8 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
     Raises:
         RecipeError: more ranks than the machine has `gpus`, or adapters for layers that the model lacks.
     """
-    if config.device != "cpu" and 0 < gpus < config.local_ranks:
-        here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
-        found = f"{config.ranks}{here}, and the machine has {gpus} GPUs, one for each rank"
-        raise RecipeError([Problem("trainer.ranks", found, f'at most {gpus}, or trainer.device = "cpu"')])
+    if problems := list(too_many_ranks(config, gpus)):
+        raise RecipeError(problems)
     if config.lora is None or not config.lora.target_modules:
         return
     there = {name.rsplit(".", 1)[-1] for name in linear_layers(skeleton(model))}
@@ -31,6 +31,25 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
         raise RecipeError(
             Problem(place, f"{name!r} is no linear layer of the model's decoder", nearest(name, there))
             for name in missing
+        )
+
+
+def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
+    """A problem if there are more local ranks than GPUs."""
+    if config.device != "cpu" and 0 < there < config.local_ranks:
+        here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
+        found = f"{config.ranks}{here}, and the machine has {there} GPUs, one for each rank"
+        yield Problem("trainer.ranks", found, f'at most {there}, or trainer.device = "cpu"')
+
+
+def router_notes(model: Path) -> Iterator[str]:
+    """A warning if the model is a mixture of experts whose config asks for a balancing loss: the recipe's objective
+    alone is trained, so nothing keeps the experts evenly used."""
+    coefficient = json.loads((model / "config.json").read_text(encoding="utf-8")).get("router_aux_loss_coef")
+    if isinstance(coefficient, (int, float)) and coefficient:
+        yield (
+            f"the model's router_aux_loss_coef = {coefficient:g} is not used: the objective of the recipe alone is "
+            "trained, and nothing keeps its experts evenly used"
         )
 
 

@@ -18,6 +18,7 @@ from stretto.core.deadlines import standstill
 from stretto.core.engine import Engine, EngineHealth
 from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, RoleDied, UnprovenWeights, WireError
 from stretto.core.events import Span
+from stretto.core.machine import on_gpus
 from stretto.core.records import Partials
 from stretto.core.tasks import cancel_and_wait, gather_or_cancel
 from stretto.engine.http.client import HttpEngine
@@ -161,7 +162,7 @@ class EngineHandle:
             DeadlineExceeded: no progress for too long.
         """
         self._becomes(EngineState.STARTING, None)
-        await self.process.start(self.spec, self.spec.threads)
+        await self.process.start(self.spec, self.spec.threads, environment=on_gpus(self.spec.gpus))
         seconds, moved = self.deadlines.start + publication, self.client.moved
         async with standstill("conductor", f"{self.name} to be ready", seconds, moved):
             version = await self._newest()

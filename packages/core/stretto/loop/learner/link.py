@@ -18,6 +18,7 @@ import msgspec
 from stretto.core.canary import Agreement, Canary
 from stretto.core.errors import CheckpointLost, RoleDied, RoleError, RoleFailed, WireError
 from stretto.core.events import Span
+from stretto.core.machine import on_gpus
 from stretto.core.records import Batch, Update
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.replies import TrainerReplies
@@ -49,6 +50,10 @@ from stretto.trainer.spec import TrainerSpec
 
 TRAINER_ROLE = "stretto.trainer.roles.trainer"
 _LAST_REPLY_SECONDS = 1.0
+_SHORT = (
+    "a new trainer fared no better: a smaller trainer.micro_batch_tokens, trainer.activation_checkpointing = true, or "
+    "more trainer.ranks need less"
+)
 
 Reply = TypeVar("Reply", RanksAwaited, Ready, Published, Trained, Copied, PolicySaved)
 
@@ -108,6 +113,7 @@ class TrainerLink:
             wanted=lambda: self._recovery is not None and not self._retired,
         )
         self._publishes = True
+        self._short_at = -1  # version at which a process was out of memory
         self._orders_done = 0
         self._retired = False
         self._spans: list[Span] = []
@@ -174,7 +180,7 @@ class TrainerLink:
         )
         if self._retired:
             raise RoleDied("trainer", "is not started again: the run ends")
-        await self.process.start(spec, spec.threads, (descriptor,))
+        await self.process.start(spec, spec.threads, (descriptor,), on_gpus(spec.gpus))
         await self._channel.open(self.process.ended)
         self._replies = TrainerReplies(self._channel)
         if self._elsewhere is not None:
@@ -297,7 +303,7 @@ class TrainerLink:
             with contextlib.suppress(RoleError):  # no message
                 reply = await self._replies.next("to say why it ends", _LAST_REPLY_SECONDS)
         if isinstance(reply, Failed):
-            raise RoleFailed("trainer", reply.problem, reply.exit_code)
+            return self._failure(reply)
         return RoleDied("trainer", reply.how if isinstance(reply, RankLost) else how, str(self.process.log))
 
     async def _receive(self, kind: type[Reply], awaited: str, seconds: float) -> Reply:
@@ -310,12 +316,25 @@ class TrainerLink:
         self._abandoned = False
         self._orders_done += 1
         if isinstance(reply, Failed):
-            raise RoleFailed("trainer", reply.problem, reply.exit_code)
+            raise self._failure(reply)
         if isinstance(reply, RankLost):
             raise RoleDied("trainer", reply.how, str(self.process.log))
         if not isinstance(reply, kind):
             raise WireError(f"trainer replied {type(reply).__name__} in place of {kind.__name__}")
         return reply
+
+    def _failure(self, failed: Failed) -> RoleDied:
+        """The death of a trainer that was out of memory for the first time at this version.
+
+        Raises:
+            RoleFailed: it was so before, or cannot continue for another reason.
+        """
+        if not failed.again:
+            raise RoleFailed("trainer", failed.problem, failed.exit_code)
+        if self._short_at == self._version:
+            raise RoleFailed("trainer", f"{failed.problem}; {_SHORT}", failed.exit_code)
+        self._short_at = self._version
+        return RoleDied("trainer", f"stopped: {failed.problem}", str(self._log))
 
     def _keep(self, spans: Iterable[Span]) -> None:
         for span in spans:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import varlen
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from stretto.core.errors import ModelFolderError, Problem
@@ -34,6 +35,12 @@ FEWEST_BY_PRODUCTS = 4
 
 #: Up to this many sequences are computed one by one: cheaper than gathering into cells.
 FEW_SEQUENCES = 3
+
+#: Scores in memory at once where no fused kernel computes them (soft caps): 1 GiB in float32.
+SCORES = 1 << 28
+
+_HALF = (torch.float16, torch.bfloat16)
+_WIDEST_FLASH, _GRAIN_FLASH = 256, 8  # head sizes of flash attention
 
 
 class _ToCells(torch.autograd.Function):
@@ -117,8 +124,10 @@ def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: R
         hidden = torch.zeros_like(seen, dtype=query_BHLD.dtype).masked_fill_(~seen, -torch.inf)
         grouped = query_BHLD.reshape(rows, kv_heads, heads // kv_heads, length, width)
         keys, values = key_BKLD[:, :, None], value_BKLD[:, :, None]
-        return attention_by_products(grouped, keys, values, hidden, rule.softcap, rule.scaling).flatten(1, 2)
+        return _by_blocks(grouped, keys, values, hidden, rule).flatten(1, 2)
     windowed = rule.window is not None and rule.window < length
+    if heads != kv_heads and not _shares_heads(query_BHLD, windowed):
+        key_BKLD, value_BKLD = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key_BKLD, value_BKLD))
     return functional.scaled_dot_product_attention(
         query_BHLD,
         key_BKLD,
@@ -127,8 +136,32 @@ def _in_bucket(query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, rule: R
         is_causal=not windowed,
         dropout_p=rule.dropout,
         scale=rule.scaling,
-        enable_gqa=heads != kv_heads,
+        enable_gqa=heads != key_BKLD.shape[1],
     )
+
+
+def _shares_heads(query: Tensor, masked: bool) -> bool:
+    """Whether torch has a fused kernel in which query heads share a key head. On a GPU only flash attention does, which
+    takes half precision without a mask; the others would fall back to all scores at once, H x L x L."""
+    return query.device.type == "cpu" or (query.dtype in _HALF and not masked and _flash_takes(query.shape[-1]))
+
+
+def _flash_takes(width: int) -> bool:
+    return width <= _WIDEST_FLASH and width % _GRAIN_FLASH == 0
+
+
+def _by_blocks(query: Tensor, keys: Tensor, values: Tensor, hidden_LL: Tensor, rule: Rule) -> Tensor:
+    """`attention_by_products` for blocks of queries, so that at most `SCORES` scores are in memory, also in the
+    backward pass; rows of scores do not depend on each other. [B, K, G, L, D]"""
+    rows, kv_heads, group, length, _ = query.shape
+    block = max(1, SCORES // (rows * kv_heads * group * length))
+    if block >= length:
+        return attention_by_products(query, keys, values, hidden_LL, rule.softcap, rule.scaling)
+    parts = [
+        checkpoint(attention_by_products, part, keys, values, hidden, rule.softcap, rule.scaling, use_reentrant=False)
+        for part, hidden in zip(query.split(block, dim=-2), hidden_LL.split(block), strict=True)
+    ]
+    return torch.cat(parts, dim=-2)
 
 
 def _quicker_by_products(query_BHLD: Tensor) -> bool:
@@ -218,7 +251,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, r
     """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     plain = rule.dropout == 0.0 and rule.softcap is None and not packing.shares_prefixes
-    flash = plain and value.is_cuda and value.dtype in (torch.float16, torch.bfloat16)
+    flash = plain and value.is_cuda and value.dtype in _HALF and _flash_takes(value.shape[-1])
     return (_flash if flash else _bucketed)(query_THD, key_TKD, value_TKD, packing, rule)[None]
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,11 +23,14 @@ from transformers import PreTrainedModel
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.core.records import Sampling
 from stretto.model.kernels.fused_logprobs import chosen_logprobs
-from stretto.model.layout import Packing, pack, round_length
+from stretto.model.layout import Ints, Packing, pack, round_length
 from stretto.model.truncation import Truncation, truncate
 
 #: Logits in memory at once: 64 MiB in float32; 1 GiB on a GPU, where matmuls need more rows.
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
+
+#: Token ids, or positions.
+Numbers = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,11 @@ class TokenLogprobs(NamedTuple):
 
 
 def pack_tokens(
-    sequences: Sequence[Sequence[int]],
-    wanted: Sequence[Sequence[int]] | None = None,
+    sequences: Sequence[Numbers],
+    wanted: Sequence[Numbers] | None = None,
     device: torch.device | str = "cpu",
     prompts: Sequence[int] | None = None,
-    targets: Sequence[Sequence[int]] | None = None,
+    targets: Sequence[Numbers] | None = None,
 ) -> PackedTokens:
     """Pack sequences of token ids; `wanted` holds positions within each (default: all but the first), `targets` the
     tokens to score there (default: those of the sequences).
@@ -72,39 +77,42 @@ def pack_tokens(
     """
     if not sequences:
         sequences, wanted, prompts = [[0]], [()], None
-    prefixes = _shared_prefixes(sequences, prompts or [0] * len(sequences))
-    wanted = wanted or [range(1, len(sequence)) for sequence in sequences]
-    own = sum(len(sequence) - prefix for sequence, (_, prefix) in zip(sequences, prefixes, strict=True))
-    if filler := round_length(own) - own:
-        sequences, wanted, prefixes = [*sequences, [0] * filler], [*wanted, ()], [*prefixes, (len(sequences), 0)]
-    packing = pack([len(sequence) for sequence in sequences], device, prefixes)
+    rows = [np.asarray(sequence, np.int64) for sequence in sequences]
+    places = [np.asarray(one, np.int64) for one in wanted] if wanted else [np.arange(1, len(row)) for row in rows]
+    prefixes = _shared_prefixes(rows, prompts or [0] * len(rows))
+    tokens = sum(len(row) - prefix for row, (_, prefix) in zip(rows, prefixes, strict=True))
+    if filler := round_length(tokens) - tokens:
+        rows, places = [*rows, np.zeros(filler, np.int64)], [*places, np.zeros(0, np.int64)]
+        prefixes.append((len(prefixes), 0))
+    packing = pack([len(row) for row in rows], device, prefixes)
     starts = packing.starts.tolist()
-    at, before = list[int](), list[int]()
-    for s, (sequence, inside, (source, prefix)) in enumerate(zip(sequences, wanted, prefixes, strict=True)):
-        if len(inside) and not max(1, prefix) <= min(inside) <= max(inside) < len(sequence):
-            raise ValueError(f"wanted positions {inside} of a sequence of {len(sequence)}: after the first, inside it")
-        own = starts[s] - prefix
-        at.extend(own + position for position in inside)
-        before.extend((own if position > prefix else starts[source]) + position - 1 for position in inside)
-    scored = None
-    if targets is not None:
-        scored = torch.tensor([t for one in targets for t in one], dtype=torch.int64, device=device)
-    own_tokens = [t for sequence, (_, prefix) in zip(sequences, prefixes, strict=True) for t in sequence[prefix:]]
+    at, before = list[Ints](), list[Ints]()
+    for s, (row, inside, (source, prefix)) in enumerate(zip(rows, places, prefixes, strict=True)):
+        if len(inside) and not max(1, prefix) <= inside.min() <= inside.max() < len(row):
+            found = f"wanted positions {inside.tolist()} of a sequence of {len(row)}"
+            raise ValueError(f"{found}: after the first, inside it")
+        own = inside + (starts[s] - prefix)
+        at.append(own)
+        before.append((own if not prefix else np.where(inside > prefix, own, starts[source] + inside)) - 1)
     return PackedTokens(
-        input_ids=torch.tensor([own_tokens], device=device),
+        input_ids=_tensor([row[prefix:] for row, (_, prefix) in zip(rows, prefixes, strict=True)], device)[None],
         packing=packing,
-        wanted=torch.tensor(at, dtype=torch.int64, device=device),
-        before=torch.tensor(before, dtype=torch.int64, device=device),
-        targets=scored,
+        wanted=_tensor(at, device),
+        before=_tensor(before, device),
+        targets=None if targets is None else _tensor([np.asarray(one, np.int64) for one in targets], device),
     )
 
 
-def _shared_prefixes(sequences: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[tuple[int, int]]:
+def _tensor(parts: Sequence[Ints], device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)).to(device)
+
+
+def _shared_prefixes(sequences: Sequence[Ints], prompts: Sequence[int]) -> list[tuple[int, int]]:
     """(source, tokens) for each sequence: the first sequence with a prompt is the source for the others."""
-    first: dict[tuple[int, ...], int] = {}
+    first: dict[bytes, int] = {}
     prefixes = []
     for s, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
-        source = first.setdefault(tuple(sequence[:prompt]), s)
+        source = first.setdefault(sequence[:prompt].tobytes(), s)
         prefixes.append((source, prompt if source != s else 0))
     return prefixes
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
-import subprocess
 from importlib import metadata
 
-from stretto.core.machine import cores, processor
+from stretto.core.machine import cores, gpus, processor
 from stretto.core.records import Record
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "numpy", "pydantic", "uvicorn")
@@ -37,24 +35,12 @@ def library_versions() -> dict[str, str]:
 
 
 def machine() -> Machine:
-    """Describe this machine: cores by this process's affinity, memory, NVIDIA devices by name."""
+    """Describe this machine: cores by this process's affinity, memory, visible NVIDIA devices."""
     pages, page = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         processor=processor(),
         cores=cores(),
         memory_gib=round(pages * page / 2**30, 1),
-        accelerators=_accelerators(),
+        accelerators=tuple(f"{gpu.name}, {gpu.memory >> 20} MiB" for gpu in gpus()),
     )
-
-
-def _accelerators() -> tuple[str, ...]:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    try:
-        command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip())

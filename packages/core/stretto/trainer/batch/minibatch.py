@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.packing import shares
-from stretto.trainer.batch.paths import trajectory_of
-from stretto.trainer.batch.samples import Sample
+from stretto.trainer.batch.paths import as_column, trajectory_of
+from stretto.trainer.batch.samples import Column, Sample, scored_of
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.objective.aggregation import Aggregation, coefficients
 from stretto.trainer.objective.tokens import Sequences
@@ -82,12 +82,12 @@ def minibatch(
 
 
 def _micro_batch(samples: Sequence[Sample], scales: Sequence[float], device: torch.device) -> MicroBatch:
-    def column(parts: Iterable[Sequence[float]]) -> Tensor:
-        return torch.tensor(list(chain.from_iterable(parts)), dtype=torch.float32, device=device)
+    def column(parts: Iterable[Column]) -> Tensor:
+        return torch.from_numpy(as_column(np.concatenate([np.zeros(0, np.float32), *parts]), np.float32)).to(device)
 
     sequences = Sequences.of(torch.tensor([len(sample.loss_positions) for sample in samples], device=device))
     scale = sequences.spread(column([scales]))
-    if any(sample.weights for sample in samples):
+    if any(len(sample.weights) for sample in samples):
         scale = scale * column(sample.weights for sample in samples)
     return MicroBatch(
         packed=_packed(samples, device),
@@ -107,19 +107,18 @@ def _micro_batch(samples: Sequence[Sample], scales: Sequence[float], device: tor
 def _packed(samples: Sequence[Sample], device: torch.device) -> PackedTokens:
     # Flash attention wants every sequence whole; elsewhere the samples of one prompt share its computation.
     prompts = None if device.type == "cuda" else [sample.prompt_tokens for sample in samples]
-    wanted = [sample.scored or sample.loss_positions for sample in samples]
-    targets = [sample.targets for sample in samples] if any(sample.targets for sample in samples) else None
+    wanted = [scored_of(sample) for sample in samples]
+    targets = [sample.targets for sample in samples] if any(len(sample.targets) for sample in samples) else None
     return pack_tokens([sample.token_ids for sample in samples], wanted, device, prompts, targets)
 
 
 def _chosen(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
     """The places of the loss tokens among the scored ones."""
-    if not any(sample.scored for sample in samples):
+    if not any(len(sample.scored) for sample in samples):
         return None
-    chosen, start = list[int](), 0
+    chosen, start = [np.zeros(0, np.int64)], 0
     for sample in samples:
-        scored = sample.scored or sample.loss_positions
-        place = {position: start + at for at, position in enumerate(scored)}
-        chosen += [place[position] for position in sample.loss_positions]
+        scored = scored_of(sample)
+        chosen.append(start + np.searchsorted(scored, sample.loss_positions))
         start += len(scored)
-    return torch.tensor(chosen, dtype=torch.int64, device=device)
+    return torch.from_numpy(np.concatenate(chosen)).to(device)

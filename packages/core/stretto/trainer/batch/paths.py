@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import TypeVar
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from stretto.conversation.forest import Path, paths
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Prompt, Segment, StopReason, Trajectory
 
-Value = TypeVar("Value")
+#: Columns of a path. Tensors are made of them: 32 bits are what those of numbers keep.
+Ints, Floats = npt.NDArray[np.int32], npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,11 @@ class PathTokens:
     """
 
     id: str  # trajectory id; ":1" appended for its second path, and so on
-    token_ids: tuple[int, ...]  # [T]
+    token_ids: Ints  # [T]
     prompt_tokens: int  # 0 if the path does not start with the prompt
-    places: Sequence[int]  # [S] ascending
-    behavior_logprobs: Sequence[float]  # [S]
-    versions: Sequence[int]  # [S]
+    places: Ints  # [S] ascending
+    behavior_logprobs: Floats  # [S]
+    versions: Ints  # [S]
     turns: tuple[PathTurn, ...]  # own turns; their tokens sum to S
     turns_before: int  # number of turns before them that belong to earlier paths
     stop_reason: StopReason | None  # stop reason of the last turn
@@ -79,21 +82,21 @@ def trajectory_of(path: str) -> str:
 
 def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str) -> PathTokens:
     start = end = len(prompt.token_ids) if path.behind_prompt else 0
-    spans = list[range]()
+    spans = list[Ints]()
     for place in path.segments:
         begin, end = end, end + trajectory.segments[place].length
-        spans += [range(begin, end)] if place in path.trained else ()
-    if spans[0].start == 0:
+        spans += [np.arange(begin, end, dtype=np.int32)] if place in path.trained else ()
+    if spans[0][0] == 0:
         raise BoundViolated(f"trajectory {trajectory.id}: a token was sampled without any context")
     own = [trajectory.segments[place] for place in path.trained]
     parts = [prompt.token_ids[:start], *(trajectory.segments[place].token_ids for place in path.segments)]
     return PathTokens(
         id=id,
-        token_ids=sum(parts, start=()),
+        token_ids=_joined(parts, np.int32),
         prompt_tokens=start,
-        places=_joined(spans),
-        behavior_logprobs=_joined([segment.behavior_logprobs for segment in own]),
-        versions=_joined([segment.versions for segment in own]),
+        places=_joined(spans, np.int32),
+        behavior_logprobs=_joined([segment.behavior_logprobs for segment in own], np.float32),
+        versions=_joined([segment.versions for segment in own], np.int32),
         turns=tuple(_turns(trajectory, own)),
         turns_before=sum(trajectory.segments[place].sampled for place in path.segments) - len(own),
         stop_reason=own[-1].stop_reason,
@@ -112,9 +115,15 @@ def _newest_writer(own: Sequence[Segment]) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def _joined(parts: Sequence[Sequence[Value]]) -> Sequence[Value]:
-    """Concatenation; a single part is not copied, since most trajectories are one long turn."""
-    return parts[0] if len(parts) == 1 else tuple(chain.from_iterable(parts))
+def _joined(parts: Sequence[Any], kind: Any) -> npt.NDArray[Any]:
+    """Concatenation as one array."""
+    return np.concatenate([as_column(part, kind) for part in parts])
+
+
+def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
+    """Numbers as an array; those too large for it become infinite, as in a tensor."""
+    with np.errstate(over="ignore"):
+        return np.asarray(values, kind)
 
 
 def _turns(trajectory: Trajectory, own: Sequence[Segment]) -> Iterator[PathTurn]:

@@ -11,14 +11,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Batch
 from stretto.core.states import bounded_reward
 from stretto.trainer.batch.credit import ScoredPath, ScoredTrajectory, advantages_by_path, rewarded
-from stretto.trainer.batch.paths import PathTokens, Value, paths_of
+from stretto.trainer.batch.paths import PathTokens, as_column, paths_of
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import targets
 
@@ -26,10 +29,25 @@ from stretto.trainer.objective.estimators import targets
 TokenScores = Mapping[str, Sequence[float]]
 NO_SCORES: TokenScores = MappingProxyType({})
 
+Column = Sequence[float] | npt.NDArray[Any]
+#: What the columns of a sample hold. Values and returns are summed before they become tensors.
+_KINDS = {
+    "token_ids": np.int32,
+    "loss_positions": np.int32,
+    "behavior_logprobs": np.float32,
+    "staleness": np.int32,
+    "advantages": np.float64,
+    "values": np.float64,
+    "returns": np.float64,
+    "weights": np.float32,
+    "scored": np.int32,
+    "targets": np.int32,
+}
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Sample:
-    """One path as a training sequence, with its N loss tokens.
+    """One path as a training sequence, with its N loss tokens. Columns are arrays; other sequences become some.
 
     Example: prompt (5, 12), completion (4, 4, 2) of versions (5, 6, 7), trained at 7 with versions from 6 on::
 
@@ -38,18 +56,35 @@ class Sample:
     """
 
     id: str  # path id
-    token_ids: tuple[int, ...]
+    token_ids: Column
     prompt_tokens: int
-    loss_positions: tuple[int, ...]  # [N], ascending, each at least 1
-    behavior_logprobs: tuple[float, ...]  # [N]
-    staleness: tuple[int, ...]  # [N], version in training minus the version that sampled the token
-    advantages: tuple[float, ...]  # [N]
-    values: tuple[float, ...] = ()  # [N], by the critic before the step; empty without one, and the returns too
-    returns: tuple[float, ...] = ()  # [N], the critic's targets
+    loss_positions: Column  # [N], ascending, each at least 1
+    behavior_logprobs: Column  # [N]
+    staleness: Column  # [N], version in training minus the version that sampled the token
+    advantages: Column  # [N]
+    values: Column = ()  # [N], by the critic before the step; empty without one, and the returns too
+    returns: Column = ()  # [N], the critic's targets
     engine: str = ""  # that sampled the newest of its tokens (`PathTokens.engine`)
-    weights: tuple[float, ...] = ()  # [N], factors of the tokens in the loss; empty: all 1
-    scored: tuple[int, ...] = ()  # [M], positions whose log-probability is wanted, the loss's too; empty: these alone
-    targets: tuple[int, ...] = ()  # [M], the tokens scored there; empty: those of the sequence
+    weights: Column = ()  # [N], factors of the tokens in the loss; empty: all 1
+    scored: Column = ()  # [M], positions whose log-probability is wanted, the loss's too; empty: these alone
+    targets: Column = ()  # [M], the tokens scored there; empty: those of the sequence
+
+    def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            object.__setattr__(self, name, as_column(getattr(self, name), kind))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sample):
+            return NotImplemented
+        plain = (self.id, self.prompt_tokens, self.engine) == (other.id, other.prompt_tokens, other.engine)
+        return plain and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in _KINDS)
+
+    __hash__ = None  # type: ignore[assignment]  # arrays have none
+
+
+def scored_of(sample: Sample) -> Column:
+    """The positions whose log-probability is wanted, ascending."""
+    return sample.scored if len(sample.scored) else sample.loss_positions
 
 
 @dataclass(frozen=True)
@@ -112,7 +147,7 @@ def _kl(paths: Sequence[PathTokens], config: AlgorithmConfig, reference_logprobs
     if estimator is None:
         return NO_SCORES
     return {
-        path.id: estimator(torch.tensor(path.behavior_logprobs), torch.tensor(reference_logprobs[path.id])).tolist()
+        path.id: estimator(torch.from_numpy(path.behavior_logprobs), torch.tensor(reference_logprobs[path.id])).tolist()
         for path in paths
     }
 
@@ -125,12 +160,12 @@ def _scored(
     Raises:
         BoundViolated: a token's version is not published yet.
     """
-    if (newest := max(path.versions)) > version:
+    if (newest := path.versions.max()) > version:
         known = f"version {newest}, but version {version} is being trained"
         raise BoundViolated(f"trajectory {path.id} has tokens of {known}")
     weight = config.reference.weight if config.reference is not None else 0.0
-    whole = range(len(path.versions))
-    trained = whole if min(path.versions) >= oldest else [t for t in whole if path.versions[t] >= oldest]
+    fresh = path.versions >= oldest
+    trained = range(len(fresh)) if fresh.all() else np.flatnonzero(fresh).tolist()
     return ScoredPath(
         path=path,
         trained=trained,
@@ -149,17 +184,17 @@ def _sample(
         prompt_tokens=path.prompt_tokens,
         loss_positions=_chosen(path.places, scored.trained),
         behavior_logprobs=_chosen(path.behavior_logprobs, scored.trained),
-        staleness=tuple([version - one for one in _chosen(path.versions, scored.trained)]),
-        advantages=tuple(advantages),
+        staleness=version - _chosen(path.versions, scored.trained),
+        advantages=advantages,
         engine=path.engine,
         values=targets.get("values", ()),
         returns=targets.get("returns", ()),
     )
 
 
-def _chosen(values: Sequence[Value], places: Sequence[int]) -> tuple[Value, ...]:
+def _chosen(values: npt.NDArray[Any], places: Sequence[int]) -> npt.NDArray[Any]:
     """The values at ascending `places`; without a copy in the common case of all."""
-    return tuple(values) if len(places) == len(values) else tuple([values[place] for place in places])
+    return values if len(places) == len(values) else values[places]
 
 
 def _targets(

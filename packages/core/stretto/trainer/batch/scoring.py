@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stretto.core.records import Batch
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.packing import shares
-from stretto.trainer.batch.paths import PathTokens, paths_of
+from stretto.trainer.batch.paths import Ints, PathTokens, paths_of
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 
 
@@ -50,15 +51,15 @@ class _Scored:
     """The tokens of a path, with its prompt, and the positions that get a score."""
 
     id: str
-    token_ids: tuple[int, ...]
+    token_ids: Ints
     prompt_tokens: int
-    places: Sequence[int]
+    places: Ints
 
 
 def _scored(path: PathTokens, continues: bool) -> _Scored:
     token_ids, places = path.token_ids, path.places
     if continues:
-        token_ids, places = (*token_ids, 0), [*places, len(token_ids)]
+        token_ids, places = np.append(token_ids, np.int32(0)), np.append(places, np.int32(len(token_ids)))
     return _Scored(path.id, token_ids, path.prompt_tokens, places)
 
 

@@ -199,7 +199,8 @@ class RankGroup:
         words: list[Failed] = []
         how = await wire.listen(words.append, self._spec.hung)
         if words:
-            return Failed(problem=f"{_name(rank)}: {words[0].problem}", exit_code=words[0].exit_code)
+            named = words[0].problem if words[0].again else f"{_name(rank)}: {words[0].problem}"
+            return msgspec.structs.replace(words[0], problem=named)
         return RankLost(how=f"lost {_name(rank)}, which {how}")
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from stretto.core.canary import Canary
 from stretto.core.errors import RoleFailed, StoreError, StrettoError
 from stretto.core.events import Span
 from stretto.doors.loading import look_in
+from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
 from stretto.model.kernels.choice import TRAINING, choose, unrecorded
 from stretto.model.kernels.matmul import use_onednn
@@ -77,15 +79,25 @@ class TrainerRole:
         look_in(spec.path)
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._publisher, self._ranks = spec, publisher, ranks
+        take_share(spec.share)
+        with self._memory_named("while it loaded its models"):
+            self._trainer = self._build(config)
+        if spec.checkpoint is not None:
+            self._trainer.load_checkpoint(Path(spec.checkpoint))
+
+    def _build(self, config: TrainerConfig) -> Trainer:
+        spec, ranks = self._spec, self._ranks
         model = self._trained(config)
         algorithm = AlgorithmConfig.model_validate_json(spec.algorithm)
         reference, critic = self._reference(algorithm, config), self._critic(algorithm, config)
         sink = TokenWriter(spec.tokens, ranks.rank) if spec.tokens is not None else None
-        self._trainer = Trainer(
+        return Trainer(
             model, config, algorithm, spec.sampling, reference=reference, critic=critic, ranks=ranks, sink=sink
         )
-        if spec.checkpoint is not None:
-            self._trainer.load_checkpoint(Path(spec.checkpoint))
+
+    def _memory_named(self, doing: str) -> AbstractContextManager[None]:
+        rank = self._ranks.rank
+        return memory_named(f"rank {rank}", self._spec.gpus, rank, doing)
 
     def _trained(self, config: TrainerConfig) -> PreTrainedModel:
         """The initial policy, ready for training."""
@@ -122,7 +134,8 @@ class TrainerRole:
         """Carry out an order; all ranks must get the same."""
         match order:
             case Train():
-                update = self._trainer.train(order.batch)
+                with self._memory_named(f"in step {order.batch.step}"):
+                    update = self._trainer.train(order.batch)
                 canary = self._publish() if order.publish else None
                 spans, agreement = tuple(self._trainer.drain_spans()), self._trainer.agreement
                 return Trained(update=update, spans=spans, canary=canary, agreement=agreement)

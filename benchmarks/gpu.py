@@ -1,0 +1,130 @@
+"""Everything that only a GPU can show, in one go: `make gpu`. No network; one file, benchmarks/results/gpu.json.
+
+    python -m benchmarks.gpu                                on a machine with a GPU, within 25 minutes
+    python -m benchmarks.gpu --parts decode profile
+    python -m benchmarks.gpu --rehearse                     the same code on a processor, at tiny sizes; into build/
+
+Parts run in the order of what they are worth, each in a process of its own with a limit of time, and the file is
+written after each: what fails, or takes too long, is named in it and ends nothing else.
+
+    tests      the kernels, the captures and the reading of rows are right (pytest, what needs a GPU)
+    decode     tokens per second of the engine, as a share of what the memory allows
+    training   tokens per second of the trainer, share of the peak (MFU), memory
+    run        an asynchronous run of a 0.6B shape: tokens per second of both sides, pause of an update
+    memory     the most memory of a training step beside the estimate of `--dry-run`
+    kernels    milliseconds of each fused kernel beside the plain computation
+    profile    what a training step and a decode step spend their time on, and how often they wait for the GPU
+    vllm       the engine beside vLLM, if --vllm names an interpreter that has it
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from benchmarks import gpu_parts
+from benchmarks.gpu_parts import REHEARSED, Asked, Size
+from benchmarks.report import Table, save
+from stretto.store.files import write_atomically
+from stretto.store.folder.provenance import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Seconds that each part may take, in the order in which they run; 25 minutes in all.
+LIMITS = {
+    "tests": 180,
+    "decode": 300,
+    "training": 240,
+    "run": 300,
+    "memory": 90,
+    "kernels": 90,
+    "profile": 90,
+    "vllm": 210,
+}
+_REHEARSAL = ROOT / "build" / "gpu-rehearsal.json"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The exit status: 0; 1 if a part failed; 2 without a GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=tuple(LIMITS), default=tuple(LIMITS))
+    parser.add_argument("--rehearse", action="store_true", help="on the processor, at tiny sizes")
+    parser.add_argument("--vllm", default=os.environ.get("STRETTO_VLLM", ""), help="an interpreter that has vLLM")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # a part, in a process of its own
+    asked = parser.parse_args(words)
+    if asked.one:
+        return _one(asked.one, asked.rehearse, asked.vllm)
+    if not asked.rehearse and not torch.cuda.is_available():
+        print("no GPU that torch can use: nothing is measured (--rehearse runs the code without one)", file=sys.stderr)
+        return 2
+    results: dict[str, Any] = {}
+    table = Table("part", "seconds", "ended")
+    for name in (name for name in LIMITS if name in asked.parts):
+        began = time.monotonic()
+        results[name] = measured(name, asked.rehearse, asked.vllm, LIMITS[name])
+        results[name]["part_seconds"] = round(time.monotonic() - began, 1)
+        _write(results, asked.rehearse)
+        table.add(name, results[name]["part_seconds"], results[name].get("failed", "well"))
+        table.show_last()
+    return 1 if any("failed" in part for part in results.values()) else 0
+
+
+def measured(name: str, rehearse: bool, vllm: str, limit: float) -> dict[str, Any]:
+    """What a part found, in a process of its own; or why it found nothing."""
+    with tempfile.TemporaryDirectory(prefix="stretto-gpu-") as folder:
+        found = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "benchmarks.gpu", "--one", f"{name}:{found}", "--vllm", vllm]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": folder}
+        if rehearse:
+            command.append("--rehearse")
+            environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done after {limit:g} s"}
+        finally:  # its roles and servers too
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if code != 0 or not found.exists():
+            return {"failed": f"ended with exit code {code}"} | (_read(found) if found.exists() else {})
+        return _read(found)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def _one(told: str, rehearse: bool, vllm: str) -> int:
+    name, _, path = told.partition(":")
+    size = REHEARSED if rehearse else Size()
+    found = gpu_parts.PARTS[name](Asked(size, torch.device("cpu" if rehearse else "cuda"), Path(path).parent, vllm))
+    write_atomically(Path(path), msgspec.json.encode(found))
+    return 0 if "failed" not in found else 1
+
+
+def _write(results: dict[str, Any], rehearse: bool) -> None:
+    if not rehearse:
+        save("gpu", results)
+        return
+    _REHEARSAL.parent.mkdir(exist_ok=True)
+    content = {"benchmark": "gpu", "machine": machine(), "results": results}
+    write_atomically(_REHEARSAL, msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Placement of roles on the GPUs of a machine, as a pure function of the GPUs and of what each role needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stretto.core.machine import Gpu
+
+_CONTEXT = 512 << 20  # bytes of a process on a GPU before its first tensor
+_UNKNOWN = 0.9  # of a GPU of unknown size, for the tensors of all roles
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a role needs: bytes by part on each of its `gpus`. `apart`: no other such role on the same GPU, since
+    collectives of NCCL refuse two ranks on one."""
+
+    role: str
+    parts: Mapping[str, int]
+    gpus: int = 1
+    apart: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """On each GPU, with the CUDA context of its process."""
+        return sum(self.parts.values()) + _CONTEXT
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The GPUs of a role. `share`: the part of their memory that its tensors may take, 1 where it is alone."""
+
+    need: Need
+    gpus: tuple[Gpu, ...]
+    share: float
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(gpu.id for gpu in self.gpus)
+
+    def __str__(self) -> str:
+        named, need = " + ".join(f"GPU {gpu.id}" for gpu in self.gpus), self.need
+        there = f" of {gib(self.gpus[0].free)}" if self.gpus[0].free else ""
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in need.parts.items())
+        return f"{need.role:<10}{named}: {gib(need.bytes)}{there} GiB ({parts})"
+
+
+def place(there: Sequence[Gpu], needs: Sequence[Need]) -> tuple[Seat, ...]:
+    """A seat for each need, in their order.
+
+    Needs that are `apart` come first, on GPUs of one kind if there are enough. The others follow, the largest first,
+    each on the GPUs that it fits on, of these those with the fewest roles, of these those with the most memory left.
+    Roles that share a GPU split its memory in proportion to their needs.
+
+    Raises:
+        ValueError: a role needs more GPUs, or more roles need one apart, than there are.
+    """
+    apart = [at for at, need in enumerate(needs) if need.apart]
+    if len(apart) > len(there) or any(need.gpus > len(there) for need in needs):
+        raise ValueError(f"{len(apart)} roles apart, {len(needs)} in all, on {len(there)} GPUs")
+    taken = {at: (gpu,) for at, gpu in zip(apart, _alike(there, len(apart)), strict=True)}
+    left = {gpu.id: gpu.free - sum(needs[at].bytes for at, own in taken.items() if gpu in own) for gpu in there}
+    roles = {gpu.id: sum(gpu in own for own in taken.values()) for gpu in there}
+    for at in sorted((at for at in range(len(needs)) if at not in taken), key=lambda at: -needs[at].bytes):
+        size = needs[at].bytes
+        order = sorted(there, key=lambda gpu: (left[gpu.id] < size, roles[gpu.id], -left[gpu.id]))
+        taken[at] = tuple(sorted(order[: needs[at].gpus], key=there.index))
+        for gpu in taken[at]:
+            left[gpu.id] -= size
+            roles[gpu.id] += 1
+    shares = _shares(needs, taken)
+    return tuple(Seat(need, taken[at], shares[at]) for at, need in enumerate(needs))
+
+
+def _alike(there: Sequence[Gpu], count: int) -> list[Gpu]:
+    """`count` GPUs of the first kind that has as many; the first ones if no kind has."""
+    kinds = defaultdict[tuple[str, int], list[Gpu]](list)
+    for gpu in there:
+        kinds[gpu.name, gpu.memory].append(gpu)
+    return next((own for own in kinds.values() if len(own) >= count), list(there))[:count]
+
+
+def _shares(needs: Sequence[Need], taken: Mapping[int, Sequence[Gpu]]) -> list[float]:
+    """The part of its GPUs' memory that each role may fill with tensors: contexts are no tensors."""
+    on = defaultdict[str, list[int]](list)
+    for at, own in taken.items():
+        for gpu in own:
+            on[gpu.id].append(at)
+    found = []
+    for at, need in enumerate(needs):
+        parts = [1.0]
+        for gpu in taken[at]:
+            if len(beside := on[gpu.id]) > 1:
+                tensors = max(0, gpu.free - len(beside) * _CONTEXT) / gpu.memory if gpu.memory else _UNKNOWN
+                parts.append(tensors * need.bytes / sum(needs[other].bytes for other in beside))
+        found.append(min(parts))
+    return found
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB with one digit after the point."""
+    return f"{size / 2**30:.1f}"

@@ -1,0 +1,179 @@
+"""GPUs of this machine and of a run's roles on it: what the roles need, whether it fits, what torch can use.
+
+`core.placement` decides; a role without a seat on a GPU runs on the processor.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.core.machine import Gpu, gpus, unusable
+from stretto.core.placement import Need, Seat, gib, place
+from stretto.launch.preflight.estimates import engine_parts, rank_parts
+from stretto.launch.preflight.plan import Outline
+from stretto.launch.preflight.trainable import too_many_ranks
+from stretto.launch.recipe.recipe import Recipe
+from stretto.trainer.config import TrainerConfig
+
+#: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB: "8x80".
+ASSUMED = "STRETTO_GPUS"
+_HOPELESS = 1.5  # times the memory; an estimate may be wrong by less
+_SMALLER = {
+    "policy": "more trainer.ranks, or trainer.lora",
+    "gradients": "more trainer.ranks, or trainer.lora",
+    "moments": "more trainer.ranks, or trainer.lora",
+    "activations": "a smaller trainer.micro_batch_tokens, or trainer.activation_checkpointing",
+    "reference": "more trainer.ranks",
+    "critic": "more trainer.ranks, or an estimator without a critic",
+    "weights": 'engine.dtype = "bfloat16", or tensor parallelism in engine.arguments',
+    "cache": "a smaller engine.cache_gib or engine.slots",
+}
+
+
+def needs_of(plan: Outline, *, ranks: bool = True, engines: bool = True) -> list[Need]:
+    """Needs of the local ranks and engines that run on GPUs; the reference, the critic and adapters are parts of each
+    rank."""
+    recipe, needs = plan.recipe, list[Need]()
+    if ranks and recipe.trainer.device != "cpu":
+        parts, several = rank_parts(plan), recipe.trainer.ranks > 1
+        needs += [Need(_rank(rank), parts, apart=several) for rank in range(recipe.trainer.local_ranks)]
+    config = recipe.engine
+    started = config.kind == "native" or not config.addresses
+    if engines and started and config.device != "cpu":
+        parts = {name: size // config.gpus for name, size in engine_parts(plan).items()}
+        needs += [Need(f"engine-{number}", parts, config.gpus) for number in range(recipe.local_engines)]
+    return needs
+
+
+def seats_of(plan: Outline, there: Sequence[Gpu], *, ranks: bool = True) -> tuple[Seat, ...]:
+    """Seats of the roles of a run on the GPUs `there`; none without GPUs.
+
+    Raises:
+        RecipeError: more ranks or tensor parallelism than GPUs, ranks on GPUs that differ, or far too little memory.
+    """
+    recipe, needs = plan.recipe, needs_of(plan, ranks=ranks)
+    if not there or not needs:
+        return ()
+    if problems := list(_too_many(recipe, there, ranks)):
+        raise RecipeError(problems)
+    seats = place(there, needs)
+    problems = [*_differing(seats), *(problem for problem, factor in _overfull(seats) if factor > _HOPELESS)]
+    if problems:
+        raise RecipeError(problems)
+    return seats
+
+
+def _too_many(recipe: Recipe, there: Sequence[Gpu], ranks: bool) -> Iterator[Problem]:
+    if ranks:
+        yield from too_many_ranks(recipe.trainer, len(there))
+    if recipe.local_engines and not recipe.engine.addresses and recipe.engine.gpus > len(there):
+        found = f"tensor parallelism over {recipe.engine.gpus} GPUs, and the machine has {len(there)}"
+        yield Problem("engine.arguments", found, f"at most {len(there)}")
+
+
+def _differing(seats: Sequence[Seat]) -> Iterator[Problem]:
+    kinds = {seat.gpus[0].name: seat for seat in seats if seat.need.apart}
+    if len(kinds) > 1:
+        found = " and ".join(f"{seat.need.role} on GPU {seat.ids[0]}, {name}" for name, seat in kinds.items())
+        remedy = "show GPUs of one kind to the ranks: CUDA_VISIBLE_DEVICES; the slowest would hold all others up"
+        yield Problem("trainer.ranks", found, remedy)
+
+
+def _overfull(seats: Sequence[Seat]) -> Iterator[tuple[Problem, float]]:
+    """A problem for each GPU whose roles need more than its memory, with how many times as much."""
+    for gpu, own in _by_gpu(seats).items():
+        needed = sum(seat.need.bytes for seat in own)
+        if gpu.free and needed > gpu.free:
+            largest = max(((size, name) for seat in own for name, size in seat.need.parts.items()), default=(0, ""))
+            roles = " and ".join(seat.need.role for seat in own)
+            found = f"{roles}: {'need' if len(own) > 1 else 'needs'} {gib(needed)} of {gib(gpu.free)} GiB"
+            remedy = f"largest: {largest[1]}, {gib(largest[0])} GiB; {_SMALLER.get(largest[1], 'a smaller model')}"
+            yield Problem(f"GPU {gpu.id}", found, remedy), needed / gpu.free
+
+
+def notes_of(seats: Sequence[Seat]) -> Iterator[str]:
+    """Sentences about GPUs that are shared, used by others, or too small."""
+    for gpu, own in _by_gpu(seats).items():
+        if len(own) > 1:
+            split = ", ".join(f"{seat.need.role} at most {seat.share:.0%}" for seat in own)
+            yield f"GPU {gpu.id} is shared: {split} of its memory"
+        if gpu.memory and gpu.memory - gpu.free > gpu.memory / 8:
+            yield f"GPU {gpu.id}: others use {gib(gpu.memory - gpu.free)} of its {gib(gpu.memory)} GiB"
+    yield from (str(problem) for problem, factor in _overfull(seats) if factor <= _HOPELESS)
+
+
+def _by_gpu(seats: Sequence[Seat]) -> dict[Gpu, list[Seat]]:
+    found = defaultdict[Gpu, list[Seat]](list)
+    for seat in seats:
+        for gpu in seat.gpus:
+            found[gpu].append(seat)
+    return found
+
+
+def seat_of_engine(seats: Sequence[Seat], number: int) -> Seat | None:
+    """Seat of engine `number`; engines beyond those of the recipe take the seats in turn. None: the processor."""
+    own = [seat for seat in seats if seat.need.role.startswith("engine-")]
+    return own[number % len(own)] if own else None
+
+
+def usable_gpus(recipe: Recipe, *, dry: bool = False) -> tuple[Gpu, ...]:
+    """The GPUs of this machine that torch can use; `dry`: those that `STRETTO_GPUS` assumes, if it is set.
+
+    Raises:
+        RecipeError: there are some that this torch cannot use, though it is built for GPUs and a role may take one; or
+            collectives are bound to a network interface that is not there.
+    """
+    if problems := list(missing_interfaces(recipe.trainer, os.environ, [name for _, name in socket.if_nameindex()])):
+        raise RecipeError(problems)
+    if dry and (assumed := os.environ.get(ASSUMED)):
+        return assumed_gpus(assumed)
+    there = gpus()
+    if not there or torch.cuda.is_available():
+        return there
+    why = unusable(there, torch.version.cuda)
+    if torch.version.cuda is not None and "cpu" not in (recipe.trainer.device, recipe.engine.device):
+        remedy = 'update the driver, or trainer.device = "cpu" and engine.device = "cpu"'
+        raise RecipeError([Problem("[trainer] and [engine] device", why, remedy)])
+    return ()
+
+
+def assumed_gpus(text: str) -> tuple[Gpu, ...]:
+    """GPUs from words such as "8x80": their number and GiB.
+
+    Raises:
+        RecipeError: it is something else.
+    """
+    if (found := re.fullmatch(r"\s*(\d{1,4})\s*x\s*(\d{1,5})\s*", text)) is None or int(found[1]) == 0:
+        raise RecipeError([Problem(ASSUMED, repr(text), "number of GPUs and GiB of each, as in 8x80")])
+    size = int(found[2]) << 30
+    return tuple(Gpu(str(number), "assumed GPU", size, size) for number in range(int(found[1])))
+
+
+def missing_interfaces(config: TrainerConfig, told: Mapping[str, str], there: Sequence[str]) -> Iterator[Problem]:
+    """Problems if collectives of several ranks are bound to a network interface that this machine lacks."""
+    if config.ranks == 1:
+        return
+    gloo, nccl = told.get("GLOO_SOCKET_IFNAME", ""), told.get("NCCL_SOCKET_IFNAME", "")
+    if gloo and not set(gloo.split(",")) & set(there):
+        yield _no_interface("GLOO_SOCKET_IFNAME", gloo, there)
+    if config.device == "cpu" or not nccl or nccl.startswith("^"):
+        return
+    exact, names = nccl.startswith("="), nccl.removeprefix("=").split(",")
+    if not any(one == name or (not exact and one.startswith(name)) for one in there for name in names):
+        yield _no_interface("NCCL_SOCKET_IFNAME", nccl, there)
+
+
+def _no_interface(key: str, told: str, there: Sequence[str]) -> Problem:
+    found = f"{told!r} in the environment, and this machine has {', '.join(there)}"
+    return Problem(key, found, nearest(told.lstrip("="), there) or "unset it: the interface is found then")
+
+
+def _rank(number: int) -> str:
+    return f"rank {number}"

@@ -1,0 +1,222 @@
+"""Promises: `--dry-run` says which GPU each rank and engine has, what it needs there and how a shared one is split;
+the same ids are in the specs of the roles and in the environment of their processes; too many ranks, GPUs that differ
+or are too small, a driver older than torch's CUDA and interfaces that are not there are refused before anything starts;
+a rank that runs out of memory is named, the trainer restarted once, and then the run ends with what needs less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stretto.core.errors import RecipeError, RoleDied
+from stretto.core.machine import Gpu, unusable
+from stretto.launch.assemble.specs import Endpoints, engine_spec, engine_specs, trainer_spec
+from stretto.launch.preflight.devices import assumed_gpus, missing_interfaces, notes_of, seats_of
+from stretto.launch.preflight.plan import Plan, make_plan
+from stretto.launch.recipe.recipe import load_recipe
+from stretto.loop.engines.handle import EngineHandle
+from stretto.loop.engines.proving import Proving
+from stretto.loop.learner.link import TrainerLink
+from stretto.processes.spawn import FreshSpawner, RunningProcess, Spawn
+from stretto.trainer.config import TrainerConfig
+from tests.launch.running import TINY, Laboratory, said, steps_done
+
+GIB = 1 << 30
+PlanFor = Callable[..., Plan]
+
+
+@pytest.fixture(scope="module")
+def plan_for(laboratory: Laboratory) -> PlanFor:
+    def plan(*settings: str) -> Plan:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("STRETTO_CACHE", str(laboratory.cache))
+            return make_plan(load_recipe(TINY, settings))
+
+    return plan
+
+
+def test_ranks_have_a_gpu_each_and_engines_the_others(plan_for: PlanFor, tmp_path: Path) -> None:
+    plan = plan_for("trainer.ranks=2", "engine.count=3", "algorithm.reference.weight=0.1")
+    seats = seats_of(plan, assumed_gpus("4x80"))
+    assert [(seat.need.role, seat.ids) for seat in seats] == [
+        ("rank 0", ("0",)),
+        ("rank 1", ("1",)),
+        ("engine-0", ("2",)),
+        ("engine-1", ("3",)),
+        ("engine-2", ("2",)),
+    ]
+    assert set(seats[0].need.parts) == {"policy", "gradients", "moments", "reference", "activations"}
+    assert list(notes_of(seats)) == ["GPU 2 is shared: engine-0 at most 49%, engine-2 at most 49% of its memory"]
+    endpoints = Endpoints("mailbox", tmp_path, tmp_path, seats=seats)
+    specs = engine_specs(plan.recipe, plan.base.path, endpoints)
+    assert [spec.gpus for spec in specs] == [("2",), ("3",), ("2",)]
+    assert specs[1].share == 1.0 > 2 * specs[0].share
+    assert engine_spec(plan.recipe, plan.base.path, endpoints, 4, True).gpus == ("3",), "of `stretto scale`, in turn"
+    assert trainer_spec(replace(plan, seats=seats), plan.base.path, endpoints, tmp_path).gpus == ("0", "1")
+
+
+def test_one_gpu_is_shared_and_processors_need_none(plan_for: PlanFor) -> None:
+    plan = plan_for()
+    rank, engine = seats_of(plan, assumed_gpus("1x24"))
+    assert rank.ids == engine.ids == ("0",)
+    assert 0 < rank.share + engine.share < 1, "the contexts of both have a part"
+    assert [seat.need.role for seat in seats_of(plan_for("trainer.device=cpu"), assumed_gpus("1x24"))] == ["engine-0"]
+    assert seats_of(plan_for("trainer.device=cpu", "engine.device=cpu"), assumed_gpus("1x24")) == ()
+    assert seats_of(plan, ()) == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "there", "words"),
+    [
+        (("trainer.ranks=2",), "1x80", "trainer.ranks: 2, and the machine has 1 GPUs, one for each rank; at most 1"),
+        (
+            ("engine.cache_gib=90", "engine.slots=65536", "sampling.max_tokens=80", "model.build.layers=4"),
+            "2x1",
+            "largest: cache, .*; a smaller engine.cache_gib",
+        ),
+        (("trainer.micro_batch_tokens=9000000",), "2x2", "largest: activations, .*; a smaller trainer.micro_batch"),
+        ((), "8 of 80", "STRETTO_GPUS: '8 of 80'; number of GPUs and GiB of each, as in 8x80"),
+        ((), "0x80", "STRETTO_GPUS"),
+    ],
+)
+def test_what_does_not_fit_is_refused(plan_for: PlanFor, settings: tuple[str, ...], there: str, words: str) -> None:
+    plan = plan_for(*settings)
+    with pytest.raises(RecipeError, match=words) as refused:
+        seats_of(plan, assumed_gpus(there))
+    assert refused.value.exit_code == 2
+
+
+def test_ranks_on_gpus_that_differ_are_refused(plan_for: PlanFor) -> None:
+    fast, slow = (Gpu(str(n), name, 80 * GIB, 80 * GIB) for n, name in enumerate(("H100", "A100")))
+    plan = plan_for("trainer.ranks=2")
+    with pytest.raises(RecipeError, match=r"trainer.ranks: rank 0 on GPU 0, H100 and rank 1 on GPU 1, A100; .*VISIBLE"):
+        seats_of(plan, (fast, slow))
+    third = Gpu("2", "A100", 80 * GIB, 80 * GIB)
+    assert [seat.ids for seat in seats_of(plan, (fast, slow, third))] == [("1",), ("2",), ("0",)]
+    (note,) = notes_of(seats_of(plan_for("engine.device=cpu"), (replace_free(fast, 8 * GIB),)))
+    assert note == "GPU 0: others use 72.0 of its 80.0 GiB"
+
+
+def replace_free(gpu: Gpu, free: int) -> Gpu:
+    return Gpu(gpu.id, gpu.name, gpu.memory, free)
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "words"),
+    [
+        ("470.57.02", "12.8", "the driver 470.57.02 is too old for this torch, whose CUDA 12.8 needs 525.60 or newer"),
+        ("570.86.15", "13.0", "needs 580.65 or newer"),
+        ("570.86.15", None, "this torch is built for processors alone, and the machine has 1 × H100"),
+        ("570.86.15", "12.8", "torch cannot start CUDA 12.8 on H100 with the driver 570.86.15"),
+    ],
+)
+def test_why_torch_cannot_use_a_gpu_is_said(driver: str, cuda: str | None, words: str) -> None:
+    assert words in unusable([Gpu("0", "H100", driver=driver)], cuda)
+
+
+@pytest.mark.parametrize(
+    ("told", "wrong"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, "GLOO_SOCKET_IFNAME"),
+        ({"GLOO_SOCKET_IFNAME": "eth7,eth0"}, None),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, "NCCL_SOCKET_IFNAME"),
+        ({"NCCL_SOCKET_IFNAME": "eth"}, None),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, "NCCL_SOCKET_IFNAME"),
+        ({"NCCL_SOCKET_IFNAME": "^docker"}, None),
+        ({}, None),
+    ],
+)
+def test_collectives_bound_to_no_interface_are_refused(told: dict[str, str], wrong: str | None) -> None:
+    found = [problem.place for problem in missing_interfaces(TrainerConfig(ranks=2), told, ["lo", "eth0"])]
+    assert found == ([wrong] if wrong else [])
+    assert not list(missing_interfaces(TrainerConfig(), told, ["lo", "eth0"]))
+
+
+def test_a_dry_run_shows_the_table(laboratory: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = laboratory.run("train", TINY, "--dry-run")
+    assert "devices     every role of this machine runs on the processor" in shown.out
+    monkeypatch.setenv("STRETTO_GPUS", "1x80")
+    shown = laboratory.run("train", TINY, "--dry-run")
+    rank, engine, shared = (line for line in shown.out.splitlines() if line.startswith("devices"))
+    assert rank.startswith("devices     rank 0    GPU 0: ")
+    assert "policy 0.0, gradients 0.0, moments 0.0, activations 0.0" in rank
+    assert engine.startswith("devices     engine-0  GPU 0: ")
+    assert shared.startswith("devices     GPU 0 is shared: rank 0 at most ")
+    laboratory.run("train", TINY, "--dry-run", "trainer.ranks=2").refused("trainer.ranks: 2", "1 GPUs")
+
+
+class Environments(FreshSpawner):
+    """Starts processes, and keeps what they were given."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, str]] = []
+
+    async def start(self, spawn: Spawn) -> RunningProcess:
+        self.seen.append(spawn.environment)
+        return await super().start(spawn)
+
+
+def test_a_process_sees_its_gpus_alone(plan_for: PlanFor, tmp_path: Path) -> None:
+    """In place of a role a module that ends at once."""
+    plan, spawner = plan_for(), Environments()
+    plan = replace(plan, seats=seats_of(plan, assumed_gpus("2x80")))
+    endpoints = Endpoints("mailbox", tmp_path, tmp_path, seats=plan.seats)
+    (spec,) = engine_specs(plan.recipe, plan.base.path, endpoints)
+    deadlines = plan.recipe.deadlines.model_copy(update={"trainer_restarts": 0})
+    engine = EngineHandle.on_this_machine(spec, tmp_path, deadlines, "platform", spawner, print, Proving(), 0.0)
+    trainer = TrainerLink(tmp_path / "trainer.txt", deadlines, role="platform", spawner=spawner)
+
+    async def start_both() -> None:
+        with pytest.raises(RoleDied):
+            await engine.start()
+        with pytest.raises(RoleDied):
+            await trainer.start(trainer_spec(plan, plan.base.path, endpoints, tmp_path))
+        await asyncio.gather(engine.stop(0.0), trainer.stop(0.0))
+
+    asyncio.run(start_both())
+    assert [seen["CUDA_VISIBLE_DEVICES"] for seen in spawner.seen] == ["1", "0"]
+
+
+OUT_OF_MEMORY = """
+from pathlib import Path
+import torch
+from stretto.trainer.objective.surrogates import cispo
+from stretto.trainer.trainer import Trainer
+
+train = Trainer.train
+
+def short(self, batch):
+    if self._ranks.rank == 1 and (batch.step == 4 or (batch.step == 2 and not Path(ONCE).exists())):
+        Path(ONCE).touch()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total of 80 GiB.")
+    return train(self, batch)
+
+Trainer.train = short
+
+def loss(policy, tokens):
+    return cispo(policy, tokens)
+"""
+
+
+def test_a_rank_out_of_memory_is_named_and_restarted_once(laboratory: Laboratory, tmp_path: Path) -> None:
+    """Once in step 2, which then goes well, and again and again in step 4."""
+    (tmp_path / "short.py").write_text(OUT_OF_MEMORY.replace("ONCE", repr(str(tmp_path / "once"))))
+    run_dir = tmp_path / "run"
+    settings = (f"path={tmp_path}", "algorithm.loss=short:loss", "trainer.ranks=2", "trainer.steps=5")
+    with laboratory.train(run_dir, *settings) as command:
+        ended = command.end()
+        command.assert_nothing_is_left()
+    assert ended.code == 1
+    again = "a new trainer fared no better: a smaller trainer.micro_batch_tokens"
+    ended.says(
+        "rank 1 ran out of memory on its device in step 4: CUDA out of memory. Tried to allocate 2.00 GiB", again
+    )
+    told = said(run_dir)
+    for step in (2, 4):
+        assert told.count(f"trainer stopped: rank 1 ran out of memory on its device in step {step}") == 1
+    assert steps_done(run_dir) == 3
