@@ -35,7 +35,7 @@ CALLS: tuple[str, ...] = ("write", "pwrite64", "fsync", "fdatasync", "rename", "
 CALLS += ("unlink", "unlinkat", "mkdir", "mkdirat", "rmdir", "sendfile")
 MOST_CALLS = 100
 #: One in this number of calls of a commit is a kill; each of them in the long campaign.
-STRIDE = int(os.environ.get("STRETTO_FAULT_STRIDE", "9"))
+STRIDE = int(os.environ.get("STRETTO_FAULT_STRIDE", "5"))
 
 CHECKPOINT = """
 import sys
