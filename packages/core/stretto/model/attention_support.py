@@ -144,7 +144,7 @@ def _window(config: PreTrainedConfig, layer: int) -> int | None:
     return window
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _requested(model: PreTrainedModel) -> list[Requested]:
     """The attention arguments of each layer in a forward over one token."""
     own, requested = model.config._attn_implementation, list[Requested]()

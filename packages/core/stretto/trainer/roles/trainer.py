@@ -23,6 +23,7 @@ from stretto.core.errors import RoleFailed, StoreError, StrettoError
 from stretto.core.events import Span
 from stretto.doors.loading import look_in
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
+from stretto.model.hf.skeleton import skeleton
 from stretto.model.kernels.choice import TRAINING, choose, unrecorded
 from stretto.model.kernels.matmul import use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
@@ -95,8 +96,14 @@ class TrainerRole:
         return model
 
     def _load(self, folder: Path) -> PreTrainedModel:
-        model = load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=self._config.device)
-        record = self._spec.kernels
+        """A model of this rank: the whole of it for one rank; without memory for several, until it is sharded."""
+        record, several = self._spec.kernels, self._ranks.count > 1
+        if several:
+            model = skeleton(folder, PACKED_ATTENTION)
+        else:
+            model = load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=self._config.device)
+        if several and self._ranks.device != "cpu":
+            return model
         use_onednn(model, TRAINING, unrecorded if record is None else partial(choose, record=Path(record)))
         return model
 
