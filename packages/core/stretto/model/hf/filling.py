@@ -38,7 +38,7 @@ def without_memory(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) -> None:
-    """Give the parameters and buffers of `inside`, a part of `model` or a module around it, memory on `device`, and fill
+    """Give parameters and buffers of `inside`, a part of `model` or a module around it, memory on `device`, and fill
     them from the folder of `model` (its `name_or_path`). Adapters are not filled; parameters that are no part of
     `model` begin as zero.
 
@@ -81,9 +81,7 @@ def own_rows(parameter: Tensor) -> slice:
     """The rows of `own`; FSDP divides the first axis."""
     if not isinstance(parameter, DTensor):
         return slice(None)
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return slice(offset[0], offset[0] + shape[0])
 
 
@@ -106,7 +104,7 @@ class FolderWeights:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.folder = Path(model.name_or_path)
+        self.folder = Path(str(model.name_or_path))
         self._model, self._files = model, weight_files(self.folder)
         mapping = get_model_conversion_mapping(model)
         self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
@@ -129,7 +127,8 @@ class FolderWeights:
             return self._tensor(source, rows)
         merging = deepcopy(next(one for one in self._converters if pattern in one.source_patterns))
         for each, found in self._sources[name]:
-            merging.add_tensor(name, each, found, partial(self._tensor, each, slice(None)))
+            read: Any = partial(self._tensor, each, slice(None))  # read when it is merged
+            merging.add_tensor(name, each, str(found), read)
         merged = merging.convert(name, model=self._model, config=self._model.config)[name]
         whole: Tensor = merged[0] if isinstance(merged, list) else merged
         return whole[rows].clone()

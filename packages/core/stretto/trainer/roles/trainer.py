@@ -170,14 +170,15 @@ class TrainerRole:
 
     def _save_policy(self, folder: str) -> PolicySaved:
         began = time.monotonic()
-        ours = self._ranks.rank == 0
-        parameters = {name: tensor.cpu() for name, tensor in self._trainer.full_parameters() if ours}
+        parameters, ours = self._trainer.full_parameters(), self._ranks.rank == 0
         model, lora = self._trainer.learner.model, self._config.lora
         write_adapters = gather_adapters(model, lora, self._ranks) if lora is not None else None
         if ours:
             start = Path(self._spec.model)
             dtype = saved_dtype(self._config.save_dtype, start)
             save_policy(model, start, Path(folder), parameters, write_adapters, dtype)
+        for _ in parameters:  # other ranks give their parts
+            pass
         span = Span(role="trainer", name="checkpoint", start=began, end=time.monotonic(), version=self._trainer.version)
         return PolicySaved(folder=folder, span=span)
 
