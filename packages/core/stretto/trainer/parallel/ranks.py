@@ -134,9 +134,9 @@ ALONE = SingleRank()
 class ShardedRanks:
     """The ranks of torch's default process group."""
 
-    def __init__(self, device: str, config: TrainerConfig | None = None) -> None:
+    def __init__(self, device: str, config: TrainerConfig | None = None, beside: str = "gloo") -> None:
         """`device`: where the parameters are, "cpu" or "cuda"; `config`: the dtypes of gathers and sums, by default
-        float32. The process group must exist."""
+        float32; `beside`: backend of the second group. The process group must exist."""
         config = config or TrainerConfig()
         self.device, self._each = device, config.reduce_every == "micro_batch"
         self._numbers = MixedPrecisionPolicy(
@@ -147,7 +147,7 @@ class ShardedRanks:
         group = distributed.group.WORLD
         assert group is not None, "init_process_group() comes first"
         self._mesh = DeviceMesh.from_group(group, device)
-        self.second_group: ProcessGroup | None = distributed.new_group(backend="gloo")
+        self.second_group: ProcessGroup | None = distributed.new_group(backend=beside)
         self._second_mesh = DeviceMesh.from_group(self.second_group, "cpu")
 
     def fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
