@@ -35,7 +35,7 @@ from benchmarks.runs import train
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
-from stretto.launch.preflight.estimates import rank_parts
+from stretto.launch.preflight.estimates import rank_of
 from stretto.launch.preflight.paper import outline
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.attention_support import Rule
@@ -181,7 +181,7 @@ def memory(asked: Asked) -> dict[str, Any]:
         RECIPE,
         [f"model.path={folder}", *asked.size.run, f"trainer.micro_batch_tokens={tokens}", "trainer.minibatches=1"],
     )
-    parts = rank_parts(outline(recipe))
+    parts = rank_of(outline(recipe)).parts
     trainer = Trainer(
         gpu_training.build(asked.size.shape, asked.device), recipe.trainer, ALGORITHM, Sampling(max_tokens=tokens)
     )

@@ -11,7 +11,7 @@ attention function that records its arguments. A window in the config that is no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -144,14 +144,14 @@ def _window(config: PreTrainedConfig, layer: int) -> int | None:
     return window
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _requested(model: PreTrainedModel) -> list[Requested]:
     """The attention arguments of each layer in a forward over one token."""
     own, requested = model.config._attn_implementation, list[Requested]()
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     model.set_attn_implementation(_RECORDING)
     try:
-        model(token, position_ids=token, use_cache=False, stretto_requested=requested)
+        model(token, position_ids=token, use_cache=False, stretto_request=requested.append)
     finally:
         model.set_attn_implementation(own)
     return requested
@@ -164,11 +164,11 @@ def _recording_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    stretto_requested: list[Requested],
+    stretto_request: Callable[[Requested], None],
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    stretto_requested.append(
+    stretto_request(
         Requested(
             layer=cast(int, module.layer_idx),
             window=sliding_window,

@@ -86,12 +86,12 @@ class TrainerState:
         try:
             if self.ranks.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
-            files = _files(self.state, self.ranks.count)
             with _no_group_warning():
                 if _all_see(folder, self.ranks):
-                    self._save(folder, self.state, files)
+                    self._save(folder, self.state, _files(self.state, self.ranks.count))
                     _wait_for_files(folder, self.ranks)
-                else:
+                else:  # rank 0 holds one file at a time
+                    files = _files(self.state, 1)
                     for names in _by_file(files):
                         part = {name: self.ranks.gather(self.state[name]) for name in names}
                         if self.ranks.rank == 0:
@@ -174,18 +174,23 @@ def load(folder: Path, optimizer: Optimizer) -> int:
     """Load parameters and optimizer state in place; returns the version. All ranks call it, with rank 0's folder.
 
     Raises:
-        StoreError: the folder is incomplete, or of another model; nothing has changed.
+        StoreError: the folder is incomplete, or of another model, and nothing has changed; or, of several ranks, a file
+            could not be read to its end, and they cannot go on.
     """
     ours, ranks = _state(optimizer), optimizer.ranks
     try:
-        found = {name: torch.empty_like(tensor) for name, tensor in ours.items()}
         with _no_group_warning():
-            position = _read(folder, found) if _all_read(folder, ranks) else _receive(folder, found, ranks)
+            if ranks.count > 1:  # in place, so that no rank holds its part twice
+                position = _read(folder, ours) if _all_read(folder, ranks) else _receive(folder, ours, ranks)
+                found = {_STEPS: ours[_STEPS]}
+            else:
+                found = {name: torch.empty_like(tensor) for name, tensor in ours.items()}
+                position = _read(folder, found)
     except (*_ERRORS, msgspec.MsgspecError) as error:
         raise StoreError(f"checkpoint {folder} cannot be read: {_described(error)}") from error
     with torch.no_grad():
-        for name, tensor in ours.items():
-            tensor.copy_(found[name])
+        for name, tensor in found.items():
+            ours[name].copy_(tensor)
     for steps, (_, parameter) in zip(found[_STEPS], _trained(optimizer), strict=True):
         optimizer.adamw.state[parameter]["step"].copy_(steps)
     optimizer.bad_steps_in_a_row = position.bad_steps_in_a_row
@@ -199,11 +204,12 @@ def _read(folder: Path, found: dict[str, Tensor]) -> TrainerPosition:
     return position
 
 
+@torch.no_grad()
 def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks) -> TrainerPosition:
-    """Fill `found`; rank 0 reads everything and sends each rank its part."""
+    """Fill `found` in place; rank 0 reads everything, about a file at a time, and sends each rank its part."""
     reader, position = _checked(folder, found) if ranks.rank == 0 else (None, TrainerPosition(0, 0))
     version, bad_steps = ranks.broadcast([position.version, position.bad_steps_in_a_row])
-    for names in _by_file(_files(found, ranks.count)):
+    for names in _by_file(_files(found, 1)):
         whole = dict[str, Tensor]()
         if reader is not None:
             whole = {name: torch.empty(found[name].shape, dtype=found[name].dtype) for name in names}

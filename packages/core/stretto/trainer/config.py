@@ -69,6 +69,13 @@ class TrainerConfig(OptimizerConfig):
     steps: PositiveInt = Field(100, description="training steps; each publishes one version")
     minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")
     ranks: PositiveInt = Field(1, description="processes that train together, each with a shard of every parameter")
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype in which several ranks sum their gradients"
+    )
+    reduce_every: Literal["micro_batch", "minibatch"] = Field(
+        "micro_batch",
+        description="when several ranks sum their gradients; minibatch: less traffic, whole gradients on each rank",
+    )
     remote_ranks: int = Field(0, ge=0, description="how many of `ranks` run on other machines of `[cluster]`")
     lora: LoraConfig | None = Field(None, description="train LoRA adapters instead of the parameters")
     keep_versions: Literal["all"] | Annotated[int, Field(ge=1)] = Field(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, StopReason
+from stretto.model.hf.filling import without_memory
 from stretto.model.hf.layers import checkpoint_activations
 from stretto.model.kernels.choice import TRAINING
 from stretto.model.kernels.matmul import use_onednn
@@ -51,10 +52,10 @@ class Critic(Optimizer):
         self, model: PreTrainedModel, config: TrainerConfig, settings: CriticConfig, ranks: Ranks = ALONE
     ) -> None:
         """`model`: the initial policy, loaded with packed attention, for the critic alone."""
-        self._values, self._steps = StateValues(model, config), config.steps
+        self._values, self._steps = StateValues(model, config, sharded=ranks.count > 1), config.steps
         self._clip, self._truncated = settings.clip, settings.truncated
         optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})
-        super().__init__(self._values, optimizer, ranks)
+        super().__init__(self._values, model, optimizer, ranks, (self._values.head,))
 
     def values(self, packed: PackedTokens) -> Tensor:
         """V of the state before each wanted token, [N], float32."""
@@ -78,7 +79,8 @@ class Critic(Optimizer):
             TrainingDiverged: too many non-finite gradients in a row.
         """
         losses: list[Tensor] = []
-        for micro in part.micro_batches:
+        for index, micro in enumerate(part.micro_batches):
+            self.ranks.reduces(self.trained, last=index == len(part.micro_batches) - 1)
             each = value_loss(self.values(micro.packed), micro.values, micro.returns, self._clip)
             loss = (micro.scale * each).sum()
             loss.backward()
@@ -90,24 +92,32 @@ class Critic(Optimizer):
 class StateValues(nn.Module):
     """A value model: the body of `model` with a value head in place of the output matrix."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig, *, sharded: bool = False) -> None:
         super().__init__()
         model.eval()
-        use_onednn(model, TRAINING)
+        if not without_memory(model):
+            use_onednn(model, TRAINING)
         if config.activation_checkpointing:
             checkpoint_activations(model)
         assert isinstance(model.base_model, PreTrainedModel), type(model.base_model)
         self.body = model.base_model
-        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+        self.head = _ValueHead(model.config.get_text_config().hidden_size, 1, device=model.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self._half = config.dtype != "float32"
+        self._half = config.dtype != "float32" and not sharded
 
     def forward(self, packed: PackedTokens) -> Tensor:
         """V of the state before each wanted token, [N], float32."""
         with torch.autocast(self.body.device.type, dtype=torch.bfloat16, enabled=self._half):
             hidden_NW = hidden_states(self.body, packed).index_select(0, packed.before)
-        return hidden_NW.float() @ self.head.weight[0] + self.head.bias
+        return self.head(hidden_NW)  # type: ignore[no-any-return]
+
+
+class _ValueHead(nn.Linear):
+    """A map to one number, in float32."""
+
+    def forward(self, hidden_NW: Tensor) -> Tensor:
+        return hidden_NW.float() @ self.weight[0] + self.bias
 
 
 def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:

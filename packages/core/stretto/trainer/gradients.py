@@ -74,6 +74,7 @@ class Gradients:
                 reference_logprobs=of_loss(micro, self._reference.logprobs(micro.packed)) if self._reference else None,
             )
             loss = evaluate(self._objective, policy, tokens, entropy)
+            self._learner.ranks.reduces(self._learner.trained, last=index == len(part.micro_batches) - 1)
             loss.value.backward()
             meter.computed(loss, len(policy), entropy)
             if kept is not None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,12 +14,15 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
 from stretto.core.records import Sampling
-from stretto.model.hf.layers import checkpoint_activations, decoder_layers
+from stretto.model.attention_support import check_attention
+from stretto.model.hf.filling import without_memory
+from stretto.model.hf.layers import checkpoint_activations
 from stretto.model.kernels.choice import TRAINING
 from stretto.model.kernels.matmul import use_onednn
 from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.parallel.ranks import ALONE, Ranks
+from stretto.trainer.parallel.sharding import shard
 
 #: The model's own distribution; `max_tokens` makes no difference to it.
 UNCHANGED = Sampling(max_tokens=1)
@@ -54,8 +57,16 @@ class Optimizer:
     A step with a non-finite gradient is skipped and counted; `max_bad_steps` in a row end the training.
     """
 
-    def __init__(self, trained: nn.Module, config: OptimizerConfig, ranks: Ranks = ALONE) -> None:
-        ranks.fully_shard(trained, decoder_layers(trained))
+    def __init__(
+        self,
+        trained: nn.Module,
+        model: PreTrainedModel,
+        config: OptimizerConfig,
+        ranks: Ranks = ALONE,
+        exact: Iterable[nn.Module] = (),
+    ) -> None:
+        """`trained`: a module around `model`; `exact`: as in `shard`."""
+        shard(trained, model, ranks, exact)
         self.trained = trained
         self.config = config
         self.ranks = ranks
@@ -105,23 +116,43 @@ class Policy(nn.Module):
     The model stays in evaluation mode: with dropout it would not be the policy that sampled.
     """
 
-    def __init__(self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling) -> None:
-        """`model` must be loaded with packed attention. Raises ModelFolderError if `check_policy` refuses it,
+    def __init__(
+        self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, *, sharded: bool = False
+    ) -> None:
+        """`model` must be loaded with packed attention; one without memory is checked by `check`, once it is filled.
+        `sharded`: FSDP chooses the dtype of matmuls. Raises ModelFolderError if `check_policy` refuses the model,
         ValueError for a temperature of 0 or less."""
         if sampling.temperature <= 0:
             raise ValueError(f"log-probabilities need a temperature above 0, not {sampling.temperature}")
         super().__init__()
         model.eval()
-        check_policy(model)
-        use_onednn(model, TRAINING)
+        self._checked = not without_memory(model)
+        if self._checked:
+            check_policy(model)
+            use_onednn(model, TRAINING)
         self.model = model
-        self._sampling, self._half = sampling, config.dtype != "float32"
+        self._sampling, self._half = sampling, config.dtype != "float32" and not sharded
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Check a model that had no memory when the policy was made.
+
+        Raises:
+            ModelFolderError: `check_attention` or `check_policy` refuses it.
+        """
+        if not self._checked:
+            self(None)
 
     def forward(
-        self, packed: PackedTokens, *, entropy: bool = False, sampling: Sampling | None = None
-    ) -> TokenLogprobs:
+        self, packed: PackedTokens | None, *, entropy: bool = False, sampling: Sampling | None = None
+    ) -> TokenLogprobs | None:
         """log p of the wanted tokens, [N], under the sampling distribution (`sampling` overrides it). Matmuls run in
-        `config.dtype`, logarithms in float32."""
+        `config.dtype`, logarithms in float32. Without tokens the model is checked, where FSDP gathers its parameters.
+        """
+        if packed is None:
+            check_attention(self.model)
+            check_policy(self.model)
+            return None
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self._half):
             logprobs, entropies = token_logprobs(self.model, packed, sampling or self._sampling, entropy=entropy)
         # Copies: FSDP's backward hooks do not fire for a view of a module's output.
@@ -141,10 +172,11 @@ class Learner(Optimizer):
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling = UNCHANGED, ranks: Ranks = ALONE
     ) -> None:
         """Raises as `Policy`."""
-        self._policy = Policy(model, config, sampling)
+        self._policy = Policy(model, config, sampling, sharded=ranks.count > 1)
         if config.activation_checkpointing:
             checkpoint_activations(model)
-        super().__init__(self._policy, config, ranks)
+        super().__init__(self._policy, model, config, ranks)
+        self._policy.check()
         self.model = model
 
     def logprobs(

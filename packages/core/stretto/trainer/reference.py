@@ -9,13 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.records import Batch, Sampling
-from stretto.model.hf.layers import decoder_layers
 from stretto.model.packed.logprobs import PackedTokens
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.optimizer import Learner, Policy
 from stretto.trainer.parallel.adapters import without_adapters
 from stretto.trainer.parallel.ranks import ALONE, Ranks
+from stretto.trainer.parallel.sharding import shard
 
 
 class Reference(Protocol):
@@ -37,8 +37,10 @@ class ReferencePolicy:
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
         """`model` must be loaded with packed attention. Raises ModelFolderError if `check_policy` refuses it."""
-        self._policy, self._config, self._ranks = Policy(model.requires_grad_(False), config, sampling), config, ranks
-        ranks.fully_shard(self._policy, decoder_layers(model))
+        self._policy = Policy(model.requires_grad_(False), config, sampling, sharded=ranks.count > 1)
+        self._config, self._ranks = config, ranks
+        shard(self._policy, model, ranks)
+        self._policy.check()
 
     @torch.no_grad()
     def logprobs(self, packed: PackedTokens) -> Tensor:

@@ -316,7 +316,7 @@ class LocalTrainer:
             with whole_folder(place) as partial:
                 gather_adapters(model, self._lora, ALONE, "")(partial)
             return
-        parameters = {name: self._merged(name, one) for name, one in plain_parameters(model)}
+        parameters = ((name, self._merged(name, one)) for name, one in plain_parameters(model))
         save_policy(model, self._folder, place, parameters, gather_adapters(model, self._lora, ALONE), self._dtype)
 
     def close(self) -> None:

@@ -16,23 +16,19 @@ import torch
 from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.machine import Gpu, gpus, unusable
 from stretto.core.placement import Need, Seat, gib, place
-from stretto.launch.preflight.estimates import engine_parts, rank_parts
+from stretto.launch.preflight.estimates import engine_parts, rank_of
 from stretto.launch.preflight.plan import Outline
 from stretto.launch.preflight.trainable import too_many_ranks
 from stretto.launch.recipe.recipe import Recipe
 from stretto.trainer.config import TrainerConfig
+from stretto.trainer.memory import SMALLER
 
 #: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB: "8x80".
 ASSUMED = "STRETTO_GPUS"
 _HOPELESS = 1.5  # times the memory; an estimate may be wrong by less
 _SMALLER = {
-    "policy": "more trainer.ranks, or trainer.lora",
-    "gradients": "more trainer.ranks, or trainer.lora",
-    "moments": "more trainer.ranks, or trainer.lora",
-    "activations": "a smaller trainer.micro_batch_tokens, or trainer.activation_checkpointing",
-    "reference": "more trainer.ranks",
-    "critic": "more trainer.ranks, or an estimator without a critic",
-    "weights": 'engine.dtype = "bfloat16", or tensor parallelism in engine.arguments',
+    **SMALLER,
+    "weights of the engine": 'engine.dtype = "bfloat16", or tensor parallelism in engine.arguments',
     "cache": "a smaller engine.cache_gib or engine.slots",
 }
 
@@ -42,7 +38,7 @@ def needs_of(plan: Outline, *, ranks: bool = True, engines: bool = True) -> list
     rank."""
     recipe, needs = plan.recipe, list[Need]()
     if ranks and recipe.trainer.device != "cpu":
-        parts, several = rank_parts(plan), recipe.trainer.ranks > 1
+        parts, several = rank_of(plan).parts, recipe.trainer.ranks > 1
         needs += [Need(_rank(rank), parts, apart=several) for rank in range(recipe.trainer.local_ranks)]
     config = recipe.engine
     started = config.kind == "native" or not config.addresses

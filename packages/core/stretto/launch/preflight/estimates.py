@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from stretto.core.machine import available_memory
 from stretto.core.machine import cores as available_cores
 from stretto.engine.capabilities import capabilities_of
 from stretto.launch.preflight.plan import Outline
+from stretto.model.hf.shape import BYTES, shape_of_model
+from stretto.trainer.memory import RankMemory, rank_memory
 from stretto.worlds.workflows.config import WorkflowConfig
 
-_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
 
 
@@ -25,6 +28,7 @@ class MemoryEstimate:
     engines: int
     others: int
     available: int
+    rank: RankMemory  # of each rank: on its GPU, or on the CPU part of `trainer`
 
     @property
     def total(self) -> int:
@@ -33,7 +37,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         parts = (("trainer", self.trainer), ("engines", self.engines), ("others", self.others), ("all", self.total))
         shown = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts)
-        return f"{shown}; available {self.available / 2**30:.2f} GiB"
+        return f"{shown}; available {self.available / 2**30:.2f} GiB; each rank {self.rank}"
 
 
 def step_and_run(plan: Outline) -> tuple[str, str]:
@@ -51,45 +55,39 @@ def step_and_run(plan: Outline) -> tuple[str, str]:
     return step, f"{run}, {steps * sequences * longest:,} tokens at most"
 
 
-def rank_parts(plan: Outline) -> dict[str, int]:
-    """Bytes of one rank by part: weights; gradients and Adam's two moments of the trained ones; reference and critic,
-    if any; activations of one micro-batch."""
-    recipe, base = plan.recipe, plan.base
-    tokens = max(recipe.trainer.micro_batch_tokens, plan.longest_prompt + plan.sampling.max_tokens)
-    share = base.parameters * 4 // recipe.trainer.ranks
-    adapters, reference = recipe.trainer.lora is not None, recipe.algorithm.reference
-    trained = share // 100 if adapters else share
-    parts = {"policy": share, "gradients": trained, "moments": 2 * trained}
-    if reference is not None and not (adapters and reference.path is None):
-        parts["reference"] = share
-    if recipe.algorithm.critic:
-        parts["critic"] = share + 3 * trained
-    # About 40 numbers of the model's width are kept per token and layer for the backward pass.
-    return parts | {"activations": tokens * base.layers * base.hidden_size * 40 * 4}
+def rank_of(plan: Outline) -> RankMemory:
+    """Memory of one rank."""
+    recipe = plan.recipe
+    return rank_memory(
+        shape_of_model(plan.base),
+        recipe.trainer,
+        recipe.trainer.ranks,
+        plan.longest_prompt + plan.sampling.max_tokens,
+        reference=recipe.has_reference_model,
+        critic=recipe.algorithm.critic is not None,
+    )
 
 
 def engine_parts(plan: Outline) -> dict[str, int]:
     """Bytes of one engine by part: weights and KV cache."""
     recipe, base = plan.recipe, plan.base
-    item = _WIDTH[recipe.engine.dtype]
+    item = BYTES[recipe.engine.dtype]
     longest = plan.longest_prompt + plan.sampling.max_tokens
     full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
-    return {"weights": base.parameters * item, "cache": min(full, recipe.engine.cache_bytes)}
+    return {"weights of the engine": base.parameters * item, "cache": min(full, recipe.engine.cache_bytes)}
 
 
 def estimate_memory(plan: Outline) -> MemoryEstimate:
     """Estimate the memory of a run.
 
-    Trainer: the parts of its ranks; a copy of all but gradients while a checkpoint is written; for each rank but the
-    first also the whole policy, which it reads before it keeps its part. Engine: weights and KV cache, in its server's
-    processes if it has one.
+    Trainer: for each local rank a process, what `trainer.memory` estimates (unless it is on a GPU), and a copy of
+    weights and moments while a checkpoint is written. Engine: weights and KV cache, in its server's processes if it has
+    one.
     """
-    recipe, base = plan.recipe, plan.base
-    parts, ranks = rank_parts(plan), recipe.trainer.local_ranks
-    copied = sum(parts[name] for name in ("policy", "moments")) if recipe.trainer.lora is None else 0
-    copied *= 2 if recipe.algorithm.critic else 1
-    whole = base.parameters * 4 * (ranks - 1)
-    trainer = ranks * (sum(parts.values()) + copied + _PROCESS_BYTES) + whole
+    recipe, base, trained, rank = plan.recipe, plan.base, plan.recipe.trainer, rank_of(plan)
+    on_gpu = trained.device == "cuda" or (trained.device == "auto" and torch.cuda.is_available())
+    copied = 3 * rank.parts["gradients"] * (2 if recipe.algorithm.critic else 1)  # weights and moments that are trained
+    trainer = trained.local_ranks * (_PROCESS_BYTES + copied + (0 if on_gpu else rank.total))
     engine = sum(engine_parts(plan).values()) + _PROCESS_BYTES
     if recipe.engine.addresses:  # their servers run already, perhaps elsewhere
         engine = _PROCESS_BYTES
@@ -97,7 +95,7 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
         engine += capabilities_of(recipe.engine.kind).process_bytes
     of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
     others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + 2 * base.parameters * 4
-    return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory())
+    return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory(), rank)
 
 
 @dataclass(frozen=True)

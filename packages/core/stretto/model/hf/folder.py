@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from transformers.utils import logging
 from stretto.core.errors import ModelFolderError, Problem, naming
 from stretto.model.attention_support import check_attention
 from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_model_folder, weights_dtype
+from stretto.model.hf.writing import write_weights
 
 __all__ = [
     "ModelFolder",
@@ -96,14 +97,15 @@ def save_policy(
     model: PreTrainedModel,
     tokenizer_folder: Path | str,
     path: Path | str,
-    parameters: Mapping[str, Tensor] | None = None,
+    parameters: Iterable[tuple[str, Tensor]] | None = None,
     add: Callable[[Path], None] | None = None,
     dtype: str | None = None,
 ) -> None:
     """Write `model` with the tokenizer of `tokenizer_folder` as a Hugging Face folder, replacing an older one.
 
-    `parameters` replace the model's own by name, for a model sharded over several processes; they are rounded to
-    `dtype`, if given. The folder is written beside its place and renamed; before that `add` may write more into it.
+    `parameters`: written in place of the model's own, as they come, for a model that is sharded over several
+    processes; one layer of them is in memory at a time. All are rounded to `dtype`, if given. The folder is written
+    beside its place and renamed; before that `add` may write more into it.
 
     Raises:
         OSError: the folder cannot be written.
@@ -113,18 +115,30 @@ def save_policy(
         for file in Path(tokenizer_folder).iterdir():
             if file.is_file() and file.name not in keep_out(str(tokenizer_folder), [file.name]):
                 shutil.copyfile(file, folder / file.name)
-        if dtype is not None:
-            whole = dict(model.named_parameters()) if parameters is None else parameters
-            parameters = {name: weight.detach().to(getattr(torch, dtype)) for name, weight in whole.items()}
+        rounded = torch.float32 if dtype is None else getattr(torch, dtype)
+        if parameters is None and dtype is not None:
+            parameters = model.named_parameters()
         try:
             with quiet_transformers():
-                model.save_pretrained(folder, state_dict=None if parameters is None else dict(parameters))
+                if parameters is None:
+                    model.save_pretrained(folder)
+                else:
+                    _write_configs(model, folder)
+                    written = ((name, one.detach().to("cpu", rounded)) for name, one in parameters)
+                    write_weights(model, written, folder)
                 if dtype is not None:
                     _say_dtype(folder / "config.json", dtype)
         except SafetensorError as error:  # safetensors reports system errors this way
             raise OSError(errno.EIO, f"the policy cannot be written: {error}", str(path)) from error
         if add is not None:
             add(folder)
+
+
+def _write_configs(model: PreTrainedModel, folder: Path) -> None:
+    """Write config.json and generation_config.json, as transformers does beside the weights."""
+    model.save_pretrained(folder, state_dict={})
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
 
 
 def saved_dtype(wanted: str, start: Path) -> str | None:

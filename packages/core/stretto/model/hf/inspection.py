@@ -14,6 +14,7 @@ from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.hf.headers import POINTS, BrokenHeader, TensorHeader, is_pointer, read_headers
 
 _ADAPTER = "adapter_model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -183,9 +184,18 @@ def read_weights(folder: Path) -> dict[str, TensorHeader]:
     return _weights(folder, [])[0]
 
 
+def weight_files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of a folder that `inspect_model_folder` has accepted."""
+    index = _read_json(folder / _INDEX, []).get("weight_map")
+    if isinstance(index, dict):
+        return {name: folder / file for name, file in index.items()}
+    files = (file for file in sorted(folder.glob("*.safetensors")) if file.name != _ADAPTER)
+    return {name: file for file in files for name in read_headers(file)}
+
+
 def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHeader], int]:
     """Tensor headers of the folder's weight files, and their total size in bytes."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     tensors: dict[str, TensorHeader] = {}
     if index.exists():
         listed = _read_json(index, problems).get("weight_map") or {}

@@ -1,4 +1,4 @@
-"""Decoder layers of a model: the units of sharding and activation checkpointing."""
+"""Parts of a model: the units of sharding and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ from functools import partial
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers in order, for any transformers model."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def sharding_units(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules whose parameters are gathered one after the other: the embedding, each decoder layer, the output matrix.
+    Tied matrices are one parameter, which stays gathered with the rest of the model."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    ends = [] if tied else [module for module in (embedding, head) if module is not None]
+    return [*ends, *decoder_layers(model)]
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:

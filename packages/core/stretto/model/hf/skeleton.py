@@ -1,19 +1,22 @@
-"""A model without weights, to inspect its parameters at no cost."""
+"""A model without weights, to inspect its parameters at no cost, or to fill it later (`filling`)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.inspection import ModelFolder, eos_token_ids, shape_of
 
 
-def skeleton(path: Path | str) -> PreTrainedModel:
+def skeleton(path: Path | str, attention: str | None = None) -> PreTrainedModel:
     """The causal language model of a folder on torch's "meta" device: names and shapes of parameters, no values.
+
+    `attention`: as in `folder.load_policy`; with it the model is in eval mode and can be trained once
+    `model.hf.filling` has filled it, and `attention_support.check_attention` has run.
 
     Raises:
         ModelFolderError: transformers cannot create the model of config.json.
@@ -21,10 +24,15 @@ def skeleton(path: Path | str) -> PreTrainedModel:
     with quiet_transformers(), torch.device("meta"):
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            chosen = {} if attention is None else {"attn_implementation": attention}
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
         except Exception as error:  # a config can make the module of any model fail in any way
             found = " ".join(f"{type(error).__name__}: {error}".split())
             raise ModelFolderError([Problem(str(path), f"cannot be loaded: {found}", "repair config.json")]) from error
+    if attention is not None:
+        model.eval()
+        if (Path(path) / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     return model
 
 

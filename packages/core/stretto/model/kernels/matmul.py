@@ -33,6 +33,9 @@ from stretto.model.kernels.choice import (
 Chooser = Callable[[Sequence[Shape], torch.dtype, Sequence[Name]], dict[Shape, KernelChoice]]
 
 
+_PLACES = ("cpu", "meta")  # models on "meta" are filled later, on the CPU
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -80,7 +83,9 @@ def use_onednn(model: nn.Module, kernels: Sequence[Name] = GENERATION, chooser: 
 
     With ``columns`` among the kernels, weights may change their memory layout.
     """
-    layers = [module for module in model.modules() if type(module) is nn.Linear and module.weight.device.type == "cpu"]
+    layers = [
+        module for module in model.modules() if type(module) is nn.Linear and module.weight.device.type in _PLACES
+    ]
     readers = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     kinds: dict[tuple[torch.dtype, tuple[Name, ...]], list[nn.Linear]] = {}
     for layer in layers:

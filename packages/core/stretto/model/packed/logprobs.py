@@ -8,14 +8,16 @@ Axes: T packed token, N wanted token, V vocabulary, W width of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -25,6 +27,9 @@ from stretto.core.records import Sampling
 from stretto.model.kernels.fused_logprobs import chosen_logprobs
 from stretto.model.layout import Ints, Packing, pack, round_length
 from stretto.model.truncation import Truncation, truncate
+
+#: Name of the method by which a sharded output matrix scores tokens.
+SCORE = "stretto_score"
 
 #: Logits in memory at once: 64 MiB in float32; 1 GiB on a GPU, where matmuls need more rows.
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
@@ -140,19 +145,25 @@ def token_logprobs(
     wanted = len(packed.wanted)
     targets = packed.input_ids[0].index_select(0, packed.wanted) if packed.targets is None else packed.targets
     before, targets = (functional.pad(x, (0, round_length(wanted) - wanted)) for x in (packed.before, targets))
-    logprobs_N, entropy_N = _all_logprobs(
-        model,
-        hidden_states(model, packed).index_select(0, before),
-        targets,
-        sampling,
-        entropy,
-        chunk_logits,
-    )
+    head = model.get_output_embeddings()
+    score = getattr(head, SCORE, None) or partial(_all_logprobs, head, head)
+    hidden_NW = hidden_states(model, packed).index_select(0, before)
+    logprobs_N, entropy_N = score(hidden_NW, targets, sampling, entropy, chunk_logits)
     return TokenLogprobs(logprobs_N[:wanted], entropy_N[:wanted] if entropy_N is not None else None)
 
 
+def score_as_method(head: nn.Module) -> None:
+    """Give an output matrix the method `SCORE`, in which FSDP can gather it once for all chunks."""
+    setattr(head, SCORE, MethodType(_gathered_logprobs, head))
+
+
+def _gathered_logprobs(head: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+    return _all_logprobs(head, head.forward, *arguments)  # without hooks, which would gather it for each chunk
+
+
 def _all_logprobs(
-    model: PreTrainedModel,
+    head: nn.Module,
+    multiply: Callable[[Tensor], Tensor],
     hidden_NW: Tensor,
     targets_N: Tensor,
     sampling: Sampling,
@@ -161,11 +172,11 @@ def _all_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute in chunks of at most `chunk_logits` logits."""
     chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
-    rows = max(1, chunk_logits // model.get_output_embeddings().weight.shape[0])
+    rows = max(1, chunk_logits // cast(Tensor, head.weight).shape[0])
     if len(targets_N) <= rows:
-        return _head_logprobs(model, hidden_NW, targets_N, sampling, entropy)
+        return _head_logprobs(multiply, hidden_NW, targets_N, sampling, entropy)
     chunks = [
-        checkpoint(_head_logprobs, model, hidden, targets, sampling, entropy, use_reentrant=False)
+        checkpoint(_head_logprobs, multiply, hidden, targets, sampling, entropy, use_reentrant=False)
         for hidden, targets in zip(hidden_NW.split(rows), targets_N.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*chunks, strict=True)
@@ -181,7 +192,8 @@ def check_policy(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     packed = pack_tokens([[1, 2, 0], [3, 0]], device=model.device)
     with torch.no_grad():
-        assumed = head(hidden_states(model, packed)).float()
+        logits = head(hidden_states(model, packed))
+        assumed, exact = logits.float(), logits.dtype == torch.float32
         # A soft cap has no effect on small logits, so the module's forward is tested with large ones.
         factor = 1000 / float(assumed.abs().max().clamp_min(1e-6))
         hook = head.register_forward_hook(lambda module, inputs, logits: logits * factor)
@@ -189,7 +201,7 @@ def check_policy(model: PreTrainedModel) -> None:
             own = model(packed.input_ids, **_arguments(packed)).logits[0].float()
         finally:
             hook.remove()
-    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
+    tolerance = 1e-4 if exact else 2e-2
     if not torch.allclose(assumed * factor, own, rtol=tolerance, atol=1000 * tolerance):
         found = "changes its logits after the output matrix (a soft cap or a scale)"
         raise ModelFolderError([Problem(type(model).__name__, found, "choose a model whose logits are linear")])
@@ -206,9 +218,9 @@ def _arguments(packed: PackedTokens) -> dict[str, Any]:
 
 
 def _head_logprobs(
-    model: PreTrainedModel, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
+    multiply: Callable[[Tensor], Tensor], hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    logits_NV = model.get_output_embeddings()(hidden_NW)
+    logits_NV = multiply(hidden_NW)
     if sampling.temperature != 1.0:
         logits_NV = logits_NV.float() / sampling.temperature
     if sampling.filtered:

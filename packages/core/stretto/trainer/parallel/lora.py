@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import cast
 
 import peft
 import torch
@@ -12,9 +14,10 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from stretto.model.hf.filling import own, own_rows
 from stretto.model.hf.layers import linear_layers
 from stretto.trainer.config import LoraConfig
-from stretto.trainer.parallel.adapters import adapted_layers, matrices
+from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers, matrices
 from stretto.trainer.parallel.ranks import Ranks
 
 _SEED = 20_210_617  # A is the same on every rank and after every restart
@@ -31,6 +34,21 @@ def adapt(model: PreTrainedModel, config: LoraConfig, *, seed: int = _SEED, head
         warnings.filterwarnings("ignore", message=".*ensure_weight_tying")
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(_peft_config(config, wanted), model)
+
+
+@torch.no_grad()
+def draw_adapters(model: nn.Module, seed: int = _SEED) -> None:
+    """Fill adapters that were added to a model without memory as `adapt` fills others: each rank draws the whole of one
+    A at a time, and keeps its rows."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        for layer in adapted_layers(model).values():
+            a, b = (cast(nn.Linear, both[ADAPTER]) for both in (layer.lora_A, layer.lora_B))
+            whole = nn.Linear(a.in_features, a.out_features, bias=False).weight
+            nn.Linear(b.in_features, b.out_features, bias=False)  # peft makes both, and draws A again
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
+            own(a.weight).copy_(whole[own_rows(a.weight)])
+            own(b.weight).zero_()
 
 
 def gather_adapters(

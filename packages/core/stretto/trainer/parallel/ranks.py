@@ -8,14 +8,24 @@ share of every minibatch. Sums that decide something are all-reduced, so all ran
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from stretto.model.hf.layers import sharding_units
+from stretto.model.packed.logprobs import SCORE, score_as_method
+from stretto.trainer.config import TrainerConfig
 
 
 class Ranks(Protocol):
@@ -32,8 +42,18 @@ class Ranks(Protocol):
         """A gloo group for CPU collectives in another thread, beside training."""
         ...
 
-    def fully_shard(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Shard the parameters of `root` with FSDP2, one unit per layer; gradients are summed over ranks."""
+    @property
+    def device(self) -> str:
+        """Where parameters are, "cpu" or "cuda"."""
+        ...
+
+    def fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
+        """Shard the parameters of `root`, a module around `model`, with FSDP2 (`sharding_units`); gradients are summed
+        over ranks. `exact`: units that compute in float32."""
+        ...
+
+    def reduces(self, root: nn.Module, *, last: bool) -> None:
+        """Say whether the next backward pass is the last one before a step: gradients may be summed then only."""
         ...
 
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -73,10 +93,13 @@ class Ranks(Protocol):
 class SingleRank:
     """The collectives of a process that trains alone."""
 
-    rank, count = 0, 1
+    rank, count, device = 0, 1, "cpu"
     second_group: ProcessGroup | None = None
 
-    def fully_shard(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
+    def fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
+        pass
+
+    def reduces(self, root: nn.Module, *, last: bool) -> None:
         pass
 
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -111,21 +134,40 @@ ALONE = SingleRank()
 class ShardedRanks:
     """The ranks of torch's default process group."""
 
-    def __init__(self, device: str) -> None:
-        """`device`: where the parameters are, "cpu" or "cuda". The process group must exist."""
+    def __init__(self, device: str, config: TrainerConfig | None = None, beside: str = "gloo") -> None:
+        """`device`: where the parameters are, "cpu" or "cuda"; `config`: the dtypes of gathers and sums, by default
+        float32; `beside`: backend of the second group. The process group must exist."""
+        config = config or TrainerConfig()
+        self.device, self._each = device, config.reduce_every == "micro_batch"
+        self._numbers = MixedPrecisionPolicy(
+            param_dtype=None if config.dtype == "float32" else getattr(torch, config.dtype),
+            reduce_dtype=getattr(torch, config.reduce_dtype),
+        )
         self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
         group = distributed.group.WORLD
         assert group is not None, "init_process_group() comes first"
         self._mesh = DeviceMesh.from_group(group, device)
-        self.second_group: ProcessGroup | None = distributed.new_group(backend="gloo")
+        self.second_group: ProcessGroup | None = distributed.new_group(backend=beside)
         self._second_mesh = DeviceMesh.from_group(self.second_group, "cpu")
 
-    def fully_shard(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
-        for module in (*layers, root):
+    def fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
+        inside, apart = set(root.modules()), list(exact)
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        for module in (*(unit for unit in sharding_units(model) if unit in inside), *apart, root):
             # Never left gathered: a gathered copy would be out of date after the optimizer's step.
-            sharded = fully_shard(module, mesh=self._mesh, reshard_after_forward=True)
+            numbers = MixedPrecisionPolicy() if module in apart else self._numbers
+            sharded = fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=numbers)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no other
+            if module is embedding:
+                sharded.set_unshard_in_backward(False)  # its gradient does not need it
+            elif module is head:
+                score_as_method(head)
+                register_fsdp_forward_method(head, SCORE)
+
+    def reduces(self, root: nn.Module, *, last: bool) -> None:
+        if not self._each:
+            cast(FSDPModule, root).set_requires_gradient_sync(last)
 
     def all_reduce(self, values: Tensor) -> Tensor:
         values = values.clone()

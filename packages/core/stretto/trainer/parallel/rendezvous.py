@@ -10,6 +10,7 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from stretto.core.machine import use_interface_of
+from stretto.trainer.config import TrainerConfig
 from stretto.trainer.parallel.ranks import ShardedRanks
 
 LOOPBACK = "127.0.0.1"
@@ -38,6 +39,7 @@ def join(
     here: str = LOOPBACK,
     gpu: int = 0,
     seconds: float = PATIENCE,
+    config: TrainerConfig | None = None,
 ) -> ShardedRanks:
     """Join the process group as `rank`.
 
@@ -46,6 +48,7 @@ def join(
         here: address of this machine that other ranks can reach.
         gpu: index of the rank's GPU on its machine.
         seconds: timeout of a collective.
+        config: dtypes of gathers and sums; None: float32.
     """
     kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
     if kind == "cuda":
@@ -55,4 +58,4 @@ def join(
     distributed.init_process_group(
         backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=seconds)
     )
-    return ShardedRanks(kind)
+    return ShardedRanks(kind, config)

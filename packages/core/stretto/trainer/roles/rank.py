@@ -134,7 +134,7 @@ def follow(spec: RankSpec, orders: RankOrders) -> None:
     trainer = _as_here(trainer, spec)
     config = TrainerConfig.model_validate_json(trainer.trainer)
     store = reach_store(orders.store_port(start), config.ranks)
-    ranks = join(store, spec.rank, config.ranks, config.device, here, spec.gpu, trainer.collective)
+    ranks = join(store, spec.rank, config.ranks, config.device, here, spec.gpu, trainer.collective, config)
     role = TrainerRole(trainer, GatheringPublisher(), ranks, partial(_tell, orders))
     while not isinstance(order := orders.receive(), Stop):
         assert not isinstance(order, RankStart), "a rank is started once"

@@ -92,7 +92,8 @@ class RankGroup:
         store = open_store(self._config.ranks)
         watching = partial(asyncio.run, self._watch(store.port, tell))
         threading.Thread(target=watching, name="ranks", daemon=True).start()
-        return join(store, 0, self._config.ranks, self._config.device, self._host, seconds=self._spec.collective)
+        config, seconds = self._config, self._spec.collective
+        return join(store, 0, config.ranks, config.device, self._host, seconds=seconds, config=config)
 
     def forward(self, order: ToTrainer) -> None:
         """Send the other ranks the order that rank 0 is about to carry out.

@@ -25,6 +25,7 @@ from stretto.core.events import Span
 from stretto.doors.loading import look_in
 from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
+from stretto.model.hf.skeleton import skeleton
 from stretto.model.kernels.choice import TRAINING, choose, unrecorded
 from stretto.model.kernels.matmul import use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
@@ -107,8 +108,14 @@ class TrainerRole:
         return model
 
     def _load(self, folder: Path) -> PreTrainedModel:
-        model = load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=self._config.device)
-        record = self._spec.kernels
+        """A model of this rank: the whole of it for one rank; without memory for several, until it is sharded."""
+        record, several = self._spec.kernels, self._ranks.count > 1
+        if several:
+            model = skeleton(folder, PACKED_ATTENTION)
+        else:
+            model = load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=self._config.device)
+        if several and self._ranks.device != "cpu":
+            return model
         use_onednn(model, TRAINING, unrecorded if record is None else partial(choose, record=Path(record)))
         return model
 
@@ -176,14 +183,15 @@ class TrainerRole:
 
     def _save_policy(self, folder: str) -> PolicySaved:
         began = time.monotonic()
-        ours = self._ranks.rank == 0
-        parameters = {name: tensor.cpu() for name, tensor in self._trainer.full_parameters() if ours}
+        parameters, ours = self._trainer.full_parameters(), self._ranks.rank == 0
         model, lora = self._trainer.learner.model, self._config.lora
         write_adapters = gather_adapters(model, lora, self._ranks) if lora is not None else None
         if ours:
             start = Path(self._spec.model)
             dtype = saved_dtype(self._config.save_dtype, start)
             save_policy(model, start, Path(folder), parameters, write_adapters, dtype)
+        for _ in parameters:  # other ranks give their parts
+            pass
         span = Span(role="trainer", name="checkpoint", start=began, end=time.monotonic(), version=self._trainer.version)
         return PolicySaved(folder=folder, span=span)
 

@@ -1,0 +1,148 @@
+"""Models without memory: built on torch's "meta" device, sharded, and filled from the safetensors of their folder.
+
+    skeleton ─► sharded (still without memory) ─► each process reads its own rows of each tensor
+
+A file is closed after each tensor, so a process holds no more than its shards and one tensor of the folder.
+Names that transformers translates (experts of mixtures) are merged one parameter at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from stretto.core.errors import ModelFolderError, Problem
+from stretto.model.hf.inspection import weight_files
+
+_BASE = ".base_layer."  # of a linear layer under an adapter
+_ADAPTERS = ".lora_"
+_REMEDY = "copy or download the folder again"
+
+
+def without_memory(module: nn.Module) -> bool:
+    """Whether a parameter is on the meta device."""
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) -> None:
+    """Give parameters and buffers of `inside`, a part of `model` or a module around it, memory on `device`, and fill
+    them from the folder of `model` (its `name_or_path`). Adapters are not filled; parameters that are no part of
+    `model` begin as zero.
+
+    Raises:
+        ModelFolderError: the folder lacks a weight, or holds numbers that are not finite.
+    """
+    inside.to_empty(device=device)
+    of_model = {id(parameter) for parameter in model.parameters()}
+    wanted = {id(parameter): parameter for parameter in inside.parameters()}
+    held = {name: one for name, one in _plain(model) if id(one) in wanted}
+    for added in (one for key, one in wanted.items() if key not in of_model):
+        own(added).zero_()
+    source, problems = FolderWeights(model), list[Problem]()
+    if missing := sorted(held.keys() - source.names):
+        found = f"lacks the weight {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        raise ModelFolderError([Problem(str(source.folder), found, _REMEDY)])
+    for name, parameter in held.items():
+        if (part := own(parameter)).numel():
+            part.copy_(source.read(name, own_rows(parameter)))
+            if not bool(part.isfinite().all()):
+                problems.append(Problem(str(source.folder), f"{name} holds numbers that are not finite", _REMEDY))
+    if problems:
+        raise ModelFolderError(problems[:1])
+    _fill_buffers(model, inside)
+
+
+def _plain(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that the folder has, by their name there."""
+    for name, parameter in model.named_parameters():
+        if _ADAPTERS not in name:
+            yield name.replace(_BASE, "."), parameter
+
+
+def own(parameter: Tensor) -> Tensor:
+    """The part of a sharded parameter that this process holds; the whole of another."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def own_rows(parameter: Tensor) -> slice:
+    """The rows of `own`; FSDP divides the first axis."""
+    if not isinstance(parameter, DTensor):
+        return slice(None)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return slice(offset[0], offset[0] + shape[0])
+
+
+def _fill_buffers(model: PreTrainedModel, inside: nn.Module) -> None:
+    """Compute the buffers (rotary frequencies, scales) as transformers does when it loads a model. They are no part of
+    the weights."""
+    for module in inside.modules():
+        if any(buffer is not None for buffer in module._buffers.values()):
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers leaves it as it is
+            model._init_weights(module)
+
+
+class FolderWeights:
+    """The weights of a model's folder under the names of its parameters.
+
+    Example::
+
+        FolderWeights(model).read("model.layers.0.mlp.up_proj.weight", slice(0, 128))  # [128, W]
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.folder = Path(str(model.name_or_path))
+        self._model, self._files = model, weight_files(self.folder)
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        known = dict.fromkeys((name for name, _ in _plain(model)), True)
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}  # tensors of a parameter, and what merges them
+        for source in sorted(self._files, key=dot_natural_key):
+            name, pattern = self._name_of(source, known)
+            self._sources.setdefault(name, []).append((source, pattern))
+
+    @property
+    def names(self) -> set[str]:
+        """Parameters that the folder holds."""
+        return set(self._sources)
+
+    def read(self, name: str, rows: slice) -> Tensor:
+        """These rows of a parameter, in the folder's dtype."""
+        (source, pattern), *_ = self._sources[name]
+        if pattern is None:
+            return self._tensor(source, rows)
+        merging = deepcopy(next(one for one in self._converters if pattern in one.source_patterns))
+        for each, found in self._sources[name]:
+            read: Any = partial(self._tensor, each, slice(None))  # read when it is merged
+            merging.add_tensor(name, each, str(found), read)
+        merged = merging.convert(name, model=self._model, config=self._model.config)[name]
+        whole: Tensor = merged[0] if isinstance(merged, list) else merged
+        return whole[rows].clone()
+
+    def _tensor(self, source: str, rows: slice) -> Tensor:
+        with safe_open(self._files[source], framework="pt") as file:
+            part = file.get_slice(source)
+            tensor: Tensor = part[rows] if part.get_shape() else file.get_tensor(source)
+            return tensor.clone()  # the file's own memory goes with it
+
+    def _name_of(self, source: str, known: dict[str, Any]) -> tuple[str, str | None]:
+        """The parameter that a tensor of the folder belongs to, as transformers finds it."""
+        prefix = self._model.base_model_prefix
+        name, pattern = rename_source_key(source, self._renamings, self._converters, prefix, known)
+        if name not in known and source in known:
+            return source, None
+        return name, pattern
