@@ -1,8 +1,8 @@
 """What the compiled loops of a decode step promise beyond their numbers.
 
 - Capped scores are right to rounding, small ones too, whatever the cap.
-- The process that compiled them computes what those compute that read them from the disk, to the last bit: the two may be
-  engines of the same run.
+- The process that compiled them and those that read them from the disk compute the same, to the last bit: they may be
+  engines of one run.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ class RankMemory:
 
     def __str__(self) -> str:
         size = self.parts[self.largest] / 2**30
-        return f"{self.total / 2**30:.1f} GiB, most of it {self.largest} ({size:.1f}): {SMALLER[self.largest]} shrinks it"
+        return (
+            f"{self.total / 2**30:.1f} GiB, most of it {self.largest} ({size:.1f}): {SMALLER[self.largest]} shrinks it"
+        )
 
 
 def rank_memory(

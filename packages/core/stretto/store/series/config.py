@@ -16,9 +16,9 @@ class TokensConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
     tokens: Literal["all", "none"] | Annotated[int, Field(ge=1)] = Field(
         "all",
-        description="steps of which is kept what training did with each token: all, none, or every n-th",
+        description="steps for which per-token training data are kept: all, none, or every n-th",
     )
-    tokens_gib: float = Field(1.0, gt=0, description="GiB that these take at most; the oldest steps make room")
+    tokens_gib: float = Field(1.0, gt=0, description="most GiB of per-token data; the oldest steps are deleted first")
 
     def keeps(self, step: int) -> bool:
         """Whether the tokens of this step are kept."""
