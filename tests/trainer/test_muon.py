@@ -14,7 +14,8 @@ def test_singular_values_come_near_one_and_vectors_stay() -> None:
     matrices = torch.randn(3, 12, 40) * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]
     found = orthogonal(matrices)
     low, high = torch.linalg.svdvals(found).aminmax()
-    assert low > 0.6 and high < 1.25
+    assert low > 0.6
+    assert high < 1.25
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
     core = left.mT @ found @ right.mT
     torch.testing.assert_close(core, core.diagonal(dim1=-2, dim2=-1).diag_embed(), rtol=0, atol=1e-4)
