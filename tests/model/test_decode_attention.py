@@ -1,7 +1,7 @@
 """What the compiled loops of a decode step promise beyond their numbers.
 
 - Capped scores are right to rounding, small ones too, whatever the cap.
-- The process that compiled them computes what those compute that read them from the disk, to the last bit: the two may be
+- The process that compiled them computes the bits of those that read them from the disk: the two may be
   engines of the same run.
 """
 
