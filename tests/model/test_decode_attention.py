@@ -1,8 +1,8 @@
 """What the compiled loops of a decode step promise beyond their numbers.
 
 - Capped scores are right to rounding, small ones too, whatever the cap.
-- The process that compiled them and those that read them from the disk compute the same, to the last bit: they may be
-  engines of one run.
+- The process that compiled them computes the bits of those that read them from the disk: the two may be
+  engines of the same run.
 """
 
 from __future__ import annotations

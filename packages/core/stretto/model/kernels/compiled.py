@@ -13,13 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 
+_carray: Any
+_intrinsic: Any
+_njit: Any
+_types: Any
 try:
-    import numba as _numba
+    from numba import carray as _carray
+    from numba import njit as _njit
+    from numba import types as _types
+    from numba.extending import intrinsic as _intrinsic
 except ImportError:  # optional on a machine with a GPU
-    _numba = None
+    _carray = _intrinsic = _njit = _types = None
 
 #: Whether numba is installed.
-AVAILABLE = _numba is not None
+AVAILABLE = _njit is not None
 
 F = np.float32
 U = np.uint64  # numba treats signed indices as possibly negative, and then does not vectorise
@@ -34,7 +41,7 @@ def inlined(function: Callable[..., Any]) -> Any:
     As a separate function, a process that compiled the loop and one that loaded it from disk would run different
     copies, and completions would differ in their last bits.
     """
-    return _numba.njit(forceinline=True, **_OPTIONS)(function) if AVAILABLE else function
+    return _njit(forceinline=True, **_OPTIONS)(function) if AVAILABLE else function
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -42,9 +49,9 @@ def compiled(function: Callable[..., Any]) -> Any:
     if not AVAILABLE:
         return function
     try:
-        return _numba.njit(cache=True, **_OPTIONS)(function)
+        return _njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # numba found no folder that it may write to
-        return _numba.njit(**_OPTIONS)(function)
+        return _njit(**_OPTIONS)(function)
 
 
 def computes(device: torch.device, dtype: torch.dtype) -> bool:
@@ -52,16 +59,16 @@ def computes(device: torch.device, dtype: torch.dtype) -> bool:
     return AVAILABLE and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
-def _pointer(types: Any, address: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+def _as_pointer(context: Any, address: Any) -> Any:
+    """The code that numba puts in place of `_pointer`."""
 
-    return _numba.core.types.voidptr(address), code
+    def code(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], target.get_value_type(signature.return_type))
+
+    return _types.voidptr(address), code
 
 
-if AVAILABLE:
-    _pointer = _numba.extending.intrinsic(_pointer)
-    _carray = _numba.carray
+_pointer = _intrinsic(_as_pointer) if AVAILABLE else None
 
 
 @inlined
