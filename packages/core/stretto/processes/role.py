@@ -44,8 +44,9 @@ class RoleProcess:
         spawner: Spawner = FRESH,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`environment`: further variables of every start. `hung`: seconds without a heartbeat after which it is killed. The first heartbeat comes once the role has
-        imported its modules; until then only seconds without CPU use count, and ten are allowed."""
+        """`environment`: further variables of every start. `hung`: seconds without a heartbeat after which it is
+        killed. The first heartbeat comes once the role has imported its modules; until then only seconds without CPU
+        use count, and ten are allowed."""
         self.name = name
         self.log = log
         self.clock_offset = 0.0  # its clock is ours
