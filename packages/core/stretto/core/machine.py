@@ -91,10 +91,10 @@ def parse_gpus(answer: str) -> tuple[Gpu, ...]:
         if len(words) != len(_GPU_QUERY.split(",")):
             continue
         number, uuid, name, memory, free, capability, driver = words
-        sizes = [int(size) << 20 if size.isdecimal() else 0 for size in (memory, free)]
+        total, left = (int(size) << 20 if size.isdecimal() else 0 for size in (memory, free))
         major, _, minor = capability.partition(".")
         able = (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (0, 0)
-        found.append(Gpu(number, name, *sizes, able, driver, uuid))
+        found.append(Gpu(number, name, total, left, able, driver, uuid))
     return tuple(found)
 
 

@@ -60,7 +60,7 @@ def place(there: Sequence[Gpu], needs: Sequence[Need]) -> tuple[Seat, ...]:
     apart = [at for at, need in enumerate(needs) if need.apart]
     if len(apart) > len(there) or any(need.gpus > len(there) for need in needs):
         raise ValueError(f"{len(apart)} roles apart, {len(needs)} in all, on {len(there)} GPUs")
-    taken = {at: (gpu,) for at, gpu in zip(apart, _alike(there, len(apart)), strict=True)}
+    taken: dict[int, tuple[Gpu, ...]] = {at: (gpu,) for at, gpu in zip(apart, _alike(there, len(apart)), strict=True)}
     left = {gpu.id: gpu.free - sum(needs[at].bytes for at, own in taken.items() if gpu in own) for gpu in there}
     roles = {gpu.id: sum(gpu in own for own in taken.values()) for gpu in there}
     for at in sorted((at for at in range(len(needs)) if at not in taken), key=lambda at: -needs[at].bytes):

@@ -35,13 +35,22 @@ class RoleProcess:
     them (`processes.heartbeat`).
     """
 
-    def __init__(self, name: str, module: str, log: Path, hung: float = math.inf, spawner: Spawner = FRESH) -> None:
-        """`hung`: seconds without a heartbeat after which it is killed. The first heartbeat comes once the role has
-        imported its modules; until then only seconds without CPU use count, and ten are allowed."""
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        log: Path,
+        hung: float = math.inf,
+        spawner: Spawner = FRESH,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`environment`: further variables of every start. `hung`: seconds without a heartbeat after which it is
+        killed. The first heartbeat comes once the role has imported its modules; until then only seconds without CPU
+        use count, and ten are allowed."""
         self.name = name
         self.log = log
         self.clock_offset = 0.0  # its clock is ours
-        self._module = module
+        self._module, self._environment = module, environment
         self._hung = hung
         self._spawner = spawner
         self._process: RunningProcess | None = None
@@ -77,7 +86,7 @@ class RoleProcess:
                             spec=msgspec.json.encode(spec).decode(),
                             log=str(self.log),
                             threads=threads,
-                            environment={**environment, HEARTBEAT: str(heartbeat.far)},
+                            environment={**self._environment, **environment, HEARTBEAT: str(heartbeat.far)},
                             inherited=(*inherited, heartbeat.far),
                         )
                     )

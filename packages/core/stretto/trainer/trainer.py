@@ -125,7 +125,8 @@ class Trainer:
         if sampled.kl_reference is not None:
             meter.kl_in_reward(sampled.kl_reference)
         if self._critic is not None:
-            meter.valued([v for one in samples for v in one.values], [r for one in samples for r in one.returns])
+            said, wanted = [one.values for one in samples], [one.returns for one in samples]
+            meter.valued([float(v) for one in said for v in one], [float(r) for one in wanted for r in one])
         parts = self._minibatches(samples)
         proximal = self._proximal_logprobs(parts)
         proximal_done = self._span("proximal", began)

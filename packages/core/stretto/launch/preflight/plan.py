@@ -163,7 +163,6 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
             *_workflow_notes(recipe, tokenizer),
             *sifted.warnings,
             *strange_digits(questions),
-            *router_notes(base.path),
             *_closing_notes(recipe, questions, tried=has_policy),
         ),
     )
@@ -172,6 +171,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
 def _closing_notes(recipe: Recipe, questions: Questions, *, tried: bool) -> Iterator[str]:
     """Last warnings. `tried`: a resumed run has recorded verdicts, and its reward was tried when it began."""
     yield from schedule_notes(recipe)
+    yield from router_notes(base_folder(recipe))
     yield from repeated(questions)
     if not tried:
         yield from try_reward(recipe.rewards, questions.training)

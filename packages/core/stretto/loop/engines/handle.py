@@ -92,7 +92,8 @@ class EngineHandle:
     ) -> Self:
         """Handle of a local engine, not started yet. `role`: module that its process runs; `changed`: called on every
         change of state or version."""
-        process = RoleProcess(spec.name, role, logs / f"{spec.name}.txt", deadlines.hung, spawner)
+        log, own = logs / f"{spec.name}.txt", on_gpus(spec.gpus)
+        process = RoleProcess(spec.name, role, log, deadlines.hung, spawner, own)
         answer, load = (
             deadlines.answer,
             deadlines.load,
@@ -162,7 +163,7 @@ class EngineHandle:
             DeadlineExceeded: no progress for too long.
         """
         self._becomes(EngineState.STARTING, None)
-        await self.process.start(self.spec, self.spec.threads, environment=on_gpus(self.spec.gpus))
+        await self.process.start(self.spec, self.spec.threads)
         seconds, moved = self.deadlines.start + publication, self.client.moved
         async with standstill("conductor", f"{self.name} to be ready", seconds, moved):
             version = await self._newest()

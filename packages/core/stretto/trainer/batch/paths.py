@@ -20,7 +20,8 @@ from stretto.core.errors import BoundViolated
 from stretto.core.records import Prompt, Segment, StopReason, Trajectory
 
 #: Columns of a path. Tensors are made of them: 32 bits are what those of numbers keep.
-Ints, Floats = npt.NDArray[np.int32], npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
