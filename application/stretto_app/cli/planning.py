@@ -58,8 +58,7 @@ def plan(
     if calibrate:
         if recipe is not None:
             raise typer.BadParameter("--calibrate measures the machine and takes no recipe")
-        _calibrate(out)
-        return
+        return _calibrate(out)
     if recipe is None:
         raise typer.BadParameter("give a RECIPE.toml, or --calibrate")
     if machine is None:

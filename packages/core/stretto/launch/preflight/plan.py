@@ -97,6 +97,11 @@ class Plan(Outline):
     seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: the processor
 
 
+_NO_DEMONSTRATIONS = Problem(
+    "[warm_start]", "the task has no demonstrations", "add them to the data, or remove the section"
+)
+
+
 def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:
     """Find, read and check everything that the recipe names.
 
@@ -131,8 +136,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     questions = (sifted := sift(recipe.rewards, read)).questions
     warms_up = recipe.warm_start is not None and not has_policy
     if warms_up and not questions.demonstrations:
-        remedy = "add them to the data, or remove the section"
-        raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
+        raise DataError([_NO_DEMONSTRATIONS])
     shown = questions.demonstrations if warms_up else ()
     training, held_out = encoded_within_limits(recipe, questions, tokenizer, longest)
     sets, asked = _sets(recipe, read_sets, tokenizer, longest)

@@ -90,19 +90,29 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str) -> Path
     if spans[0][0] == 0:
         raise BoundViolated(f"trajectory {trajectory.id}: a token was sampled without any context")
     own = [trajectory.segments[place] for place in path.trained]
-    parts = [prompt.token_ids[:start], *(trajectory.segments[place].token_ids for place in path.segments)]
+    parts = [prompt.token_ids[:start], *(_ids(trajectory.segments[place]) for place in path.segments)]
     return PathTokens(
         id=id,
         token_ids=_joined(parts, np.int32),
         prompt_tokens=start,
         places=_joined(spans, np.int32),
-        behavior_logprobs=_joined([segment.behavior_logprobs for segment in own], np.float32),
-        versions=_joined([segment.versions for segment in own], np.int32),
+        behavior_logprobs=_joined([_logprobs(segment) for segment in own], np.float32),
+        versions=_joined([np.repeat(*zip(*segment.stamps, strict=True)) for segment in own], np.int32),
         turns=tuple(_turns(trajectory, own)),
         turns_before=sum(trajectory.segments[place].sampled for place in path.segments) - len(own),
         stop_reason=own[-1].stop_reason,
         engine=_newest_writer(own),
     )
+
+
+def _ids(segment: Segment) -> Ints:
+    return np.frombuffer(segment.columns, np.int32, segment.length)
+
+
+def _logprobs(segment: Segment) -> npt.NDArray[Any]:
+    """As they lie in the segment (`core.columns`): float32, or float64 where that would lose digits."""
+    kind = np.float32 if len(segment.columns) == 8 * segment.length else np.float64
+    return np.frombuffer(segment.columns, kind, offset=4 * segment.length)
 
 
 def _newest_writer(own: Sequence[Segment]) -> str:
