@@ -58,7 +58,8 @@ def plan(
     if calibrate:
         if recipe is not None:
             raise typer.BadParameter("--calibrate measures the machine and takes no recipe")
-        return _calibrate(out)
+        _calibrate(out)
+        return
     if recipe is None:
         raise typer.BadParameter("give a RECIPE.toml, or --calibrate")
     if machine is None:
@@ -66,8 +67,7 @@ def plan(
     refuse_recipe(recipe, overrides or [])
     from stretto_app.extensions.commands.plan import PlanChoice, as_json, plan_recipe, table
 
-    choice = PlanChoice(machine, gpus, nodes, network, goal, lengths, run)
-    found = plan_recipe(recipe, overrides or [], choice, lambda text: print(text, file=sys.stderr))
+    found = plan_recipe(recipe, overrides or [], PlanChoice(machine, gpus, nodes, network, goal, lengths, run), _tell)
     if picture is not None:
         from stretto_app.extensions.commands.plan_picture import draw
 
@@ -78,4 +78,8 @@ def plan(
 def _calibrate(out: Path) -> None:
     from stretto_app.extensions.commands.calibrate import calibrate_machine
 
-    print(f"{calibrate_machine(out, lambda text: print(text, file=sys.stderr)).name} is in {out}")
+    print(f"{calibrate_machine(out, _tell).name} is in {out}")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -36,7 +36,7 @@ def zero_copy(protocol: HttpToolsProtocol) -> ASGI3Application:
 
         if protocol.scheme == "http":
             scope["extensions"] = scope.get("extensions", {}) | {ZERO_COPY: {}}
-        await inner(scope, receive, sending)  # type: ignore[arg-type]
+        await inner(scope, receive, sending)
 
     return app  # type: ignore[return-value]
 

@@ -97,7 +97,7 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str) -> Path
         prompt_tokens=start,
         places=_joined(spans, np.int32),
         behavior_logprobs=_joined([_logprobs(segment) for segment in own], np.float32),
-        versions=_joined([np.repeat(*zip(*segment.stamps, strict=True)) for segment in own], np.int32),
+        versions=_joined([_versions(segment) for segment in own], np.int32),
         turns=tuple(_turns(trajectory, own)),
         turns_before=sum(trajectory.segments[place].sampled for place in path.segments) - len(own),
         stop_reason=own[-1].stop_reason,
@@ -113,6 +113,11 @@ def _logprobs(segment: Segment) -> npt.NDArray[Any]:
     """As they lie in the segment (`core.columns`): float32, or float64 where that would lose digits."""
     kind = np.float32 if len(segment.columns) == 8 * segment.length else np.float64
     return np.frombuffer(segment.columns, kind, offset=4 * segment.length)
+
+
+def _versions(segment: Segment) -> Ints:
+    versions, counts = np.asarray(segment.stamps, np.int32).T
+    return np.repeat(versions, counts)
 
 
 def _newest_writer(own: Sequence[Segment]) -> str:
