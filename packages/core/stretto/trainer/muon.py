@@ -46,7 +46,7 @@ class Muon:
 
 def orthogonal(matrices_MRC: Tensor) -> Tensor:
     """Matrices with the same singular vectors and singular values near 1, [M, R, C], by Newton-Schulz iterations."""
-    found = matrices_MRC / (matrices_MRC.norm(dim=(-2, -1), keepdim=True) + _TINY)
+    found: Tensor = matrices_MRC / (matrices_MRC.norm(dim=(-2, -1), keepdim=True) + _TINY)
     for _ in range(_TIMES):
         square = found @ found.mT
         change = torch.baddbmm(square, square, square, beta=_THIRD, alpha=_FIFTH)
