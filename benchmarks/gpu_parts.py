@@ -147,7 +147,7 @@ def run(asked: Asked) -> dict[str, Any]:
     """A whole run; of its steps the first, in which the trainer waits and warms up, does not count."""
     model = model_folder(asked.size.shape, asked.folder / "model")
     seen = train([f"model.path={model}", *asked.size.run], RECIPE)
-    steps = [step.trainer for step in seen.steps[1:]]
+    steps = [{name: one or 0.0 for name, one in step.trainer.items()} for step in seen.steps[1:]]
     tokens, seconds = sum(s["tokens"] for s in steps), sum(s["seconds_proximal"] + s["seconds_update"] for s in steps)
     shape = gpu_training.build(asked.size.shape, torch.device("meta"))
     each = seen.inspection.tokens.trained / max(1, seen.inspection.trajectories.trained)
@@ -311,7 +311,7 @@ def _waits() -> Iterator[Counter[str]]:
     gpu, before = torch.cuda.is_available(), warnings.showwarning
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = count  # type: ignore[assignment]
+        warnings.showwarning = count
         if gpu:
             torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -358,7 +358,7 @@ def model_folder(shape: str, folder: Path) -> Path:
     model = gpu_training.build(shape, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     model.config.eos_token_id, model.config.pad_token_id = 1, 0
     model.generation_config.eos_token_id = 1
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     character_tokenizer(BuildConfig().vocabulary, model.config.max_position_embeddings).save_pretrained(folder)
     return folder
 

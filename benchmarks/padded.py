@@ -75,11 +75,11 @@ class PaddedTrainer:
     def _loss(self, rows: Sequence[Sample]) -> Tensor:
         """Minus the sum of the objective over the loss tokens of these rows."""
         prompt = min(row.prompt_tokens for row in rows)
-        ids_BL = _padded([row.token_ids for row in rows], 0)
+        ids_BL = _padded([[int(token) for token in row.token_ids] for row in rows], 0)
         seen_BL = _padded([[1] * len(row.token_ids) for row in rows], 0)
         answers = [[0.0] * (row.prompt_tokens - prompt) for row in rows]
         behavior_BA, scores_BA, mask_BA = (
-            _padded([[*before, *values] for before, values in zip(answers, columns, strict=True)], 0.0)
+            _padded([[*before, *map(float, values)] for before, values in zip(answers, columns, strict=True)], 0.0)
             for columns in (
                 [row.behavior_logprobs for row in rows],
                 [row.advantages for row in rows],

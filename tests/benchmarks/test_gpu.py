@@ -34,7 +34,7 @@ def test_what_fails_or_takes_too_long_is_named_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[list[str]] = []
-    answers = {"decode": {"failed": "ended with exit code 1"}, "training": {"rows": [1]}}
+    answers: dict[str, dict[str, object]] = {"decode": {"failed": "ended with exit code 1"}, "training": {"rows": [1]}}
     monkeypatch.setattr(gpu, "measured", lambda name, *_: dict(answers[name]))
     monkeypatch.setattr(gpu, "_write", lambda results, rehearse: written.append(list(results)))
     assert main(["--rehearse", "--parts", "training", "decode"]) == 1

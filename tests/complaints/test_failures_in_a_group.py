@@ -93,7 +93,7 @@ def _given(trajectories: Sequence[Trajectory], ticket: Ticket) -> Sequence[Traje
 
 def advantages(estimator: str, batch: Batch) -> list[tuple[float, ...]]:
     config = AlgorithmConfig.model_validate({"advantages": estimator})
-    return [sample.advantages for sample in samples_of(batch, config, longest=8).samples]
+    return [tuple(sample.advantages) for sample in samples_of(batch, config, longest=8).samples]
 
 
 # Where a member fails. Each makes the trajectories of a group for its ticket.

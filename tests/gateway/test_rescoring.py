@@ -102,11 +102,11 @@ class Client:
 
 def rescored(sample: Sample, version: int, models: dict[int, PreTrainedModel]) -> float:
     """The largest difference between a loss token's log-probability and that by the plain model of its version."""
-    ids = torch.tensor([sample.token_ids])
+    ids = torch.tensor([list(sample.token_ids)])
     with torch.no_grad():
         by_version = {number: model(ids).logits[0].float().log_softmax(-1) for number, model in models.items()}
     return max(
-        abs(float(by_version[version - age][at - 1, sample.token_ids[at]]) - logprob)
+        abs(float(by_version[version - age][at - 1, sample.token_ids[at]]) - float(logprob))
         for at, logprob, age in zip(sample.loss_positions, sample.behavior_logprobs, sample.staleness, strict=True)
     )
 

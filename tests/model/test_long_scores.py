@@ -26,7 +26,8 @@ def leaves() -> list[Tensor]:
 def attended(rule: Rule) -> list[Tensor]:
     """Attention of a bucket, and its gradients."""
     own = leaves()
-    out = _in_bucket(*own, rule)
+    query, keys, values = own
+    out = _in_bucket(query, keys, values, rule)
     gradients = torch.autograd.grad(out.square().sum(), own)
     return [out.detach(), *gradients]
 

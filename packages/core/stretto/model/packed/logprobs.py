@@ -35,7 +35,7 @@ SCORE = "stretto_score"
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
 
 #: Token ids, or positions.
-Numbers = Sequence[int] | npt.NDArray[np.integer[Any]]
+Numbers = Sequence[int] | npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ TokenScores = Mapping[str, Sequence[float]]
 NO_SCORES: TokenScores = MappingProxyType({})
 
 Column = Sequence[float] | npt.NDArray[Any]
+Whole = Sequence[int] | npt.NDArray[Any]  # a column of whole numbers
 #: What the columns of a sample hold. Values and returns are summed before they become tensors.
 _KINDS = {
     "token_ids": np.int32,
@@ -56,18 +57,18 @@ class Sample:
     """
 
     id: str  # path id
-    token_ids: Column
+    token_ids: Whole
     prompt_tokens: int
-    loss_positions: Column  # [N], ascending, each at least 1
+    loss_positions: Whole  # [N], ascending, each at least 1
     behavior_logprobs: Column  # [N]
-    staleness: Column  # [N], version in training minus the version that sampled the token
+    staleness: Whole  # [N], version in training minus the version that sampled the token
     advantages: Column  # [N]
     values: Column = ()  # [N], by the critic before the step; empty without one, and the returns too
     returns: Column = ()  # [N], the critic's targets
     engine: str = ""  # that sampled the newest of its tokens (`PathTokens.engine`)
     weights: Column = ()  # [N], factors of the tokens in the loss; empty: all 1
-    scored: Column = ()  # [M], positions whose log-probability is wanted, the loss's too; empty: these alone
-    targets: Column = ()  # [M], the tokens scored there; empty: those of the sequence
+    scored: Whole = ()  # [M], positions whose log-probability is wanted, the loss's too; empty: these alone
+    targets: Whole = ()  # [M], the tokens scored there; empty: those of the sequence
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
@@ -82,7 +83,7 @@ class Sample:
     __hash__ = None  # type: ignore[assignment]  # arrays have none
 
 
-def scored_of(sample: Sample) -> Column:
+def scored_of(sample: Sample) -> Whole:
     """The positions whose log-probability is wanted, ascending."""
     return sample.scored if len(sample.scored) else sample.loss_positions
 
