@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _FIRST, _THIRD, _FIFTH = 3.4445, -4.7750, 2.0315  # of the polynomial that moves singular values towards 1
 _TIMES = 5
@@ -24,13 +24,13 @@ _MOMENTUM = 0.95
 class Muon:
     """Muon over matrices, with Nesterov momentum and without weight decay."""
 
-    def __init__(self, matrices: Iterable[nn.Parameter]) -> None:
+    def __init__(self, matrices: Iterable[Tensor]) -> None:
         self._matrices = [(matrix, torch.zeros_like(matrix)) for matrix in matrices]
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Move every matrix that has a gradient, and clear that: another optimizer leaves the matrix as it is."""
-        of_shape: defaultdict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+        of_shape: defaultdict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for matrix, momentum in self._matrices:
             if matrix.grad is not None:
                 momentum.lerp_(matrix.grad, 1 - _MOMENTUM)

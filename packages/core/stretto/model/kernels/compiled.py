@@ -13,20 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-_carray: Any
-_intrinsic: Any
-_njit: Any
-_types: Any
+_numba: Any
 try:
-    from numba import carray as _carray
-    from numba import njit as _njit
-    from numba import types as _types
-    from numba.extending import intrinsic as _intrinsic
+    import numba as _numba
+    import numba.extending  # noqa: F401
 except ImportError:  # optional on a machine with a GPU
-    _carray = _intrinsic = _njit = _types = None
+    _numba = None
 
 #: Whether numba is installed.
-AVAILABLE = _njit is not None
+AVAILABLE = _numba is not None
+
+_carray: Any = _numba.carray if AVAILABLE else None
 
 F = np.float32
 U = np.uint64  # numba treats signed indices as possibly negative, and then does not vectorise
@@ -41,7 +38,7 @@ def inlined(function: Callable[..., Any]) -> Any:
     As a separate function, a process that compiled the loop and one that loaded it from disk would run different
     copies, and completions would differ in their last bits.
     """
-    return _njit(forceinline=True, **_OPTIONS)(function) if AVAILABLE else function
+    return _numba.njit(forceinline=True, **_OPTIONS)(function) if AVAILABLE else function
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -49,9 +46,9 @@ def compiled(function: Callable[..., Any]) -> Any:
     if not AVAILABLE:
         return function
     try:
-        return _njit(cache=True, **_OPTIONS)(function)
+        return _numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # numba found no folder that it may write to
-        return _njit(**_OPTIONS)(function)
+        return _numba.njit(**_OPTIONS)(function)
 
 
 def computes(device: torch.device, dtype: torch.dtype) -> bool:
@@ -65,10 +62,10 @@ def _as_pointer(context: Any, address: Any) -> Any:
     def code(target: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], target.get_value_type(signature.return_type))
 
-    return _types.voidptr(address), code
+    return _numba.types.voidptr(address), code
 
 
-_pointer = _intrinsic(_as_pointer) if AVAILABLE else None
+_pointer: Any = _numba.extending.intrinsic(_as_pointer) if AVAILABLE else None
 
 
 @inlined

@@ -46,7 +46,7 @@ def _place(logits_V: Any, top: Any, sums: Any, target: Any) -> Any:
     while before + sums[block] <= target and block + U(1) < U(len(sums)):
         before += sums[block]
         block += U(1)
-    found = block * _BLOCK
+    found: Any = block * _BLOCK
     for v in range(found, min(found + _BLOCK, U(len(logits_V)))):
         weight = _weight(logits_V[v], top)
         if weight > F(0.0):
@@ -68,7 +68,7 @@ def _draw(logits: Any, size: Any, greedy: Any, uniforms: Any, tokens: Any, logpr
             continue
         total = 0.0
         for block in range(blocks):
-            mass = F(0.0)
+            mass: Any = F(0.0)
             for v in range(block * _BLOCK, min((block + U(1)) * _BLOCK, U(size))):
                 mass += _weight(logits_V[v], top)
             sums[block] = mass
