@@ -189,6 +189,7 @@ def test_sft_wants_a_warm_start_and_a_new_folder(door: Door, tmp_path: Path) -> 
 def test_serve_understands_the_engines_settings_alone(
     door: Door, tmp_path: Path, words: list[str], expected: str
 ) -> None:
+    (tmp_path / "config.json").write_text("{}")  # paths are looked at first
     door("serve", tmp_path, *words).refused(expected)
 
 
@@ -196,9 +197,9 @@ def test_serve_refuses_a_folder_or_an_address_that_cannot_be(door: Door, tmp_pat
     door("serve", tmp_path / "nowhere").refused("nowhere: no such folder")
     door("serve", tmp_path).refused("config.json: no such file", "holds no weights")
     door("serve", tmp_path, "--port", "70000").refused("Invalid value for '--port'")
-    door("serve", tmp_path, "--api-key", "a key").refused("--api-key: cannot be sent", "without spaces")
     folder = tmp_path / "policy"
     build_policy(BuildConfig(), folder, seed=1)
+    door("serve", folder, "--api-key", "a key").refused("--api-key: cannot be sent", "without spaces")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
