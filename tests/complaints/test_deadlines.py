@@ -41,7 +41,6 @@ CONSTANTS = {
     ("engine/http/server.py", "_KEEP_ALIVE_SECONDS"): "an idle connection; its client closes it",
     ("processes/http/server.py", "_KEEP_ALIVE_SECONDS"): "an idle connection",
     ("extensions/commands/serve.py", "KEEP_ALIVE_SECONDS"): "an idle connection",
-    ("engine/http/client.py", "_IDLE_SECONDS"): "an idle connection to an engine",
     ("sessions/sessions.py", "_IDLE_SECONDS"): "a session that gives way to a new one, where no room is left",
     ("extensions/commands/calibrate.py", "_PATIENCE"): "a measurement of a small model, which is no run",
     ("outlets/supervision.py", "HUNG_SECONDS"): "a tool that runs are shown in; the run does not wait for it",
