@@ -23,6 +23,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from torch import Tensor
 
 from stretto.core.errors import RecipeError
 from stretto.doors.door import Door, Part, Section, declare, fact
@@ -50,7 +51,7 @@ def written(door: Door[Any], kind: str) -> Iterator[tuple[str, str, dict[str, fl
     part = door.load(kind)
     selection = fact(part, "selection", None)
     for function in (part, *((selection,) if selection else ())):
-        hints = typing.get_type_hints(function, include_extras=True)
+        hints = typing.get_type_hints(function, localns={"Tensor": Tensor}, include_extras=True)
         for name, parameter in inspect.signature(function).parameters.items():
             if parameter.kind is not parameter.KEYWORD_ONLY:
                 continue
