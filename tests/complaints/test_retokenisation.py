@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from stretto.conversation.session import Sampler, SessionRecord, TurnRequest
 from stretto.core.records import Segment
 from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway, tokenizer_of
@@ -51,11 +49,11 @@ class Noting(ScriptedModel):
         tokens = said.token_ids
         special = self.tokenizer.encode(SPECIAL, special_tokens=False)
         tokens = (*tokens[:begin], *special, *tokens[begin + len(letters) :])
-        return msgspec.structs.replace(
-            said,
-            token_ids=tokens,
-            behavior_logprobs=said.behavior_logprobs[: len(tokens)],
-            versions=said.versions[: len(tokens)],
+        return Segment.of(
+            tokens,
+            said.behavior_logprobs[: len(tokens)],
+            said.versions[: len(tokens)],
+            stop_reason=said.stop_reason,
             engines=((MODEL, len(tokens)),),
         )
 
