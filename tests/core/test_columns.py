@@ -82,6 +82,7 @@ def test_a_flipped_bit_is_noticed(rows: Rows, data: st.DataObject) -> None:
         Segment.sealed(pack((4, 4), (-0.5, -0.5)), 2, ((0, 1),)),
         Segment.sealed(pack((4, 4), (-0.5, -0.5)), 2, ((0, 3), (1, -1))),
         Segment.sealed(pack((4, 4), (-0.5, -0.5))[:-1], 2, ((0, 2),)),
+        Segment.sealed(b"", 0, ((5, 0),)),
     ],
 )
 def test_a_checksum_does_not_make_columns_whole(wrong: Segment) -> None:

@@ -37,7 +37,7 @@ from stretto.weights.folder import path_of, versions
 from stretto.weights.manifest import FORM, NEWEST, RUN, ModelFile, digest_of, manifest_of
 from stretto_cluster.weights.delta import Deltas, NoDelta
 
-_PIECE, _SENT_PIECE = 1 << 20, 16 << 20  # the second where the kernel sends it
+_PIECE, _SENT_PIECE = 1 << 20, 4 << 20  # the second where the kernel sends it
 _TAKE_SECONDS = 60.0  # in which a mirror takes a piece
 _SHUTDOWN_SECONDS = 1
 _VERSION = re.compile(r"/versions/(\d{1,12})")

@@ -61,7 +61,7 @@ def are_whole(columns: bytes, length: int, stamps: Stamps) -> bool:
     """Whether the bytes are those of `length` tokens, which have versions and log-probabilities, or neither."""
     stamped = stamps[0][1] if len(stamps) == 1 else sum([count if count > 0 else length + 1 for _, count in stamps])
     wide = len(columns) in ((_ID + _SINGLE) * length, (_ID + _DOUBLE) * length)
-    return (wide and stamped == length) if stamps else len(columns) == _ID * length
+    return (wide and stamped == length > 0) if stamps else len(columns) == _ID * length
 
 
 def rest(columns: bytes, length: int, begin: int) -> bytes:

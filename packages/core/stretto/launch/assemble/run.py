@@ -285,7 +285,7 @@ async def _train(context: RunContext, roles: Roles, recorder: Recorder, selectio
     _record_again(context, roles.trainer.replayed, controller, recorder)
     try:
         await _conduct(context, roles, conductor)
-        if why := conductor.evaluation.why:
+        if (why := conductor.evaluation.why) and controller.published < recipe.trainer.steps:
             ledger.put(ENDING, Ending("finished", why))
     finally:
         await conductor.evaluation.close()

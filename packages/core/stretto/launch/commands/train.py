@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import torch
 
 from stretto.core.errors import Problem, RecipeError, RunFolderError, StoreError, described
 from stretto.doors.packages import from_package
@@ -192,7 +193,8 @@ def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
     """
     memory, seats = estimate_memory(plan), seats_of(plan, usable_gpus(plan.recipe, dry=dry))
     plan = replace(plan, seats=seats)
-    if memory.total > _HOPELESS * memory.available and not seats:
+    # GPUs without nvidia-smi have no seats.
+    if memory.total > _HOPELESS * memory.available and not (seats or torch.cuda.is_available()):
         remedy = "a smaller model, fewer engines or engine.slots, a smaller engine.cache_gib or trainer.lora need less"
         raise RecipeError([Problem("memory", f"the run needs {memory}", remedy)])
     return plan

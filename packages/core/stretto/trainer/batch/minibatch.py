@@ -85,7 +85,8 @@ def _micro_batch(samples: Sequence[Sample], scales: Sequence[float], device: tor
     def column(parts: Iterable[Column]) -> Tensor:
         return torch.from_numpy(as_column(np.concatenate([np.zeros(0, np.float32), *parts]), np.float32)).to(device)
 
-    sequences = Sequences.of(torch.tensor([len(sample.loss_positions) for sample in samples], device=device))
+    lengths = [len(sample.loss_positions) for sample in samples]
+    sequences = Sequences.of(torch.tensor(lengths, dtype=torch.int64, device=device))  # a rank may have none
     scale = sequences.spread(column([scales]))
     if any(len(sample.weights) for sample in samples):
         scale = scale * column(sample.weights for sample in samples)

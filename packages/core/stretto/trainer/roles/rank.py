@@ -142,14 +142,17 @@ def follow(spec: RankSpec, orders: RankOrders) -> None:
 
 
 def _as_here(trainer: TrainerSpec, spec: RankSpec) -> TrainerSpec:
-    """Rank 0's spec with this machine's folders. Another machine does not have the run's choice of kernels."""
+    """Rank 0's spec with this machine's folders. Another machine does not have the run's choice of kernels, and its GPU
+    is not shared with roles of rank 0's machine."""
     if spec.model is None:
         return trainer
     algorithm = AlgorithmConfig.model_validate_json(trainer.algorithm)
     if spec.reference is not None and algorithm.reference is not None:
         reference = algorithm.reference.model_copy(update={"path": spec.reference})
         algorithm = algorithm.model_copy(update={"reference": reference})
-    return msgspec.structs.replace(trainer, model=spec.model, algorithm=algorithm.model_dump_json(), kernels=None)
+    return msgspec.structs.replace(
+        trainer, model=spec.model, algorithm=algorithm.model_dump_json(), kernels=None, gpus=(), share=1.0
+    )
 
 
 def _tell(orders: RankOrders, message: CheckpointSaved | CheckpointFailed) -> None:

@@ -101,4 +101,4 @@ def _packed(pairs: Sequence[Preference], device: torch.device) -> tuple[PackedTo
     # As in `minibatch.py`: away from CUDA the two completions share their prompt.
     prompts = None if device.type == "cuda" else [len(prompt) for prompt, _ in completions]
     packed = pack_tokens([prompt + completion for prompt, completion in completions], wanted, device, prompts)
-    return packed, Sequences.of(torch.tensor([len(places) for places in wanted], device=device))
+    return packed, Sequences.of(torch.tensor([len(places) for places in wanted], dtype=torch.int64, device=device))

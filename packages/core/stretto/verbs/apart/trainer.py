@@ -10,8 +10,9 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -55,6 +56,7 @@ class TrainerApart:
         self._process = RoleProcess(_NAME, _ROLE, self._log, deadlines.hung)
         self._near, self._far = multiprocessing.Pipe()
         self._calls, self._numbers = threading.Lock(), itertools.count()
+        self._owed: int | None = None  # number of a call whose result has not been read
         self._ended: StrettoError | None = None
         self._version = 0
         self._end = weakref.finalize(self, _end, self._process, self._near, self._folder)
@@ -143,8 +145,12 @@ class TrainerApart:
                 raise self._ended
             number = next(self._numbers)
             try:
-                send(self._near, (number, method, arguments, named))
-                _, version, value, error = _result(self._near, number, seconds)
+                if self._owed is not None:  # its caller was interrupted; the process may wait for a reader
+                    self._result(self._owed, None)
+                self._owed = number
+                with self._message():
+                    send(self._near, (number, method, arguments, named))
+                _, version, value, error = self._result(number, seconds)
             except (EOFError, OSError):
                 self._ended = RoleDied(_NAME, background().call(self._process.last_words()), str(self._log))
                 self._end.detach()  # its log stays
@@ -155,15 +161,28 @@ class TrainerApart:
             raise error
         return value
 
+    def _result(self, number: int, seconds: float | None) -> CallResult:
+        """That of a call; those of calls whose caller was interrupted are passed over."""
+        while True:
+            if not self._near.poll(seconds):
+                raise DeadlineExceeded("trainer", "its process to be ready", seconds or 0.0)
+            with self._message():
+                found: CallResult = receive(self._near)
+            if found[0] == number:
+                self._owed = None
+                return found
 
-def _result(connection: Connection, number: int, seconds: float | None) -> CallResult:
-    """That of a call; those of calls whose caller was interrupted are passed over."""
-    while True:
-        if not connection.poll(seconds):
-            raise DeadlineExceeded("trainer", "its process to be ready", seconds or 0.0)
-        found: CallResult = receive(connection)
-        if found[0] == number:
-            return found
+    @contextmanager
+    def _message(self) -> Iterator[None]:
+        """Give the process up if the block is interrupted: what comes next would begin in the middle of a message."""
+        try:
+            yield
+        except (EOFError, OSError):
+            raise
+        except BaseException:
+            self._ended = StrettoError("a call of the trainer was interrupted within a message; make another trainer")
+            self._end()
+            raise
 
 
 def _check_function(loss: Any) -> None:
