@@ -26,7 +26,7 @@ def evaluations(
     """All evaluations of a run; `held_out` is that of its held-out questions."""
     config = plan.recipe.evaluation
     held_out = with_samples(held_out, plan)
-    best = _best(plan, folder, say) if config.keep_best or config.patience else None
+    best = _best(plan, folder, say) if config.keep_best or config.patience or config.goal else None
     first = PeriodicEvaluation(
         held_out, recorder, config.every, config.minutes, best=best if not config.best_of else None
     )
