@@ -55,7 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
     for number, (family, special) in enumerate(FAMILIES.items()):
         torch.manual_seed(number)
-        AutoModelForCausalLM.from_config(config(family, 4, 2, special)).save_pretrained(folder / "models" / family)
+        AutoModelForCausalLM.from_config(config(family, 8, 4, special)).save_pretrained(folder / "models" / family)
     trainer = alone(folder, 2, "matrices")
     trainer.train(PLAYED[2]["matrices"].batch(0))
     trainer.save_checkpoint(folder / "1-checkpoint")
@@ -64,9 +64,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(models: Path) -> set[int]:
-    """The numbers of ranks that have run."""
-    return set()
+def ran(models: Path) -> dict[int, str]:
+    """Numbers of ranks that have run, and what went wrong."""
+    return {}
 
 
 def loaded(folder: Path) -> Any:
@@ -79,7 +79,7 @@ def alone(folder: Path, count: int, name: str) -> Any:
 
 
 @pytest.fixture
-def seen(models: Path, ran: set[int]) -> Any:
+def seen(models: Path, ran: dict[int, str]) -> Any:
     """What a rank of so many saw."""
 
     def of(count: int, rank: int = 0) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def seen(models: Path, ran: set[int]) -> Any:
                 said = "".join(command.communicate(200))
             finally:
                 command.kill()
-            assert command.returncode == 0, said
-            ran.add(count)
+            ran[count] = said if command.returncode else ""
+        assert not ran[count], ran[count]
         found: dict[str, Any] = torch.load(models / f"{count}-{rank}.pt", weights_only=False)
         return found
 
