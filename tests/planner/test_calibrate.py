@@ -22,6 +22,7 @@ from stretto.core.canary import TensorDigest
 from stretto.core.errors import RoleDied
 from stretto.core.events import Span
 from stretto.engine.config import EngineConfig
+from stretto.model.hf.shape import ModelShape
 from stretto.rollout.config import RolloutConfig
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
@@ -44,7 +45,7 @@ from stretto_foresight.planner.fit import (
     fit_training,
     least_squares,
 )
-from stretto_foresight.planner.job import Job, ModelShape
+from stretto_foresight.planner.job import Job
 from stretto_foresight.planner.lengths import LogNormalLengths
 from stretto_foresight.planner.machine import MachineProfile, machine_of
 from stretto_foresight.planner.measure import ON_A_PROCESSOR, Measurements, measure_shape, profile_of

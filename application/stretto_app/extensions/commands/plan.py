@@ -16,13 +16,13 @@ from stretto.launch.preflight.encoding import encode_demonstrations
 from stretto.launch.preflight.paper import outline
 from stretto.launch.preflight.plan import Outline
 from stretto.launch.recipe.recipe import load_recipe, to_toml
-from stretto.model.hf.skeleton import outlined
+from stretto.model.hf.shape import shape_of_model
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.store.files import write_atomically
 from stretto.store.folder.run_folder import RunFolder
 from stretto.worlds.data.task import Question
 from stretto_foresight.planner.costs import Costs
-from stretto_foresight.planner.job import Job, ModelShape
+from stretto_foresight.planner.job import Job
 from stretto_foresight.planner.layouts import own_layout
 from stretto_foresight.planner.lengths import Lengths, LogNormalLengths, alone, lengths_of
 from stretto_foresight.planner.machine import MachineProfile, machine_of
@@ -103,7 +103,7 @@ def memory_per_device(asked: Outline) -> str:
     costs = Costs(job, machine_of(_ANY), layout)
     memory, cache = costs.memory(), costs.token_bytes / 2**20
     return (
-        f"{layout.ranks} ranks of {memory.trainer:.1f} GiB each; {layout.engines} engines of {layout.tensor}, "
+        f"{layout.ranks} ranks of {costs.rank()}; {layout.engines} engines of {layout.tensor}, "
         f"{memory.engine:.1f} GiB of weights on each, and {cache:.3f} MiB for each token in the KV cache"
     )
 
@@ -116,7 +116,7 @@ def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) ->
     """
     recipe = asked.recipe
     return Job(
-        shape=shape_of_model(asked.base.path),
+        shape=shape_of_model(asked.base),
         lengths=_lengths(asked, lengths, say),
         rollout=recipe.rollout,
         engine=recipe.engine,
@@ -124,23 +124,9 @@ def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) ->
         longest=asked.longest_prompt + recipe.sampling.max_tokens,
         recomputes=recipe.algorithm.loss.anchor == "recomputed",
         converses=recipe.workflow is not None,
+        reference=recipe.has_reference_model,
+        critic=recipe.algorithm.critic is not None,
         reward_workers=recipe.rewards.workers,
-    )
-
-
-def shape_of_model(folder: Path) -> ModelShape:
-    """Shape of a folder's model, from its config.json."""
-    facts, config = outlined(folder)
-    text = config.get_text_config()
-    return ModelShape(
-        parameters=facts.parameters,
-        layers=facts.layers,
-        hidden_size=facts.hidden_size,
-        heads=int(text.num_attention_heads),
-        kv_heads=facts.kv_heads,
-        head_dim=facts.head_dim,
-        vocab_size=facts.vocab_size,
-        tied=bool(text.tie_word_embeddings),
     )
 
 

@@ -12,8 +12,7 @@ products and its bytes at the rate of memory. The formulas:
                     backward and scatters the gradients, while products go on; the longest sequence of a minibatch is
                     one rank's (AReaL, algorithm 1, packs whole sequences), and all wait for it
     tensor parallel Megatron-LM (arXiv 1909.08053): two all-reduces of the activations in each layer
-    memory          ZeRO (arXiv 1910.02054): weights, gradients and Adam's moments, 16 bytes per parameter in float32;
-                    `trainer.dtype` is that of the arithmetic, so that parameters are gathered in float32 too
+    memory          of a rank: `stretto.trainer.memory`; parameters are gathered in `trainer.dtype`
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stretto_foresight.planner.job import BYTES, Job
+from stretto.model.hf.shape import BYTES
+from stretto.trainer.memory import RankMemory, rank_memory
+from stretto_foresight.planner.job import Job
 from stretto_foresight.planner.machine import MachineProfile
 
-_GATHERED_BYTES = 4  # of a parameter: ranks shard float32, and the products convert it
-_TRAINED_BYTES = 16  # of a parameter: weight, gradient and two moments in float32
-_KEPT = 40  # numbers of the model's width that a layer keeps for each token, as `stretto train --dry-run` counts them
-_CHUNK_LOGITS = 1 << 28  # the trainer computes no more of them at a time
 _RESERVED = 0.1  # of a device's memory: the context of the driver, fragments
 NATIVE_SLOT = 4 / 3  # slots of the native engine have powers of two as their lengths; the mean of their fill is 3/4
 
@@ -165,7 +162,7 @@ class Costs:
         ranks, shape = self.layout.ranks, self.job.shape
         if ranks == 1:
             return 0.0
-        size = shape.parameters * _GATHERED_BYTES * (ranks - 1) / ranks
+        size = shape.parameters * BYTES[self.job.trainer.dtype] * (ranks - 1) / ranks
         return self._collective(ranks, size) + shape.layers * self.machine.link_seconds
 
     def _reduced(self, tokens: float) -> float:
@@ -185,17 +182,10 @@ class Costs:
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
     def memory(self) -> Memory:
-        """Memory per device. A rank holds its part of weights, gradients and moments, two whole layers, and the
-        activations of one micro-batch; an engine its part of the weights, and a KV cache in the rest, up to its
-        slots."""
+        """Memory per device. A rank needs what `trainer.memory` estimates; an engine its part of the weights, and a KV
+        cache in the rest, up to its slots."""
         job, shape, layout = self.job, self.job.shape, self.layout
-        tokens = max(job.trainer.micro_batch_tokens, job.longest)
-        item = BYTES[job.trainer.dtype]
-        layer = shape.body / shape.layers * _GATHERED_BYTES
-        layers = shape.layers + _KEPT if job.trainer.activation_checkpointing else shape.layers * _KEPT
-        kept = tokens * shape.hidden_size * layers * item
-        logits = 2 * 4 * min(tokens * shape.vocab_size, _CHUNK_LOGITS)
-        trainer = shape.parameters * _TRAINED_BYTES / layout.ranks + 2 * layer + kept + logits
+        trainer = self.rank().total
         engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor
         available = self.machine.memory_gib * (1 - _RESERVED)
         wanted = job.engine.slots * job.longest * self.token_bytes / 2**30
@@ -203,6 +193,13 @@ class Costs:
         asked = wanted if job.engine.kind != "native" else min(wanted, job.engine.cache_gib)
         completion = job.longest * self.token_bytes * self._waste / 2**30
         return Memory(trainer / 2**30, engine / 2**30, min(asked, room), available, completion)
+
+    def rank(self) -> RankMemory:
+        """Memory of one rank."""
+        job = self.job
+        return rank_memory(
+            job.shape, job.trainer, self.layout.ranks, job.longest, reference=job.reference, critic=job.critic
+        )
 
     def cache_tokens(self) -> float:
         """Capacity in tokens of one engine's KV cache."""

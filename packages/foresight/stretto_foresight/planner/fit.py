@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from stretto_foresight.planner.job import ModelShape
+from stretto.model.hf.shape import ModelShape
 
 Floats = npt.NDArray[np.float64]
 _FREE = 1e18  # a rate that costs nothing

@@ -35,6 +35,7 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import load_policy
+from stretto.model.hf.shape import ModelShape
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
@@ -51,7 +52,6 @@ from stretto_foresight.planner.fit import (
     fit_prefill,
     fit_training,
 )
-from stretto_foresight.planner.job import ModelShape
 from stretto_foresight.planner.lengths import LogNormalLengths
 from stretto_foresight.planner.machine import MachineProfile
 

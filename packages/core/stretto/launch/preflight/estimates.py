@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from stretto.core.machine import available_memory
 from stretto.core.machine import cores as available_cores
 from stretto.engine.capabilities import capabilities_of
 from stretto.launch.preflight.plan import Outline
+from stretto.model.hf.shape import shape_of_model
+from stretto.trainer.memory import RankMemory, rank_memory
 from stretto.worlds.workflows.config import WorkflowConfig
 
 _PROCESS_BYTES = 350 << 20  # an interpreter with torch and transformers, before any model
@@ -24,6 +28,7 @@ class MemoryEstimate:
     engines: int
     others: int
     available: int
+    rank: RankMemory  # of each rank: on its GPU, or on the CPU part of `trainer`
 
     @property
     def total(self) -> int:
@@ -32,7 +37,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         parts = (("trainer", self.trainer), ("engines", self.engines), ("others", self.others), ("all", self.total))
         shown = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts)
-        return f"{shown}; available {self.available / 2**30:.2f} GiB"
+        return f"{shown}; available {self.available / 2**30:.2f} GiB; each rank {self.rank}"
 
 
 def step_and_run(plan: Outline) -> tuple[str, str]:
@@ -53,26 +58,19 @@ def step_and_run(plan: Outline) -> tuple[str, str]:
 def estimate_memory(plan: Outline) -> MemoryEstimate:
     """Estimate the memory of a run.
 
-    Trainer: weights; gradients and Adam's two moments of the trained ones; a copy of all but gradients while a
-    checkpoint is written; reference and critic, if any. For each rank: activations of one micro-batch; for each but the
-    first also the whole policy, which it reads before it keeps its part. Engine: weights and KV cache, in its server's
-    processes if it has one.
+    Trainer: for each local rank a process, what `trainer.memory` estimates (unless it is on a GPU), and a copy of
+    weights and moments while a checkpoint is written. Engine: weights and KV cache, in its server's processes if it has
+    one.
     """
     recipe, base = plan.recipe, plan.base
     width = {"float32": 4, "bfloat16": 2, "float16": 2}
     longest = plan.longest_prompt + plan.sampling.max_tokens
-    tokens = max(recipe.trainer.micro_batch_tokens, longest)
-    # About 40 numbers of the model's width are kept per token and layer for the backward pass.
-    activations = tokens * base.layers * base.hidden_size * 40 * 4
-    adapters, reference = recipe.trainer.lora is not None, recipe.algorithm.reference
-    one = 4 if adapters else 16 + 12  # adapters add about a hundredth
-    second = reference is not None and not (adapters and reference.path is None)
-    policies = one + (4 if second else 0) + (one if recipe.algorithm.critic else 0)
-    ranks = recipe.trainer.local_ranks
-    whole = base.parameters * 4 * (ranks - 1)
-    trainer = (
-        base.parameters * policies * ranks // recipe.trainer.ranks + whole + ranks * (activations + _PROCESS_BYTES)
-    )
+    trained = recipe.trainer
+    judged, second = recipe.algorithm.critic is not None, recipe.has_reference_model
+    rank = rank_memory(shape_of_model(base), trained, trained.ranks, longest, reference=second, critic=judged)
+    on_gpu = trained.device == "cuda" or (trained.device == "auto" and torch.cuda.is_available())
+    copied = 3 * rank.parts["gradients"] * (2 if judged else 1)  # weights and moments of what is trained
+    trainer = trained.local_ranks * (_PROCESS_BYTES + copied + (0 if on_gpu else rank.total))
     item = width[recipe.engine.dtype]
     full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
     engine = base.parameters * item + min(full, int(recipe.engine.cache_gib * 2**30)) + _PROCESS_BYTES
@@ -82,7 +80,7 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
         engine += capabilities_of(recipe.engine.kind).process_bytes
     of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
     others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + 2 * base.parameters * 4
-    return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory())
+    return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory(), rank)
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,12 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         return bool(asked or self.trainer.remote_ranks)
 
     @property
+    def has_reference_model(self) -> bool:
+        """Whether the trainer holds a second model as reference; adapters can be disabled instead."""
+        reference = self.algorithm.reference
+        return reference is not None and not (self.trainer.lora is not None and reference.path is None)
+
+    @property
     def in_rounds(self) -> bool:
         """Whether groups begin and end together, so that a run can be repeated bit for bit (`loop.engines.rounds`);
         false with a workflow (docs/explanation/decisions/0027-workflows-and-rounds.md)."""

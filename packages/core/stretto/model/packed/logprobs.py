@@ -8,7 +8,7 @@ Axes: T packed token, N wanted token, V vocabulary, W width of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
@@ -150,7 +150,7 @@ def token_logprobs(
     wanted = len(targets)
     before, targets = (functional.pad(x, (0, round_length(wanted) - wanted)) for x in (before, targets))
     head = model.get_output_embeddings()
-    score = getattr(head, SCORE, None) or partial(_all_logprobs, head)
+    score = getattr(head, SCORE, None) or partial(_all_logprobs, head, head)
     hidden_NW = hidden_states(model, packed).index_select(0, before)
     logprobs_N, entropy_N = score(hidden_NW, targets, sampling, entropy, chunk_logits)
     both = logprobs_N[:wanted], entropy_N[:wanted] if entropy_N is not None else None
@@ -161,11 +161,16 @@ def token_logprobs(
 
 def score_as_method(head: nn.Module) -> None:
     """Give an output matrix the method `SCORE`, in which FSDP can gather it once for all chunks."""
-    setattr(head, SCORE, MethodType(_all_logprobs, head))
+    setattr(head, SCORE, MethodType(_gathered_logprobs, head))
+
+
+def _gathered_logprobs(head: nn.Module, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+    return _all_logprobs(head, head.forward, *arguments)  # without hooks, which would gather it for each chunk
 
 
 def _all_logprobs(
     head: nn.Module,
+    multiply: Callable[[Tensor], Tensor],
     hidden_NW: Tensor,
     targets_N: Tensor,
     sampling: Sampling,
@@ -176,9 +181,9 @@ def _all_logprobs(
     chunk_logits = chunk_logits or CHUNK_LOGITS.get(hidden_NW.device.type, 1 << 24)
     rows = max(1, chunk_logits // cast(Tensor, head.weight).shape[0])
     if len(targets_N) <= rows:
-        return _head_logprobs(head, hidden_NW, targets_N, sampling, entropy)
+        return _head_logprobs(multiply, hidden_NW, targets_N, sampling, entropy)
     chunks = [
-        checkpoint(_head_logprobs, head, hidden, targets, sampling, entropy, use_reentrant=False)
+        checkpoint(_head_logprobs, multiply, hidden, targets, sampling, entropy, use_reentrant=False)
         for hidden, targets in zip(hidden_NW.split(rows), targets_N.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*chunks, strict=True)
@@ -222,9 +227,9 @@ def _arguments(packed: PackedTokens) -> dict[str, Any]:
 
 
 def _head_logprobs(
-    head: nn.Module, hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
+    multiply: Callable[[Tensor], Tensor], hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    logits_NV = head.forward(hidden_NW)  # without hooks: FSDP has gathered the matrix
+    logits_NV = multiply(hidden_NW)
     if sampling.temperature != 1.0:
         logits_NV = logits_NV.float() / sampling.temperature
     if sampling.filtered:

@@ -166,9 +166,9 @@ ALONE = SingleRank()
 class ShardedRanks:
     """The ranks of torch's default process group."""
 
-    def __init__(self, device: str, config: TrainerConfig | None = None) -> None:
+    def __init__(self, device: str, config: TrainerConfig | None = None, beside: str = "gloo") -> None:
         """`device`: where the parameters are, "cpu" or "cuda"; `config`: the dtypes of gathers and sums, by default
-        float32, and what ranks divide. The process group must exist."""
+        float32, and what ranks divide; `beside`: backend of the second group. The process group must exist."""
         config = config or TrainerConfig()
         self.device, self._each = device, config.reduce_every == "micro_batch"
         self._numbers = MixedPrecisionPolicy(
@@ -184,14 +184,14 @@ class ShardedRanks:
         self.context = None if context == 1 else _own_group(places.transpose(1, 2).reshape(-1, context))
         same = self.shares == self.count
         self._among_shares = group if same else _own_group(places.flatten(1).T)
-        self.second_group: ProcessGroup | None = distributed.new_group(backend="gloo")
+        self.second_group: ProcessGroup | None = distributed.new_group(backend=beside)
         self.tensor: DeviceMesh | None = None
         if tensor == 1:
             self._mesh = DeviceMesh.from_group(group, device)
             self._second_meshes = {1: DeviceMesh.from_group(self.second_group, "cpu")}
         else:
             grid = places.flatten(0, 1)  # [FSDP, tensor]
-            mesh, second = _grid_mesh(grid, device, None), _grid_mesh(grid, "cpu", "gloo")
+            mesh, second = _grid_mesh(grid, device, None), _grid_mesh(grid, "cpu", beside)
             logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice to flatten
             self._mesh, self.tensor = mesh[_SHARDED], mesh[_TENSOR]
             self._second_meshes = {1: second[_SHARDED], 2: second}

@@ -1,0 +1,75 @@
+"""Shape of a decoder-only transformer in numbers, from its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from transformers import AutoConfig
+
+from stretto.core.records import Record
+from stretto.model.hf.folder import quiet_transformers
+from stretto.model.hf.inspection import ModelFolder
+
+BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class ModelShape(Record, frozen=True):
+    """Shape of a decoder-only transformer. `parameters` counts tied embeddings once.
+
+    Example: Qwen2.5-7B is ``ModelShape(7_615_616_512, 28, 3584, 28, 4, 128, 152_064, tied=False)``.
+    """
+
+    parameters: int
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+
+    @property
+    def embedding(self) -> int:
+        """Number of weights of the embedding, equal to that of the output matrix."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def body(self) -> int:
+        """Number of weights that every token is multiplied with, without the output matrix."""
+        return self.parameters - self.embedding * (1 if self.tied else 2)
+
+    @property
+    def width(self) -> int:
+        """Width of all attention heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all heads of keys together; equal to that of values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def inner(self) -> int:
+        """Width inside the MLP of a layer (three matrices); of a mixture, of all its experts together."""
+        attention = 2 * self.hidden_size * (self.width + self.kv_width)
+        return max(0, round((self.body / self.layers - attention) / (3 * self.hidden_size)))
+
+    def cache_bytes(self, dtype: str) -> int:
+        """KV cache bytes of one token in all layers."""
+        return 2 * self.layers * self.kv_width * BYTES[dtype]
+
+
+def shape_of_model(facts: ModelFolder) -> ModelShape:
+    """Shape of a folder's model."""
+    with quiet_transformers():
+        text = AutoConfig.from_pretrained(facts.path, local_files_only=True).get_text_config()
+    return ModelShape(
+        parameters=facts.parameters,
+        layers=facts.layers,
+        hidden_size=facts.hidden_size,
+        heads=int(text.num_attention_heads),
+        kv_heads=facts.kv_heads,
+        head_dim=facts.head_dim,
+        vocab_size=facts.vocab_size,
+        tied=bool(text.tie_word_embeddings),
+    )

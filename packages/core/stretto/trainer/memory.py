@@ -1,0 +1,171 @@
+"""Memory of one rank in a training step: the one estimate of `--dry-run`, `stretto plan` and the check before a start.
+
+    stays        weights, gradients and AdamW's two moments in float32, shared out to the ranks (ZeRO, arXiv 1910.02054)
+    peaks        the larger of two moments: the output matrix (its gradient forms chunk by chunk), and the backward pass
+                 of a layer (its activations, the weights of two layers, gradients on their way to the other ranks)
+
+`tests/trainer/scale` counts a step of the trainer at real shapes; the estimate agrees within a tenth. Of mixtures it
+counts the activations of all experts, an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stretto.model.hf.shape import BYTES, ModelShape
+from stretto.trainer.config import TrainerConfig
+
+_MASTER = 4  # bytes of a weight, a gradient, a moment
+_CHUNK_LOGITS = 1 << 28  # as `model.packed.logprobs` computes at a time on a GPU
+_BLOCK_LOGITS = 1 << 26  # and in float32, `model.kernels.fused_logprobs`
+_KEYS: Mapping[str, str] = {
+    "weights": "trainer.ranks",
+    "gradients": "trainer.ranks or trainer.lora",
+    "moments": "trainer.ranks or trainer.lora",
+    "reference": "trainer.ranks, or trainer.lora, whose reference is the policy without adapters",
+    "critic": "trainer.ranks, or advantages without a critic",
+    "activations": "trainer.activation_checkpointing = true, or a smaller trainer.micro_batch_tokens",
+    "recomputed layer": "a smaller trainer.micro_batch_tokens",
+    "gathered": 'trainer.reduce_dtype = "bfloat16", or trainer.reduce_every = "micro_batch"',
+}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank at the peak of a step, by part."""
+
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def largest(self) -> str:
+        """The largest part."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+    def __str__(self) -> str:
+        size = self.parts[self.largest] / 2**30
+        return f"{self.total / 2**30:.1f} GiB, most of it {self.largest} ({size:.1f}): {_KEYS[self.largest]} shrinks it"
+
+
+def rank_memory(
+    shape: ModelShape,
+    config: TrainerConfig,
+    ranks: int,
+    longest: int,
+    *,
+    reference: bool = False,
+    critic: bool = False,
+) -> RankMemory:
+    """Memory of one rank of `ranks`.
+
+    Args:
+        longest: tokens of the longest sequence, which is never divided.
+        reference: the algorithm has a second model for it (not one with the adapters disabled).
+        critic: the algorithm has one.
+    """
+    adapters = 0 if config.lora is None else _adapters(shape, config)
+    trained = adapters or shape.parameters
+    weights = _MASTER * (shape.parameters + adapters) // ranks
+    step = _Step(shape, config, ranks, max(config.micro_batch_tokens, longest))
+    kept, recomputed, moving = step.peak()
+    parts = {
+        "weights": weights,
+        "gradients": _MASTER * trained // ranks,
+        "moments": 2 * _MASTER * trained // ranks,
+        "reference": _MASTER * shape.parameters // ranks if reference else 0,
+        "critic": weights + 3 * _MASTER * trained // ranks if critic else 0,
+        "activations": kept,
+        "recomputed layer": recomputed,
+        "gathered": moving,
+    }
+    return RankMemory({name: size for name, size in parts.items() if size})
+
+
+def _adapters(shape: ModelShape, config: TrainerConfig) -> int:
+    """Weights of adapters on the linear layers that the recipe names."""
+    assert config.lora is not None
+    w, q, k, inner = shape.hidden_size, shape.width, shape.kv_width, shape.inner
+    ends = {
+        "q_proj": w + q,
+        "k_proj": w + k,
+        "v_proj": w + k,
+        "o_proj": q + w,
+        "gate_proj": w + inner,
+        "up_proj": w + inner,
+        "down_proj": inner + w,
+    }
+    return shape.layers * config.lora.rank * sum(size for name, size in ends.items() if config.lora.targets(name))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Bytes beside the state in a forward and backward pass of `tokens` tokens."""
+
+    shape: ModelShape
+    config: TrainerConfig
+    ranks: int
+    tokens: int
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number that is computed in."""
+        return BYTES[self.config.dtype]
+
+    @property
+    def trains_all(self) -> bool:
+        return self.config.lora is None
+
+    def layer(self) -> int:
+        """Activations that one layer keeps for its backward pass: two norms in float32, their results, queries, keys
+        and values before and after their norms and rotation, the attention's result, four of the MLP's."""
+        shape = self.shape
+        w, q, k, inner = shape.hidden_size, shape.width, shape.kv_width, shape.inner
+        results = 2 * w + 2 * (q + k) + 4 * inner
+        results += 2 * w + q + k if self.trains_all else 0  # for the gradients of the norms
+        return self.tokens * (self.item * results + 4 * (2 * w + q + k) + 4 * shape.heads)
+
+    def peak(self) -> tuple[int, int, int]:
+        """Bytes of activations, of one layer that is computed again, and of gathered weights and gradients on their
+        way, where their sum is largest."""
+        shape, tokens = self.shape, self.tokens
+        stream = tokens * shape.hidden_size * self.item
+        checkpointed = self.config.activation_checkpointing
+        kept = shape.layers * (stream if checkpointed else self.layer())
+        again = self.layer() if checkpointed else 0
+        backward = 2 * tokens * shape.inner * self.item + stream
+        at_a_layer = (kept + backward, again, self._moving(shape.body // shape.layers) + self._ends(at_head=False))
+        chunk = min(tokens * shape.vocab_size, _CHUNK_LOGITS) * self.item
+        norm = tokens * shape.hidden_size * (4 + 2 * self.item) + 2 * stream
+        logits = max(chunk + 3 * 4 * min(tokens * shape.vocab_size, _BLOCK_LOGITS) - self._head_gradient(2), 0)
+        at_head = (kept + norm + logits, 0, self._ends(at_head=True) + self._unreduced())
+        return max(at_a_layer, at_head, key=sum)
+
+    def _moving(self, layer: int) -> int:
+        """Weights of two layers, and the gradients of one, in the dtype that is computed in. One rank alone has the
+        weights; in bfloat16 autocast keeps a copy of all."""
+        if self.ranks == 1:
+            return self.shape.body * self.item if self.item == 2 else 0
+        return (2 * layer + (layer // 3 if self.trains_all else 0)) * self.item + self._unreduced()
+
+    def _unreduced(self) -> int:
+        """Whole gradients on each rank, where they are summed once a minibatch."""
+        each = self.config.reduce_every == "micro_batch" or not self.trains_all
+        return 0 if each else self.shape.parameters * BYTES[self.config.reduce_dtype]
+
+    def _head_gradient(self, copies: int) -> int:
+        return copies * self.shape.embedding * self.item if self.trains_all else 0
+
+    def _ends(self, *, at_head: bool) -> int:
+        """The output matrix gathered with its gradient, at its own time; later its gradient on the way to the other
+        ranks. Tied matrices stay gathered, with their gradient."""
+        if self.ranks == 1:
+            return self._head_gradient(2) if at_head else 0
+        if at_head:
+            return self.shape.embedding * self.item + self._head_gradient(3)
+        if self.shape.tied:
+            return self.shape.embedding * self.item + self._head_gradient(1)
+        return self.shape.embedding * BYTES[self.config.reduce_dtype] if self.trains_all else 0

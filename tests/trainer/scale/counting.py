@@ -1,0 +1,215 @@
+"""Bytes on one rank in a step of the trainer, counted without a GPU: its own code runs on tensors without numbers
+(FakeTensorMode) and a process group that sends nothing, with the attention and the sizes of a GPU.
+
+What is counted is every storage that is alive. On a GPU a gather may begin while the one before it is still held, which
+adds at most one layer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from stretto.model.hf.filling import own
+from stretto.model.kernels import fused_logprobs
+from stretto.model.packed import attention, logprobs
+from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.trainer.batch.minibatch import Minibatch, minibatch
+from stretto.trainer.batch.samples import Sample
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.critic import Critic
+from stretto.trainer.gradients import Gradients
+from stretto.trainer.metrics import Meter
+from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.optimizer import UNCHANGED, Learner, Optimizer
+from stretto.trainer.parallel.lora import adapt
+from stretto.trainer.parallel.ranks import ShardedRanks
+from stretto.trainer.reference import ReferencePolicy
+
+_aten = torch.ops.aten
+#: What a step asks the numbers for; these tensors have none.
+_ANSWERS: Mapping[Any, object] = {
+    _aten._local_scalar_dense.default: 1.0,
+    _aten.equal.default: True,
+    _aten.allclose.default: True,
+}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ANSWERS:
+            return _ANSWERS[func]
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._see(own(leaf).untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            weakref.finalize(storage, self._change, key, None)
+        self._change(key, storage.nbytes())
+
+    def _change(self, key: int, size: int | None) -> None:
+        self.now += (size or 0) - self._sizes.get(key, 0)
+        if size is None:
+            self._sizes.pop(key, None)
+        else:
+            self._sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """FSDP empties and fills storages again; count that too."""
+        resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            self._see(storage)
+            return found
+
+        with pytest.MonkeyPatch.context() as patch, self:
+            patch.setattr(torch.UntypedStorage, "resize_", counted)
+            yield
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes on one rank: what stays between steps, and the peak within one."""
+
+    parameters: int
+    moments: int
+    peak: int
+
+
+@contextmanager
+def ranks_without_machines(count: int, config: TrainerConfig) -> Iterator[ShardedRanks]:
+    """Rank 0 of `count`, whose collectives send nothing."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "_bucketed", attention._flash)
+            for sizes in (logprobs.CHUNK_LOGITS, fused_logprobs._BLOCK):
+                patch.setitem(sizes, "cpu", sizes["cuda"])
+            yield ShardedRanks("cpu", config, "fake")
+    finally:
+        distributed.destroy_process_group()
+
+
+def without_numbers(value: Any) -> Any:
+    """A dataclass, or a tuple of them, with tensors that have no numbers in place of its own."""
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    if isinstance(value, tuple) and value and (is_dataclass(value[0]) or isinstance(value[0], Tensor)):
+        return tuple(without_numbers(one) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value) if field.init]
+        return replace(value, **{name: without_numbers(getattr(value, name)) for name in names})
+    return value
+
+
+def part_of(lengths: tuple[int, ...], config: TrainerConfig) -> Minibatch:
+    """A minibatch of one sample per length for each rank."""
+    samples = [
+        Sample(
+            id=f"{number}",
+            token_ids=(1,) * length,
+            loss_positions=tuple(range(1, length)),
+            behavior_logprobs=(-1.0,) * (length - 1),
+            advantages=(1.0,) * (length - 1),
+            staleness=(0,) * (length - 1),
+            values=(0.0,) * (length - 1),
+            returns=(0.0,) * (length - 1),
+            prompt_tokens=1,
+            engine="",
+        )
+        for number, length in enumerate(lengths)
+    ]
+    return minibatch(samples, config, "token_mean", max(lengths), torch.device("cpu"))
+
+
+def step_bytes(
+    shape: Qwen3Config,
+    settings: Mapping[str, Any],
+    tokens: int,
+    *,
+    reference: bool = False,
+    critic: bool = False,
+    micro_batches: int = 1,
+) -> Counted:
+    """Count the last micro-batches of a step of a model of this shape, each of one sequence of `tokens` tokens."""
+    config = TrainerConfig.model_validate({"device": "cpu", "minibatches": 1, **settings})
+    part = part_of((tokens,) * micro_batches, config)
+    with ranks_without_machines(config.ranks, config) as ranks, ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        live = LiveBytes()
+        stack.enter_context(live.watching())
+        algorithm = AlgorithmConfig.model_validate(
+            ({"reference": {"weight": 0.1}} if reference else {})
+            | ({"advantages": {"kind": "gae", "critic": {}}} if critic else {})
+        )
+        learner = Learner(_model(shape, config), config, UNCHANGED, ranks)
+        frozen = ReferencePolicy(_model(shape, config, plain=True), config, UNCHANGED, ranks) if reference else None
+        judge = Critic(_model(shape, config), config, algorithm.critic, ranks) if algorithm.critic else None
+        gradients, given = Gradients(learner, algorithm, frozen), without_numbers(part)
+        held: list[Optimizer] = [learner, *([judge] if judge else [])]
+        for one in held:  # gradients as of micro-batches before these, and the moments of earlier steps
+            _give_gradients(one)
+            one.step(1e-6, 0)
+            _give_gradients(one)
+        live.peak = live.now
+        gradients.accumulate(given, Meter(), first=True)
+        learner.step(1e-6, 0)
+        if judge is not None:
+            judge.fit(given, 0, version=0)
+        modules = [*(one.trained for one in held), *([frozen._policy] if frozen else [])]
+        parameters = sum(own(p).nbytes for module in modules for p in module.parameters())
+        moments = sum(own(m).nbytes for one in held for state in one.adamw.state.values() for m in state.values())
+        return Counted(parameters, moments, live.peak)
+
+
+def _give_gradients(optimizer: Optimizer) -> None:
+    for parameter in optimizer.trained.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _model(shape: Qwen3Config, config: TrainerConfig, *, plain: bool = False) -> PreTrainedModel:
+    """A model whose tensors have no numbers, with adapters if the config has them."""
+    with unset_fake_temporarily(), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            shape, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
+        ).eval()
+        if config.lora is not None and not plain:
+            adapt(model, config.lora)
+    given: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None and id(old) not in given:
+                given[id(old)] = nn.Parameter(torch.empty(old.shape, dtype=old.dtype), requires_grad=old.requires_grad)
+            if old is not None:
+                module._parameters[name] = given[id(old)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return model
