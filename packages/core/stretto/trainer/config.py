@@ -100,7 +100,7 @@ class TrainerConfig(OptimizerConfig):
 
     @model_validator(mode="after")
     def _groups_divide_the_ranks(self) -> Self:
-        together = self.tensor_parallel * self.context_parallel
+        together = self.together
         if self.ranks % together:
             raise ValueError(
                 f"ranks = {self.ranks} is no multiple of tensor_parallel * context_parallel = {self.tensor_parallel} * "
@@ -109,9 +109,14 @@ class TrainerConfig(OptimizerConfig):
         return self
 
     @property
+    def together(self) -> int:
+        """Number of ranks that divide matrices or tokens, and compute one part of a minibatch together."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
     def shares(self) -> int:
-        """Number of parts of a minibatch: ranks that divide matrices or tokens compute one together."""
-        return self.ranks // (self.tensor_parallel * self.context_parallel)
+        """Number of parts of a minibatch."""
+        return self.ranks // self.together
 
     @property
     def local_ranks(self) -> int:

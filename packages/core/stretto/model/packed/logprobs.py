@@ -53,7 +53,7 @@ class PackedTokens:
 
     def divided(self, group: ProcessGroup | None) -> PackedTokens:
         """The same tokens, of which this rank computes its part; all of them without a group."""
-        if group is None:
+        if group is None or self.part is not None:
             return self
         return replace(self, part=Part.of(self.input_ids, self.packing.position_ids, self.before, group))
 
