@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all storages that are alive, and their peak."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
 

@@ -46,9 +46,9 @@ def config_of(name: str, layers: int) -> Qwen3Config:
 def shape_of(config: Qwen3Config) -> ModelShape:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
-    own = config
-    sizes = (own.num_hidden_layers, own.hidden_size, own.num_attention_heads, own.num_key_value_heads, own.head_dim)
-    return ModelShape(parameters, *sizes, own.vocab_size, own.tie_word_embeddings)
+    name = next(name for name, (width, *_) in SHAPES.items() if width == config.hidden_size)
+    width, _, heads, kv_heads, tied = SHAPES[name]
+    return ModelShape(parameters, config.num_hidden_layers, width, heads, kv_heads, 128, 151_936, tied)
 
 
 def settings(ranks: int, more: dict[str, Any]) -> dict[str, Any]:
