@@ -42,9 +42,9 @@ LORA = {"lora": {"rank": 2}}
 PLAYED: dict[int, dict[str, Scenario]] = {
     2: {
         "matrices": Scenario(algorithm=WHOLE, trainer=TENSOR | {"activation_checkpointing": True}),
-        "matrices, adapters": Scenario(algorithm={"reference": {"weight": 0.1}}, trainer=TENSOR | LORA),
-        "tokens": Scenario(algorithm=WHOLE, trainer=CONTEXT | {"activation_checkpointing": True}),
-        "tokens, adapters": Scenario(algorithm=CHOSEN, trainer=CONTEXT | LORA | {"micro_batch_tokens": 24}),
+        "matrices, adapters": Scenario(steps=1, algorithm={"reference": {"weight": 0.1}}, trainer=TENSOR | LORA),
+        "tokens": Scenario(steps=1, algorithm=WHOLE, trainer=CONTEXT | {"activation_checkpointing": True}),
+        "tokens, adapters": Scenario(steps=1, algorithm=CHOSEN, trainer=CONTEXT | LORA | {"micro_batch_tokens": 24}),
     },
     4: {
         "matrices": Scenario(algorithm=WHOLE, trainer=TENSOR),

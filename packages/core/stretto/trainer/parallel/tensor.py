@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,7 +52,7 @@ def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             modules.append((both.lora_B if style in _OUTPUTS else both.lora_A)[ADAPTER])
         for module in modules:
             if isinstance(module, OneDnnLinear):
-                module.__class__ = nn.Linear  # its kernels know nothing of divided matrices
+                cast(nn.Linear, module).__class__ = nn.Linear  # its kernels know nothing of divided matrices
             trained = any(parameter.requires_grad for parameter in module.parameters())
             parallelize_module(module, mesh, _STYLES[style](), src_data_rank=None)
             module.requires_grad_(trained)  # torch's norms always are
