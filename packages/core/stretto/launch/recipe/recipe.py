@@ -170,8 +170,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
                 f"trainer.minibatches = {self.trainer.minibatches} is more than the {completions} completions of a "
                 "batch (rollout.batch_size * rollout.group_size); use fewer minibatches or a larger batch"
             )
-        needed = self.trainer.shares * self.trainer.minibatches
-        if self.trainer.shares > 1 and needed > completions:
+        if self.trainer.shares > 1 and (needed := self.trainer.shares * self.trainer.minibatches) > completions:
             raise ValueError(
                 f"trainer.ranks = {self.trainer.ranks} and trainer.minibatches = {self.trainer.minibatches} need "
                 f"{needed} completions in a batch, or some ranks would be idle; "
