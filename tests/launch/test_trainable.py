@@ -78,6 +78,14 @@ def test_each_rank_needs_a_gpu_of_its_own(policy: Path) -> None:
         check_trainable(TrainerConfig(ranks=8, remote_ranks=5), policy, gpus=2)
 
 
+def test_ranks_divide_the_heads_of_the_model(policy: Path) -> None:
+    for key in ("tensor_parallel", "context_parallel"):
+        with pytest.raises(
+            RecipeError, match=rf"trainer.{key}: 2 does not divide num_attention_heads = 1, .*one of 1$"
+        ):
+            check_trainable(TrainerConfig.model_validate({"ranks": 2, key: 2}), policy, gpus=0)
+
+
 def checkpoint_of(policy: Path, config: TrainerConfig, folder: Path) -> Path:
     model = load_policy(policy, attention=PACKED_ATTENTION)
     if config.lora is not None:

@@ -75,7 +75,7 @@ def held_by(model: nn.Module, ranks: Ranks) -> Mapping[str, torch.Tensor]:
 
 
 def filled(folder: Path, ranks: Ranks) -> Mapping[str, torch.Tensor]:
-    policy = Policy(unloaded(folder), TrainerConfig(), UNCHANGED, sharded=True)
+    policy = Policy(unloaded(folder), TrainerConfig(), UNCHANGED, ranks)
     shard(policy, policy.model, ranks)
     return held_by(policy.model, ranks)
 
@@ -112,7 +112,7 @@ def resident(field: str) -> int:
 
 def beyond_the_shards(folder: Path, ranks: Ranks) -> tuple[int, int, int]:
     """Bytes of this rank at the peak of loading, beyond its shards; those of one layer, and of the shards."""
-    policy = Policy(unloaded(folder), TrainerConfig(), UNCHANGED, sharded=True)
+    policy = Policy(unloaded(folder), TrainerConfig(), UNCHANGED, ranks)
     layer = sum(parameter.nbytes for parameter in decoder_layers(policy.model)[0].parameters())
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on

@@ -8,7 +8,7 @@ adds at most one layer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -109,11 +110,30 @@ def ranks_without_machines(count: int, config: TrainerConfig) -> Iterator[Sharde
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention, "_bucketed", attention._flash)
+            patch.setattr(DeviceMesh, "__init__", _with_numbers(DeviceMesh.__init__))
             for sizes in (logprobs.CHUNK_LOGITS, fused_logprobs._BLOCK):
                 patch.setitem(sizes, "cpu", sizes["cuda"])
             yield ShardedRanks("cpu", config, "fake")
     finally:
         distributed.destroy_process_group()
+
+
+def _with_numbers(function: Callable[..., None]) -> Callable[..., None]:
+    """The function outside FakeTensorMode: places in a mesh are computed from numbers."""
+
+    def called(*arguments: Any, **named: Any) -> None:
+        with unset_fake_temporarily():
+            function(*arguments, **named)
+
+    return called
+
+
+def divided(part: Minibatch, ranks: ShardedRanks) -> Minibatch:
+    """The same samples, of which the rank computes its part of the tokens."""
+    return replace(
+        part,
+        micro_batches=tuple(replace(micro, packed=micro.packed.divided(ranks.context)) for micro in part.micro_batches),
+    )
 
 
 def without_numbers(value: Any) -> Any:
@@ -161,6 +181,7 @@ def step_bytes(
     config = TrainerConfig.model_validate({"device": "cpu", "minibatches": 1, **settings})
     part = part_of((tokens,) * micro_batches, config)
     with ranks_without_machines(config.ranks, config) as ranks, ExitStack() as stack:
+        part = divided(part, ranks)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = LiveBytes()
         stack.enter_context(live.watching())

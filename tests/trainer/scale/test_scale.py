@@ -1,8 +1,8 @@
 """Promises of the estimate of a rank's memory (`trainer.memory`), held against a count of the trainer's own step
 (`counting`) at the shapes of Qwen3, 32k tokens, in bfloat16, on 8, 64 and 96 ranks:
 
-- they agree within a tenth, with and without checkpointing, adapters, reference, critic, and gradients summed once a
-  minibatch or in bfloat16;
+- they agree within a tenth, with and without checkpointing, adapters, reference, critic, gradients summed once a
+  minibatch or in bfloat16, and ranks that divide tokens or matrices;
 - both are linear in the number of layers, so a few are counted in place of all;
 - autocast's copies of all weights are gone: a rank holds two layers gathered, not all;
 - the estimate says its largest part and a key that shrinks it.
@@ -81,6 +81,9 @@ LONGER = [
     ("8b", 64, SAVING, {"reference": True, "critic": True}),
     ("32b", 96, SAVING | {"reduce_dtype": "bfloat16"}, {}),
     ("32b", 96, {}, {}),
+    ("8b", 8, {"context_parallel": 4}, {}),
+    ("8b", 8, {"tensor_parallel": 4}, {}),
+    ("8b", 8, SAVING | {"tensor_parallel": 2, "context_parallel": 2}, {}),
 ]
 
 

@@ -69,6 +69,12 @@ class TrainerConfig(OptimizerConfig):
     steps: PositiveInt = Field(100, description="training steps; each publishes one version")
     minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")
     ranks: PositiveInt = Field(1, description="processes that train together, each with a shard of every parameter")
+    tensor_parallel: PositiveInt = Field(
+        1, description="tensor parallelism: this many of `ranks` divide the matrices of each layer"
+    )
+    context_parallel: PositiveInt = Field(
+        1, description="context parallelism: this many of `ranks` divide the tokens of each forward pass"
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype in which several ranks sum their gradients"
     )
@@ -91,6 +97,26 @@ class TrainerConfig(OptimizerConfig):
                 f"so at most {self.ranks - 1} can run on other machines"
             )
         return self
+
+    @model_validator(mode="after")
+    def _groups_divide_the_ranks(self) -> Self:
+        together = self.together
+        if self.ranks % together:
+            raise ValueError(
+                f"ranks = {self.ranks} is no multiple of tensor_parallel * context_parallel = {self.tensor_parallel} * "
+                f"{self.context_parallel}; the nearest is ranks = {max(together, self.ranks // together * together)}"
+            )
+        return self
+
+    @property
+    def together(self) -> int:
+        """Number of ranks that divide matrices or tokens, and compute one part of a minibatch together."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
+    def shares(self) -> int:
+        """Number of parts of a minibatch."""
+        return self.ranks // self.together
 
     @property
     def local_ranks(self) -> int:

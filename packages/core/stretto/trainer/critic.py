@@ -52,7 +52,7 @@ class Critic(Optimizer):
         self, model: PreTrainedModel, config: TrainerConfig, settings: CriticConfig, ranks: Ranks = ALONE
     ) -> None:
         """`model`: the initial policy, loaded with packed attention, for the critic alone."""
-        self._values, self._steps = StateValues(model, config, sharded=ranks.count > 1), config.steps
+        self._values, self._steps = StateValues(model, config, ranks), config.steps
         self._clip, self._truncated = settings.clip, settings.truncated
         optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})
         super().__init__(self._values, model, optimizer, ranks, (self._values.head,))
@@ -92,7 +92,7 @@ class Critic(Optimizer):
 class StateValues(nn.Module):
     """A value model: the body of `model` with a value head in place of the output matrix."""
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig, *, sharded: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
         model.eval()
         if not without_memory(model):
@@ -104,13 +104,16 @@ class StateValues(nn.Module):
         self.head = _ValueHead(model.config.get_text_config().hidden_size, 1, device=model.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self._half = config.dtype != "float32" and not sharded
+        self._half, self._context = config.dtype != "float32" and ranks.count == 1, ranks.context
 
     def forward(self, packed: PackedTokens) -> Tensor:
         """V of the state before each wanted token, [N], float32."""
         with torch.autocast(self.body.device.type, dtype=torch.bfloat16, enabled=self._half):
-            hidden_NW = hidden_states(self.body, packed).index_select(0, packed.before)
-        return self.head(hidden_NW)  # type: ignore[no-any-return]
+            own = packed.divided(self._context)
+            before = own.before if own.part is None else own.part.before
+            hidden_NW = hidden_states(self.body, own).index_select(0, before)
+        values: Tensor = self.head(hidden_NW)
+        return values if own.part is None else own.part.joined(values)
 
 
 class _ValueHead(nn.Linear):

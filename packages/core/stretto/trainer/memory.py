@@ -5,7 +5,8 @@
                  of a layer (its activations, the weights of two layers, gradients on their way to the other ranks)
 
 `tests/trainer/scale` counts a step of the trainer at real shapes; the estimate agrees within a tenth. Of mixtures it
-counts the activations of all experts, an upper bound.
+counts the activations of all experts, an upper bound. Ranks that divide tokens (C) have 1 / C of the activations; those
+that divide matrices (T) have 1 / T of the heads and of the MLP, and share embedding and output matrix with ranks / T.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ SMALLER: Mapping[str, str] = {
     "moments": "trainer.ranks or trainer.lora",
     "reference": "trainer.ranks, or trainer.lora, whose reference is the policy without adapters",
     "critic": "trainer.ranks, or advantages without a critic",
-    "activations": "trainer.activation_checkpointing = true, or a smaller trainer.micro_batch_tokens",
-    "recomputed layer": "a smaller trainer.micro_batch_tokens",
+    "activations": "trainer.activation_checkpointing = true, or a smaller trainer.micro_batch_tokens, or "
+    "trainer.context_parallel",
+    "recomputed layer": "a smaller trainer.micro_batch_tokens, or trainer.context_parallel",
     "gathered": 'trainer.reduce_dtype = "bfloat16", or trainer.reduce_every = "micro_batch"',
 }
 
@@ -71,15 +73,17 @@ def rank_memory(
         critic: the algorithm has one.
     """
     adapters = 0 if config.lora is None else _adapters(shape, config)
-    trained = adapters or shape.parameters
-    weights = _MASTER * (shape.parameters + adapters) // ranks
-    step = _Step(shape, config, ranks, max(config.micro_batch_tokens, longest))
+    ends = shape.parameters - shape.body  # whole on each rank that divides matrices
+    base = shape.body + ends * config.tensor_parallel
+    trained = adapters or base
+    weights = _MASTER * (base + adapters) // ranks
+    step = _Step(shape, config, ranks, -(-max(config.micro_batch_tokens, longest) // config.context_parallel))
     kept, recomputed, moving = step.peak()
     parts = {
         "weights": weights,
         "gradients": _MASTER * trained // ranks,
         "moments": 2 * _MASTER * trained // ranks,
-        "reference": _MASTER * shape.parameters // ranks if reference else 0,
+        "reference": _MASTER * base // ranks if reference else 0,
         "critic": weights + 3 * _MASTER * trained // ranks if critic else 0,
         "activations": kept,
         "recomputed layer": recomputed,
@@ -122,14 +126,18 @@ class _Step:
     def trains_all(self) -> bool:
         return self.config.lora is None
 
+    def own(self, size: int) -> int:
+        """A rank's part of what is divided with the matrices."""
+        return size // self.config.tensor_parallel
+
     def layer(self) -> int:
         """Activations that one layer keeps for its backward pass: two norms in float32, their results, queries, keys
         and values before and after their norms and rotation, the attention's result, four of the MLP's."""
         shape = self.shape
-        w, q, k, inner = shape.hidden_size, shape.width, shape.kv_width, shape.inner
+        w, (q, k, inner) = shape.hidden_size, map(self.own, (shape.width, shape.kv_width, shape.inner))
         results = 2 * w + 2 * (q + k) + 4 * inner
         results += 2 * w + q + k if self.trains_all else 0  # for the gradients of the norms
-        return self.tokens * (self.item * results + 4 * (2 * w + q + k) + 4 * shape.heads)
+        return self.tokens * (self.item * results + 4 * (2 * w + q + k) + 4 * self.own(shape.heads))
 
     def peak(self) -> tuple[int, int, int]:
         """Bytes of activations, of one layer that is computed again, and of gathered weights and gradients on their
@@ -139,8 +147,9 @@ class _Step:
         checkpointed = self.config.activation_checkpointing
         kept = shape.layers * (stream if checkpointed else self.layer())
         again = self.layer() if checkpointed else 0
-        backward = 2 * tokens * shape.inner * self.item + stream
-        at_a_layer = (kept + backward, again, self._moving(shape.body // shape.layers) + self._ends(at_head=False))
+        backward = 2 * tokens * self.own(shape.inner) * self.item + stream
+        moving = self._moving(self.own(shape.body) // shape.layers)
+        at_a_layer = (kept + backward, again, moving + self._ends(at_head=False))
         chunk = min(tokens * shape.vocab_size, _CHUNK_LOGITS) * self.item
         norm = tokens * shape.hidden_size * (4 + 2 * self.item) + 2 * stream
         logits = max(chunk + 3 * 4 * min(tokens * shape.vocab_size, _BLOCK_LOGITS) - self._head_gradient(2), 0)
@@ -157,7 +166,8 @@ class _Step:
     def _unreduced(self) -> int:
         """Whole gradients on each rank, where they are summed once a minibatch."""
         each = self.config.reduce_every == "micro_batch" or not self.trains_all
-        return 0 if each else self.shape.parameters * BYTES[self.config.reduce_dtype]
+        whole = self.shape.parameters - self.shape.body + self.own(self.shape.body)
+        return 0 if each else whole * BYTES[self.config.reduce_dtype]
 
     def _head_gradient(self, copies: int) -> int:
         return copies * self.shape.embedding * self.item if self.trains_all else 0

@@ -22,7 +22,7 @@ from stretto.model.kernels.matmul import use_onednn
 from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.parallel.ranks import ALONE, Ranks
-from stretto.trainer.parallel.sharding import shard
+from stretto.trainer.parallel.sharding import by_mesh, clip, shard
 
 #: The model's own distribution; `max_tokens` makes no difference to it.
 UNCHANGED = Sampling(max_tokens=1)
@@ -95,10 +95,11 @@ class Optimizer:
         """
         parameters = [parameter for group in self.adamw.param_groups for parameter in group["params"]]
         numbers = numbers or AdamNumbers.of(self.config)
-        norm = float(self.ranks.full_tensor(nn.utils.clip_grad_norm_(parameters, numbers.max_grad_norm)))
+        norm = clip(parameters, numbers.max_grad_norm)
         taken = math.isfinite(norm)
         if taken:
-            for group, decay in zip(self.adamw.param_groups, (numbers.weight_decay, 0.0), strict=True):
+            for group in self.adamw.param_groups:
+                decay = numbers.weight_decay if group["matrices"] else 0.0
                 group |= {"lr": learning_rate, "betas": numbers.betas, "eps": numbers.eps, "weight_decay": decay}
             if before is not None:
                 before()
@@ -117,11 +118,11 @@ class Policy(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, *, sharded: bool = False
+        self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
         """`model` must be loaded with packed attention; one without memory is checked by `check`, once it is filled.
-        `sharded`: FSDP chooses the dtype of matmuls. Raises ModelFolderError if `check_policy` refuses the model,
-        ValueError for a temperature of 0 or less."""
+        With several `ranks`, FSDP chooses the dtype of matmuls. Raises ModelFolderError if `check_policy` refuses the
+        model, ValueError for a temperature of 0 or less."""
         if sampling.temperature <= 0:
             raise ValueError(f"log-probabilities need a temperature above 0, not {sampling.temperature}")
         super().__init__()
@@ -131,7 +132,8 @@ class Policy(nn.Module):
             check_policy(model)
             use_onednn(model, TRAINING)
         self.model = model
-        self._sampling, self._half = sampling, config.dtype != "float32" and not sharded
+        self._sampling, self._half = sampling, config.dtype != "float32" and ranks.count == 1
+        self._context = ranks.context
 
     @torch.no_grad()
     def check(self) -> None:
@@ -154,7 +156,8 @@ class Policy(nn.Module):
             check_policy(self.model)
             return None
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16, enabled=self._half):
-            logprobs, entropies = token_logprobs(self.model, packed, sampling or self._sampling, entropy=entropy)
+            own = packed.divided(self._context)
+            logprobs, entropies = token_logprobs(self.model, own, sampling or self._sampling, entropy=entropy)
         # Copies: FSDP's backward hooks do not fire for a view of a module's output.
         return TokenLogprobs(logprobs.clone(), None if entropies is None else entropies.clone())
 
@@ -172,7 +175,7 @@ class Learner(Optimizer):
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling = UNCHANGED, ranks: Ranks = ALONE
     ) -> None:
         """Raises as `Policy`."""
-        self._policy = Policy(model, config, sampling, sharded=ranks.count > 1)
+        self._policy = Policy(model, config, sampling, ranks)
         if config.activation_checkpointing:
             checkpoint_activations(model)
         super().__init__(self._policy, model, config, ranks)
@@ -207,10 +210,10 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW; norms and biases (vectors) have no weight decay."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in alike if (p.dim() >= 2) is matrices], "weight_decay": decay, "matrices": matrices}
+        for alike in by_mesh([p for p in model.parameters() if p.requires_grad])
+        for matrices, decay in ((True, config.weight_decay), (False, 0.0))
     ]
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)

@@ -53,7 +53,7 @@ class TokenMeter:
 
     def gathered(self, ranks: Ranks, parts: Sequence[Minibatch], batch: Batch) -> TrainedTokens:
         """The collected tokens of the step, the same on every rank; all ranks must call it."""
-        order = [sample for rank in range(ranks.count) for part in parts for sample in part.divided[rank]]
+        order = [sample for share in range(ranks.shares) for part in parts for sample in part.divided[share]]
         if not self._columns:  # on any rank: all have as many micro-batches
             return TrainedTokens(batch, order, torch.empty(0, _NUMBERS))
         numbers, _ = ranks.all_gather(torch.cat(self._columns).flatten())

@@ -37,7 +37,7 @@ class ReferencePolicy:
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
         """`model` must be loaded with packed attention. Raises ModelFolderError if `check_policy` refuses it."""
-        self._policy = Policy(model.requires_grad_(False), config, sampling, sharded=ranks.count > 1)
+        self._policy = Policy(model.requires_grad_(False), config, sampling, ranks)
         self._config, self._ranks = config, ranks
         shard(self._policy, model, ranks)
         self._policy.check()

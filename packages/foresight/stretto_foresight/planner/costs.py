@@ -128,7 +128,8 @@ class Costs:
         return sum(self.training(sequences))
 
     def training(self, sequences: Sequence[int]) -> TrainingSeconds:
-        """Parts of a training step."""
+        """Parts of a training step. Of ranks that divide matrices or tokens, what they send each other inside a layer
+        is not in it."""
         job, machine, shape, ranks = self.job, self.machine, self.job.shape, self.layout.ranks
         tokens, squares = sum(sequences), sum(length * length for length in sequences)
         forwards = 3.0 + (1.0 if job.trainer.activation_checkpointing else 0.0) + job.proximal
@@ -136,9 +137,10 @@ class Costs:
         # A sequence is not shared out: of each minibatch one rank has the longest, and the others wait for it.
         longest = heapq.nlargest(minibatches, sequences)
         alone = self._forward(sum(longest), sum(longest), sum(length * length for length in longest))
+        together = job.trainer.together
         shared = self._forward(tokens, tokens, squares) / ranks
-        products = forwards * max(shared, alone) / machine.train_flops
-        passes = minibatches * math.ceil(tokens / minibatches / ranks / job.trainer.micro_batch_tokens)
+        products = forwards * max(shared, alone / together) / machine.train_flops
+        passes = minibatches * math.ceil(tokens / minibatches / (ranks / together) / job.trainer.micro_batch_tokens)
         gathered = passes * (3.0 + job.proximal) * self._gather()
         whole = max(products, gathered)
         beside = passes * shape.layers * machine.micro_batch_seconds

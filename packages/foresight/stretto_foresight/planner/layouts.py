@@ -105,13 +105,18 @@ def _layouts(job: Job, devices: int, machine: MachineProfile) -> Iterator[Layout
     for tensor in _TENSOR:
         if tensor <= machine.node_devices and _divides(job, tensor):
             for ranks in sorted(splits):
-                if 0 < ranks <= most and devices - ranks >= tensor and (devices - ranks) % tensor == 0:
+                if (
+                    0 < ranks <= most
+                    and ranks % job.trainer.together == 0
+                    and devices - ranks >= tensor
+                    and (devices - ranks) % tensor == 0
+                ):
                     yield Layout((devices - ranks) // tensor, ranks, tensor)
 
 
 def _most_ranks(job: Job) -> int:
     """Highest number of ranks that have work."""
-    return job.completions // job.trainer.minibatches
+    return job.completions // job.trainer.minibatches * job.trainer.together
 
 
 def _divides(job: Job, tensor: int) -> bool:

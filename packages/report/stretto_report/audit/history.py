@@ -34,7 +34,8 @@ _ENGINES, _PARENT = 5, 6  # their places in a segment
 
 #: Settings that may change when a run is resumed: sections, and keys of sections.
 MAY_CHANGE = frozenset({"cluster", "evaluation", "deadlines", "store", "logging"})
-MAY_CHANGE_OF = {"trainer": frozenset({"steps", "ranks", "remote_ranks", "keep_versions", "checkpoint_every"})}
+_RANKS = ("ranks", "remote_ranks", "tensor_parallel", "context_parallel")
+MAY_CHANGE_OF = {"trainer": frozenset({"steps", *_RANKS, "keep_versions", "checkpoint_every"})}
 
 _TRAJECTORIES = """
     SELECT groups.id, prompt_id, members, admitted_version, groups.key, trajectories.key, member, state, reason,

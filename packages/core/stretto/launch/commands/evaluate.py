@@ -144,7 +144,7 @@ def _recipe(model: Path, task: Path | DataChoice, overrides: Overrides, samples:
     if isinstance(cluster := tree.pop("cluster", None), dict) and "trusted_network" in cluster:
         tree["cluster"] = {"trusted_network": cluster["trusted_network"]}  # engines of this machine answer
     if isinstance(tree.get("trainer"), dict):
-        for key in ("device", "ranks", "remote_ranks"):  # nothing is trained
+        for key in ("device", "ranks", "remote_ranks", "tensor_parallel", "context_parallel"):  # nothing is trained
             tree["trainer"].pop(key, None)
     if isinstance(tree.get("evaluation", {}), dict):
         chosen = {"samples": samples} if samples is not None else {}

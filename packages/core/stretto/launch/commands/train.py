@@ -46,6 +46,8 @@ _MAY_CHANGE = (
     "trainer.steps",
     "trainer.ranks",
     "trainer.remote_ranks",
+    "trainer.tensor_parallel",
+    "trainer.context_parallel",
     "trainer.keep_versions",
     "trainer.checkpoint_every",
     "evaluation",

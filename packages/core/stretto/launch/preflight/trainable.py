@@ -12,16 +12,20 @@ from stretto.model.hf.skeleton import skeleton
 from stretto.trainer import checkpoint
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.parallel.lora import adapt
+from stretto.trainer.parallel.tensor import refuse_undividable
 
 
 def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
     """Check ranks and adapters of the trainer.
 
     Raises:
-        RecipeError: more ranks than the machine has `gpus`, or adapters for layers that the model lacks.
+        RecipeError: more ranks than the machine has `gpus`, ranks that cannot divide the model, or adapters for layers
+            that it lacks.
     """
     if problems := list(too_many_ranks(config, gpus)):
         raise RecipeError(problems)
+    if config.shares < config.ranks:
+        refuse_undividable(skeleton(model), config.tensor_parallel, config.context_parallel)
     if config.lora is None or not config.lora.target_modules:
         return
     there = {name.rsplit(".", 1)[-1] for name in linear_layers(skeleton(model))}

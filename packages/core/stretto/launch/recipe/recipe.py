@@ -167,10 +167,10 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
                 f"trainer.minibatches = {self.trainer.minibatches} is more than the {completions} completions of a "
                 "batch (rollout.batch_size * rollout.group_size); use fewer minibatches or a larger batch"
             )
-        if self.trainer.ranks > 1 and self.trainer.ranks * self.trainer.minibatches > completions:
+        if self.trainer.shares > 1 and (needed := self.trainer.shares * self.trainer.minibatches) > completions:
             raise ValueError(
                 f"trainer.ranks = {self.trainer.ranks} and trainer.minibatches = {self.trainer.minibatches} need "
-                f"{self.trainer.ranks * self.trainer.minibatches} completions in a batch, or some ranks would be idle; "
+                f"{needed} completions in a batch, or some ranks would be idle; "
                 f"rollout.batch_size * rollout.group_size is {completions}; use fewer of both, or a larger batch"
             )
         if self.rollout.group_size == 1 and "zero_variance" in self.rollout.filters:

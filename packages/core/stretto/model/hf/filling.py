@@ -57,7 +57,7 @@ def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) 
         raise ModelFolderError([Problem(str(source.folder), found, _REMEDY)])
     for name, parameter in held.items():
         if (part := own(parameter)).numel():
-            part.copy_(source.read(name, own_rows(parameter)))
+            part.copy_(source.read(name, own_slices(parameter)))
             if not bool(part.isfinite().all()):
                 problems.append(Problem(str(source.folder), f"{name} holds numbers that are not finite", _REMEDY))
     if problems:
@@ -77,12 +77,12 @@ def own(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def own_rows(parameter: Tensor) -> slice:
-    """The rows of `own`; FSDP divides the first axis."""
+def own_slices(parameter: Tensor) -> tuple[slice, ...]:
+    """Where in the whole parameter `own` is: a slice of each axis."""
     if not isinstance(parameter, DTensor):
-        return slice(None)
+        return (slice(None),) * parameter.ndim
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return slice(offset[0], offset[0] + shape[0])
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
 def _fill_buffers(model: PreTrainedModel, inside: nn.Module) -> None:
@@ -100,7 +100,7 @@ class FolderWeights:
 
     Example::
 
-        FolderWeights(model).read("model.layers.0.mlp.up_proj.weight", slice(0, 128))  # [128, W]
+        FolderWeights(model).read("model.layers.0.mlp.up_proj.weight", (slice(0, 128), slice(None)))  # [128, W]
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -120,23 +120,22 @@ class FolderWeights:
         """Parameters that the folder holds."""
         return set(self._sources)
 
-    def read(self, name: str, rows: slice) -> Tensor:
-        """These rows of a parameter, in the folder's dtype."""
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """This part of a parameter, in the folder's dtype."""
         (source, pattern), *_ = self._sources[name]
         if pattern is None:
-            return self._tensor(source, rows)
+            return self._tensor(source, part)
         merging = deepcopy(next(one for one in self._converters if pattern in one.source_patterns))
         for each, found in self._sources[name]:
-            read: Any = partial(self._tensor, each, slice(None))  # read when it is merged
+            read: Any = partial(self._tensor, each, ())  # read when it is merged
             merging.add_tensor(name, each, str(found), read)
         merged = merging.convert(name, model=self._model, config=self._model.config)[name]
         whole: Tensor = merged[0] if isinstance(merged, list) else merged
-        return whole[rows].clone()
+        return whole[part].clone()
 
-    def _tensor(self, source: str, rows: slice) -> Tensor:
+    def _tensor(self, source: str, part: tuple[slice, ...]) -> Tensor:
         with safe_open(self._files[source], framework="pt") as file:
-            part = file.get_slice(source)
-            tensor: Tensor = part[rows] if part.get_shape() else file.get_tensor(source)
+            tensor: Tensor = file.get_slice(source)[part] if part else file.get_tensor(source)
             return tensor.clone()  # the file's own memory goes with it
 
     def _name_of(self, source: str, known: dict[str, Any]) -> tuple[str, str | None]:

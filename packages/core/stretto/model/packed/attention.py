@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.attention_support import UNSUPPORTED, Rule
 from stretto.model.layout import Packing
+from stretto.model.packed.part import Part
 
 #: Name of the packed path in transformers (``config._attn_implementation``).
 PACKED_ATTENTION = "stretto_packed"
@@ -234,9 +235,11 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     packing: Packing,
+    part: Part | None = None,
     **requested: Any,
 ) -> tuple[Tensor, None]:
-    """`attend_packed` with the signature of a transformers attention function.
+    """`attend_packed` with the signature of a transformers attention function. `part`: the tokens of this rank, where
+    several divide the row.
 
     Raises:
         ModelFolderError: the layer requests unsupported attention (`stretto.model.attention_support`).
@@ -244,7 +247,10 @@ def packed_attention(
     if unsupported := [name for name in UNSUPPORTED if requested.get(name) is not None]:
         place = type(module).__name__
         raise ModelFolderError([Problem(place, ", ".join(unsupported), "the packed path does not compute this")])
-    return attend_packed(query, key, value, packing, Rule.of(requested)), None
+    if part is None:
+        return attend_packed(query, key, value, packing, Rule.of(requested)), None
+    query, key, value = part.to_heads((query.to(value.dtype), key.to(value.dtype), value))
+    return part.to_tokens(attend_packed(query, key, value, packing, Rule.of(requested))), None
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule) -> Tensor:

@@ -9,7 +9,7 @@ Axes: T packed token, N wanted token, V vocabulary, W width of the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -26,6 +27,7 @@ from stretto.core.errors import ModelFolderError, Problem
 from stretto.core.records import Sampling
 from stretto.model.kernels.fused_logprobs import chosen_logprobs
 from stretto.model.layout import Ints, Packing, pack, round_length
+from stretto.model.packed.part import Part
 from stretto.model.truncation import Truncation, truncate
 
 #: Name of the method by which a sharded output matrix scores tokens.
@@ -52,6 +54,13 @@ class PackedTokens:
     wanted: Tensor  # [N] where in the packed row the wanted tokens stand
     before: Tensor  # [N] where the token before each of them in its sequence stands
     targets: Tensor | None = None  # [N] tokens to score in place of those at `wanted`; None: these
+    part: Part | None = None  # this rank's tokens, where several divide the row
+
+    def divided(self, group: ProcessGroup | None) -> PackedTokens:
+        """The same tokens, of which this rank computes its part; all of them without a group."""
+        if group is None or self.part is not None:
+            return self
+        return replace(self, part=Part.of(self.input_ids, self.packing.position_ids, self.before, group))
 
 
 class TokenLogprobs(NamedTuple):
@@ -142,14 +151,20 @@ def token_logprobs(
     The output matrix also runs over a `round_length` of rows; otherwise oneDNN would compile, and keep, two megabytes
     of code for every number of wanted tokens.
     """
-    wanted = len(packed.wanted)
     targets = packed.input_ids[0].index_select(0, packed.wanted) if packed.targets is None else packed.targets
-    before, targets = (functional.pad(x, (0, round_length(wanted) - wanted)) for x in (packed.before, targets))
+    before, part = packed.before, packed.part
+    if part is not None:
+        before, targets = part.before, targets.index_select(0, part.own)
+    wanted = len(targets)
+    before, targets = (functional.pad(x, (0, round_length(wanted) - wanted)) for x in (before, targets))
     head = model.get_output_embeddings()
     score = getattr(head, SCORE, None) or partial(_all_logprobs, head, head)
     hidden_NW = hidden_states(model, packed).index_select(0, before)
     logprobs_N, entropy_N = score(hidden_NW, targets, sampling, entropy, chunk_logits)
-    return TokenLogprobs(logprobs_N[:wanted], entropy_N[:wanted] if entropy_N is not None else None)
+    both = logprobs_N[:wanted], entropy_N[:wanted] if entropy_N is not None else None
+    if part is not None:
+        both = part.joined(both[0]), part.joined(both[1]) if both[1] is not None else None
+    return TokenLogprobs(*both)
 
 
 def score_as_method(head: nn.Module) -> None:
@@ -208,13 +223,15 @@ def check_policy(model: PreTrainedModel) -> None:
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
-    """The body's last hidden state at each packed token, [T, W]."""
-    hidden: Tensor = model.base_model(packed.input_ids, **_arguments(packed)).last_hidden_state[0]
+    """The body's last hidden state at each packed token of this rank, [T, W]."""
+    ids = packed.input_ids if packed.part is None else packed.part.input_ids
+    hidden: Tensor = model.base_model(ids, **_arguments(packed)).last_hidden_state[0]
     return hidden
 
 
 def _arguments(packed: PackedTokens) -> dict[str, Any]:
-    return {"position_ids": packed.packing.position_ids, "use_cache": False, "packing": packed.packing}
+    whole = {"position_ids": packed.packing.position_ids, "use_cache": False, "packing": packed.packing}
+    return whole if packed.part is None else whole | {"position_ids": packed.part.position_ids, "part": packed.part}
 
 
 def _head_logprobs(

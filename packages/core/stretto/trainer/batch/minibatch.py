@@ -70,10 +70,10 @@ def minibatch(
     own = iter(coefficients(aggregation, [n for n in lengths if n], trajectories or len(samples), longest))
     scales = [next(own) if length else 0.0 for length in lengths]
     tokens = [len(sample.token_ids) for sample in samples]
-    divided = shares(tokens, config.micro_batch_tokens, config.min_micro_batches, ranks.count)
+    divided = shares(tokens, config.micro_batch_tokens, config.min_micro_batches, ranks.shares)
     return Minibatch(
         micro_batches=tuple(
-            _micro_batch([samples[i] for i in pack], [scales[i] for i in pack], device) for pack in divided[ranks.rank]
+            _micro_batch([samples[i] for i in pack], [scales[i] for i in pack], device) for pack in divided[ranks.share]
         ),
         loss_tokens=sum(lengths),
         ids=tuple(dict.fromkeys(trajectory_of(sample.id) for sample in samples)),

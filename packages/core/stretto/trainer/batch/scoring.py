@@ -38,8 +38,8 @@ def score_tokens(
     ]
     if not scored:
         return {}
-    divided = shares([len(one.token_ids) for one in scored], capacity, 1, ranks.count)
-    own = [evaluate(_packed([scored[i] for i in pack], device)) for pack in divided[ranks.rank]]
+    divided = shares([len(one.token_ids) for one in scored], capacity, 1, ranks.shares)
+    own = [evaluate(_packed([scored[i] for i in pack], device)) for pack in divided[ranks.share]]
     numbers, _ = ranks.all_gather(torch.cat(own))
     order = [scored[i] for share in divided for pack in share for i in pack]
     parts = numbers.split([len(one.places) for one in order])

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from stretto.model.hf.filling import own, own_rows
+from stretto.model.hf.filling import own, own_slices
 from stretto.model.hf.layers import linear_layers
 from stretto.trainer.config import LoraConfig
 from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers, matrices
@@ -47,7 +47,7 @@ def draw_adapters(model: nn.Module, seed: int = _SEED) -> None:
             whole = nn.Linear(a.in_features, a.out_features, bias=False).weight
             nn.Linear(b.in_features, b.out_features, bias=False)  # peft makes both, and draws A again
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
-            own(a.weight).copy_(whole[own_rows(a.weight)])
+            own(a.weight).copy_(whole[own_slices(a.weight)])
             own(b.weight).zero_()
 
 

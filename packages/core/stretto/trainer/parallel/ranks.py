@@ -3,10 +3,18 @@ share of every minibatch. Sums that decide something are all-reduced, so all ran
 
     batch ─► the same samples and minibatches on every rank ─► its share (`packing.shares`) ─► forward, backward
                                                                           gradients are reduced and scattered
+
+Ranks that divide the tokens of a row (`context_parallel`) or the matrices of a layer (`tensor_parallel`) have one share
+together, and see the same log-probabilities and losses. Rank (d C + c) T + t has share d, tokens c, matrices t:
+
+    FSDP        the ranks of one t: parameters and gradients, the sums over d and c
+    tensor      the ranks of one d and c: the sums inside a layer
+    context     the ranks of one d and t: heads for tokens, and the scores of a row
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
@@ -23,9 +31,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from stretto.model.hf.filling import own as own_part
+from stretto.model.hf.filling import own_slices
 from stretto.model.hf.layers import sharding_units
 from stretto.model.packed.logprobs import SCORE, score_as_method
 from stretto.trainer.config import TrainerConfig
+
+_SHARDED, _TENSOR = "sharded", "tensor"
 
 
 class Ranks(Protocol):
@@ -36,6 +48,24 @@ class Ranks(Protocol):
 
     @property
     def count(self) -> int: ...
+
+    @property
+    def share(self) -> int:
+        """Which part of a minibatch this rank computes, perhaps with others."""
+        ...
+
+    @property
+    def shares(self) -> int: ...
+
+    @property
+    def context(self) -> ProcessGroup | None:
+        """The ranks that divide the tokens of a row with this one; None: there are none."""
+        ...
+
+    @property
+    def tensor(self) -> DeviceMesh | None:
+        """The ranks that divide the matrices of a layer with this one; None: there are none."""
+        ...
 
     @property
     def second_group(self) -> ProcessGroup | None:
@@ -57,11 +87,11 @@ class Ranks(Protocol):
         ...
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, bitwise equal on all of them."""
+        """Sum over the shares, bitwise equal on all ranks."""
         ...
 
     def all_gather(self, own: Tensor) -> tuple[Tensor, int]:
-        """The vectors of all ranks concatenated, and the offset of this rank's; lengths may differ."""
+        """The vectors of all shares concatenated, and the offset of this rank's; lengths may differ."""
         ...
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
@@ -93,8 +123,10 @@ class Ranks(Protocol):
 class SingleRank:
     """The collectives of a process that trains alone."""
 
-    rank, count, device = 0, 1, "cpu"
+    rank, count, share, shares, device = 0, 1, 0, 1, "cpu"
     second_group: ProcessGroup | None = None
+    context: ProcessGroup | None = None
+    tensor: DeviceMesh | None = None
 
     def fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
         pass
@@ -136,7 +168,7 @@ class ShardedRanks:
 
     def __init__(self, device: str, config: TrainerConfig | None = None, beside: str = "gloo") -> None:
         """`device`: where the parameters are, "cpu" or "cuda"; `config`: the dtypes of gathers and sums, by default
-        float32; `beside`: backend of the second group. The process group must exist."""
+        float32, and what ranks divide; `beside`: backend of the second group. The process group must exist."""
         config = config or TrainerConfig()
         self.device, self._each = device, config.reduce_every == "micro_batch"
         self._numbers = MixedPrecisionPolicy(
@@ -146,9 +178,23 @@ class ShardedRanks:
         self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
         group = distributed.group.WORLD
         assert group is not None, "init_process_group() comes first"
-        self._mesh = DeviceMesh.from_group(group, device)
+        tensor, context = config.tensor_parallel, config.context_parallel
+        self.shares, self.share = self.count // (tensor * context), self.rank // (tensor * context)
+        places = torch.arange(self.count).view(self.shares, context, tensor)
+        self.context = None if context == 1 else _own_group(places.transpose(1, 2).reshape(-1, context))
+        same = self.shares == self.count
+        self._among_shares = group if same else _own_group(places.flatten(1).T)
         self.second_group: ProcessGroup | None = distributed.new_group(backend=beside)
-        self._second_mesh = DeviceMesh.from_group(self.second_group, "cpu")
+        self.tensor: DeviceMesh | None = None
+        if tensor == 1:
+            self._mesh = DeviceMesh.from_group(group, device)
+            self._second_meshes = {1: DeviceMesh.from_group(self.second_group, "cpu")}
+        else:
+            grid = places.flatten(0, 1)  # [FSDP, tensor]
+            mesh, second = _grid_mesh(grid, device, None), _grid_mesh(grid, "cpu", beside)
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice to flatten
+            self._mesh, self.tensor = mesh[_SHARDED], mesh[_TENSOR]
+            self._second_meshes = {1: second[_SHARDED], 2: second}
 
     def fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
         inside, apart = set(root.modules()), list(exact)
@@ -171,14 +217,14 @@ class ShardedRanks:
 
     def all_reduce(self, values: Tensor) -> Tensor:
         values = values.clone()
-        distributed.all_reduce(values)
+        distributed.all_reduce(values, group=self._among_shares)
         return values
 
     def all_gather(self, own: Tensor) -> tuple[Tensor, int]:
-        lengths = own.new_zeros(self.count, dtype=torch.int64)
-        lengths[self.rank] = len(own)
+        lengths = own.new_zeros(self.shares, dtype=torch.int64)
+        lengths[self.share] = len(own)
         sizes = self.all_reduce(lengths).tolist()
-        start = sum(sizes[: self.rank])
+        start = sum(sizes[: self.share])
         everything = own.new_zeros(sum(sizes))
         everything[start : start + len(own)] = own
         return self.all_reduce(everything), start
@@ -190,7 +236,8 @@ class ShardedRanks:
         if not isinstance(tensor, DTensor):
             return tensor.to("cpu", copy=True)
         part, shape, stride = tensor.to_local().to("cpu", copy=True), tensor.shape, tensor.stride()
-        return DTensor.from_local(part, self._second_mesh, tensor.placements, shape=shape, stride=stride)
+        mesh = self._second_meshes[tensor.device_mesh.ndim]
+        return DTensor.from_local(part, mesh, tensor.placements, shape=shape, stride=stride)
 
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
         sent = torch.tensor(numbers, dtype=torch.int64)
@@ -203,8 +250,8 @@ class ShardedRanks:
         return int(numbers)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
+        if not isinstance(tensor, DTensor) or self.tensor is not None:
+            return self.full_tensor(tensor)
         own = tensor.to_local().contiguous()
         if self.rank > 0:
             if own.numel():
@@ -216,10 +263,10 @@ class ShardedRanks:
         return whole
 
     def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:
-        if not isinstance(tensor, DTensor):
+        if not isinstance(tensor, DTensor) or self.tensor is not None:
             received = torch.empty(tensor.shape, dtype=tensor.dtype) if whole is None else whole
             distributed.broadcast(received, 0, group=self.second_group)
-            tensor.copy_(received)
+            own_part(tensor).copy_(received[own_slices(tensor)])
             return
         own = tensor.to_local()
         if whole is None:
@@ -230,3 +277,19 @@ class ShardedRanks:
             return
         for rank, rows in enumerate(whole.chunk(self.count)):
             own.copy_(rows) if rank == 0 else distributed.send(rows.contiguous(), rank, group=self.second_group)
+
+
+def _own_group(groups: Tensor, backend: str | None = None) -> ProcessGroup:
+    """Make a process group of each row, on all ranks alike; returns this rank's."""
+    own, rank = None, distributed.get_rank()
+    for row in groups.tolist():
+        made = distributed.new_group(row, backend=backend)
+        own = made if rank in row else own
+    assert isinstance(own, ProcessGroup), "every rank is in one of the groups"
+    return own
+
+
+def _grid_mesh(grid: Tensor, device: str, backend: str | None) -> DeviceMesh:
+    """[FSDP, tensor] with groups of its own."""
+    groups = [_own_group(grid.T, backend), _own_group(grid, backend)]
+    return DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=(_SHARDED, _TENSOR))

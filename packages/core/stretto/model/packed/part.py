@@ -1,0 +1,97 @@
+"""Context parallelism: ranks that divide the tokens of one packed row, and exchange heads for tokens at the attention.
+
+    rank 0   tokens 0 .. T/C   all heads   ─┐           ┌─► all tokens, heads 0 .. H/C   ─┐           ┌─► its tokens,
+    rank 1   tokens T/C .. T   all heads   ─┴ exchange ─┴─► all tokens, heads H/C .. H   ─┴ exchange ─┴─► all heads
+
+All else in a model works on each token alone. (DeepSpeed-Ulysses, Jacobs et al., arXiv 2309.14509.)
+
+Axes: T token of the whole row, C rank, t token of one rank (T / C, padded), N wanted token, n of this rank, H head, D
+head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's tokens of a row that the ranks of `group` divide."""
+
+    group: ProcessGroup
+    tokens: int  # T
+    input_ids: Tensor  # [1, t]
+    position_ids: Tensor  # [1, t]
+    own: Tensor  # [n] which of the wanted tokens are scored here
+    before: Tensor  # [n] where among the own tokens the one before each of them stands
+    wanted: int  # N
+
+    @classmethod
+    def of(cls, input_ids: Tensor, position_ids: Tensor, before: Tensor, group: ProcessGroup) -> Part:
+        """Cut the row [1, T] into equal parts; filler tokens complete the last."""
+        count, rank, tokens = group.size(), group.rank(), input_ids.shape[1]
+        each = -(-tokens // count)
+        ids, positions = (
+            functional.pad(row, (0, each * count - tokens))[:, rank * each : (rank + 1) * each]
+            for row in (input_ids, position_ids)
+        )
+        own = (before // each == rank).nonzero()[:, 0]
+        return cls(group, tokens, ids, positions, own, before[own] - rank * each, len(before))
+
+    def to_heads(self, columns: tuple[Tensor, ...]) -> list[Tensor]:
+        """Query, key and value of the own tokens, [1, H, t, D] each, as those of all tokens, [1, H / C, T, D]."""
+        count = self.group.size()
+        heads = [column.shape[1] // count for column in columns]
+        sent = torch.cat([column[0].unflatten(0, (count, -1)) for column in columns], 1)  # [C, H / C, t, D]
+        received = _exchanged(sent, self.group).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
+        return [column[None] for column in received.split(heads)]
+
+    def to_tokens(self, attended: Tensor) -> Tensor:
+        """What was attended by the own heads, [1, T, H / C, D], as that of the own tokens, [1, t, H, D]."""
+        count, each = self.group.size(), self.input_ids.shape[1]
+        padded = functional.pad(attended[0], (0, 0, 0, 0, 0, each * count - self.tokens))
+        received = _exchanged(padded.unflatten(0, (count, -1)), self.group)  # [C, t, H / C, D]
+        return received.transpose(0, 1).flatten(1, 2)[None]
+
+    def joined(self, scores: Tensor) -> Tensor:
+        """Scores of the own wanted tokens [n] as those of all, [N], on every rank. Each rank goes on alike, so its
+        gradient is that of its own scores."""
+        return cast(Tensor, _Joined.apply(scores, self))  # type: ignore[no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    """Send the i-th block to the i-th rank of the group; the gradient goes the same way back."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        blocks = blocks.contiguous()
+        distributed.all_to_all_single(received := torch.empty_like(blocks), blocks, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(gradient, ctx.group), None
+
+
+def _exchanged(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    return cast(Tensor, _Exchange.apply(blocks, group))  # type: ignore[no-untyped-call]
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, part: Part) -> Tensor:
+        ctx.own = part.own
+        everything = scores.new_zeros(part.wanted).index_copy_(0, part.own, scores)
+        distributed.all_reduce(everything, group=part.group)
+        return everything
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.index_select(0, ctx.own), None

@@ -1,0 +1,124 @@
+"""Tensor parallelism: ranks that divide the matrices of each layer (Megatron-LM, Shoeybi et al., arXiv 1909.08053).
+
+    x ─► q, k, v, gate, up: rows of W (outputs)  ─► heads, neurons of this rank ─► o, down: columns of W ─► sum ─► y
+
+The plan of the model's own config (transformers) says how each module is divided, torch's `parallelize_module` divides
+it. Embedding, output matrix and most norms are whole on every such rank, and computed alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from typing import cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import PreTrainedModel
+
+from stretto.core.errors import Problem, RecipeError
+from stretto.model.kernels.matmul import OneDnnLinear
+from stretto.trainer.parallel.adapters import ADAPTER, adapted_layers
+
+#: transformers' words, as torch's styles.
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # A norm of each head alone: any axis but the last may be called the divided one.
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+_OUTPUTS, _INPUTS = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
+_TENSOR, _CONTEXT = "trainer.tensor_parallel", "trainer.context_parallel"
+
+
+def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Divide the layers of `model`, which each rank of `mesh` has whole or without memory, as its config plans."""
+    adapted = {id(layer): layer for layer in adapted_layers(model).values()}
+    for name, style in list(_planned(model)):
+        layer = model.base_model.get_submodule(name)
+        modules = [getattr(layer, "base_layer", layer)]
+        if (both := adapted.get(id(layer))) is not None:  # W and the adapter have the same inputs, or outputs
+            modules.append((both.lora_B if style in _OUTPUTS else both.lora_A)[ADAPTER])
+        for module in modules:
+            if isinstance(module, OneDnnLinear):
+                cast(nn.Linear, module).__class__ = nn.Linear  # its kernels know nothing of divided matrices
+            trained = any(parameter.requires_grad for parameter in module.parameters())
+            parallelize_module(module, mesh, _STYLES[style](), src_data_rank=None)
+            module.requires_grad_(trained)  # torch's norms always are
+
+
+def refuse_undividable(model: PreTrainedModel, tensor: int, context: int) -> None:
+    """Check that ranks can divide the matrices of a model, and exchange its heads for tokens.
+
+    Raises:
+        RecipeError: its config plans nothing, or what is not served; or numbers do not divide, with those that do.
+    """
+    if problems := [*_tensor_problems(model, tensor), *_context_problems(model, tensor, context)]:
+        raise RecipeError(problems)
+
+
+def _tensor_problems(model: PreTrainedModel, tensor: int) -> Iterator[Problem]:
+    if tensor == 1:
+        return
+    planned, kind = list(_planned(model)), type(model).__name__
+    unserved = sorted({style for _, style in planned if style not in _STYLES})
+    if unserved or not planned:
+        plans = f"is divided in a way that is not served ({', '.join(unserved)})" if unserved else "has no plan for it"
+        yield Problem(_TENSOR, f"{kind} {plans}", "1, and more ranks or trainer.context_parallel")
+        return
+    sizes = dict(_heads(model)) if _divides_heads(model) else {}
+    for name, style in planned:
+        layer = model.base_model.get_submodule(name)
+        if style in _OUTPUTS + _INPUTS:
+            label = f"{name.rpartition('.')[2]}'s {'outputs' if style in _OUTPUTS else 'inputs'}"
+            sizes[label] = getattr(layer, "out_features" if style in _OUTPUTS else "in_features")
+    yield from _undivided(_TENSOR, tensor, sizes)
+
+
+def _context_problems(model: PreTrainedModel, tensor: int, context: int) -> Iterator[Problem]:
+    if context > 1:
+        local = tensor if _divides_heads(model) else 1
+        yield from _undivided(_CONTEXT, context, {name: number // local for name, number in _heads(model)}, local)
+
+
+def _undivided(place: str, count: int, sizes: dict[str, int], local: int = 1) -> Iterator[Problem]:
+    """A problem, where the count does not divide one of the sizes."""
+    if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % count or not size]:
+        whole = math.gcd(*sizes.values())
+        fits = [str(number) for number in range(1, whole + 1) if whole % number == 0] or ["1"]
+        each = f" of each of {local} ranks" if local > 1 else ""
+        yield Problem(place, f"{count} does not divide {', '.join(wrong)}{each}", f"one of {', '.join(fits)}")
+
+
+def _heads(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    config = model.config.get_text_config()
+    heads: int = config.num_attention_heads
+    yield "num_attention_heads", heads
+    yield "num_key_value_heads", getattr(config, "num_key_value_heads", None) or heads
+
+
+def _divides_heads(model: PreTrainedModel) -> bool:
+    """Whether the attention of a rank has its own heads alone."""
+    return any(style == "colwise" and ".self_attn." in name for name, style in _planned(model))
+
+
+def _planned(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
+    """Modules and parameters of the body that the model's config plans to divide, with the style; the embedding stays
+    whole."""
+    plan: dict[str, str] = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
+    body, embedding = model.base_model, model.get_input_embeddings()
+    for name, part in (*body.named_modules(), *body.named_parameters()):
+        for pattern, style in plan.items():
+            if part is not embedding and fnmatchcase(name, pattern):
+                yield name, style
