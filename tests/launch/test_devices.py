@@ -79,7 +79,7 @@ def test_one_gpu_is_shared_and_processors_need_none(plan_for: PlanFor) -> None:
             "2x1",
             "largest: cache, .*; a smaller engine.cache_gib",
         ),
-        (("trainer.micro_batch_tokens=9000000",), "2x2", "largest: activations, .*; a smaller trainer.micro_batch"),
+        (("trainer.micro_batch_tokens=9000000",), "2x2", "largest: activations, .*, or a smaller trainer.micro_batch"),
         ((), "8 of 80", "STRETTO_GPUS: '8 of 80'; number of GPUs and GiB of each, as in 8x80"),
         ((), "0x80", "STRETTO_GPUS"),
     ],

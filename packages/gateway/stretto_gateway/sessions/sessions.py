@@ -21,6 +21,7 @@ import msgspec
 from stretto.conversation.session import CallInMemory, Sampler, Session, SessionRecord, joined_pieces
 from stretto.core.errors import Problem, RunFolderError
 from stretto.core.records import Record, Segment, derive_seed
+from stretto.store.ledger.old_tokens import segment_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed
 from stretto_gateway.sessions.agent_session import AgentSession, GivenRewards
@@ -265,10 +266,21 @@ def _read(path: Path) -> list[Line]:
     found: list[Line] = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
-            found.append(msgspec.json.decode(line, type=Line))
-        except msgspec.DecodeError as error:
+            found.append(_line(line))
+        except (msgspec.DecodeError, KeyError, ValueError) as error:
             raise RunFolderError([Problem(f"{path}:{number}", f"is no record of a session: {error}")]) from None
     return found
+
+
+def _line(text: bytes) -> Line:
+    try:
+        line: Line = msgspec.json.decode(text, type=Line)
+    except msgspec.ValidationError:
+        fields = msgspec.json.decode(text)
+        if not isinstance(fields, dict) or fields.get("type") != Written.__name__:
+            raise
+        line = Written(msgspec.convert(fields["node"], int), segment_of(fields["segment"]))  # of an earlier version
+    return line
 
 
 def new_key() -> str:

@@ -119,17 +119,29 @@ class Completions:
         everything = np.full_like(next(iter(allowed.values())), -1)
         return dataclasses.replace(found, allowed=np.stack([allowed.get(at, everything) for at in found.rows.tolist()]))
 
-    def note_top_logprobs(self, order_R: Ints, logits_RV: Tensor, filtered: Filtered | None) -> None:
-        """Store the top log-probabilities of the next token for rows that requested them. `filtered`: all filtered rows
-        of `order_R`."""
+    def note_top_logprobs(
+        self,
+        order_R: Ints,
+        logits_RV: Tensor,
+        filtered: Filtered | None,
+        tokens_R: Ints,
+        logprobs_R: npt.NDArray[np.float32],
+    ) -> None:
+        """Store the top log-probabilities of the next token for rows that requested them.
+
+        Args:
+            filtered: all filtered rows of `order_R`.
+            tokens_R, logprobs_R: the sampled tokens, which have the log-probability that they were sampled with.
+        """
         if not self._likeliest or not len(places := np.flatnonzero(self._wanted[order_R])):
             return
         rows = order_R[places]
         logits = logits_RV[torch.from_numpy(places).to(logits_RV.device)]
         kept = filtered.among(places) if filtered is not None else None
         found = top_logprobs(logits, self._wanted[rows], self.sampling.temperatures[rows], kept)
-        for row, tokens in zip(rows.tolist(), found, strict=True):
-            self._likeliest[row].append(tokens)
+        sampled = zip(tokens_R[places].tolist(), logprobs_R[places].tolist(), strict=True)
+        for row, tokens, (token, own) in zip(rows.tolist(), found, sampled, strict=True):
+            self._likeliest[row].append(tuple((one, own if one == token else other) for one, other in tokens))
 
     def record(self, order_R: Ints, tokens_R: Ints, logprobs_R: npt.NDArray[np.float32], version: int) -> Ints:
         """Append one token to each row of `order_R`; returns the rows that have ended."""

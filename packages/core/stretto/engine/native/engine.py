@@ -183,7 +183,7 @@ class NativeEngine:
         tokens, logprobs = sample(logits_RV, temperatures, seeds, places, filtered)
         if len(broken := order[~np.isfinite(logprobs)]):
             raise BrokenLogits(frozenset(self._scheduler.member(row).request.id for row in broken.tolist()))
-        columns.note_top_logprobs(order, logits_RV, filtered)
+        columns.note_top_logprobs(order, logits_RV, filtered, tokens, logprobs)
         ended = columns.record(order, tokens, logprobs, self.version)
         completions = [columns.close(row, self._end(row)) for row in ended.tolist()]
         self._tally(completions)
