@@ -92,7 +92,7 @@ def test_the_packed_gradient_is_the_sum_of_the_gradients_of_each_sequence_alone(
 
 
 @pytest.mark.parametrize("asked", [{"s_aux": torch.zeros(1)}, {"position_bias": torch.zeros(1)}])
-def test_attention_that_is_not_computed_is_refused_by_name(asked: dict[str, float]) -> None:
+def test_attention_that_is_not_computed_is_refused_by_name(asked: dict[str, Any]) -> None:
     x = torch.zeros(1, 2, 5, 8)
     with pytest.raises(ModelFolderError, match=next(iter(asked))):
         packed_attention(torch.nn.Identity(), x, x, x, None, packing=pack([5]), **asked)
