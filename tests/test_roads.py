@@ -26,7 +26,7 @@ from tests.model.choosing import always
 from tests.tiny_policy import TINY
 
 PACKAGE = str(Path(stretto.__file__).parent) + "/"
-MOST_FILES = 8
+MOST_FILES = 11  # four of them compiled loops (decision 51)
 
 
 class Road:
@@ -83,7 +83,7 @@ def test_a_decode_step_goes_through_few_files_and_enters_none_twice(engine: Nati
     road = Road(PACKAGE, end=sample.__code__)
     road.follow(engine.step)
     assert road.files[0] == "engine/native/engine.py"
-    assert road.files[-1] == "engine/native/sampling.py"
+    assert road.files[-2:] == ["engine/native/sampling.py", "model/kernels/draw.py"]
     assert len(road.files) <= MOST_FILES, road.files
     whole = Road(PACKAGE)
     whole.follow(engine.step)
