@@ -296,7 +296,8 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused_with_both_num
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("stretto.launch.preflight.estimates.available_memory", lambda: 1 << 28)
     with pytest.raises(
-        RecipeError, match=r"memory: the run needs .*all 1\.\d\d GiB; available 0\.25 GiB; each rank .*; a smaller model"
+        RecipeError,
+        match=r"memory: the run needs .*all 1\.\d\d GiB; available 0\.25 GiB; each rank .*; a smaller model",
     ):
         check(recipe, [])
 
