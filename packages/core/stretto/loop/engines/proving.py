@@ -60,7 +60,7 @@ class _Units:
     first: float
 
 
-_UNITS = {"float32": _Units(16.0, 64.0), "bfloat16": _Units(2.0, 3.0), "float16": _Units(2.0, 3.0)}
+_UNITS = {"float32": _Units(48.0, 64.0), "bfloat16": _Units(2.0, 3.0), "float16": _Units(2.0, 3.0)}
 
 
 #: Called with the doubt about an engine, and whether it replaced one doubted for the same reason (final).
