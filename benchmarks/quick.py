@@ -175,8 +175,8 @@ def sandbox() -> Ratios:
 
 TEN: dict[str, tuple[str, Callable[[], Ratios]]] = {
     "decode-3.4M-float32": ("decode step, 3.4M float32, of the fastest product", lambda: decode("3.4M", "float32", 12)),
-    "decode-48M-bfloat16": ("decode step, 48M bfloat16, of the fastest product", lambda: decode("48M", "bfloat16", 4)),
-    "train-48M-bfloat16": ("training step, 48M bfloat16, of the fastest product", lambda: train("48M", "bfloat16")),
+    "decode-48M-float32": ("decode step, 48M float32, of the fastest product", lambda: decode("48M", "float32", 4)),
+    "train-3.4M-float32": ("training step, 3.4M float32, of the fastest product", lambda: train("3.4M", "float32")),
     "server": ("server under 64 streams, of the engine alone", server),
     "publish": ("publication of 48M bfloat16, of a plain copy", lambda: weights(network=False)),
     "network": ("the same over the network, of a plain copy", lambda: weights(network=True)),
