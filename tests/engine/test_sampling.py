@@ -53,7 +53,7 @@ def test_a_row_draws_the_same_token_alone_and_among_others() -> None:
     removed=st.booleans(),
 )
 def test_the_loop_and_torch_draw_the_same_tokens(seed: int, tokens: int, size: float, removed: bool) -> None:
-    """They add up in another order, so a target at the edge of a token may fall to either side of it: not seen here."""
+    """The two add up in different orders: only a target within rounding of the edge of a token may give another one."""
     chance = torch.Generator().manual_seed(seed)
     logits = size * torch.randn(16, tokens, generator=chance)
     if removed:  # as filters remove tokens, and as a model may
@@ -61,8 +61,12 @@ def test_the_loop_and_torch_draw_the_same_tokens(seed: int, tokens: int, size: f
     greedy, targets = np.arange(16) % 4 == 0, uniforms(np.full(16, seed, np.uint64), np.arange(16))
     expected, logprobs = draw_by_torch(logits, greedy, targets)
     drawn, found = draw_one(logits, greedy, targets)
-    assert drawn.tolist() == expected.tolist()
-    assert found.tolist() == near(logprobs.tolist(), tokens, size=10 * size)
+    edges = logits.double().softmax(-1).cumsum(-1).numpy()
+    for row in np.flatnonzero(drawn != expected):
+        assert not greedy[row]
+        assert abs(edges[row, min(drawn[row], expected[row])] - targets[row]) <= (tokens + 2) * 2.0**-23
+    same = drawn == expected
+    assert found[same].tolist() == near(logprobs[same].tolist(), tokens, size=10 * size)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -109,7 +109,7 @@ def test_the_losses_are_those_of_one_rank(folder: Path, name: str) -> None:
 
 
 def test_in_bfloat16_ranks_keep_the_stream_in_it_and_one_rank_in_float32(folder: Path) -> None:
-    """Losses differ by the rounding of bfloat16, 2^-8, and are no others. Master weights stay in float32."""
+    """Compare losses up to the rounding of bfloat16, 2^-8; master weights stay in float32."""
     scenario = UNLOADED["half"]
     one = played(scenario, trainer_of(scenario, folder / "tiny", ALONE, loaded))
     several = seen(folder, 2)["half"]

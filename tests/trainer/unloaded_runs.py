@@ -69,7 +69,7 @@ def unloaded(folder: Path) -> PreTrainedModel:
 
 
 def held_by(model: nn.Module, ranks: Ranks) -> Mapping[str, torch.Tensor]:
-    """All that a model holds, gathered."""
+    """Gather all parameters and buffers of a model, by name."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: ranks.full_tensor(one.detach()) for name, one in held.items()}
 
@@ -91,7 +91,7 @@ def played(scenario: Scenario, trainer: Trainer) -> dict[str, Any]:
 
 
 def save(folder: Path, ranks: Ranks, saved: Path) -> None:
-    """Let the trainer's process load a policy with adapters, and save it."""
+    """Load a policy with adapters as the trainer's process does, and save it."""
     spec = TrainerSpec(
         model=str(folder),
         mailbox="",

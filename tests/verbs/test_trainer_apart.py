@@ -2,6 +2,7 @@
 
 - Its numbers and weights are those of a trainer in this process, bit for bit.
 - Mistakes are told as by that one, and leave it usable; a process that is killed is told, at once and from then on.
+- A call that is interrupted leaves the next one right, or ends the trainer with a message; none hangs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ import torch
 import stretto
 from stretto.store.lock import is_held
 from stretto.verbs.apart.trainer import TrainerApart
+from stretto.verbs.apart.wire import CallResult
 from tests.verbs.losses import likelihood
 
 
@@ -66,6 +69,42 @@ def test_what_cannot_start_is_told(folder: Path, tmp_path: Path) -> None:
         stretto.Trainer.apart(folder, learning_rates=1.0)
     with pytest.raises(stretto.RecipeError, match="memory of this process"):
         stretto.Trainer.apart(stretto.SharedModel(folder), lora=4)  # type: ignore[arg-type]
+
+
+def test_a_call_that_was_interrupted_while_it_waited_leaves_the_next_one_right(
+    apart: TrainerApart, data: list[stretto.Datum], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results and requests that are larger than a pipe holds: neither side may wait for the other to read."""
+    expected, long = apart.forward(data).logprobs, [*data] * 2_000
+    result = TrainerApart._result
+
+    def interrupted(self: TrainerApart, number: int, seconds: float | None) -> CallResult:
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        monkeypatch.setattr(TrainerApart, "_result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            apart.weights()
+        monkeypatch.setattr(TrainerApart, "_result", result)
+        assert len(apart.forward(long).logprobs) == len(long)
+    assert apart.forward(data).logprobs == expected
+
+
+def test_a_call_that_was_interrupted_within_a_message_ends_the_trainer(
+    folder: Path, data: list[stretto.Datum], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(connection: Connection) -> CallResult:
+        raise KeyboardInterrupt
+
+    with stretto.Trainer.apart(folder) as trainer:
+        [pid] = trainer.pids
+        with monkeypatch.context() as patched:
+            patched.setattr("stretto.verbs.apart.trainer.receive", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.forward(data)
+        with pytest.raises(stretto.StrettoError, match="interrupted within a message"):
+            trainer.forward(data)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_killed_one_is_told_and_gives_its_folder_back(

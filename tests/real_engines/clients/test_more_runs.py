@@ -83,7 +83,7 @@ def sessions_of_servers(command: Command) -> set[int]:
 
 
 def of_sessions(sessions: set[int]) -> list[int]:
-    """The living processes of sessions; a server's workers overwrite their environment, by which others are found."""
+    """Living processes of these sessions. Workers of a server overwrite the environment that marks other processes."""
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(ProcessLookupError):

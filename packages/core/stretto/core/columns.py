@@ -119,7 +119,7 @@ def after(counted: Counted[Value], tokens: int) -> Counted[Value]:
 
 
 def counts_joined(pieces: Iterable[Counted[Value]]) -> Counted[Value]:
-    """The counts of consecutive pieces as one; a value that ends one and begins the next is counted once.
+    """Join the counts of consecutive pieces; equal values at a seam become one entry with the sum of both counts.
 
     >>> counts_joined([(("a", 5),), (("a", 2), ("b", 1))])
     (('a', 7), ('b', 1))

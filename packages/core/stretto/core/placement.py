@@ -48,7 +48,7 @@ class Seat:
 
 
 def place(there: Sequence[Gpu], needs: Sequence[Need]) -> tuple[Seat, ...]:
-    """A seat for each need, in their order.
+    """Assign each role its GPUs and its share of their memory; returns a seat for each need, in the order of `needs`.
 
     Needs that are `apart` come first, on GPUs of one kind if there are enough. The others follow, the largest first,
     each on the GPUs that it fits on, of these those with the fewest roles, of these those with the most memory left.

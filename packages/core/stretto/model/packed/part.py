@@ -45,7 +45,8 @@ class Part:
         return cls(group, tokens, ids, positions, own, before[own] - rank * each, len(before))
 
     def to_heads(self, columns: tuple[Tensor, ...]) -> list[Tensor]:
-        """Query, key and value of the own tokens, [1, H, t, D] each, as those of all tokens, [1, H / C, T, D]."""
+        """Exchange heads for tokens: query, key and value of this rank's tokens, [1, H, t, D], become those of all
+        tokens for its share of the heads, [1, H / C, T, D]."""
         count = self.group.size()
         heads = [column.shape[1] // count for column in columns]
         sent = torch.cat([column[0].unflatten(0, (count, -1)) for column in columns], 1)  # [C, H / C, t, D]
@@ -53,7 +54,8 @@ class Part:
         return [column[None] for column in received.split(heads)]
 
     def to_tokens(self, attended: Tensor) -> Tensor:
-        """What was attended by the own heads, [1, T, H / C, D], as that of the own tokens, [1, t, H, D]."""
+        """Exchange tokens for heads: the attention output of this rank's heads, [1, T, H / C, D], becomes that of its
+        tokens, [1, t, H, D]."""
         count, each = self.group.size(), self.input_ids.shape[1]
         padded = functional.pad(attended[0], (0, 0, 0, 0, 0, each * count - self.tokens))
         received = _exchanged(padded.unflatten(0, (count, -1)), self.group)  # [C, t, H / C, D]

@@ -93,7 +93,7 @@ def _context_problems(model: PreTrainedModel, tensor: int, context: int) -> Iter
 
 
 def _undivided(place: str, count: int, sizes: dict[str, int], local: int = 1) -> Iterator[Problem]:
-    """A problem, where the count does not divide one of the sizes."""
+    """Yield a problem if `count` does not divide one of the sizes."""
     if wrong := [f"{name} = {size}" for name, size in sizes.items() if size % count or not size]:
         whole = math.gcd(*sizes.values())
         fits = [str(number) for number in range(1, whole + 1) if whole % number == 0] or ["1"]
@@ -114,8 +114,8 @@ def _divides_heads(model: PreTrainedModel) -> bool:
 
 
 def _planned(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """Modules and parameters of the body that the model's config plans to divide, with the style; the embedding stays
-    whole."""
+    """Yield (name, style) of each module and parameter that the config's tensor-parallel plan divides, without the
+    embedding, which stays whole."""
     plan: dict[str, str] = getattr(model.config.get_text_config(), "base_model_tp_plan", None) or {}
     body, embedding = model.base_model, model.get_input_embeddings()
     for name, part in (*body.named_modules(), *body.named_parameters()):

@@ -174,14 +174,14 @@ class TrainerApart:
 
     @contextmanager
     def _message(self) -> Iterator[None]:
-        """Give the process up if the block is interrupted: what comes next would begin in the middle of a message."""
+        """Refuse all further calls if the block is interrupted: the next message would begin in the middle of this one."""
         try:
             yield
         except (EOFError, OSError):
             raise
         except BaseException:
-            self._ended = StrettoError("a call of the trainer was interrupted within a message; make another trainer")
-            self._end()
+            told = "a call of the trainer was interrupted within a message; close it and make another"
+            self._ended = StrettoError(told)
             raise
 
 
