@@ -174,7 +174,7 @@ class TrainerApart:
 
     @contextmanager
     def _message(self) -> Iterator[None]:
-        """Refuse all further calls if the block is interrupted: the next message would begin in the middle of this one."""
+        """Refuse all further calls if the block is interrupted: the next message would begin inside this one."""
         try:
             yield
         except (EOFError, OSError):
