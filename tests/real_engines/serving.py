@@ -174,12 +174,15 @@ async def _updated_amid(
 
 
 async def generate(served: ExternalEngine, tokens: int) -> None:
-    """Wait for more tokens. Tokens come in bursts on a busy machine: a count from the start may be passed by far, and
-    updates that wait for it would follow upon each other with nothing sampled between them."""
+    """Wait for more tokens, or for the end of all requests. Tokens come in bursts on a busy machine: a count from the
+    start may be passed by far, and updates that wait for it would follow upon each other with nothing sampled between
+    them."""
     async with asyncio.timeout(120):
-        wanted = (await served.health()).generated + tokens
-        while (await served.health()).generated < wanted:
+        health = await served.health()
+        wanted = health.generated + tokens
+        while health.running and health.generated < wanted:
             await asyncio.sleep(0.005)
+            health = await served.health()
 
 
 async def completions_of(stream: Stream) -> list[Completion]:

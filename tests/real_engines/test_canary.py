@@ -144,7 +144,7 @@ async def _agreeing(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None
         while not agreements:
             await generate(served, 80)
             await trainer.advance()
-        assert trainer.version <= 4, "it is asked once nothing was compared for two versions"
+            assert trainer.version <= 4, "it is asked once nothing was compared for two versions"
         assert agreements[0].tokens >= 32
         assert agreements[0].error < AGREEING[server.dtype] / 2
         assert not stream.broken
