@@ -93,10 +93,9 @@ def server() -> Ratios:
         ends, vocabulary = load_tokenizer(folder).eos_token_ids, inspect_model_folder(folder).vocab_size
         asked, found = prompts(2 * ROWS, vocabulary), []
         with serving(folder) as address:
-            load = Load(address, "3.4M")
             for turn in range(4):
                 alone = engine_alone(engine, ends, asked, ROWS)
-                answered, seconds = asyncio.run(load.run(asked, ROWS))
+                answered, seconds = asyncio.run(Load(address, "3.4M").run(asked, ROWS))
                 if turn:  # the first steps of a size cost more
                     found.append(sum(one.tokens for one in answered) / seconds / alone)
     return found

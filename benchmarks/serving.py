@@ -142,13 +142,12 @@ def measure(model: str, concurrency: Sequence[int], rounds: int) -> list[dict[st
         engine = NativeEngine.load(folder, EngineConfig(slots=SLOTS))
         ends, vocabulary = load_tokenizer(folder).eos_token_ids, inspect_model_folder(folder).vocab_size
         with serving(folder) as address:
-            load = Load(address, model)
             for count in concurrency:
                 asked = prompts(max(FEWEST_REQUESTS, rounds * count), vocabulary)
                 engine_alone(engine, ends, asked[: 2 * count], count)  # the first steps of a size cost more
-                asyncio.run(load.run(asked[: 2 * count], count))
+                asyncio.run(Load(address, model).run(asked[: 2 * count], count))
                 alone = engine_alone(engine, ends, asked, count)
-                rows.append(row(count, *asyncio.run(load.run(asked, count)), alone))
+                rows.append(row(count, *asyncio.run(Load(address, model).run(asked, count)), alone))
                 table.add(*rows[-1].values())
                 table.show_last()
     return rows

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from stretto.core.tasks import cancel_and_wait
+from stretto.processes.http.gathering import Gathered, GatheringTransport
 from stretto.processes.http.zero_copy import zero_copy
 
 STRANGERS = 256
@@ -68,6 +69,19 @@ class _Stranger:
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
 
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol, whose writes of one turn are sent together, and which can send files."""
+
+    def __init__(self, gathered: Gathered, *settings: Any) -> None:
+        super().__init__(*settings)
+        self._gathered = gathered
+        self.app = zero_copy(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Called by the event loop."""
+        super().connection_made(GatheringTransport(transport, self._gathered))
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn server that bounds strangers on TCP sockets (not on Unix sockets)."""
 
@@ -94,6 +108,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by `serve`."""
         await super().startup(None if sockets is None else [])
+        self._gathered = Gathered(asyncio.get_running_loop())
         for endpoint in sockets or []:
             endpoint.setblocking(False)
             endpoint.listen(self.config.backlog)
@@ -149,8 +164,7 @@ class HttpServer(uvicorn.Server):
         state = self.lifespan.state | {_ADMIT: partial(self._strangers.pop, stranger, None)}
 
         def protocol() -> HttpToolsProtocol:
-            stranger.protocol = HttpToolsProtocol(self.config, self.server_state, state, loop)
-            stranger.protocol.app = zero_copy(stranger.protocol)
+            stranger.protocol = _Protocol(self._gathered, self.config, self.server_state, state, loop)
             return stranger.protocol
 
         context = self.config.ssl

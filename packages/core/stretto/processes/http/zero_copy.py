@@ -14,6 +14,8 @@ from starlette.types import Message, Receive, Send
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from stretto.processes.http.gathering import GatheringTransport
+
 ZERO_COPY = "http.response.zerocopysend"
 _AT_ONCE = 4 << 20  # bytes: then other connections have their turn
 _FLUSH_SECONDS = 0.001
@@ -47,6 +49,8 @@ async def _send_file(transport: asyncio.Transport, file: int, offset: int, count
     Raises:
         OSError: the connection is broken, or the file is shorter.
     """
+    if isinstance(transport, GatheringTransport):
+        transport.flush()
     while transport.get_write_buffer_size() and not transport.is_closing():
         await asyncio.sleep(_FLUSH_SECONDS)
     if transport.is_closing():
