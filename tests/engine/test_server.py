@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -265,6 +266,29 @@ def test_a_silent_engine_is_a_deadline_with_a_name(tmp_path: Path) -> None:
         await asyncio.gather(*(listener for listener in listeners if listener is not None))
 
     asyncio.run(main())
+
+
+def test_a_completion_may_take_longer_than_the_deadline_while_the_engine_samples(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes three times as long, and comes whole; where the steps stop in its middle, the deadline ends the wait."""
+
+    async def main(steps: int) -> list[Completion]:
+        engine, left = engine_of(folder, slots=1), iter(range(steps))
+        quick = engine.step
+
+        def slow() -> list[Completion]:
+            time.sleep(0.02)
+            return quick() if next(left, None) is not None else []
+
+        monkeypatch.setattr(engine, "step", slow)
+        async with served(engine, tmp_path / f"{steps}.sock", answer_seconds=1.0) as client:
+            return await collect(client, endless("a", answers=1))
+
+    (whole,) = asyncio.run(main(1000))
+    assert len(whole.token_ids) == 180
+    with pytest.raises(DeadlineExceeded, match=r"waited 1 s for the next completion to a"):
+        asyncio.run(main(30))
 
 
 def test_nobody_at_the_address_is_a_lost_engine(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.processes.http.gathering import Gathered, GatheringTransport
@@ -22,8 +23,7 @@ async def ends() -> tuple[GatheringTransport, socket.socket]:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, ours)
-    assert isinstance(transport, asyncio.Transport)
-    return GatheringTransport(transport, Gathered(loop)), theirs
+    return GatheringTransport(cast(asyncio.Transport, transport), Gathered(loop)), theirs
 
 
 async def received(theirs: socket.socket) -> bytes:
@@ -36,6 +36,7 @@ async def received(theirs: socket.socket) -> bytes:
     return bytes(found)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 200_000), st.booleans()), max_size=12))
 def test_what_is_written_arrives_in_order_whenever_it_is_closed(writes: list[tuple[int, bool]]) -> None:
     """Writes of up to 200,000 bytes, with and without a turn of the event loop behind each."""

@@ -11,7 +11,7 @@ class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
 
     start: float = Field(180.0, gt=0, description="a role to load its model and to be ready")
     warm_start: float = Field(3600.0, gt=0, description="the whole supervised warm start")
-    answer: float = Field(600.0, gt=0, description="an engine to send the next completion of a group")
+    answer: float = Field(600.0, gt=0, description="an engine that computes no token to send the next completion")
     load: float = Field(120.0, gt=0, description="an engine that loads a version, or a server, to read more of it")
     pull: float = Field(600.0, gt=0, description="another machine to get more of a version, or of the model")
     step: float = Field(1800.0, gt=0, description="the trainer to finish one step")

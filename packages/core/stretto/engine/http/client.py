@@ -17,13 +17,14 @@ from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, Refuse
 from stretto.core.events import Span
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest, Partials
-from stretto.engine.http.connections import Connections
+from stretto.engine.http.connections import Connection, Connections
 from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, ScoreRequest, UpdateRequest
 
 Message = TypeVar("Message")
 
 _OK, _SERVER_ERROR = 200, 500
 _IDLE_SECONDS = 60.0  # an engine's server keeps its connections for a day
+_LOOKS = 6  # a wait for a completion asks the engine what it does after this part of its limit
 _NAMED = 3  # most requests named in a message
 _FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(Completion | list[Refusal])
 
@@ -50,7 +51,7 @@ class HttpEngine:
         context: ssl.SSLContext | None = None,
     ) -> None:
         """Args: address: ``unix:/path/to.sock`` or ``host:port``. answer_seconds: longest wait for the next completion
-        of a request. load_seconds: longest wait during a load in which the engine reads no further bytes.
+        of a request while the engine computes no tokens. load_seconds: longest wait during a load in which the engine reads no further bytes.
         health_seconds: longest wait for any other reply; the engine replies between two steps. key: secret sent with
         each request; "" for none. context: for TLS; None without."""
         self.name = name
@@ -67,17 +68,16 @@ class HttpEngine:
             RefusedRequest: the engine refused one of them, and so all; a server behind it may do so later.
             EngineLost: it cannot be reached, is stopping, or ended before the last completion.
             EngineLied: the server behind it returned impossible results.
-            DeadlineExceeded: no completion ended for `answer_seconds`.
+            DeadlineExceeded: no completion ended and no token was computed for `answer_seconds`.
         """
         missing, unframer = sum(len(request.seeds) for request in requests), Unframer()
         requested = ", ".join(request.id for request in requests[:_NAMED]) + (", ..." if len(requests) > _NAMED else "")
         async with self._connections.one() as connection:
             connection.send("POST", "/generate", msgspec.msgpack.encode(requests))
             while True:
-                async with deadline(self._owner, f"the next completion to {requested}", self._answer_seconds):
-                    part = await connection.read()
-                    if connection.status != _OK:
-                        raise refusal(self.name, connection.status, part + await connection.rest())
+                part = await self._part(connection, f"the next completion to {requested}")
+                if connection.status != _OK:
+                    raise refusal(self.name, connection.status, part + await connection.rest())
                 for body in unframer.feed(part):
                     missing -= 1
                     yield self._completion(body)
@@ -85,6 +85,15 @@ class HttpEngine:
                     break
         if missing:
             raise EngineLost(self.name, f"ended {requested} with {missing} completions missing")
+
+    async def _part(self, connection: Connection, awaited: str) -> bytes:
+        """The next bytes of a reply. A completion may take as long as the engine computes tokens, for it or for others:
+        each has a length at which it ends."""
+        with suppress(DeadlineExceeded):  # most come soon, and cost no look at the engine
+            async with deadline(self._owner, awaited, self._answer_seconds / _LOOKS):
+                return await connection.read()
+        async with standstill(self._owner, awaited, self._answer_seconds, self._computed):
+            return await connection.read()
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
         """Make the engine load a published version; returns the version it uses from then on, with its answer to the
@@ -104,9 +113,18 @@ class HttpEngine:
 
     async def moved(self) -> object:
         """Number of bytes of published versions that it has read; None if it does not reply in time."""
+        health = await self._look()
+        return None if health is None else health.checked
+
+    async def _computed(self) -> object:
+        """Counts that grow while it computes or loads; None if it does not reply in time."""
+        health = await self._look()
+        return None if health is None else (health.generated, health.prefilled, health.recomputed, health.checked)
+
+    async def _look(self) -> EngineHealth | None:
         with suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(self._load_seconds):
-                return (await self.health()).checked
+                return await self.health()
         return None
 
     async def abort(self, request_id: str) -> None:
