@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import WireError
-from stretto.core.frames import Unframer, frame
+from stretto.core.frames import LARGEST_ORDER, Unframer, frame
 
 
 @given(messages=st.lists(st.lists(st.integers(0, 255), max_size=40), max_size=6), cut=st.integers(1, 9))
@@ -15,6 +15,14 @@ def test_messages_survive_any_chopping(messages: list[list[int]], cut: int) -> N
     unframer = Unframer()
     bodies = [body for at in range(0, len(stream), cut) for body in unframer.feed(stream[at : at + cut])]
     assert [msgspec.msgpack.decode(body) for body in bodies] == messages
+
+
+def test_an_order_of_the_run_may_be_larger_than_what_others_send() -> None:
+    """Its header is read; the body would come."""
+    header = (1_400_000_000).to_bytes(4, "little")
+    assert Unframer(LARGEST_ORDER).feed(header) == []
+    with pytest.raises(WireError, match="1,400,000,000 bytes"):
+        Unframer().feed(header)
 
 
 def test_a_length_that_no_message_has_is_refused() -> None:

@@ -21,7 +21,9 @@ import pytest
 import typer
 import yaml  # type: ignore[import-untyped]
 
+from benchmarks.lengths import batch
 from stretto.core.errors import UserError
+from stretto.core.frames import LARGEST_ORDER, frame
 from stretto.launch.commands.train import check, prepare
 from stretto.launch.preflight.paper import is_on_paper, outline
 from stretto.launch.recipe.recipe import load_recipe
@@ -89,6 +91,18 @@ def test_with_a_tokenizer_prompts_are_read_and_only_the_weights_are_missing(tmp_
     assert outlined.longest_prompt == 4
     assert [note for note in outlined.notes if "tokens" in note] == []
     assert not is_on_paper(load_recipe(tmp_path / "recipe.toml", [f"model.path={whole}"]))
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("paper/*.toml")), ids=lambda path: path.stem)
+def test_a_batch_of_the_papers_longest_completions_fits_into_an_order(recipe: Path) -> None:
+    """By the bytes that each token of a framed batch takes, its text of four characters a token included."""
+    found = load_recipe(recipe)
+    sequences = found.rollout.batch_size * found.rollout.group_size
+    length = 1000
+    some = batch([(1, (length, length))], vocabulary=150_000, version=1)
+    each = (len(frame(some)) - len(frame(batch([(1, (1, 1))], vocabulary=150_000, version=1)))) / (2 * (length - 1))
+    assert 12 <= each <= 14, "ids, log-probabilities and versions are sealed columns"
+    assert sequences * found.sampling.max_tokens * (each + 4) < LARGEST_ORDER
 
 
 def test_a_run_does_not_start_without_weights(tmp_path: Path) -> None:

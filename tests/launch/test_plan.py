@@ -23,7 +23,7 @@ from stretto.core.errors import UserError
 from stretto.core.machine import available_memory
 from stretto.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
 from stretto.launch.preflight.base import base_folder
-from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, warnings
+from stretto.launch.preflight.estimates import engine_parts, estimate_disk, estimate_memory, rank_of, warnings
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe, validate
 from stretto.model.hf.build import build_policy
@@ -81,6 +81,16 @@ def test_prompts_are_read_by_the_models_tokenizer(plan_for: Planner, policy: Pat
     assert plan.longest_prompt == 4
     assert plan.sampling.stop_token_ids == (1,)
     assert {shown.completion_ids for shown in plan.demonstrations} == {(3, 3, 1)}
+
+
+def test_memory_is_planned_for_the_longest_trajectory(plan_for: Planner) -> None:
+    """A single turn is its prompt and a completion; a conversation may fill what the context and the cache hold."""
+    trainer, retry = {"micro_batch_tokens": 8}, {"function": "multi_turn", "settings": {"feedback": "3"}}
+    turn, conversation = plan_for(trainer=trainer), plan_for(trainer=trainer, workflow=retry)
+    assert turn.longest_sequence == turn.longest_prompt + 16
+    assert conversation.longest_sequence == conversation.base.context_length > turn.longest_sequence
+    assert rank_of(conversation).total > rank_of(turn).total
+    assert engine_parts(conversation)["cache"] > engine_parts(turn)["cache"]
 
 
 def test_a_demonstrated_answer_does_not_begin_with_what_begins_a_text(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +22,7 @@ async def ends() -> tuple[GatheringTransport, socket.socket]:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, ours)
-    return GatheringTransport(cast(asyncio.Transport, transport), Gathered(loop)), theirs
+    return GatheringTransport(transport, Gathered(loop)), theirs
 
 
 async def received(theirs: socket.socket) -> bytes:

@@ -121,7 +121,7 @@ def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) ->
         rollout=recipe.rollout,
         engine=recipe.engine,
         trainer=recipe.trainer,
-        longest=asked.longest_prompt + recipe.sampling.max_tokens,
+        longest=asked.longest_sequence,
         recomputes=recipe.algorithm.loss.anchor == "recomputed",
         converses=recipe.workflow is not None,
         reference=recipe.has_reference_model,

@@ -13,10 +13,20 @@ LENGTH = struct.Struct("<I")
 #: Largest allowed frame.
 LARGEST_FRAME = 1 << 30
 
+#: Largest frame of all, for readers of a run's own orders: a batch of the paper's has up to 240 million tokens of 16
+#: bytes.
+LARGEST_ORDER = (1 << 32) - 1
+
 
 def frame(message: object) -> bytes:
-    """Encode one message as a frame."""
+    """Encode one message as a frame.
+
+    Raises:
+        WireError: it is longer than any frame.
+    """
     body = msgspec.msgpack.encode(message)
+    if len(body) > LARGEST_ORDER:
+        raise WireError(f"a frame of {len(body):,} bytes; at most {LARGEST_ORDER:,} are possible")
     return LENGTH.pack(len(body)) + body
 
 

@@ -50,10 +50,13 @@ class HttpEngine:
         key: str = "",
         context: ssl.SSLContext | None = None,
     ) -> None:
-        """Args: address: ``unix:/path/to.sock`` or ``host:port``. answer_seconds: longest wait for the next completion
-        of a request while the engine computes no tokens. load_seconds: longest wait during a load in which the engine reads no further bytes.
-        health_seconds: longest wait for any other reply; the engine replies between two steps. key: secret sent with
-        each request; "" for none. context: for TLS; None without."""
+        """Args:
+        address: ``unix:/path/to.sock`` or ``host:port``.
+        answer_seconds: longest wait for the next completion of a request while the engine computes no tokens.
+        load_seconds: longest wait during a load in which the engine reads no further bytes.
+        health_seconds: longest wait for any other reply; the engine replies between two steps.
+        key: secret sent with each request; "" for none.
+        context: for TLS; None without."""
         self.name = name
         self._owner = f"the client of {name}"
         self._answer_seconds, self._load_seconds, self._health_seconds = answer_seconds, load_seconds, health_seconds

@@ -84,6 +84,13 @@ class Outline:
         further = (prompt for _, prompts in self.sets for prompt in prompts)
         return max(len(prompt.token_ids) for prompt in (*self.training, *self.held_out, *further))
 
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a trajectory. A workflow may fill the context: it adds tokens of its own between turns."""
+        if self.recipe.workflow is None:
+            return self.longest_prompt + self.sampling.max_tokens
+        return longest_prompt_allowed(self.recipe, self.base) + self.sampling.max_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Outline):
