@@ -385,9 +385,9 @@ def test_a_model_is_built_once_and_kept(plan_for: Planner, tmp_path: Path, monke
     plan = plan_for(model={"build": BUILD.model_dump()})
     written = (plan.base.path / "model.safetensors").stat().st_mtime_ns
     assert plan.base.path.is_relative_to(tmp_path / "cache" / "models")
-    assert base_folder(plan.recipe) == plan.base.path
+    assert base_folder(plan.recipe.model, plan.recipe.seed) == plan.base.path
     assert (plan.base.path / "model.safetensors").stat().st_mtime_ns == written
-    assert base_folder(plan.recipe.model_copy(update={"seed": 2})) != plan.base.path
+    assert base_folder(plan.recipe.model, seed=2) != plan.base.path
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import CheckpointLost, StoreError
@@ -18,13 +18,8 @@ from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
 from stretto.trainer.config import TrainerConfig
 
-
-class CheckpointedLedger(Protocol):
-    """The ledger, as checkpointing uses it (`store.ledger.ledger.Ledger`)."""
-
-    def sync(self) -> None: ...
-    def event(self, name: str, detail: str) -> None: ...
-    def forget(self, step: int) -> None: ...
+if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
+    from stretto.store.ledger.ledger import Ledger
 
 
 class Checkpointing:
@@ -37,7 +32,7 @@ class Checkpointing:
         config: TrainerConfig,
         trainer: TrainerLink,
         controller: Controller,
-        ledger: CheckpointedLedger,
+        ledger: Ledger,
         deadlines: DeadlinesConfig,
         saved_step: int = 0,
     ) -> None:

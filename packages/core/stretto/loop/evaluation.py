@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -44,10 +44,8 @@ def is_evaluation(request: str) -> bool:
     return request.startswith(_PREFIX)
 
 
-class Converse(Protocol):
-    """Runs the workflow once for a prompt; returns the judged trajectory."""
-
-    async def __call__(self, id: str, prompt: Prompt, member: int, seed: int, /) -> Trajectory: ...
+#: Runs the workflow once for a prompt, by (id, prompt, member, seed); returns the judged trajectory.
+Converse = Callable[[str, Prompt, int, int], Coroutine[Any, Any, Trajectory]]
 
 
 class FollowsBest(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -100,16 +100,8 @@ class ExportedQuestion(Record, frozen=True):
 _QUESTIONS = msgspec.json.Decoder(ExportedQuestion)
 
 
-class RowWriter(Protocol):
-    """Writes rows to a file, which is complete only after `close`."""
-
-    def write(self, row: msgspec.Struct) -> None: ...
-
-    def close(self) -> None: ...
-
-
 #: By its name, which is also the suffix of its files.
-FORMATS: Mapping[str, Callable[[BinaryIO, type[msgspec.Struct]], RowWriter]] = {
+FORMATS: Mapping[str, Callable[[BinaryIO, type[msgspec.Struct]], JsonLines | Parquet | Csv]] = {
     "jsonl": JsonLines,
     "parquet": Parquet,
     "csv": Csv,

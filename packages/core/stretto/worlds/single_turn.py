@@ -18,10 +18,8 @@ class Score(Protocol):
     async def __call__(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]: ...
 
 
-class Detokenize(Protocol):
-    """Decodes token ids to text, without special tokens other than those that mark thoughts."""
-
-    def __call__(self, token_ids: Sequence[int], /) -> str: ...
+#: Decodes token ids to text, without special tokens other than those that mark thoughts.
+Detokenize = Callable[[Sequence[int]], str]
 
 
 class GroupWorkflow(Protocol):

@@ -14,10 +14,10 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -41,11 +41,8 @@ _CREATED, _REWARDED, _ENDED = b"created", b"reward ", b"ended"
 _NOT_STARTED = "the agent could not be started"
 _TASK_BYTES = 130_000  # as JSON; Linux allows 131,072 for a variable and its name
 
-
-class ScoreText(Protocol):
-    """Judges texts by the run's rewards (Protocol)."""
-
-    async def __call__(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]: ...
+#: Judges texts by the rewards of the run, by (prompt, completions, gold answer).
+ScoreText = Callable[[str, Sequence[str], str], Awaitable[Sequence[Verdict]]]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import msgspec
 
@@ -41,31 +40,7 @@ _TURNS = 3
 _GRAMMAR_SECONDS = 20.0  # most grammars compile in milliseconds, the worst in one or two seconds
 
 
-class CompletionListener(Protocol):
-    """Receives a request's completions. Called between two steps, so it must be quick."""
-
-    @property
-    def missing(self) -> int:
-        """Number of unfinished completions."""
-        ...
-
-    def progressed(self, progress: Progress) -> None:
-        """Take new tokens of an unfinished completion; called only for requests submitted with `every_token`."""
-        ...
-
-    def ended(self, completion: Completion) -> None:
-        """Take a finished completion with all its tokens."""
-        ...
-
-    def refuse(self, error: RefusedRequest) -> None:
-        """Take a late refusal; the request is closed."""
-        ...
-
-    def break_off(self, why: str = ENDED) -> None:
-        """Called when no more completions will come: the engine failed, or the request was aborted."""
-        ...
-
-
+# Both listeners are called between two steps, so they must be quick.
 class FrameListener(Stream):
     """Streams whole completions as frames."""
 
@@ -74,7 +49,7 @@ class FrameListener(Stream):
 
 
 class TokenStream:
-    """The tokens of requests submitted together, as they are sampled (a `CompletionListener`)."""
+    """The tokens of requests submitted together, as they are sampled."""
 
     def __init__(self, engine: str, completions: int) -> None:
         self.missing = completions
@@ -85,25 +60,25 @@ class TokenStream:
         self._wake = asyncio.Event()
 
     def progressed(self, progress: Progress) -> None:
-        """See `CompletionListener`."""
+        """Take new tokens of an unfinished completion."""
         self._known[progress.request, progress.member] += progress.segment.length
         self._new.append(progress)
         self._wake.set()
 
     def ended(self, completion: Completion) -> None:
-        """See `CompletionListener`."""
+        """Take a finished completion with all its tokens."""
         self.missing -= 1
         known = self._known[completion.request, completion.member]
         rest, likeliest = completion.segment.after(known), completion.top_logprobs[known:]
         self.progressed(Progress(completion.request, completion.member, rest, likeliest))
 
     def refuse(self, error: RefusedRequest | EngineLost) -> None:
-        """See `CompletionListener`."""
+        """Take a late refusal; the request is closed."""
         self._error = self._error or error
         self._wake.set()
 
     def break_off(self, why: str = ENDED) -> None:
-        """See `CompletionListener`."""
+        """End the stream: no more tokens will come."""
         self.refuse(EngineLost(self._engine, why))
 
     def __aiter__(self) -> TokenStream:
@@ -138,7 +113,7 @@ class Generation:
         self._mailbox = mailbox
         self.stopping = False  # open requests are finished, new ones refused
         self._in_doubt = False  # the weights failed their proof: nothing is sampled
-        self._listeners: dict[str, CompletionListener] = {}
+        self._listeners: dict[str, FrameListener | TokenStream] = {}
         self._sent: dict[str, list[int]] = {}  # tokens of each completion sent to its listener, by request
         self._work = asyncio.Event()
 
@@ -197,7 +172,7 @@ class Generation:
             for request in requests:
                 self.close(request.id)
 
-    def submit(self, request: GenerateRequest, listener: CompletionListener, *, every_token: bool) -> None:
+    def submit(self, request: GenerateRequest, listener: FrameListener | TokenStream, *, every_token: bool) -> None:
         """Submit a request; `listener` gets its completions until `close`.
 
         Raises:

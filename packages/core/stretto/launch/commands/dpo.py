@@ -66,7 +66,7 @@ def _found(recipe: PreferenceRecipe) -> tuple[Path, Preferences]:
     config = recipe.preferences
     check_data_files([("preferences.file", config.file)])
     check_devices({"preferences": config})
-    base = inspect_model_folder(base_folder(recipe))
+    base = inspect_model_folder(base_folder(recipe.model, recipe.seed))
     check_kind(base)
     tokenizer = load_tokenizer(base.path, special_tokens_in_messages=recipe.model.special_tokens_in_messages)
     if config.reference is not None:

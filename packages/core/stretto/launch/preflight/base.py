@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from pathlib import Path
-from typing import Protocol
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.core.machine import cache_folder
@@ -13,24 +12,15 @@ from stretto.launch.recipe.sections import ModelConfig
 from stretto.model.hf.build import build_policy
 
 
-class Startable(Protocol):
-    """A recipe with a model and a seed."""
-
-    @property
-    def model(self) -> ModelConfig: ...
-    @property
-    def seed(self) -> int: ...
-
-
-def base_folder(recipe: Startable) -> Path:
+def base_folder(model: ModelConfig, seed: int) -> Path:
     """Folder of the policy before any training; a model from `[model.build]` is built once and cached."""
-    if recipe.model.path is not None:
-        return Path(recipe.model.path)
-    assert recipe.model.build is not None, "validated: either a path or a build"
-    folder = cache_folder() / "models" / digest(recipe.model.build.model_dump_json(), recipe.seed)
+    if model.path is not None:
+        return Path(model.path)
+    assert model.build is not None, "validated: either a path or a build"
+    folder = cache_folder() / "models" / digest(model.build.model_dump_json(), seed)
     if not folder.exists():
         check_cache()
-        build_policy(recipe.model.build, folder, recipe.seed)
+        build_policy(model.build, folder, seed)
     return folder
 
 

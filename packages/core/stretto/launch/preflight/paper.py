@@ -50,7 +50,7 @@ def outline(recipe: Recipe) -> Outline:
     check_reward_function(recipe.rewards)
     check_in_flight(recipe.rollout)
     medium_of(recipe)
-    base, config = outlined(base_folder(recipe))
+    base, config = outlined(base_folder(recipe.model, recipe.seed))
     refuse_unsupported(config)
     refuse_untrainable(config)
     check_head_dim(recipe, base)

@@ -129,7 +129,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     check_machine(recipe)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
-    base = inspect_model_folder(base_folder(recipe))
+    base = inspect_model_folder(base_folder(recipe.model, recipe.seed))
     check_kind(base)
     check_head_dim(recipe, base)
     check_trainable(recipe.trainer, base.path, torch.cuda.device_count())
@@ -182,7 +182,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
 def _closing_notes(recipe: Recipe, questions: Questions, *, tried: bool) -> Iterator[str]:
     """Last warnings. `tried`: a resumed run has recorded verdicts, and its reward was tried when it began."""
     yield from schedule_notes(recipe)
-    yield from router_notes(base_folder(recipe))
+    yield from router_notes(base_folder(recipe.model, recipe.seed))
     yield from repeated(questions)
     if not tried:
         yield from try_reward(recipe.rewards, questions.training)

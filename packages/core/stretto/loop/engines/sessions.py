@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from stretto.conversation.session import MemoryRecord, Session, TurnRequest, WholeTurns
 from stretto.core.engine import Generate
@@ -19,20 +19,15 @@ from stretto.loop.engines.router import attempts
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import UnfinishedGroup
 
-
-class SessionLedger(Protocol):
-    """The ledger, as sessions use it (`store.ledger.ledger.Ledger`)."""
-
-    def journal(self, id: str, piece: Segment, node: int = 0) -> None: ...
-    def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None: ...
-    def end_call(self, id: str, number: int, reply: bytes) -> None: ...
+if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
+    from stretto.store.ledger.ledger import Ledger
 
 
 @dataclass(frozen=True)
 class LedgerRecord:
     """The record of one session (satisfies `conversation.session.SessionRecord`)."""
 
-    ledger: SessionLedger
+    ledger: Ledger
     id: str
 
     def journal(self, node: int, piece: Segment) -> None:
@@ -49,7 +44,7 @@ class TrajectorySessions:
     """Opens the sessions of trajectories in flight."""
 
     def __init__(
-        self, in_flight: InFlight, ledger: SessionLedger, restored: Mapping[str, UnfinishedMember] | None = None
+        self, in_flight: InFlight, ledger: Ledger, restored: Mapping[str, UnfinishedMember] | None = None
     ) -> None:
         """`restored`: records of an earlier process of the run, by trajectory."""
         self._in_flight, self._ledger = in_flight, ledger

@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -20,28 +20,18 @@ from stretto.loop.records.alarms import SlowReward, WatchedSamples
 from stretto.loop.records.evaluation import Evaluation, mean_rewards
 from stretto.loop.records.reporter import Reporter
 from stretto.loop.records.totals import RunClock, Work, over_the_run, with_activities, with_transfers
-from stretto.measures.goodput import OnRecord
 from stretto.measures.selection import SelectionWatch
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, SetEvaluationLine, StepMetrics
 from stretto.store.series.spans import SpanLog
 from stretto.store.totals import JUDGED, TOTALS, Carried, Judged, Totals, budget
 
+if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
+    from stretto.store.ledger.ledger import Ledger
+
 Value = TypeVar("Value")
 
 _WEIGH_SECONDS = 5.0  # seconds between memory readings; the roles may have hundreds of processes
-
-
-class RecordingLedger(Protocol):
-    """The ledger, as the recorder uses it (`store.ledger.ledger.Ledger`)."""
-
-    @property
-    def on_record(self) -> OnRecord: ...
-    def record_update(self, update: Update) -> None: ...
-    def put(self, name: str, value: object) -> None: ...
-    def get(self, name: str, kind: type[Value]) -> Value | None: ...
-    def watch(self, name: str, source: Callable[[], object]) -> None: ...
-    def flush(self) -> None: ...
 
 
 class Recorder:
@@ -50,7 +40,7 @@ class Recorder:
     def __init__(
         self,
         folder: RunFolder,
-        ledger: RecordingLedger,
+        ledger: Ledger,
         reporter: Reporter,
         work: Callable[[], Work],
         max_staleness: float,

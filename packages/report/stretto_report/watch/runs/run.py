@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -73,23 +73,6 @@ class _Recorded(Record, frozen=True):
     engines: tuple[Membership, ...] = ()
     newest: tuple[int, int] = (0, 0)  # step, version
     ending: Ending | None = None
-
-
-class TablePart(Protocol):
-    """Part of a run's tables that is read piece by piece (Protocol)."""
-
-    @property
-    def fault(self) -> str | None:
-        """What could not be read, although the rest was; None if nothing."""
-        ...
-
-    def advance(self) -> bool:
-        """Read another piece; returns whether there may be more.
-
-        Raises:
-            StoreError: nothing can be read.
-        """
-        ...
 
 
 @dataclass
@@ -176,7 +159,7 @@ class WatchedRun:
     def advance(self, seconds: float) -> bool:
         """Read for about this many seconds; returns whether there is more."""
         until, tables = time.monotonic() + seconds, self.tables
-        parts: dict[str, TablePart] = {
+        parts: dict[str, Steps | Trajectories | PromptTexts | Spans] = {
             "metrics.jsonl": tables.steps,
             LEDGER: tables.trajectories,
             "questions.jsonl": tables.questions,
@@ -190,7 +173,7 @@ class WatchedRun:
                     return bool(parts)
         return False
 
-    def _attempt(self, place: str, part: TablePart) -> bool:
+    def _attempt(self, place: str, part: Steps | Trajectories | PromptTexts | Spans) -> bool:
         """Advance one part; returns whether there is more. A fault is noted, and removed when it has gone."""
         try:
             refuse_strange_files(self.folder)
