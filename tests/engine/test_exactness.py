@@ -99,7 +99,14 @@ class Pair:
         return self.computed[key]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+#: Full attention as of qwen3, whose steps tests/model/test_decode.py compares as well.
+LONG = ("qwen2", "llama")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(family, marks=[pytest.mark.long] if family in LONG else []) for family in FAMILIES],
+)
 def pair(request: pytest.FixtureRequest) -> Pair:
     shape = AutoConfig.for_model(request.param, **SHAPE | FAMILIES[request.param])
     torch.manual_seed(9)
