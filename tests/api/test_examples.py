@@ -54,7 +54,7 @@ def test_the_loop_on_one_page_learns(capsys: pytest.CaptureFixture[str], steps: 
     assert len(rewards) == steps
     assert 0 <= min(ages) < max(ages) <= 2
     assert max(rewards[:5]) < 0.25  # guessing: one in ten, and the empty tokens
-    assert steps < 60 or min(rewards[-5:]) > 0.4
+    assert min(rewards[-5:]) > (0.4 if steps == 60 else 0.13)
     several = [int(line.split("; ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
     assert len(several) == steps // 10
     assert sum(several) > 0  # weights arrived in mid-completion
