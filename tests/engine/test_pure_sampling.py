@@ -23,6 +23,7 @@ from stretto.engine.native.engine import NativeEngine
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.tokenizer import load_tokenizer
+from tests.engine.answering import drain, finish
 from tests.tolerances import EXACT
 
 Ended = dict[tuple[str, int], Completion]
@@ -54,20 +55,6 @@ REQUESTS = [request(f"r{i}", 3 + 2 * i, range(10 * i, 10 * i + 3), **SETTINGS[i 
 
 def engine_of(folder: Path, **settings: object) -> NativeEngine:
     return NativeEngine.load(folder, EngineConfig.model_validate({"slots": 64, **settings}))
-
-
-def drain(engine: NativeEngine) -> Ended:
-    ended: Ended = {}
-    while not engine.idle:
-        ended |= {(c.request, c.member): c for c in engine.step()}
-        engine.check_integrity()
-    return ended
-
-
-def finish(engine: NativeEngine, *requests: GenerateRequest) -> Ended:
-    for wanted in requests:
-        engine.add(wanted)
-    return drain(engine)
 
 
 def answers(ended: Ended) -> dict[tuple[str, int], tuple[tuple[int, ...], StopReason]]:

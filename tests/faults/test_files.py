@@ -35,8 +35,6 @@ ROOT = Path(__file__).parents[2]
 CALLS: tuple[str, ...] = ("write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "ftruncate")
 CALLS += ("unlink", "unlinkat", "mkdir", "mkdirat", "rmdir", "sendfile")
 MOST_CALLS = 100
-#: One in this number of calls of a commit is a kill; each of them in the long campaign.
-STRIDE = int(os.environ.get("STRETTO_FAULT_STRIDE", "5"))
 
 #: Copies of a process that has imported what they need: each does its work on a folder once strace watches it.
 COPIES = """
@@ -127,13 +125,11 @@ def old(folder: Path) -> None:
 STRACE = pytest.mark.skipif(not strace_works(), reason="strace cannot trace here: not tested")
 
 
-def killed_at_every_call(
-    work: Callable[[str], int], prepare: Callable[[], None], judge: Callable[[], object], stride: int = 1
-) -> int:
+def killed_at_every_call(work: Callable[[str], int], prepare: Callable[[], None], judge: Callable[[], object]) -> int:
     """Kill the work at its first call of each kind, at its second one, ... until it comes through; how many kills."""
     kills = 0
     for call in CALLS:
-        for number in range(1, MOST_CALLS, stride):
+        for number in range(1, MOST_CALLS):
             prepare()
             code = work(f"{call}:signal=KILL:when={number}")
             judge()
@@ -201,8 +197,8 @@ def test_a_kill_at_every_call_of_a_commit_leaves_the_batch_whole_or_absent(trace
         assert not breaches["nothing is trained twice"] + breaches["everything issued has one state"]
         seen.add(last)
 
-    calls = killed_at_every_call(partial(traced, "commit", folder, 2), prepare, judge, STRIDE)
-    assert calls >= 5
+    calls = killed_at_every_call(partial(traced, "commit", folder, 2), prepare, judge)
+    assert calls >= 12
     assert seen == {1, 2}
 
 
