@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test test-core test-report test-gateway test-servers test-cluster test-foresight test-verify test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
+.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verify test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -29,7 +29,7 @@ smollm2: .venv/ready-run  ## train recipes/smollm2.toml: fetches a pretrained ch
 
 # Tests wait now and then, and leave the types as much of two cores as they need.
 test: format-check lint  ## every check: format, lint, types, tests
-	@$(MAKE) --no-print-directory --jobs=2 types tests
+	@$(MAKE) --no-print-directory --jobs=4 --output-sync=target types $(PARTS)
 
 format-check: .venv/ready-test
 	$(RUN) ruff format --check .
@@ -40,12 +40,29 @@ lint: .venv/ready-test
 types: .venv/ready-test
 	nice $(RUN) mypy
 
-# Three at a time: two cores are what has to be there, a run of its own has several processes already, and tests wait now
-# and then. In the order of the folders, which leaves the lightest for the end.
-PYTEST := $(RUN) pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# Three processes: two cores are what has to be there, a run of its own has several processes already, and tests wait now
+# and then. Each has rooms of its own, about as long as those of the others: workers of xdist would each collect all.
+RUNS := launch faults complaints cli canary outlets study watch worlds
+MODELS := trainer engine api model verbs tinker rewards planner
+PARTS := tests-runs tests-models tests-others
+below = $(addprefix tests/,$(1))
 
 tests: .venv/ready-test  ## the tests alone
-	$(PYTEST)
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target $(PARTS)
+
+tests-runs tests-models tests-others: tests-%: .venv/ready-test
+	$(RUN) pytest -o cache_dir=.cache/pytest/$* $(IN_$*)
+
+IN_runs = $(call below,$(RUNS))
+IN_models = $(call below,$(MODELS))
+IN_others = $(addprefix --ignore=,$(call below,$(RUNS) $(MODELS)))
+
+tests-again: .venv/ready-test  ## those that failed in `make tests`, alone; an error if none has
+	@failed=$$(grep -ls '"' .cache/pytest/*/v/cache/lastfailed) || { echo "no test has failed"; exit 1; }; \
+	for cache in $$failed; do $(RUN) pytest -o cache_dir=$${cache%/v/cache/lastfailed} --last-failed || exit 1; done
+
+# In the order of the folders, which leaves the lightest for the end.
+PYTEST := $(RUN) pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The rooms of each package; tests/ mirrors them.
 core := core conversation doors engine loop measures model processes rewards rollout store trainer verbs weights worlds

@@ -44,18 +44,19 @@ def test_an_example_is_short_and_imports_the_public_names_alone(name: str, most:
     assert re.findall(r"^\s*(?:import|from) (stretto\S*)", text, re.MULTILINE) == ["stretto"]
 
 
-def test_the_loop_on_one_page_learns(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("steps", [20, pytest.param(60, marks=pytest.mark.long)])
+def test_the_loop_on_one_page_learns(capsys: pytest.CaptureFixture[str], steps: int) -> None:
     loop = page("loop")
     assert loop["judge"]("3", "456789012345") == 1
     assert loop["judge"]("3", "456789012346") == pytest.approx(11 / 12)
     assert loop["judge"]("3", "4") == pytest.approx(1 / 12)
-    rewards, ages = asyncio.run(loop["main"](60))
-    assert len(rewards) == 60
+    rewards, ages = asyncio.run(loop["main"](steps))
+    assert len(rewards) == steps
     assert 0 <= min(ages) < max(ages) <= 2
     assert max(rewards[:5]) < 0.25  # guessing: one in ten, and the empty tokens
-    assert min(rewards[-5:]) > 0.4
+    assert min(rewards[-5:]) > (0.4 if steps == 60 else 0.13)
     several = [int(line.split("; ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
-    assert len(several) == 6
+    assert len(several) == steps // 10
     assert sum(several) > 0  # weights arrived in mid-completion
 
 

@@ -59,8 +59,9 @@ def test_a_request_has_the_same_tokens_alone_and_in_a_full_batch_and_with_other_
     together = finish(engine_of(folder, slots=24), *requests)
     squeezed = finish(engine_of(folder, slots=3), *requests)
     alone: dict[tuple[str, int], Completion] = {}
+    by_itself = engine_of(folder)
     for wanted in requests:
-        alone |= finish(engine_of(folder), wanted)
+        alone |= finish(by_itself, wanted)
     assert {key: c.token_ids for key, c in together.items()} == {key: c.token_ids for key, c in alone.items()}
     assert {key: c.token_ids for key, c in together.items()} == {key: c.token_ids for key, c in squeezed.items()}
 

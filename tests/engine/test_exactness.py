@@ -1,6 +1,6 @@
 """Promises, for six families of decoders, each against the plain transformers model in float32:
 
-- greedy answers are those of `generate`, token for token, on 100 prompts of mixed lengths;
+- greedy answers are those of `generate`, token for token, on 50 prompts of mixed lengths;
 - log-probabilities of sampled tokens are those of the full forward to rounding: alone, in full and in ragged batches,
   for answers that share a prompt, after interruptions with "recompute", and when a small cache preempts answers.
 
@@ -39,7 +39,7 @@ from tests.engine.answering import (
 from tests.tolerances import EXACT
 
 VOCABULARY = 40
-PROMPTS = 100
+PROMPTS = 50
 LENGTHS = (1, 2, 3, 5, 9, 14, 23, 31, 48, 63)
 ANSWER = 24
 
@@ -99,7 +99,14 @@ class Pair:
         return self.computed[key]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+#: Full attention as of qwen3, whose steps tests/model/test_decode.py compares as well.
+LONG = ("qwen2", "llama")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(family, marks=[pytest.mark.long] if family in LONG else []) for family in FAMILIES],
+)
 def pair(request: pytest.FixtureRequest) -> Pair:
     shape = AutoConfig.for_model(request.param, **SHAPE | FAMILIES[request.param])
     torch.manual_seed(9)
@@ -139,7 +146,7 @@ def generated(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> li
     return answers
 
 
-def test_greedy_answers_are_those_of_generate_on_100_prompts_of_mixed_lengths(pair: Pair) -> None:
+def test_greedy_answers_are_those_of_generate_on_50_prompts_of_mixed_lengths(pair: Pair) -> None:
     requests = [wanted(f"p{i}", LENGTHS[i % len(LENGTHS)], temperature=0.0) for i in range(PROMPTS)]
     ended = finish(pair.engine(max_prefill_tokens=200), *requests)
     varied = {completion.token_ids for completion in ended.values()}
@@ -175,7 +182,13 @@ def mixed() -> list[GenerateRequest]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"slots": 1}, {"slots": 3}, {"slots": 64}, {"slots": 64, "max_prefill_tokens": 1}, {"cache_gib": 7e-5}],
+    [
+        pytest.param({"slots": 1}, marks=pytest.mark.long),
+        {"slots": 3},
+        {"slots": 64},
+        {"slots": 64, "max_prefill_tokens": 1},
+        {"cache_gib": 7e-5},
+    ],
     ids=["alone", "few", "many", "one prompt at a time", "a small cache"],
 )
 def test_logprobs_are_those_of_the_full_forward_at_every_batch_composition(

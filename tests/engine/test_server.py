@@ -54,8 +54,8 @@ def engine_of(folder: Path, slots: int = 8) -> NativeEngine:
     return NativeEngine.load(folder, EngineConfig(slots=slots), name="engine-0")
 
 
-def alone(folder: Path, wanted: GenerateRequest) -> list[Completion]:
-    engine, ended = engine_of(folder), list[Completion]()
+def alone(engine: NativeEngine, wanted: GenerateRequest) -> list[Completion]:
+    ended = list[Completion]()
     engine.add(wanted)
     while not engine.idle:
         ended += engine.step()
@@ -80,8 +80,9 @@ def test_answers_arrive_as_the_engine_made_them(folder: Path, tmp_path: Path, tr
         async with served(engine_of(folder), address) as client:
             wanted = [request(f"r{i}", answers=1 + i % 4) for i in range(12)]
             received = await asyncio.gather(*(collect(client, each) for each in wanted))
+            engine = engine_of(folder)
             for each, completions in zip(wanted, received, strict=True):
-                assert [c.token_ids for c in completions] == [c.token_ids for c in alone(folder, each)]
+                assert [c.token_ids for c in completions] == [c.token_ids for c in alone(engine, each)]
             health = await client.health()
             assert health.generated == sum(len(c.token_ids) for completions in received for c in completions)
             assert {span.name for span in await client.spans()} == {"generate"}

@@ -14,8 +14,9 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,44 +35,87 @@ ROOT = Path(__file__).parents[2]
 CALLS: tuple[str, ...] = ("write", "pwrite64", "fsync", "fdatasync", "rename", "renameat", "renameat2", "ftruncate")
 CALLS += ("unlink", "unlinkat", "mkdir", "mkdirat", "rmdir", "sendfile")
 MOST_CALLS = 100
-#: One in this number of calls of a commit is a kill; each of them in the long campaign.
-STRIDE = int(os.environ.get("STRETTO_FAULT_STRIDE", "5"))
 
-CHECKPOINT = """
-import sys
+#: Copies of a process that has imported what they need: each does its work on a folder once strace watches it.
+COPIES = """
+import os, sys
+from contextlib import suppress
 from pathlib import Path
 from stretto.store.folder.checkpoints import Checkpoints
-def fill(folder):
-    for name in "ab":
-        (folder / name).write_bytes(b"new" * 1000)
-Checkpoints(Path(sys.argv[1]), keep=1).save(10, fill)
-"""
-COMMIT = """
-import sys
-from pathlib import Path
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from tests.faults.one_step import one_step
-ledger = Ledger(Path(sys.argv[1]) / "ledger.sqlite", StoreConfig())
-one_step(ledger, 2)
-ledger.sync()
+
+def fill(folder):
+    for name in "ab":
+        (folder / name).write_bytes(b"new" * 1000)
+
+def checkpoint(folder, keep):
+    Checkpoints(folder, keep=keep).save(10, fill)
+
+def commit(folder, step):
+    ledger = Ledger(folder / "ledger.sqlite", StoreConfig())
+    one_step(ledger, step)
+    ledger.sync()
+
+while line := sys.stdin.readline():
+    work, folder, number = line.split()
+    if not (pid := os.fork()):
+        code = 1
+        with suppress(Exception):
+            os.read(0, 1)
+            {"checkpoint": checkpoint, "commit": commit}[work](Path(folder), int(number))
+            code = 0
+        os._exit(code)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
 
-def traced(script: str, folder: Path, *injections: str) -> int:
-    """The exit code of a script under strace, which injects something into its file-system calls."""
-    command = ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={','.join(CALLS)}"]
-    command += [word for injection in injections for word in ("-e", f"inject={injection}")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    command += [sys.executable, "-c", script, str(folder)]
-    return subprocess.run(command, env=environment, check=False, capture_output=True).returncode
+class Traced:
+    """Work on a folder under strace, which injects something into its file-system calls."""
+
+    def __init__(self, copies: subprocess.Popen[str]) -> None:
+        self._copies = copies
+
+    def __call__(self, work: str, folder: Path, number: int, *injections: str) -> int:
+        """The exit code of `work` on the folder."""
+        self._tell(f"{work} {folder} {number}\n")
+        pid = self._told()
+        command = ["strace", "-f", "-o", os.devnull, "-e", f"trace={','.join(CALLS)}", "-p", str(pid)]
+        command += [word for injection in injections for word in ("-e", f"inject={injection}")]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
+            assert strace.stderr is not None
+            assert "attached" in (said := strace.stderr.readline()), said
+            self._tell("\n")
+            return self._told()
+
+    def _tell(self, text: str) -> None:
+        assert self._copies.stdin is not None
+        self._copies.stdin.write(text)
+        self._copies.stdin.flush()
+
+    def _told(self) -> int:
+        assert self._copies.stdout is not None
+        return int(self._copies.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def traced() -> Iterator[Traced]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-u", "-c", COPIES]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as copies:
+        yield Traced(copies)
+        copies.kill()
 
 
 def strace_works() -> bool:
     if shutil.which("strace") is None:
         return False
-    probe = ["strace", "-qq", "-o", os.devnull, "-e", "inject=fsync:error=EIO:when=1", "true"]
-    return subprocess.run(probe, check=False, capture_output=True).returncode == 0
+    with subprocess.Popen(["sleep", "0.1"]) as watched:  # beside it, as copies are
+        probe = ["strace", "-o", os.devnull, "-e", "inject=fsync:error=EIO:when=1", "-p"]
+        done = subprocess.run([*probe, str(watched.pid)], check=False, capture_output=True)
+    return b"attached" in done.stderr
 
 
 def old(folder: Path) -> None:
@@ -81,15 +125,13 @@ def old(folder: Path) -> None:
 STRACE = pytest.mark.skipif(not strace_works(), reason="strace cannot trace here: not tested")
 
 
-def killed_at_every_call(
-    script: str, folder: Path, prepare: Callable[[], None], judge: Callable[[], object], stride: int = 1
-) -> int:
-    """Kill the script at its first call of each kind, at its second one, ... until it comes through; how many kills."""
+def killed_at_every_call(work: Callable[[str], int], prepare: Callable[[], None], judge: Callable[[], object]) -> int:
+    """Kill the work at its first call of each kind, at its second one, ... until it comes through; how many kills."""
     kills = 0
     for call in CALLS:
-        for number in range(1, MOST_CALLS, stride):
+        for number in range(1, MOST_CALLS):
             prepare()
-            code = traced(script, folder, f"{call}:signal=KILL:when={number}")
+            code = work(f"{call}:signal=KILL:when={number}")
             judge()
             if code == 0:
                 break
@@ -98,7 +140,7 @@ def killed_at_every_call(
 
 
 @STRACE
-def test_a_kill_at_every_call_of_a_checkpoint_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+def test_a_kill_at_every_call_of_a_checkpoint_leaves_the_old_one_or_the_new_one(traced: Traced, tmp_path: Path) -> None:
     checkpoints, seen = Checkpoints(tmp_path, keep=1), set()
 
     def prepare() -> None:
@@ -111,14 +153,14 @@ def test_a_kill_at_every_call_of_a_checkpoint_leaves_the_old_one_or_the_new_one(
         assert newest.broken == ()
         seen.add(newest.step)
 
-    calls = killed_at_every_call(CHECKPOINT, tmp_path, prepare, judge)
+    calls = killed_at_every_call(partial(traced, "checkpoint", tmp_path, 1), prepare, judge)
     assert calls >= 12
     assert seen == {5, 10}
 
 
 @STRACE
 def test_without_renames_and_fsync_a_checkpoint_is_whole_or_known_as_broken_wherever_it_is_killed(
-    tmp_path: Path,
+    traced: Traced, tmp_path: Path
 ) -> None:
     checkpoints, seen = Checkpoints(tmp_path, keep=2), set()
     bucket = "rename,renameat,renameat2,fsync,fdatasync:error=ENOSYS"
@@ -126,7 +168,7 @@ def test_without_renames_and_fsync_a_checkpoint_is_whole_or_known_as_broken_wher
         for number in range(1, MOST_CALLS):
             shutil.rmtree(tmp_path)
             checkpoints.save(5, old)
-            code = traced(CHECKPOINT.replace("keep=1", "keep=2"), tmp_path, bucket, f"{call}:signal=KILL:when={number}")
+            code = traced("checkpoint", tmp_path, 2, bucket, f"{call}:signal=KILL:when={number}")
             newest = checkpoints.latest()
             assert newest is not None
             seen.add((newest.step, len(newest.broken)))
@@ -137,7 +179,7 @@ def test_without_renames_and_fsync_a_checkpoint_is_whole_or_known_as_broken_wher
 
 
 @STRACE
-def test_a_kill_at_every_call_of_a_commit_leaves_the_batch_whole_or_absent(tmp_path: Path) -> None:
+def test_a_kill_at_every_call_of_a_commit_leaves_the_batch_whole_or_absent(traced: Traced, tmp_path: Path) -> None:
     folder, seen = tmp_path / "run", set()
 
     def prepare() -> None:
@@ -155,19 +197,19 @@ def test_a_kill_at_every_call_of_a_commit_leaves_the_batch_whole_or_absent(tmp_p
         assert not breaches["nothing is trained twice"] + breaches["everything issued has one state"]
         seen.add(last)
 
-    calls = killed_at_every_call(COMMIT, folder, prepare, judge, STRIDE)
-    assert calls >= 5
+    calls = killed_at_every_call(partial(traced, "commit", folder, 2), prepare, judge)
+    assert calls >= 12
     assert seen == {1, 2}
 
 
 @STRACE
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC", "EROFS"])
-def test_a_disk_that_refuses_leaves_the_old_checkpoint(tmp_path: Path, error: str) -> None:
+def test_a_disk_that_refuses_leaves_the_old_checkpoint(traced: Traced, tmp_path: Path, error: str) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     checkpoints.save(5, old)
     for call in ("write", "fsync", "rename"):
         assert traced(
-            CHECKPOINT, tmp_path, f"{call}:error={error}:when=2" if call != "rename" else f"{call}:error={error}"
+            "checkpoint", tmp_path, 1, f"{call}:error={error}:when=2" if call != "rename" else f"{call}:error={error}"
         )
         newest = checkpoints.latest()
         assert newest is not None

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +32,7 @@ from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.series.metrics import EvaluationLine, MetricsLog
 from stretto.store.totals import TOTALS, Totals
+from stretto_app.study import runner
 from stretto_app.study.command import perform
 from stretto_app.study.conduct import StudyProgress, conduct, side_by_side
 from stretto_app.study.definition import PlannedRun, load_study
@@ -258,15 +260,26 @@ def test_as_many_runs_are_trained_at_a_time_as_the_cores_carry_or_as_are_asked_f
 
 
 def test_the_command_trains_in_processes_of_its_own(
-    laboratory: Laboratory, door: Callable[..., Ended], study: Path, tmp_path: Path
+    laboratory: Laboratory, door: Callable[..., Ended], study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An interpreter that writes down what it is asked for stands for the one that would import all of it anew."""
     study.write_text(study.read_text().replace("[0, 8]", "[1]").replace("steps = 2", "steps = 1"))
-    ended = door("study", study, "--out", tmp_path / "out", "--seeds", "1", "--json")
+    command, asked = ("study", study, "--out", tmp_path / "out", "--seeds", "1", "--json"), tmp_path / "asked"
+    (interpreter := tmp_path / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {asked}\nexit 3\n')
+    interpreter.chmod(0o755)
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "sys", SimpleNamespace(executable=str(interpreter)))
+        failed = door(*command)
+    assert failed.code == 1
+    assert "ended with exit code 3" in failed.out
+    *started, train, recipe, option, folder, plots = asked.read_text().splitlines()
+    assert (started, plots) == (["-m", "stretto_app.cli.main"], "--no-plots")
+    assert laboratory.run(train, recipe, option, folder, plots).code == 0
+    ended = door(*command)
     assert ended.code == 0, ended.err
     (cell,) = json.loads(ended.out)["cells"]
     (run,) = cell["runs"]
     assert (cell["name"], run["trajectories"]) == ("max_staleness = 1", 8)
-    folder = tmp_path / "out" / "runs" / run["digest"]
-    assert (folder / "recipe.toml").is_file()
-    assert list(folder.glob("plots/*")) == []
+    assert Path(folder) == tmp_path / "out" / "runs" / run["digest"]
+    assert (Path(folder) / "recipe.toml").is_file()
     assert door("study", study.with_name("nothing.toml")).code == 2

@@ -1,4 +1,4 @@
-"""Trainings by 1, 2 and 4 ranks, real processes each: ``python -m tests.trainer.rank_runs FOLDER``.
+"""Trainings by 1, 2 and 3 ranks, real processes each: ``python -m tests.trainer.rank_runs FOLDER``.
 
 For every scenario ``FOLDER/COUNT-SCENARIO-RANK.pt`` holds what that rank saw. The processes
 are forked, so that torch is imported once.
@@ -86,7 +86,7 @@ LOSSES = ("cispo", "gspo", "topr", "m2po")
 SCENARIOS |= {loss: Scenario(steps=1, algorithm={"loss": loss}, trainer={"minibatches": 1}) for loss in LOSSES}
 
 #: What each number of ranks trains; 1 rank trains all.
-PLAYED = {4: ("paper", "few"), 2: tuple(SCENARIOS)}
+PLAYED = {3: ("few",), 2: tuple(SCENARIOS)}
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,12 @@ class Resumed:
     apart: bool = False
 
 
-#: In the order in which they are trained: 1, 4, 2 and 1 ranks, each from the checkpoint of those before.
+#: In the order in which they are trained: 1, 3, 2 and 1 ranks, each from the checkpoint of those before.
 RESUMED = (
     Resumed(1, None, "1"),
-    Resumed(4, "1", "1-4"),
-    Resumed(4, "1", "1-4-apart", apart=True),
-    Resumed(2, "1-4", "1-4-2"),
-    Resumed(1, "1-4-2", "1-4-2-1"),
+    Resumed(3, "1", "1-3-apart", apart=True),
+    Resumed(2, "1-3-apart", "1-3-2"),
+    Resumed(1, "1-3-2", "1-3-2-1"),
     Resumed(1, "1", "1-1"),
     Resumed(1, "1-1", "1-1-1"),
     Resumed(1, "1-1-1", "1-1-1-1"),

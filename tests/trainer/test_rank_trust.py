@@ -19,7 +19,7 @@ from stretto.trainer.messages import (
 from stretto.trainer.parallel.rendezvous import LOOPBACK, open_store
 from stretto.trainer.roles.rank_group import RankIntroduction
 from tests.certificates import authority
-from tests.trainer.two_machines import Site, refused, run, running
+from tests.trainer.two_machines import Running, Site, refused, run, running
 
 
 @pytest.mark.long
@@ -44,19 +44,21 @@ def test_the_store_of_torch_is_at_the_loopback_interface_and_no_way_to_it_withou
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", store.port), timeout=5)
 
-    async def scenario(rank: int, key: str | None) -> str:
+    async def kept_out(group: Running, rank: int, key: str) -> str:
+        reader, writer = await asyncio.open_connection(group.awaited.host, group.awaited.port)
+        ours = msgspec.msgpack.encode(RankIntroduction(rank=rank, to_store=True))
+        with pytest.raises(HandshakeRefused) as told:
+            await call(reader, writer, key, ours, peer="rank 0", seconds=10)
+        writer.close()
+        return told.value.how
+
+    async def both() -> tuple[str, str]:
         async with running(site) as group:
             await group.start_rank()
             await group.reply(Ready)
-            reader, writer = await asyncio.open_connection(group.awaited.host, group.awaited.port)
-            ours = msgspec.msgpack.encode(RankIntroduction(rank=rank, to_store=True))
-            with pytest.raises(HandshakeRefused) as refused:
-                await call(reader, writer, key or group.awaited.key, ours, peer="rank 0", seconds=10)
-            writer.close()
-            return refused.value.how
+            return await kept_out(group, 1, "another"), await kept_out(group, 5, group.awaited.key)
 
-    assert run(scenario(1, "another")) == "refused: the key is wrong"
-    assert run(scenario(5, None)) == "refused: there is no rank 5"
+    assert run(both()) == ("refused: the key is wrong", "refused: there is no rank 5")
 
 
 def test_a_key_is_good_for_one_trainer_and_not_on_a_command_line(site: Site) -> None:

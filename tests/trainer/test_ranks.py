@@ -1,4 +1,4 @@
-"""Promises of several ranks: 1, 2 and 4 of them give the same losses over 4 steps, and the same weights, to rounding;
+"""Promises of several ranks: 1, 2 and 3 of them give the same losses, and the same weights, to rounding;
 so do two with a critic, a reference, adapters and the rest, over fewer steps; the gradients of one batch agree for
 some losses; each rank holds only its part; all of them measure and decide alike. A checkpoint is written while the
 training goes on, and any number of ranks goes on from it.
@@ -73,7 +73,7 @@ def test_all_ranks_measure_and_decide_alike(folder: Path, count: int, scenario: 
         assert all(torch.equal(other["weights"][name], p) for name, p in first["weights"].items())
 
 
-@pytest.mark.parametrize(("count", "scenario"), [(4, "few"), (2, "small"), (2, "selection"), (2, "adapters")])
+@pytest.mark.parametrize(("count", "scenario"), [(3, "few"), (2, "small"), (2, "selection"), (2, "adapters")])
 def test_every_rank_has_what_became_of_all_tokens(folder: Path, count: int, scenario: str) -> None:
     one = seen(folder, 1, scenario)["tokens"]
     every = [seen(folder, count, scenario, rank) for rank in range(count)]
@@ -114,7 +114,7 @@ def test_each_rank_holds_its_part_of_the_parameters(folder: Path) -> None:
         assert max(parts) < 1.4 * whole / count  # a row of a matrix is never divided, and 13 rows not evenly
 
 
-@pytest.mark.parametrize("name", ["1-4", "1-4-apart", "1-4-2", "1-4-2-1"])
+@pytest.mark.parametrize("name", ["1-3-apart", "1-3-2", "1-3-2-1"])
 def test_a_checkpoint_is_gone_on_from_by_another_number_of_ranks(folder: Path, name: str) -> None:
     """Optimizer and critic included, whether or not all ranks see the folder: `1-1` is one rank that goes on from its
     own checkpoint."""
@@ -128,7 +128,7 @@ def test_a_checkpoint_is_gone_on_from_by_another_number_of_ranks(folder: Path, n
 
 def test_a_checkpoint_that_is_read_by_other_ranks_gives_the_same_weights(folder: Path) -> None:
     """To the last bit: what is saved is what was trained, however it was divided and sent."""
-    for name in ("1", "1-4", "1-4-apart", "1-4-2"):
+    for name in ("1", "1-3-apart", "1-3-2"):
         trainer = trainer_of(SCENARIOS["critic"], ALONE)
         trainer.load_checkpoint(folder / name)
         trained = torch.load(folder / f"{name}.pt", weights_only=True)["weights"]
@@ -136,13 +136,13 @@ def test_a_checkpoint_that_is_read_by_other_ranks_gives_the_same_weights(folder:
 
 
 def test_each_rank_writes_its_part_of_a_checkpoint(folder: Path) -> None:
-    for name, count in (("1", 1), ("1-4", 4), ("1-4-2", 2)):
+    for name, count in (("1", 1), ("1-3-2", 2)):
         assert len(list((folder / name).glob("shard-*.safetensors"))) == count
         assert len(list((folder / name / "critic").glob("shard-*.safetensors"))) == count
 
 
 def test_rank_0_writes_all_where_the_others_do_not_see_the_folder(folder: Path) -> None:
-    for part in (folder / "1-4-apart", folder / "1-4-apart" / "critic"):
+    for part in (folder / "1-3-apart", folder / "1-3-apart" / "critic"):
         files = sorted(path.name.partition("-model")[0] for path in part.iterdir() if path.is_file())
         assert files == ["shard-00001", "trainer.json"]
     assert not (folder / "not-there").exists()
@@ -180,9 +180,9 @@ def test_what_the_system_says_of_a_checkpoint_that_it_does_not_take_is_one_line(
 
 
 def test_a_checkpoint_without_one_ranks_part_is_refused(folder: Path, tmp_path: Path) -> None:
-    for missing in (1, 2, 3, 4):
+    for missing in (1, 2):
         torn = tmp_path / str(missing)
-        shutil.copytree(folder / "1-4", torn)
+        shutil.copytree(folder / "1-3-2", torn)
         next(torn.glob(f"shard-{missing:05d}-*")).unlink()
         with pytest.raises(StoreError, match=r"is of another model; these parameters differ: .*layers"):
             trainer_of(SCENARIOS["paper"], ALONE).load_checkpoint(torn)

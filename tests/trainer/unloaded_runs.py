@@ -1,4 +1,4 @@
-"""Trainings by 2 and 4 ranks whose models begin without memory: ``python -m tests.trainer.unloaded_runs FOLDER``.
+"""Trainings by 2 and 3 ranks whose models begin without memory: ``python -m tests.trainer.unloaded_runs FOLDER``.
 
 ``FOLDER/models`` holds a folder for each family, and ``large`` of 48M parameters. ``FOLDER/COUNT-RANK.pt`` holds what
 that rank saw; ``FOLDER/COUNT-saved`` the policy of a trainer's process.
@@ -38,7 +38,7 @@ from stretto.weights.mailbox import GatheringPublisher
 from tests.tolerances import EPS, RATE
 from tests.trainer.rank_runs import SAMPLING, SCENARIOS, Scenario
 
-#: Trained by 2 ranks and by 1; the first by 4 too.
+#: Trained by 2 ranks and by 1; the first by 3 too.
 PLAYED = ("critic", "reference", "adapters", "once", "half")
 UNLOADED = {name: SCENARIOS[name] for name in PLAYED[:3]} | {
     "once": Scenario(trainer={"reduce_every": "minibatch", "micro_batch_tokens": 24}),
@@ -142,7 +142,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     warnings.simplefilter("error")
     torch.set_num_threads(1)
-    for count in (2, 4):
+    for count in (2, 3):
         store = open_store(count)  # in the parent: all ranks are its children
         forked = multiprocessing.get_context("fork")
         processes = [forked.Process(target=play_all, args=(folder, rank, count, store.port)) for rank in range(count)]

@@ -9,6 +9,8 @@ import pytest
 
 import stretto
 from stretto.model.hf.build import build_policy
+from stretto.processes.spawn import FreshSpawner
+from tests.launch.warm import session_server
 from tests.tiny_policy import TINY
 
 
@@ -17,6 +19,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verbs") / "model"
     build_policy(TINY, path, seed=1)
     return path
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of their own are forked from one that has imported what they need; a fresh one takes seconds for it."""
+    monkeypatch.setattr(FreshSpawner, "start", lambda _, spawn: session_server().start(spawn))
 
 
 @pytest.fixture(scope="session")

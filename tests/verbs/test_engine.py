@@ -114,7 +114,7 @@ def test_completions_of_one_prompt(engine: stretto.Engine) -> None:
 
 
 def test_an_engine_in_a_process_of_its_own_says_the_same(
-    engine: stretto.Engine, folder: Path, data: list[stretto.Datum]
+    engine: stretto.Engine, folder: Path, data: list[stretto.Datum], warm: None
 ) -> None:
     with stretto.Engine.load(folder, apart=True, cache_gib=0.05) as apart:
         told: dict[str, Any] = {"n": 3, "seed": 1, "max_tokens": 8}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -174,8 +173,8 @@ def test_two_writers_of_one_folder(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_mistake_ends_a_program_with_its_message(folder: Path) -> None:
-    program = f"import stretto; stretto.Engine.load({str(folder)!r}, slots=0)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1] == (
-        "stretto.core.errors.RecipeError: Engine.load: slots: 0; input should be greater than or equal to 1"
+    with pytest.raises(stretto.RecipeError) as told:
+        stretto.Engine.load(folder, slots=0)
+    assert "".join(traceback.format_exception_only(told.value)) == (
+        "stretto.core.errors.RecipeError: Engine.load: slots: 0; input should be greater than or equal to 1\n"
     )

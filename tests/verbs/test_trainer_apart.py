@@ -91,7 +91,7 @@ def test_a_call_that_was_interrupted_while_it_waited_leaves_the_next_one_right(
 
 
 def test_a_call_that_was_interrupted_within_a_message_ends_the_trainer(
-    folder: Path, data: list[stretto.Datum], monkeypatch: pytest.MonkeyPatch
+    folder: Path, data: list[stretto.Datum], monkeypatch: pytest.MonkeyPatch, warm: None
 ) -> None:
     def interrupted(connection: Connection) -> CallResult:
         raise KeyboardInterrupt

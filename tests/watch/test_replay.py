@@ -6,8 +6,10 @@ a folder that cannot be written is refused; what it makes is a branch beside its
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,8 +20,11 @@ import httpx
 import pytest
 
 from stretto.core.errors import RunFolderError
+from stretto.processes.heartbeat import PARENT
 from stretto_report.watch.serve import watch
-from stretto_report.watch.web.replay import Replays
+from stretto_report.watch.web.replay import COMMAND, Replays
+from tests.launch.running import Laboratory, wait_until
+from tests.launch.running import laboratory as laboratory
 from tests.watch.conftest import TOKEN, serving
 from tests.watch.runs import write_run
 
@@ -30,6 +35,14 @@ import os, pathlib, sys, time
 pathlib.Path(next(word for word in sys.argv if word.startswith("--out=")).partition("=")[2]).mkdir()
 print(os.getpid(), os.environ.get("STRETTO_WATCH_PASSWORD"), *sys.argv[1:], flush=True)
 time.sleep(3600)
+"""
+#: Another process does what this one is asked for.
+WAITING = """
+import json, os, pathlib, sys, time
+target = pathlib.Path(next(word for word in sys.argv if word.startswith("--out=")).partition("=")[2])
+pathlib.Path(os.environ["ASKED"]).write_text(json.dumps(sys.argv[1:]))
+while not (target / "ended").exists():
+    time.sleep(0.05)
 """
 FAILING = """
 import pathlib, sys
@@ -185,15 +198,30 @@ def test_a_folder_of_replays_that_cannot_be_written_is_refused_with_its_name(tmp
         assert client.get("/api/replay").json()["newest"] is None
 
 
-def test_a_replay_makes_a_branch_beside_its_run_and_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+def test_a_replay_is_a_command_of_its_own() -> None:
+    surroundings = os.environ | {PARENT: str(os.getpid())}
+    told = subprocess.run([*COMMAND, "replay", "--help"], env=surroundings, capture_output=True, text=True, check=True)
+    assert "--from" in told.stdout
+
+
+def test_a_replay_makes_a_branch_beside_its_run_and_leaves_the_run_as_it_was(
+    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = Path(shutil.copytree(SYNCHRONOUS, tmp_path / "runs" / "recorded"))
     kept = {file: file.read_bytes() for file in path.rglob("*") if file.is_file() and "-shm" not in file.name}
-    with serving(tmp_path / "runs", tmp_path / "cache", Replays(tmp_path / "runs" / "replays")) as client:
+    monkeypatch.setenv("ASKED", str(asked := tmp_path / "asked.json"))
+    own = Replays(tmp_path / "runs" / "replays", (sys.executable, "-c", WAITING))
+    with serving(tmp_path / "runs", tmp_path / "cache", own) as client:
         (run,) = client.get("/api/runs").json()["runs"]
-        asked = {"set": ["trainer.learning_rate=0.01"]}
-        assert client.post(f"/api/runs/{run['id']}/replay", json=asked).status_code == 200
+        order = {"set": ["trainer.learning_rate=0.01"]}
+        assert client.post(f"/api/runs/{run['id']}/replay", json=order).status_code == 200
+        wait_until(lambda: asked.exists() and asked.read_bytes().endswith(b"]"), "the order")
+        words = json.loads(asked.read_text())
+        replayed = laboratory.run(*words)
+        assert replayed.code == 0, replayed.err
+        assert "steps 1 to 6 of" in replayed.out
+        (Path(words[-2].removeprefix("--out=")) / "ended").touch()
         made = _until(client, state="done")
-        assert "steps 1 to 6 of" in made["log"]
         until = time.monotonic() + 100
         while not (found := client.get("/api/runs").json())["branches"]:  # runs are looked for once a second
             assert time.monotonic() < until
