@@ -40,7 +40,7 @@ from stretto.launch.preflight.paper import outline
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.attention_support import Rule
 from stretto.model.decode.chunks import cut
-from stretto.model.decode.slot_tables import _slots as slots_of
+from stretto.model.decode.slot_tables import slots_of
 from stretto.model.hf.build import character_tokenizer
 from stretto.model.hf.config import BuildConfig
 from stretto.model.kernels.triton_attention import GRAIN, read_rows
@@ -219,11 +219,11 @@ def _reading(asked: Asked, count: int, context: int, kind: torch.dtype) -> dict[
     ends = np.full(count, context)
     chunks = cut(np.zeros_like(ends), ends, 3 * count + 64, GRAIN)
     items, bounds, slots = (
-        torch.from_numpy(x).to(asked.device) for x in (chunks.items, chunks.bounds, slots_of(cache, count))
+        torch.from_numpy(x).to(asked.device) for x in (chunks.items, chunks.bounds, slots_of(*cache[:, 0], count))
     )
 
     def fused() -> Tensor:
-        return read_rows(query, slots, items, bounds, Rule(), kv_heads, 0)
+        return read_rows(query, slots, items, bounds, Rule(), kv_heads)
 
     def plain() -> Tensor:
         keys, values = (x.repeat_interleave(heads // kv_heads, 1) for x in cache[:, 0])
