@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.core.errors import TornPublication
+from stretto.engine.native import parameters as engine_parameters
 from stretto.engine.native.parameters import Parameters
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 
@@ -69,6 +70,26 @@ def test_adapters_after_a_whole_version_are_added_to_that_one() -> None:
     assert not any(parameter.any() for parameter in made.parameters())
     parameters.load({"first.lora_A": A, "first.lora_B": B})
     assert made.first.weight.tolist() == [[10, 0, 20], [-1, 0, -2]]
+
+
+@pytest.mark.parametrize(("spare", "beyond"), [(None, []), (1 << 20, []), (8, ["first"])])
+def test_base_weights_that_the_device_has_no_room_for_are_kept_on_the_host(
+    spare: int | None, beyond: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU what is kept in host memory is seen by who asked for it; the sums are the same."""
+    made, kept = model(), list[Tensor]()
+
+    def room(like: Tensor) -> Tensor:
+        kept.append(torch.full_like(like, torch.nan))
+        return kept[-1]
+
+    monkeypatch.setattr(engine_parameters, "pinned", room)
+    parameters, before = Parameters(made, lambda: spare), made.first.weight.detach().clone()
+    for scale in (1, 2):
+        parameters.load({"first.lora_A": A, "first.lora_B": scale * B})
+        assert torch.equal(made.first.weight, before + scale * B @ A)
+    assert [one.tolist() for one in kept] == [before.tolist() for _ in beyond]
+    assert parameters.differing({}) == ((), 0)
 
 
 def test_memory_is_compared_with_the_digests_of_a_publication(tmp_path: Path) -> None:

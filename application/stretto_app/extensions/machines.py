@@ -370,7 +370,11 @@ def _why_not(recipe: Recipe, join: Join) -> str:
         return "the run's engines are the servers of engine.addresses; it takes machines for ranks alone"
     place, section = ("trainer", recipe.trainer) if join.kind == "rank" else ("engine", recipe.engine)
     if section.device == "cuda" and not join.gpu:
-        return f"{place}.device is 'cuda', and this machine shows no GPU (/dev/nvidia*, CUDA_VISIBLE_DEVICES)"
+        return f"{place}.device is 'cuda', and this machine shows no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+    each = 1 if join.kind == "rank" else recipe.engine.gpus
+    if section.device != "cpu" and join.gpus and join.count * each > join.gpus:
+        needed = f"{join.count} roles need {join.count * each} GPUs, and this machine shows {join.gpus}"
+        return f"{needed}: give --count {join.gpus // each}" if join.gpus >= each else needed
     return no_room_for(join.count) if join.kind == "engine" else ""
 
 

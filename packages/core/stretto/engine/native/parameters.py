@@ -12,13 +12,14 @@ detects any loss or change since the publication.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from stretto.core.canary import TensorDigest, differing
 from stretto.core.errors import TornPublication
+from stretto.weights.copying import pinned
 from stretto.weights.mailbox import LORA_A, LORA_B
 from stretto.weights.shared_memory import digest_of_tensor
 
@@ -29,7 +30,10 @@ class Parameters:
     """All parameters of a model, into which versions are copied. For a layer with adapters it keeps the base weight and
     the sum."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, spare: Callable[[], int | None] = lambda: None) -> None:
+        """`spare`: bytes left on the device, None without a limit. Base weights that all together do not fit in them
+        are kept in host memory, and come back layer by layer."""
+        self._spare, self._beyond = spare, False  # beyond the device
         self._parameters = dict(model.named_parameters())
         self._beside = _adapters_of(model)  # of a model that computes W x + B A x: its weights are never changed
         self._bases: dict[str, Tensor] = {}  # without adapters, of the parameters that have had some
@@ -52,11 +56,14 @@ class Parameters:
             self._adapters.clear()
             return
         self._adapters = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
-        for layer in _layers(tensors):
-            parameter = self._parameters[f"{layer}.weight"]
+        weights = {layer: self._parameters[f"{layer}.weight"] for layer in _layers(tensors)}
+        new = sum(weight.nbytes for layer, weight in weights.items() if layer not in self._bases)
+        if new and (spare := self._spare()) is not None:
+            self._beyond = new > spare
+        for layer, weight in weights.items():
             if layer not in self._bases:
-                self._bases[layer] = parameter.clone()
-            parameter.copy_(self._with_adapters(layer))
+                self._bases[layer] = pinned(weight).copy_(weight) if self._beyond else weight.clone()
+            weight.copy_(self._with_adapters(layer))
 
     @torch.no_grad()
     def differing(self, digests: Mapping[str, TensorDigest]) -> tuple[tuple[str, ...], int]:
@@ -80,7 +87,7 @@ class Parameters:
         return _same(parameter, self._with_adapters(layer).to(parameter.dtype))
 
     def _with_adapters(self, layer: str) -> Tensor:
-        base = self._bases[layer]
+        base = self._bases[layer].to(self._parameters[f"{layer}.weight"].device)
         a, b = (self._adapters[layer + kind].to(base.device) for kind in (LORA_A, LORA_B))
         return base + b @ a
 

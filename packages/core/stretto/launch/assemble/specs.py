@@ -63,7 +63,9 @@ def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, 
         broadcast=recipe.weights.medium == "broadcast",
         path=recipe.path or "",
         gpus=seat.ids if seat is not None else (),
-        share=seat.share if seat is not None else 1.0,
+        share=seat.room if seat is not None else 1.0,
+        memory=min(gpu.memory for gpu in seat.gpus) if seat is not None else 0,
+        planned=sum(seat.need.parts.values()) if seat is not None else 0,
     )
 
 
@@ -98,7 +100,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) ->
         tokens=kept if recipe.logging.tokens != "none" else None,
         canary=canary_text(folder.vocab_size, folder.context_length, plan.sampling.stop_token_ids, recipe.seed),
         gpus=tuple(seat.ids[0] for seat in seats),
-        share=min((seat.share for seat in seats), default=1.0),
+        share=min((seat.room for seat in seats), default=1.0),
     )
 
 

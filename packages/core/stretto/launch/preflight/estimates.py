@@ -69,12 +69,13 @@ def rank_of(plan: Outline) -> RankMemory:
 
 
 def engine_parts(plan: Outline) -> dict[str, int]:
-    """Bytes of one engine by part: weights and KV cache."""
+    """Bytes of one engine by part: weights and KV cache, of which a server takes all at its start."""
     recipe, base = plan.recipe, plan.base
     item = BYTES[recipe.engine.dtype]
     longest = plan.longest_prompt + plan.sampling.max_tokens
     full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
-    return {"weights of the engine": base.parameters * item, "cache": min(full, recipe.engine.cache_bytes)}
+    cache = min(full, recipe.engine.cache_bytes) if recipe.engine.kind == "native" else recipe.engine.cache_bytes
+    return {"weights of the engine": base.parameters * item, "cache": cache}
 
 
 def estimate_memory(plan: Outline) -> MemoryEstimate:
@@ -94,7 +95,8 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
     elif recipe.engine.kind != "native":
         engine += capabilities_of(recipe.engine.kind).process_bytes
     of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
-    others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + 2 * base.parameters * 4
+    versions = 3 * base.parameters * 4  # two in the mailbox, one copied to be written
+    others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + versions
     return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory(), rank)
 
 
