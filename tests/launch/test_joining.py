@@ -22,11 +22,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import DeadlineExceeded, RecipeError
+from stretto.core.machine import Gpu
+from stretto.core.placement import Need, place
 from stretto.launch.assemble.specs import Endpoints
 from stretto.launch.preflight.descriptors import no_room_for
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe, load_recipe
+from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.proving import Proving
 from stretto.processes.spawn import FRESH
 from stretto.store.folder.run_folder import RunFolder
 from stretto_app.extensions.commands.join import dealt, offer, scale
@@ -189,3 +193,34 @@ def test_what_an_engine_held_for_its_server_is_freed_when_it_has_left(tmp_path: 
     asyncio.run(work())
     left = sorted(path.name.removeprefix("stretto-run-v") for path in mailbox.iterdir())
     assert left == ["000004.weights", "engine-0-000004.held", "engine-10-000004.held"]
+
+
+def test_an_engine_that_is_added_takes_the_seat_of_one_that_left_and_no_gpu_is_divided_again(tmp_path: Path) -> None:
+    class Joined(TwoEngines):
+        changed, proving = print, Proving()
+
+        def join(self, handle: EngineHandle) -> None:
+            self.names = [*self.names, handle.name]
+            gpus.append(handle.spec.gpus)
+
+    class _Plan:
+        recipe = recipe()
+
+    gpus: list[tuple[str, ...]] = []
+    needs = [Need(f"engine-{number}", {"weights": 1 << 30}) for number in range(2)]
+    seats = place([Gpu(str(number), "H100", 80 << 30, 80 << 30) for number in range(2)], needs)
+
+    async def work() -> None:
+        with RunFolder.create(tmp_path / "run") as folder:
+            pool, endpoints = cast(EnginePool, Joined()), Endpoints("run", tmp_path, tmp_path, seats=seats)
+            known = JoinFile(run="run", token="t" * 64)
+            cluster = Cluster(cast(Plan, _Plan()), folder, endpoints, pool, print, FRESH, known, FIRST)
+            await cluster.scale(1)
+            assert await cluster.scale(2) == "2 engines; engine-2 are starting"
+            with pytest.raises(
+                RecipeError, match=r"engines: 3, and the GPUs .* among 2 .*; at most 2, or engine.count"
+            ):
+                await cluster.scale(3)
+
+    asyncio.run(work())
+    assert gpus == [("1",)]

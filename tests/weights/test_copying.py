@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stretto.weights.copying import Copies, copied_beside
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from stretto.weights.sums import as_text, texts
 
 DEVICE = torch.device("cpu")
 SLOW = 0.03  # seconds of each copy
@@ -158,6 +159,8 @@ def test_each_tensor_is_taken_when_its_turn_comes_and_rounded_on_the_device(devi
     copies = copied_beside(whole(), dict.fromkeys("ab", torch.bfloat16), DEVICE, device, device.room)
     assert device.compute not in streams, "gathered beside the work of the compute stream"
     assert values(copies) == {"a": [1.0], "b": [1.0]}
+    told = {name: as_text(one.as_subclass(Tensor)) for name, one in copies.sums.items()}
+    assert told == texts({name: torch.ones(1, dtype=torch.bfloat16) for name in "ab"}), "of what is published"
     assert {one.dtype for one in copies.tensors.values()} == {torch.bfloat16}
 
 

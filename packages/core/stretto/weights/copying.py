@@ -12,12 +12,14 @@ tensor, in order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from stretto.weights.sums import sums
 
 
 def nothing() -> None:
@@ -27,11 +29,12 @@ def nothing() -> None:
 @dataclass(frozen=True)
 class Copies:
     """Tensors on the host by name, whole once `wait` returns. `wait` blocks its thread; `hold` makes later work on the
-    current stream of the device wait."""
+    current stream of the device wait. `sums`: of the tensors (`weights.sums`), where the device has computed them."""
 
     tensors: dict[str, Tensor]
     wait: Callable[[], None] = nothing
     hold: Callable[[], None] = nothing
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def copied(whole: Iterable[tuple[str, Tensor]], forms: Mapping[str, torch.dtype], device: torch.device) -> Copies:
@@ -55,16 +58,19 @@ def copied_beside(
     room: Callable[[Tensor], Tensor] = pinned,
 ) -> Copies:
     """As `copied`, on a stream of its own. `cuda`: streams and events as those of `torch.cuda`."""
-    stream, done, tensors = _stream(cuda, device), cuda.Event(), dict[str, Tensor]()
+    stream, done, tensors, found = _stream(cuda, device), cuda.Event(), dict[str, Tensor](), dict[str, Tensor]()
     stream.wait_stream(cuda.current_stream(device))  # the version's last update comes first
     with cuda.stream(stream):
         for name, tensor in whole:
             rounded = tensor.to(forms[name])  # on the device: fewer bytes leave it
             tensors[name] = room(rounded)
             tensors[name].copy_(rounded, non_blocking=True)
-            del tensor, rounded  # their memory serves the next one
+            summed = sums(rounded)
+            found[name] = room(summed)
+            found[name].copy_(summed, non_blocking=True)
+            del tensor, rounded, summed  # their memory serves the next one
         done.record(stream)
-    return Copies(tensors, done.synchronize, lambda: cuda.current_stream(device).wait_event(done))
+    return Copies(tensors, done.synchronize, lambda: cuda.current_stream(device).wait_event(done), found)
 
 
 @cache

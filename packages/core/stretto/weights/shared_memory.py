@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor
@@ -26,6 +27,7 @@ from stretto.weights.copying import copied
 from stretto.weights.folder import KEPT, held, map_file, path_of, prefix, private, unlink, versions, write_all
 from stretto.weights.mailbox import Gather, Publication, as_it_is
 from stretto.weights.manifest import NO_CHECKSUM, TensorEntry, WeightsManifest, header, verify
+from stretto.weights.sums import as_text, sums
 
 _LOOK_SECONDS = 0.02
 
@@ -90,7 +92,11 @@ class SharedMemoryPublisher:
 
         def write() -> dict[str, TensorDigest]:
             copies.wait()
-            return self._switch(manifest, ((name, copies.tensors.pop(name)) for name in held))
+            digests = self._switch(manifest, ((name, copies.tensors.pop(name)) for name in held))
+            return {name: msgspec.structs.replace(one, sums=told(name)) for name, one in digests.items()}
+
+        def told(name: str) -> str:
+            return as_text(copies.sums[name]) if name in copies.sums else ""
 
         return Publication(write, copies.hold, manifest.size, sum(one.nbytes for one in copies.tensors.values()))
 
@@ -253,11 +259,18 @@ def _write(path: Path, manifest: WeightsManifest, whole: Iterable[tuple[str, Ten
 
 
 def digest_of_tensor(tensor: Tensor) -> TensorDigest:
-    """The digest of a tensor in memory; equal to its published digest if the values are."""
+    """The digest of a tensor in memory; equal to its published digest if the values are. Of a tensor on a GPU with its
+    sums."""
     checksum = xxhash.xxh3_64()
     for piece in _pieces(tensor):
         checksum.update(piece)
-    return TensorDigest(_NAMES[tensor.dtype], checksum.hexdigest())
+    told = as_text(sums(tensor).cpu()) if tensor.device.type == "cuda" else ""
+    return TensorDigest(_NAMES[tensor.dtype], checksum.hexdigest(), told)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Name of a dtype in digests and manifests."""
+    return _NAMES[dtype]
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

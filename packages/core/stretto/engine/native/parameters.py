@@ -21,7 +21,8 @@ from stretto.core.canary import TensorDigest, differing
 from stretto.core.errors import TornPublication
 from stretto.weights.copying import pinned
 from stretto.weights.mailbox import LORA_A, LORA_B
-from stretto.weights.shared_memory import digest_of_tensor
+from stretto.weights.shared_memory import digest_of_tensor, name_of
+from stretto.weights.sums import texts
 
 _Shape = tuple[int, ...]
 
@@ -68,14 +69,17 @@ class Parameters:
     @torch.no_grad()
     def differing(self, digests: Mapping[str, TensorDigest]) -> tuple[tuple[str, ...], int]:
         """Names of tensors in memory that differ in any bit from those with these digests, and how many were compared.
-        Tensors published in another dtype than the engine's are rounded, so they are not compared."""
+        Tensors published in another dtype than the engine's are rounded, so they are not compared. What lies on a GPU
+        is compared by its sums, if the digests have them."""
         held = {name: self._held(name) for name in digests}
-        alike = {name: tensor for name, tensor in held.items() if tensor is not None}
-        found = {name: digest_of_tensor(tensor) for name, tensor in alike.items()}
-        same_type = {name: one.checksum for name, one in found.items() if one.dtype == digests[name].dtype}
+        there = {name: tensor for name, tensor in held.items() if tensor is not None}
+        alike = {name: tensor for name, tensor in there.items() if name_of(tensor.dtype) == digests[name].dtype}
+        away = {name: tensor for name, tensor in alike.items() if digests[name].sums and is_away(tensor)}
+        wrong = [name for name, found in texts(away).items() if found != digests[name].sums]
+        found = {name: digest_of_tensor(one).checksum for name, one in alike.items() if name not in away}
         lost = [name for name, tensor in held.items() if tensor is None]
-        sums = [f"{layer}.weight" for layer in self._bases if not self._is_sum(layer)]
-        return (*lost, *differing(digests, same_type), *sums), len(same_type) + len(lost)
+        added = [f"{layer}.weight" for layer in self._bases if not self._is_sum(layer)]
+        return (*lost, *differing(digests, found), *wrong, *added), len(alike) + len(lost)
 
     def _held(self, name: str) -> Tensor | None:
         """The tensor in memory for a published name: for a weight with adapters, its base."""
@@ -110,6 +114,11 @@ class Parameters:
             if tensors[name].shape != shape:
                 told = f"{name} is {tuple(tensors[name].shape)}, the model has {shape}"
                 raise TornPublication(f"version {version} is not of this model: {told}")
+
+
+def is_away(tensor: Tensor) -> bool:
+    """Whether all of a tensor would have to be copied to be hashed."""
+    return tensor.device.type != "cpu"
 
 
 def _adapters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -39,11 +39,13 @@ def engine_specs(recipe: Recipe, model: Path, endpoints: Endpoints, *, published
     return [engine_spec(recipe, model, endpoints, number, published) for number in range(recipe.local_engines)]
 
 
-def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
-    """Spec of one engine on the run's own machine."""
+def engine_spec(
+    recipe: Recipe, model: Path, endpoints: Endpoints, number: int, published: bool, seat_number: int | None = None
+) -> EngineSpec:
+    """Spec of one engine on the run's own machine; `seat_number`: its seat, None: that of its number."""
     config, deadlines = recipe.engine, recipe.deadlines
     unix = config.transport == "unix"
-    seat = seat_of_engine(endpoints.seats, number)
+    seat = seat_of_engine(endpoints.seats, number if seat_number is None else seat_number)
     return EngineSpec(
         name=f"engine-{number}",
         address=f"unix:{endpoints.sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
