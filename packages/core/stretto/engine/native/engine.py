@@ -90,6 +90,12 @@ class NativeEngine:
         self._ended: Counter[str] = Counter()  # tokens of ended completions, by open request
         self._stale: tuple[str, ...] = ()  # KV entries that the last update failed to drop
         self._prover = Prover(self._policy)
+        self._tiles: Path | None = None
+
+    def tune(self, record: Path | None) -> None:
+        """Take the kernels' tiles that are on record for the run; comes before the first request."""
+        self._tiles = record
+        self._policy.tune(record)
 
     @classmethod
     def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:
@@ -162,6 +168,7 @@ class NativeEngine:
             self.abort(request)
         self._scheduler.interrupt()
         self._policy = DecodePolicy(self._policy.model, self._config.cache_bytes)
+        self._policy.tune(self._tiles)
 
     def step(self) -> list[Completion]:
         """Sample one token of every running completion; returns the completions that ended. Does nothing when idle.

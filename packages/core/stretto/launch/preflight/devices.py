@@ -35,6 +35,7 @@ _SMALLER = {
     **SMALLER,
     "weights of the engine": 'engine.dtype = "bfloat16", or tensor parallelism in engine.arguments',
     "cache": "a smaller engine.cache_gib or engine.slots",
+    "step": "a smaller engine.slots or engine.max_prefill_tokens",
 }
 
 

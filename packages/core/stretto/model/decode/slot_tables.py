@@ -15,9 +15,12 @@ D width of a head.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +32,8 @@ from stretto.model.decode.chunks import cut
 from stretto.model.decode.cuda_graphs import Capture, CudaCapture, Graphs, Inputs, captured_size
 from stretto.model.decode.length_buckets import Bucket, CacheLayout
 from stretto.model.decode.steps import DecodeStep, StepPlan, written_tokens
-from stretto.model.kernels.triton_attention import GRAIN, read_rows, reads_ragged, write_rows
+from stretto.model.kernels.tiles import TABLE, Tile, chosen
+from stretto.model.kernels.triton_attention import GRAIN, read_rows, reads_ragged, triton_version, write_rows
 from stretto.model.layout import Packing
 from stretto.model.trace import Forward
 
@@ -38,6 +42,7 @@ Ints = npt.NDArray[np.int64]
 #: Extra chunks per row, and programs per multiprocessor that read them: enough to balance the work.
 _MORE_PER_ROW = 2
 _PER_PROCESSOR = 8
+_TRIES = 5  # of which the first compiles
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,14 @@ class TableRows:
     slots: Tensor  # [Z, R, 4]
     writes: Tensor  # [W, 3]
     chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by layer window: items [N, 3] and bounds [R + 1]
+    tile: Tile = TABLE[0]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
         # The kernels treat addresses as pointers to this dtype.
         query_RHD, k_TKD, v_TKD = (x.to(self.dtype) for x in (q_THD[self.start :], k_TKD, v_TKD))
         write_rows(k_TKD, v_TKD, self.slots[layer], self.writes)
         items, bounds = self.chunks[rule.window]
-        return read_rows(query_RHD, self.slots[layer], items, bounds, rule, k_TKD.shape[1])
+        return read_rows(query_RHD, self.slots[layer], items, bounds, rule, k_TKD.shape[1], self.tile)
 
 
 class TableSteps:
@@ -66,9 +72,15 @@ class TableSteps:
         self._layout = layout
         self._windows = tuple(windows)
         self._spare = -(-programs // layout.kv_heads)
-        self._graphs = Graphs(capture, layout.device)
+        self._graphs, self._tile = Graphs(capture, layout.device), TABLE[0]
         shape = (2, 1, layout.kv_heads, 1, layout.head_dim)
         self._nobodys = torch.zeros(shape, dtype=layout.dtype, device=layout.device)  # one slot for all layers
+
+    def tune(self, heads: int, record: Path | None) -> None:
+        """Take the tile of the run, measured if no engine has yet; comes before the first step."""
+        layout, device = self._layout, torch.cuda.get_device_name(self._layout.device)
+        name = f"{device}, {layout.dtype}, {heads} heads of {layout.kv_heads} x {layout.head_dim}"
+        self._tile = chosen(f"{name}, triton {triton_version()}", partial(read_seconds, layout, heads), record)
 
     def logits(self, step: DecodeStep, forward: Forward, last: int) -> Tensor:
         """Logits after each of the step's last `last` tokens, [last, V], float32; the caller may keep them. For a step
@@ -88,7 +100,7 @@ class TableSteps:
         by_window = dict(zip(self._windows, zip(chunks[::2], chunks[1::2], strict=True), strict=True))
         slots_ZR4 = rows_R4.expand(len(layers_ZB2), rows, 4).clone()
         slots_ZR4[:, :, :2] += layers_ZB2[:, rows_R4[:, 3]]
-        table = TableRows(len(token_ids) - rows, self._layout.dtype, slots_ZR4, writes, by_window)
+        table = TableRows(len(token_ids) - rows, self._layout.dtype, slots_ZR4, writes, by_window, self._tile)
         return forward(token_ids[None], positions[None], StepPlan(contexts, (table,)), len(token_ids), -last)[0]
 
     def _arrays(self, step: DecodeStep, rows: int) -> list[Ints]:
@@ -123,6 +135,32 @@ def slots_of(keys_SKLD: Tensor, values_SKLD: Tensor, used: int, bucket: int = 0)
     slots = np.arange(used) * keys_SKLD.stride(0) * keys_SKLD.element_size()
     heads, buckets = np.full(used, keys_SKLD.stride(1)), np.full(used, bucket)
     return np.stack([keys_SKLD.data_ptr() + slots, values_SKLD.data_ptr() + slots, heads, buckets], axis=1)
+
+
+def read_seconds(layout: CacheLayout, heads: int, tile: Tile, rows: int = 64, tokens: int = 2048) -> float:
+    """Seconds of reading some rows of a layer with a tile, the best of a few."""
+    device, shape = layout.device, (2, rows, layout.kv_heads, tokens, layout.head_dim)
+    cache = torch.randn(shape, device=device).to(layout.dtype)
+    query = torch.randn(rows, heads, layout.head_dim, device=device).to(layout.dtype)
+    chunks = cut(np.zeros(rows, np.int64), np.full(rows, tokens), rows * (1 + _MORE_PER_ROW), GRAIN)
+    slots, items, bounds = (
+        torch.from_numpy(one).to(device) for one in (slots_of(*cache, rows), chunks.items, chunks.bounds)
+    )
+    best = math.inf
+    for _ in range(_TRIES):
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(_TRIES):
+            read_rows(query, slots, items, bounds, Rule(), layout.kv_heads, tile)
+        wait(device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has done all work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def table_steps(layout: CacheLayout, windows: frozenset[int | None]) -> TableSteps | None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from stretto.model.attention_support import Rule
+from stretto.model.kernels.tiles import TABLE, Tile
 
 try:
     import triton
@@ -38,7 +39,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRAIN = 64
 
 _ALIGNED = 16  # bytes that a thread reads at once
-_TILE_BYTES = 16 * 1024  # bytes of keys, and as many of values, that a program processes while it loads the next
 _FEWEST = 16  # least rows and columns of a tensor-core product; padding is not read
 _LONGEST_TILE = 128  # tokens
 _WRITTEN = 16  # tokens that a program writes
@@ -48,6 +48,10 @@ _PARTS = 16  # partial sums that are added at once
 def _kernel(function: Callable[..., Any]) -> Any:
     # One compiled kernel serves all numbers of tokens.
     return function if triton is None else triton.jit(function, do_not_specialize=["count"])
+
+
+def triton_version() -> str:
+    return str(triton.__version__)
 
 
 def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -265,6 +269,7 @@ def read_rows(
     bounds: Tensor,
     rule: Rule,
     kv_heads: int,
+    tile: Tile = TABLE[0],
 ) -> Tensor:
     """Attention of each row to the chunks of its slot, [R, H, D].
 
@@ -275,6 +280,7 @@ def read_rows(
         bounds: [R + 1] int64; row r has the chunks bounds[r] to bounds[r + 1] - 1, at least one.
         rule: of the layer; its window is in the chunks.
         kv_heads: K
+        tile: what a program processes at once.
     """
     query_RHD = query_RHD if query_RHD.stride(2) == 1 else query_RHD.contiguous()
     rows, heads, width = query_RHD.shape
@@ -295,11 +301,11 @@ def read_rows(
         WIDTH=width,
         SOFTCAP=rule.softcap or 0.0,
         BLOCK_G=max(_FEWEST, triton.next_power_of_2(group)),
-        BLOCK_L=min(max(_FEWEST, _TILE_BYTES // (block_d * query_RHD.element_size())), _LONGEST_TILE),
+        BLOCK_L=min(max(_FEWEST, tile.size // (block_d * query_RHD.element_size())), _LONGEST_TILE),
         BLOCK_D=block_d,
         WIDE=triton.knobs.runtime.interpret,
-        num_warps=4 if query_RHD.element_size() == 2 else 8,  # float32 products do not use tensor cores
-        num_stages=2,
+        num_warps=tile.warps if query_RHD.element_size() == 2 else 2 * tile.warps,
+        num_stages=tile.stages,
     )
     _combine[(rows, heads)](
         sums_NHD, tops_NH, masses_NH, bounds, out_RHD, HEADS=heads, WIDTH=width, PARTS=_PARTS, BLOCK_D=block_d
