@@ -127,6 +127,16 @@ BUDGET: dict[str, Any] = {
 }
 
 
+WEIGHTS = {
+    "medium": "http",
+    "bytes": 20,
+    "seconds_pull_median": 0.3,
+    "seconds_pause_median": 0.03,
+    "copies": 2.0,
+    "seconds_publish_median": 0.4,
+}
+
+
 def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
     small_run(tmp_path, make)
     found = json.loads(msgspec.json.encode(inspect_run(tmp_path)))
@@ -175,14 +185,7 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
                 "generated": 2,
             },
         ],
-        "weights": {
-            "medium": "http",
-            "bytes": 20,
-            "seconds_pull_median": 0.3,
-            "seconds_pause_median": 0.03,
-            "copies": 2.0,
-            "seconds_publish_median": 0.4,
-        },
+        "weights": WEIGHTS,
         "rewards": {},
         "gateway": None,
         **BUDGET,

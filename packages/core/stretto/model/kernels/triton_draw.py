@@ -64,6 +64,17 @@ def _ordered(logits: tl.tensor) -> tl.tensor:
 
 
 @_kernel
+def _top(logits_V: tl.tensor, size: tl.tensor, divisor: tl.tensor, BLOCK: tl.constexpr) -> Any:
+    """The largest logit, and how many are NaN or infinite."""
+    top, odd = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    for first in range(0, size, BLOCK):
+        logits_B, _ = _block(logits_V, first, size, divisor, BLOCK)
+        odd += tl.sum((logits_B != logits_B).to(tl.int32) + (logits_B == float("inf")).to(tl.int32), 0)
+        top = tl.maximum(top, tl.max(tl.where(logits_B == logits_B, logits_B, float("-inf")), 0))
+    return top, odd
+
+
+@_kernel
 def _left(
     logits_V: tl.tensor,
     size: tl.tensor,
@@ -126,11 +137,7 @@ def _draw(
     greedy = temperature == 0.0
     divisor = tl.where(greedy, 1.0, temperature)
 
-    top, odd = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
-    for first in range(0, size, BLOCK):
-        logits_B, _ = _block(logits_V, first, size, divisor, BLOCK)
-        odd += tl.sum((logits_B != logits_B).to(tl.int32) + (logits_B == float("inf")).to(tl.int32), 0)
-        top = tl.maximum(top, tl.max(tl.where(logits_B == logits_B, logits_B, float("-inf")), 0))
+    top, odd = _top(logits_V, size, divisor, BLOCK)
     if (odd > 0) | (top == float("-inf")):  # no distribution
         tl.store(drawn_R2 + row * 2, tl.full((), 0.0, tl.float64))
         tl.store(drawn_R2 + row * 2 + 1, tl.full((), float("nan"), tl.float64))
