@@ -48,7 +48,8 @@ def plan_for(laboratory: Laboratory) -> PlanFor:
 
 
 def test_ranks_have_a_gpu_each_and_engines_the_others(plan_for: PlanFor, tmp_path: Path) -> None:
-    plan = plan_for("trainer.ranks=2", "engine.count=3", "algorithm.reference.weight=0.1")
+    small = "engine.slots=1", "engine.max_prefill_tokens=1"
+    plan = plan_for("trainer.ranks=2", "engine.count=3", "algorithm.reference.weight=0.1", *small)
     seats = seats_of(plan, assumed_gpus("4x80"))
     assert [(seat.need.role, seat.ids) for seat in seats] == [
         ("rank 0", ("0",)),
@@ -213,7 +214,7 @@ class Environments(FreshSpawner):
 
 def test_a_process_sees_its_gpus_alone(plan_for: PlanFor, tmp_path: Path) -> None:
     """In place of a role a module that ends at once."""
-    plan, spawner = plan_for(), Environments()
+    plan, spawner = plan_for("engine.slots=1", "engine.max_prefill_tokens=1"), Environments()
     plan = replace(plan, seats=seats_of(plan, assumed_gpus("2x80")))
     endpoints = Endpoints("mailbox", tmp_path, tmp_path, seats=plan.seats)
     (spec,) = engine_specs(plan.recipe, plan.base.path, endpoints)

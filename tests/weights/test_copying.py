@@ -26,20 +26,20 @@ DEVICE = torch.device("cpu")
 SLOW = 0.03  # seconds of each copy
 
 
-class Event:
+class DeviceEvent:
     """What `torch.cuda.Event` does."""
 
     def __init__(self) -> None:
         self._there = threading.Event()
 
-    def record(self, stream: Stream) -> None:
+    def record(self, stream: DeviceStream) -> None:
         stream.submit(self._there.set)
 
     def synchronize(self) -> None:
         assert self._there.wait(10)
 
 
-class Stream:
+class DeviceStream:
     """What `torch.cuda.Stream` does, in a thread."""
 
     def __init__(self, device: torch.device = DEVICE) -> None:
@@ -53,27 +53,27 @@ class Stream:
     def submit(self, work: Callable[[], object]) -> None:
         self._work.put(work)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: DeviceEvent) -> None:
         self.submit(event.synchronize)
 
-    def wait_stream(self, other: Stream) -> None:
-        (event := Event()).record(other)
+    def wait_stream(self, other: DeviceStream) -> None:
+        (event := DeviceEvent()).record(other)
         self.wait_event(event)
 
 
 class Device:
     """The part of `torch.cuda` that copies need."""
 
-    Stream, Event = Stream, Event
+    Stream, Event = DeviceStream, DeviceEvent
 
     def __init__(self) -> None:
-        self.compute = self._current = Stream()
+        self.compute = self._current = DeviceStream()
 
-    def current_stream(self, device: torch.device) -> Stream:
+    def current_stream(self, device: torch.device) -> DeviceStream:
         return self._current
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: DeviceStream) -> Iterator[None]:
         before, self._current = self._current, stream
         yield
         self._current = before
@@ -124,7 +124,7 @@ def values(copies: Copies) -> dict[str, Any]:
 def test_a_copy_is_of_the_version_if_the_optimizer_holds_back(device: Device, holds: bool) -> None:
     held, expected = parameters(), {name: one.tolist() for name, one in parameters().items()}
     copies = copies_of(device, held)
-    began = Event()
+    began = DeviceEvent()
     began.record(device.compute)  # forward and backward of the next step
     began.synchronize()
     assert copies.tensors["b"].as_subclass(Tensor).tolist() == [[-1, -1]] * 3, "not copied yet"
@@ -132,7 +132,7 @@ def test_a_copy_is_of_the_version_if_the_optimizer_holds_back(device: Device, ho
         copies.hold()
     device.compute.submit(lambda: [one.add_(1) for one in held.values()])
     assert (values(copies) == expected) is holds
-    (done := Event()).record(device.compute)
+    (done := DeviceEvent()).record(device.compute)
     done.synchronize()
     assert held["a"].tolist() == [1, 2, 3, 4]
 
@@ -149,7 +149,7 @@ def test_a_copy_begins_after_what_was_queued_before(device: Device) -> None:
 
 
 def test_each_tensor_is_taken_when_its_turn_comes_and_rounded_on_the_device(device: Device) -> None:
-    streams: list[Stream] = []
+    streams: list[DeviceStream] = []
 
     def whole() -> Iterator[tuple[str, Tensor]]:
         for name in ("a", "b"):

@@ -51,7 +51,7 @@ def take_gpu(recipe: Recipe, folder: ModelFolder) -> None:
     there = usable_gpus(recipe)
     if (seat := seat_alone(recipe.engine, folder, there)) is not None:
         torch.cuda.set_device(there.index(seat.gpus[0]))
-        take_share(seat.room)
+        take_share(seat.share)
 
 
 def _served(overrides: Sequence[str]) -> Recipe:

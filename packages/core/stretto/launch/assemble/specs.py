@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stretto.core.canary import text as canary_text
 from stretto.core.placement import Seat
+from stretto.engine.config import EngineConfig
 from stretto.engine.spec import EngineSpec
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.devices import seat_of_engine
@@ -65,10 +66,17 @@ def engine_spec(
         broadcast=recipe.weights.medium == "broadcast",
         path=recipe.path or "",
         gpus=seat.ids if seat is not None else (),
-        share=seat.room if seat is not None else 1.0,
+        share=_share(config, seat),
         memory=min(gpu.memory for gpu in seat.gpus) if seat is not None else 0,
         planned=sum(seat.need.parts.values()) if seat is not None else 0,
     )
+
+
+def _share(config: EngineConfig, seat: Seat | None) -> float:
+    """Part of its GPUs' memory that an engine may take. A server does not start with less than it is told to take."""
+    if seat is None:
+        return 1.0
+    return seat.share if config.kind == "native" else seat.room
 
 
 def engines_of_folder(
@@ -102,7 +110,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) ->
         tokens=kept if recipe.logging.tokens != "none" else None,
         canary=canary_text(folder.vocab_size, folder.context_length, plan.sampling.stop_token_ids, recipe.seed),
         gpus=tuple(seat.ids[0] for seat in seats),
-        share=min((seat.room for seat in seats), default=1.0),
+        share=min((seat.share for seat in seats), default=1.0),
     )
 
 
