@@ -70,19 +70,18 @@ def rank_of(plan: Outline) -> RankMemory:
 
 
 def engine_parts(plan: Outline) -> dict[str, int]:
-    """Bytes of one engine by part: weights and KV cache, of which a server takes all at its start; of a native one what
-    a step takes, logits twice and a prefill."""
+    """Bytes of one engine by part: weights and KV cache, of which a server on GPUs takes all at its start; of a native
+    one what a step takes, logits twice and a prefill."""
     recipe, base = plan.recipe, plan.base
     item = BYTES[recipe.engine.dtype]
     longest = plan.longest_prompt + plan.sampling.max_tokens
     full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
-    if recipe.engine.kind != "native":
+    if recipe.engine.kind != "native" and not recipe.engine.on_cpu:
         return {"weights of the engine": base.parameters * item, "cache": recipe.engine.cache_bytes}
-    return {
-        "weights of the engine": base.parameters * item,
-        "cache": min(full, recipe.engine.cache_bytes),
-        "step": engine_step(shape_of_model(base), recipe.engine),
-    }
+    parts = {"weights of the engine": base.parameters * item, "cache": min(full, recipe.engine.cache_bytes)}
+    return parts | (
+        {"step": engine_step(shape_of_model(base), recipe.engine)} if recipe.engine.kind == "native" else {}
+    )
 
 
 def engine_step(shape: ModelShape, config: EngineConfig) -> int:
