@@ -220,7 +220,8 @@ def _reading(asked: Asked, count: int, context: int, kind: torch.dtype) -> dict[
     ends = np.full(count, context)
     chunks = cut(np.zeros_like(ends), ends, 3 * count + 64, GRAIN)
     items, bounds, slots = (
-        torch.from_numpy(x).to(asked.device) for x in (chunks.items, chunks.bounds, slots_of(*cache[:, 0], count))
+        torch.from_numpy(x).to(asked.device)
+        for x in (chunks.items, chunks.bounds, slots_of(cache[0, 0], cache[1, 0], count))
     )
 
     def fused() -> Tensor:

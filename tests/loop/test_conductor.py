@@ -31,7 +31,7 @@ from stretto.core.errors import (
 from stretto.core.events import Span
 from stretto.core.records import Batch, Completion, GenerateRequest, Update
 from stretto.loop.best import BestPolicy
-from stretto.loop.evaluation import Evaluation
+from stretto.loop.records.evaluation import Evaluation
 from stretto.rollout.controller import TooManyFailures
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder

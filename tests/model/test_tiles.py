@@ -51,8 +51,8 @@ def test_each_tile_reads_the_same() -> None:
     layout = CacheLayout(1, 2, 16, 64, torch.float32, torch.device("cpu"))
     cache, query = torch.randn(2, 2, 2, 40, 16), torch.randn(2, 4, 16)
     chunks = cut(np.zeros(2, np.int64), np.array([40, 9]), 6, 8)
-    tables = [torch.from_numpy(one) for one in (slots_of(*cache, 2), chunks.items, chunks.bounds)]
-    expected = read_rows(query, *tables, Rule(), 2)
+    slots, items, bounds = map(torch.from_numpy, (slots_of(cache[0], cache[1], 2), chunks.items, chunks.bounds))
+    expected = read_rows(query, slots, items, bounds, Rule(), 2)
     for tile in (*TABLE, Tile(1024)):
-        assert_close(read_rows(query, *tables, Rule(), 2, tile), expected, 40, size=10.0)
+        assert_close(read_rows(query, slots, items, bounds, Rule(), 2, tile), expected, 40, size=10.0)
     assert read_seconds(layout, 4, TABLE[0], rows=1, tokens=8) > 0

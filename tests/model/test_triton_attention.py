@@ -46,7 +46,7 @@ def caches(
 
 
 def table(held: list[Tensor], buckets: list[list[int]]) -> Tensor:
-    slots = [slots_of(*cache[:, LAYER], len(ends)) for cache, ends in zip(held, buckets, strict=True)]
+    slots = [slots_of(cache[0, LAYER], cache[1, LAYER], len(ends)) for cache, ends in zip(held, buckets, strict=True)]
     return torch.from_numpy(np.concatenate(slots)).to(DEVICE)
 
 

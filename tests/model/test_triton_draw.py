@@ -43,7 +43,8 @@ def assert_drawn(logits: Tensor, temperatures: list[float], uniforms: list[float
     same = tokens == expected
     assert same.mean() >= 0.5
     assert np.abs(logprobs - known)[same].max() <= 1e-5
-    assert (tokens.dtype, logprobs.dtype) == (np.int64, np.float32)
+    assert tokens.dtype == np.int64
+    assert logprobs.dtype == np.float32
 
 
 @pytest.mark.parametrize(("size", "block"), [(130, 64), (1, 64), (48, 2048)])
@@ -99,6 +100,7 @@ def test_an_engine_samples_by_it_with_grammars_too(by_the_kernel: Callable[..., 
     degrees, seeds = np.array([0.7, 0.0, 1.0], np.float32), np.arange(3, dtype=np.uint64)
     allowed = np.array([[0b1010, 0], [0b110000, 0b1]], np.int32)
     given = Filtered(np.array([1, 2]), Truncation(np.array([0, 2]), np.array([1.0, 0.9]), np.zeros(2)), allowed)
+    tokens = np.zeros(0, np.int64)
     for one in (None, given):
         tokens, logprobs = by_the_kernel(logits, degrees, seeds, np.arange(3), one)
         expected, known = sample(logits, degrees, seeds, np.arange(3), one)

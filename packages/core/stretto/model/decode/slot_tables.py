@@ -110,7 +110,7 @@ class TableSteps:
         newest = positions[step.start :]
         own = np.stack([np.arange(step.start, len(token_ids)), np.arange(rows), newest])
         writes = np.concatenate([*(written_tokens(row.place, row.sources) for row in step.entering), own], axis=1)
-        nobodys = slots_of(*self._nobodys, 1, self._layout.lengths)
+        nobodys = slots_of(self._nobodys[0], self._nobodys[1], 1, self._layout.lengths)
         held = [slots_of(one.keys[0], one.values[0], len(one.owners), at) for at, one in enumerate(step.buckets)]
         slots = np.concatenate([*held, nobodys.repeat(added, axis=0)])
         arrays = [token_ids, positions, slots, self._layers(step.buckets), np.ascontiguousarray(writes.T)]
@@ -144,7 +144,7 @@ def read_seconds(layout: CacheLayout, heads: int, tile: Tile, rows: int = 64, to
     query = torch.randn(rows, heads, layout.head_dim, device=device).to(layout.dtype)
     chunks = cut(np.zeros(rows, np.int64), np.full(rows, tokens), rows * (1 + _MORE_PER_ROW), GRAIN)
     slots, items, bounds = (
-        torch.from_numpy(one).to(device) for one in (slots_of(*cache, rows), chunks.items, chunks.bounds)
+        torch.from_numpy(one).to(device) for one in (slots_of(cache[0], cache[1], rows), chunks.items, chunks.bounds)
     )
     best = math.inf
     for _ in range(_TRIES):
