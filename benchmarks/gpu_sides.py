@@ -122,6 +122,7 @@ def ranks(asked: Asked) -> dict[str, Any]:
         return {"ranks": "one GPU"}
     model = model_folder(asked.size.shape, asked.folder / "model")
     words = ["rollout.max_staleness=0", "trainer.steps=3", "trainer.checkpoint_every=2", f"model.path={model}"]
+    words += ["algorithm.advantages=reward", "algorithm.shaping.bias=1.0"]  # else a model of random weights has no loss
     told = {word.partition("=")[0] for word in words}
     others = [word for word in asked.size.run if word.partition("=")[0] not in told]
     found: dict[str, Any] = {}
@@ -129,7 +130,7 @@ def ranks(asked: Asked) -> dict[str, Any]:
         seen = train([*others, *words, f"trainer.ranks={count}"], RECIPE, asked.folder / f"ranks-{count}")
         found[str(count)] = {
             "losses": [one.trainer.get("loss") for one in seen.steps],
-            "gradient_norms": [one.trainer.get("gradient_norm") for one in seen.steps],
+            "gradient_norms": [one.trainer.get("grad_norm") for one in seen.steps],
             "seconds": round(seen.inspection.rl_seconds, 2),
         }
     return found
