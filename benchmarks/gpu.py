@@ -13,6 +13,9 @@ written after each: what fails, or takes too long, is named in it and ends nothi
     run        an asynchronous run of a 0.6B shape: tokens per second of both sides, pause of an update
     memory     the most memory of a training step beside the estimate of `--dry-run`
     kernels    milliseconds of each fused kernel beside the plain computation
+    drawing    milliseconds of a draw in one launch, beside torch's; the same tokens, and how far apart
+    publication  a step alone and beside the writing of a version, and whether that is the version that was copied
+    ranks      losses of several ranks beside those of one, where there are several GPUs
     profile    what a training step and a decode step spend their time on, and how often they wait for the GPU
     vllm       the engine beside vLLM, if --vllm names an interpreter that has it
 """
@@ -35,7 +38,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks import gpu_parts
+from benchmarks import gpu_parts, gpu_sides
 from benchmarks.gpu_parts import REHEARSED, Asked, Size
 from benchmarks.report import Table, save
 from stretto.store.files import write_atomically
@@ -44,15 +47,19 @@ from stretto.store.folder.provenance import machine
 ROOT = Path(__file__).resolve().parent.parent
 #: Seconds that each part may take, in the order in which they run; 25 minutes in all.
 LIMITS = {
-    "tests": 180,
-    "decode": 300,
-    "training": 240,
-    "run": 300,
-    "memory": 90,
-    "kernels": 90,
-    "profile": 90,
-    "vllm": 210,
+    "tests": 150,
+    "decode": 240,
+    "training": 180,
+    "run": 270,
+    "memory": 75,
+    "kernels": 75,
+    "drawing": 45,
+    "publication": 75,
+    "profile": 75,
+    "ranks": 165,
+    "vllm": 150,
 }
+PARTS = {**gpu_parts.PARTS, **gpu_sides.PARTS}
 _REHEARSAL = ROOT / "build" / "gpu-rehearsal.json"
 
 
@@ -112,7 +119,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _one(told: str, rehearse: bool, vllm: str) -> int:
     name, _, path = told.partition(":")
     size = REHEARSED if rehearse else Size()
-    found = gpu_parts.PARTS[name](Asked(size, torch.device("cpu" if rehearse else "cuda"), Path(path).parent, vllm))
+    found = PARTS[name](Asked(size, torch.device("cpu" if rehearse else "cuda"), Path(path).parent, vllm))
     write_atomically(Path(path), msgspec.json.encode(found))
     return 0 if "failed" not in found else 1
 

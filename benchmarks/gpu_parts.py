@@ -40,7 +40,7 @@ from stretto.launch.preflight.paper import outline
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.attention_support import Rule
 from stretto.model.decode.chunks import cut
-from stretto.model.decode.slot_tables import _slots as slots_of
+from stretto.model.decode.slot_tables import slots_of
 from stretto.model.hf.build import character_tokenizer
 from stretto.model.hf.config import BuildConfig
 from stretto.model.kernels.triton_attention import GRAIN, read_rows
@@ -51,7 +51,8 @@ from stretto.trainer.trainer import Trainer
 
 ROOT = RESULTS.parent.parent
 RECIPE = RESULTS.parent / "gpu.toml"
-TESTED = ("tests/model/test_triton_attention.py", "tests/model/test_cuda_graphs.py", "tests/model/test_slot_tables.py")
+_TESTED = ("triton_attention", "triton_draw", "cuda_graphs", "slot_tables")
+TESTED = tuple(f"tests/model/test_{name}.py" for name in _TESTED)
 _FIRST = 12  # rows of a profile
 
 
@@ -219,18 +220,19 @@ def _reading(asked: Asked, count: int, context: int, kind: torch.dtype) -> dict[
     ends = np.full(count, context)
     chunks = cut(np.zeros_like(ends), ends, 3 * count + 64, GRAIN)
     items, bounds, slots = (
-        torch.from_numpy(x).to(asked.device) for x in (chunks.items, chunks.bounds, slots_of(cache, count))
+        torch.from_numpy(x).to(asked.device)
+        for x in (chunks.items, chunks.bounds, slots_of(cache[0, 0], cache[1, 0], count))
     )
 
     def fused() -> Tensor:
-        return read_rows(query, slots, items, bounds, Rule(), kv_heads, 0)
+        return read_rows(query, slots, items, bounds, Rule(), kv_heads)
 
     def plain() -> Tensor:
         keys, values = (x.repeat_interleave(heads // kv_heads, 1) for x in cache[:, 0])
         return functional.scaled_dot_product_attention(query[:, :, None], keys, values)[:, :, 0]
 
     off = float((fused().float() - plain().float()).abs().max())
-    return {"fused_ms": _ms(fused, asked), "plain_ms": _ms(plain, asked), "off_by": round(off, 5)}
+    return {"fused_ms": milliseconds(fused, asked), "plain_ms": milliseconds(plain, asked), "off_by": round(off, 5)}
 
 
 def _packed(asked: Asked, qkv: list[Tensor], lengths: list[int]) -> dict[str, float]:
@@ -242,9 +244,9 @@ def _packed(asked: Asked, qkv: list[Tensor], lengths: list[int]) -> dict[str, fl
         out.float().square().sum().backward()
         return out
 
-    found = {"bucketed_ms": _ms(lambda: step(_bucketed), asked)}
+    found = {"bucketed_ms": milliseconds(lambda: step(_bucketed), asked)}
     if asked.device.type == "cuda":
-        found["flash_ms"] = _ms(lambda: step(_flash), asked)
+        found["flash_ms"] = milliseconds(lambda: step(_flash), asked)
         found["off_by"] = round(float((step(_flash).float() - step(_bucketed).float()).abs().max()), 5)
     return found
 
@@ -367,7 +369,7 @@ def _room(device: torch.device) -> float:
     return 0.5 * torch.cuda.mem_get_info()[0] if device.type == "cuda" else 1 << 30
 
 
-def _ms(work: Callable[[], object], asked: Asked) -> float:
+def milliseconds(work: Callable[[], object], asked: Asked) -> float:
     """Milliseconds of a call, the median of some behind two that do not count."""
     seconds = []
     for _ in range(2 + asked.size.repeats):

@@ -14,9 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stretto.core.canary import TensorDigest
 from stretto.core.errors import TornPublication
+from stretto.engine.native import parameters as engine_parameters
 from stretto.engine.native.parameters import Parameters
-from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, name_of
+from stretto.weights.sums import texts
 
 START = ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
 A, B = torch.tensor([[1.0, 0.0, 2.0]]), torch.tensor([[10.0], [-1.0]])  # B A = ((10, 0, 20), (-1, 0, -2))
@@ -71,6 +74,26 @@ def test_adapters_after_a_whole_version_are_added_to_that_one() -> None:
     assert made.first.weight.tolist() == [[10, 0, 20], [-1, 0, -2]]
 
 
+@pytest.mark.parametrize(("spare", "beyond"), [(None, []), (1 << 20, []), (8, ["first"])])
+def test_base_weights_that_the_device_has_no_room_for_are_kept_on_the_host(
+    spare: int | None, beyond: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU what is kept in host memory is seen by who asked for it; the sums are the same."""
+    made, kept = model(), list[Tensor]()
+
+    def room(like: Tensor) -> Tensor:
+        kept.append(torch.full_like(like, torch.nan))
+        return kept[-1]
+
+    monkeypatch.setattr(engine_parameters, "pinned", room)
+    parameters, before = Parameters(made, lambda: spare), made.first.weight.detach().clone()
+    for scale in (1, 2):
+        parameters.load({"first.lora_A": A, "first.lora_B": scale * B})
+        assert torch.equal(made.first.weight, before + scale * B @ A)
+    assert [one.tolist() for one in kept] == [before.tolist() for _ in beyond]
+    assert parameters.differing({}) == ((), 0)
+
+
 def test_memory_is_compared_with_the_digests_of_a_publication(tmp_path: Path) -> None:
     made, publisher = model(), SharedMemoryPublisher("run", tmp_path)
     parameters = Parameters(made)
@@ -79,6 +102,31 @@ def test_memory_is_compared_with_the_digests_of_a_publication(tmp_path: Path) ->
     made.second.weight.view(torch.int32)[1, 0] ^= 1
     made.first.weight.data = made.first.weight.t().contiguous().t()  # how it lies is nobody's business
     assert parameters.differing(digests) == (("second.weight",), 3)
+
+
+def test_weights_on_a_gpu_are_compared_by_their_sums_and_never_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every flipped bit and every swap is found by 16 bytes of a tensor; here as if they lay on a GPU."""
+
+    def copies(tensor: Tensor) -> TensorDigest:
+        raise AssertionError(f"{tensor.shape} was copied")
+
+    for kind in (torch.float32, torch.bfloat16):
+        made = model(kind)
+        found = texts(dict(made.named_parameters()))
+        digests = {name: TensorDigest(name_of(kind), "of another way", one) for name, one in found.items()}
+        parameters = Parameters(made)
+        with monkeypatch.context() as patch:
+            patch.setattr(engine_parameters, "is_away", lambda tensor: True)
+            patch.setattr(engine_parameters, "digest_of_tensor", copies)
+            assert parameters.differing(digests) == ((), 3)
+            bits = made.second.weight.view(torch.int32 if kind is torch.float32 else torch.int16)
+            for bit in range(8 * kind.itemsize - 1):
+                bits[1, 0] ^= 1 << bit
+                assert parameters.differing(digests) == (("second.weight",), 3)
+                bits[1, 0] ^= 1 << bit
+            made.first.weight.copy_(made.first.weight.flip(1))
+            assert parameters.differing(digests)[0] == ("first.weight",)
+            assert parameters.differing({"first.bias": TensorDigest("F16", "", "0" * 32)}) == ((), 0)
 
 
 def test_a_tensor_that_the_engine_has_rounded_is_not_compared_and_counts_as_such(tmp_path: Path) -> None:

@@ -129,6 +129,10 @@ class Toys:
         trained = sum(version >= batch.oldest_trainable for version in tokens)
         return Update(batch.step, batch.step, trained, len(tokens) - trained, {})
 
+    async def published(self, version: int) -> None:
+        """Written beside the next step, which may end first."""
+        await asyncio.sleep(self.chance.expovariate(1 / self.world.schedule.step_seconds))
+
     async def after(self, update: Update) -> None:
         if update.step % self.world.schedule.checkpoint_every == 0:
             await asyncio.sleep(self.chance.random() * 0.3)
@@ -165,6 +169,9 @@ class _Evaluation(Toys):
     def after(self, update: Update) -> None: ...  # type: ignore[override]  # that of an evaluation is no coroutine
 
     def keeps(self, update: Update) -> bool:
+        return False
+
+    def due(self, update: Update) -> bool:
         return False
 
 

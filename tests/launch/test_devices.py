@@ -16,7 +16,14 @@ import pytest
 from stretto.core.errors import RecipeError, RoleDied
 from stretto.core.machine import Gpu, unusable
 from stretto.launch.assemble.specs import Endpoints, engine_spec, engine_specs, trainer_spec
-from stretto.launch.preflight.devices import assumed_gpus, missing_interfaces, notes_of, seats_of
+from stretto.launch.preflight.devices import (
+    assumed_gpus,
+    missing_interfaces,
+    notes_of,
+    seat_alone,
+    seats_of,
+    usable_gpus,
+)
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.engines.handle import EngineHandle
@@ -41,7 +48,8 @@ def plan_for(laboratory: Laboratory) -> PlanFor:
 
 
 def test_ranks_have_a_gpu_each_and_engines_the_others(plan_for: PlanFor, tmp_path: Path) -> None:
-    plan = plan_for("trainer.ranks=2", "engine.count=3", "algorithm.reference.weight=0.1")
+    small = "engine.slots=1", "engine.max_prefill_tokens=1"
+    plan = plan_for("trainer.ranks=2", "engine.count=3", "algorithm.reference.weight=0.1", *small)
     seats = seats_of(plan, assumed_gpus("4x80"))
     assert [(seat.need.role, seat.ids) for seat in seats] == [
         ("rank 0", ("0",)),
@@ -94,12 +102,55 @@ def test_what_does_not_fit_is_refused(plan_for: PlanFor, settings: tuple[str, ..
 def test_ranks_on_gpus_that_differ_are_refused(plan_for: PlanFor) -> None:
     fast, slow = (Gpu(str(n), name, 80 * GIB, 80 * GIB) for n, name in enumerate(("H100", "A100")))
     plan = plan_for("trainer.ranks=2")
-    with pytest.raises(RecipeError, match=r"trainer.ranks: rank 0 on GPU 0, H100 and rank 1 on GPU 1, A100; .*VISIBLE"):
+    with pytest.raises(
+        RecipeError,
+        match=r"trainer.ranks: rank 0 on GPU 0, H100 of .* rank 1 on GPU 1, A100 of 80.0 GiB; .*VISIBLE",
+    ):
         seats_of(plan, (fast, slow))
     third = Gpu("2", "A100", 80 * GIB, 80 * GIB)
     assert [seat.ids for seat in seats_of(plan, (fast, slow, third))] == [("1",), ("2",), ("0",)]
     (note,) = notes_of(seats_of(plan_for("engine.device=cpu"), (replace_free(fast, 8 * GIB),)))
     assert note == "GPU 0: others use 72.0 of its 80.0 GiB"
+
+
+def test_gpus_of_several_sizes_are_assumed_hidden_and_judged_like_real_ones(
+    plan_for: PlanFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = plan_for("trainer.ranks=2").recipe
+    monkeypatch.setenv("STRETTO_GPUS", "2x80, 3x24@570.86")
+    there = usable_gpus(recipe, dry=True)
+    assert [(gpu.id, gpu.memory // GIB) for gpu in there] == [("0", 80), ("1", 80), ("2", 24), ("3", 24), ("4", 24)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,4,2")
+    there = usable_gpus(recipe, dry=True)
+    assert [gpu.id for gpu in there] == ["1", "4", "2"]
+    assert [seat.ids for seat in seats_of(plan_for("trainer.ranks=2"), there)] == [("4",), ("2",), ("1",)]
+    with pytest.raises(RecipeError, match=r"rank 0 on GPU 1, assumed GPU of 80.0 GiB and rank 1 on GPU 4, .* 24.0 GiB"):
+        seats_of(plan_for("trainer.ranks=2"), there[:2])
+    monkeypatch.setenv("STRETTO_GPUS", "8x80@450.51")
+    with pytest.raises(RecipeError, match=r"device: the driver 450.51 is too old .*; update the driver, or train"):
+        usable_gpus(recipe, dry=True)
+    assert usable_gpus(plan_for("engine.device=cpu", "trainer.device=cpu").recipe, dry=True) == ()
+
+
+def test_an_engine_alone_takes_the_gpu_with_the_most_room(plan_for: PlanFor) -> None:
+    plan = plan_for()
+    there = (
+        Gpu("0", "H100", 80 * GIB, 20 * GIB),
+        Gpu("MIG-7", "part of a GPU (MIG)"),
+        Gpu("2", "A100", 40 * GIB, 39 * GIB),
+    )
+    config = plan.recipe.engine.model_copy(update={"cache_gib": 10.0})
+    seat = seat_alone(config, plan.base, there)
+    assert seat is not None
+    assert seat.ids == ("2",)
+    assert seat.room == 1.0, "the driver's part of an idle GPU counts as free"
+    busy = seat_alone(config, plan.base, there[:1])
+    assert busy is not None
+    assert busy.room == 0.25, "as much as others leave"
+    assert seat_alone(config.model_copy(update={"device": "cpu"}), plan.base, there) is None
+    assert seat_alone(config, plan.base, ()) is None
+    with pytest.raises(RecipeError, match=r"GPU 0: engine: needs 90\.5 of 20\.0 GiB; largest: cache"):
+        seat_alone(config.model_copy(update={"cache_gib": 90.0}), plan.base, there[:1])
 
 
 def replace_free(gpu: Gpu, free: int) -> Gpu:
@@ -163,7 +214,7 @@ class Environments(FreshSpawner):
 
 def test_a_process_sees_its_gpus_alone(plan_for: PlanFor, tmp_path: Path) -> None:
     """In place of a role a module that ends at once."""
-    plan, spawner = plan_for(), Environments()
+    plan, spawner = plan_for("engine.slots=1", "engine.max_prefill_tokens=1"), Environments()
     plan = replace(plan, seats=seats_of(plan, assumed_gpus("2x80")))
     endpoints = Endpoints("mailbox", tmp_path, tmp_path, seats=plan.seats)
     (spec,) = engine_specs(plan.recipe, plan.base.path, endpoints)

@@ -12,7 +12,7 @@ import pytest
 from stretto.core.errors import RecipeError, UserError
 from stretto.launch.assemble.specs import Endpoints, engine_specs
 from stretto.launch.preflight import engines
-from stretto.launch.preflight.estimates import estimate_memory
+from stretto.launch.preflight.estimates import engine_parts, estimate_memory
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import Recipe, validate
 from stretto.model.hf.build import build_policy
@@ -129,7 +129,8 @@ def test_an_interpreter_with_the_server_is_taken(policy: Path, tmp_path: Path, s
     plan = make_plan(recipe_of(policy, engine))
     native = make_plan(recipe_of(policy, {}))
     more = estimate_memory(plan).engines - estimate_memory(native).engines
-    assert more == 2760 << 20  # the processes of vLLM beside the adapter
+    step = engine_parts(native)["step"]
+    assert more + step == 2760 << 20  # the processes of vLLM beside the adapter
 
 
 def test_an_interpreter_that_is_no_program_or_never_ends_is_named(
@@ -237,3 +238,10 @@ def test_addresses_that_nobody_answers_at_are_all_named_within_the_deadline(
         told = refused(policy, {"kind": "vllm", "addresses": given})
     assert f"waited 0.2 s for /version of the server {given[0]} and gave up" in told[0]
     assert f"the server {given[1]} does not listen" in told[1]
+
+
+def test_weights_by_broadcast_to_servers_on_gpus_that_stretto_starts_are_refused(policy: Path, tmp_path: Path) -> None:
+    engine = {"kind": "sglang", "python": interpreter(tmp_path, "0.6.0"), "device": "cuda"}
+    recipe = recipe_of(policy, engine, weights={"medium": "broadcast"})
+    with pytest.raises(RecipeError, match=r'weights.medium: "broadcast" .* NCCL refuses two ranks, .*; "auto"'):
+        engines.check_engine_keys(recipe)

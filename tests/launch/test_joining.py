@@ -11,22 +11,29 @@ import os
 import resource
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.core.errors import DeadlineExceeded, RecipeError
+from stretto.core.machine import Gpu
+from stretto.core.placement import Need, place
 from stretto.launch.assemble.specs import Endpoints
 from stretto.launch.preflight.descriptors import no_room_for
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe, load_recipe
+from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.proving import Proving
 from stretto.processes.spawn import FRESH
 from stretto.store.folder.run_folder import RunFolder
-from stretto_app.extensions.commands.join import dealt, gpus_of_this_machine, offer, scale
+from stretto_app.extensions.commands.join import dealt, offer, scale
 from stretto_app.extensions.machines import Cluster
 from stretto_app.extensions.machines import _why_not as why_not
 from stretto_cluster.agent import Offer
@@ -124,12 +131,35 @@ def test_a_machine_is_asked_for_what_its_roles_need_when_it_joins(
     assert (said in found) if said else (found == "")
 
 
-def test_gpus_that_are_hidden_are_none_and_others_are_dealt_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    for told, found in (("", ()), ("3", ("3",)), ("1,2,5", ("1", "2", "5"))):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
-        assert gpus_of_this_machine() == found
-    assert dealt(("1", "2", "5"), 2) == ({"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "2"})
-    assert dealt(("1",), 2) == dealt((), 1) == ()
+@given(st.lists(st.integers(0, 99).map(str), unique=True, max_size=9), st.integers(1, 20))
+def test_gpus_are_dealt_evenly_and_shared_only_where_there_are_too_few(ids: list[str], count: int) -> None:
+    places = [place["CUDA_VISIBLE_DEVICES"].split(",") for place in dealt(ids, count)]
+    assert len(places) == (count if ids else 0)
+    taken = Counter(id for place in places for id in place)
+    assert set(taken) <= set(ids)
+    assert len({len(place) for place in places}) <= 1
+    if len(ids) >= count:
+        assert max(taken.values()) == 1
+    elif ids:
+        assert max(taken.values()) - min(taken[id] for id in ids) <= 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "count", "said"),
+    [
+        ((), "engine", 9, "9 roles need 9 GPUs, and this machine shows 8: give --count 8"),
+        ((), "engine", 8, ""),
+        (("engine.device=cpu",), "engine", 9, ""),
+        (("engine.kind=vllm", "engine.python=/bin/true", "engine.arguments=['--tp', '4']"), "engine", 3, "--count 2"),
+        (("engine.kind=vllm", "engine.python=/bin/true", "engine.arguments=['--tp', '16']"), "engine", 1, "16 GPUs"),
+        (("trainer.ranks=10", "trainer.remote_ranks=9", "rollout.batch_size=16"), "rank", 9, "9 roles need 9 GPUs"),
+    ],
+)
+def test_more_roles_than_gpus_are_refused_at_the_door(
+    settings: Sequence[str], kind: str, count: int, said: str
+) -> None:
+    found = why_not(recipe(*settings), introduction(kind=kind, count=count, gpu=True, gpus=8))
+    assert (said in found) if said else (found == "")
 
 
 class TwoEngines:
@@ -163,3 +193,34 @@ def test_what_an_engine_held_for_its_server_is_freed_when_it_has_left(tmp_path: 
     asyncio.run(work())
     left = sorted(path.name.removeprefix("stretto-run-v") for path in mailbox.iterdir())
     assert left == ["000004.weights", "engine-0-000004.held", "engine-10-000004.held"]
+
+
+def test_an_engine_that_is_added_takes_the_seat_of_one_that_left_and_no_gpu_is_divided_again(tmp_path: Path) -> None:
+    class Joined(TwoEngines):
+        changed, proving = print, Proving()
+
+        def join(self, handle: EngineHandle) -> None:
+            self.names = [*self.names, handle.name]
+            gpus.append(handle.spec.gpus)
+
+    class _Plan:
+        recipe = recipe()
+
+    gpus: list[tuple[str, ...]] = []
+    needs = [Need(f"engine-{number}", {"weights": 1 << 30}) for number in range(2)]
+    seats = place([Gpu(str(number), "H100", 80 << 30, 80 << 30) for number in range(2)], needs)
+
+    async def work() -> None:
+        with RunFolder.create(tmp_path / "run") as folder:
+            pool, endpoints = cast(EnginePool, Joined()), Endpoints("run", tmp_path, tmp_path, seats=seats)
+            known = JoinFile(run="run", token="t" * 64)
+            cluster = Cluster(cast(Plan, _Plan()), folder, endpoints, pool, print, FRESH, known, FIRST)
+            await cluster.scale(1)
+            assert await cluster.scale(2) == "2 engines; engine-2 are starting"
+            with pytest.raises(
+                RecipeError, match=r"engines: 3, and the GPUs .* among 2 .*; at most 2, or engine.count"
+            ):
+                await cluster.scale(3)
+
+    asyncio.run(work())
+    assert gpus == [("1",)]

@@ -43,7 +43,14 @@ INSPECTION: dict[str, type | tuple[type, ...] | list[str]] = {
     "multi_version": int,
     "busy": ["conductor", "engine-0", "rewards", "trainer"],
     "engines": list,
-    "weights": ["medium", "bytes", "seconds_pull_median", "seconds_pause_median"],
+    "weights": [
+        "medium",
+        "bytes",
+        "seconds_pull_median",
+        "seconds_pause_median",
+        "copies",
+        "seconds_publish_median",
+    ],
     "rewards": dict,
     "gateway": type(None),  # a run whose agents need one has it while it runs
     "goodput": list(CATEGORIES),
@@ -235,6 +242,9 @@ def test_every_engine_and_the_way_of_the_weights_are_told(run_dir: Path) -> None
     assert weights.seconds_pause_median is not None
     assert 0 < weights.seconds_pull_median < 60
     assert weights.seconds_pause_median > 0
+    assert weights.copies == 2.0, "to be written, and written"
+    assert weights.seconds_publish_median is not None
+    assert 0 < weights.seconds_publish_median < 60
 
 
 def test_export_has_exactly_the_promised_fields(trajectories: list[dict[str, Any]]) -> None:

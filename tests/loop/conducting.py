@@ -126,9 +126,10 @@ class ToyFleet:
 
 @dataclass
 class ToyTrainer:
-    """Trains after `seconds`; `ill` is raised at the step `ill_at`."""
+    """Trains after `seconds`, and writes the version for `writing` more; `ill` is raised at the step `ill_at`."""
 
     seconds: float = 0.002
+    writing: float = 0.0
     ill: Exception | None = None
     ill_at: int = 3
     measured: Mapping[str, float] = field(default_factory=lambda: {"loss": 0.5})
@@ -143,6 +144,9 @@ class ToyTrainer:
         return Update(
             step=batch.step, version=batch.step, trained_tokens=8, masked_tokens=0, metrics=dict(self.measured)
         )
+
+    async def published(self, version: int) -> None:
+        await asyncio.sleep(self.writing)
 
     async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None]) -> None:
         on_copied()

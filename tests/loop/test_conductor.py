@@ -31,6 +31,7 @@ from stretto.core.errors import (
 from stretto.core.events import Span
 from stretto.core.records import Batch, Completion, GenerateRequest, Update
 from stretto.loop.best import BestPolicy
+from stretto.loop.records.evaluation import Evaluation
 from stretto.rollout.controller import TooManyFailures
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.store.folder.run_folder import RunFolder
@@ -89,6 +90,37 @@ def test_every_step_trains_a_batch_and_publishes_a_version(stage: Stage) -> None
         "tokens that are trained were generated, although no engine has been asked yet how many it has"
     )
     assert read_spans(stage.folder.spans)[-1].role == "engine-0"
+
+
+def test_steps_go_on_while_a_version_is_written_and_engines_hear_of_it_when_it_is(stage: Stage) -> None:
+    """Writing takes as long as ten steps, and one version is written after the other."""
+    heard: list[tuple[int, int]] = []
+
+    class Fleet(ToyFleet):
+        def publish(self, version: int) -> None:
+            heard.append((version, len(stage.trainer.batches)))
+            super().publish(version)
+
+    stage.fleet, stage.trainer = Fleet(), ToyTrainer(writing=0.02)
+    controller = stage.play(max_staleness=4, steps=8)
+    versions = [version for version, _ in heard]
+    assert versions == list(range(1, 9)), "one after the other, to the last"
+    assert all(steps >= version for version, steps in heard)
+    assert any(steps > version for version, steps in heard), "a later step was trained while it was written"
+    assert (controller.published, controller.live) == (8, 8)
+
+
+def test_an_evaluation_begins_when_the_version_can_be_loaded(stage: Stage) -> None:
+    measured: list[int] = []
+
+    class Measured(Stage):
+        async def evaluate(self) -> Evaluation:
+            measured.append(self.fleet.version)
+            return await super().evaluate()
+
+    one = Measured(stage.folder, stage.ledger, trainer=ToyTrainer(writing=0.02))
+    one.play(max_staleness=4, steps=4, evaluate_every=2)
+    assert measured == [2]
 
 
 def test_checkpoints_and_policies_are_kept_where_they_are_due(stage: Stage) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -30,6 +31,7 @@ from tests.launch.running import children
 
 T = TypeVar("T")
 BATCH = Batch(step=1, version=0, groups=(), oldest_trainable=0)
+NEXT = Batch(step=2, version=1, groups=(), oldest_trainable=0)
 
 
 def linked(
@@ -117,6 +119,56 @@ def test_a_replacement_that_hangs_before_it_is_ready_is_replaced_as_well(tmp_pat
 
     assert linked(tmp_path, ["dies", "hangs", "works"], work, hung=1.5).step == 1
     assert "sent no heartbeat for 2 s and was killed" in said[1]
+
+
+def test_steps_go_on_while_a_version_is_written(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> tuple[bool, bool, bool]:
+        await link.published(0)
+        await link.train(BATCH)
+        first = asyncio.create_task(link.published(1))
+        await asyncio.sleep(0.05)
+        early = first.done()
+        second = await link.train(NEXT)
+        await asyncio.wait_for(asyncio.gather(first, link.published(2)), 5)
+        return early, first.done(), second.version == 2
+
+    assert linked(tmp_path, ["lags"], work) == (False, True, True)
+
+
+def test_a_version_that_a_dead_trainer_had_not_written_is_written_by_its_replacement(tmp_path: Path) -> None:
+    class WithoutCheckpoint:
+        def newest(self, version: int) -> None:
+            assert version == 1
+
+        def batch(self, step: int) -> Batch:
+            raise AssertionError(step)
+
+    async def work(link: TrainerLink) -> tuple[bool, int]:
+        link._recovery = WithoutCheckpoint()  # there is no ledger
+        await link.train(BATCH)
+        waiting = asyncio.create_task(link.published(1))
+        await asyncio.sleep(0.05)
+        early = waiting.done()
+        await asyncio.gather(link.train(NEXT), waiting)
+        await link.published(2)
+        return early, len(still_to_play(tmp_path))
+
+    assert linked(tmp_path, ["keeps", "goes on"], work) == (False, 0)
+
+
+def test_a_version_that_cannot_be_written_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    async def in_the_next_step(link: TrainerLink) -> None:
+        await link.train(BATCH)
+        await link.train(NEXT)
+
+    async def without_one(link: TrainerLink) -> None:
+        await link.train(BATCH)
+        await asyncio.wait_for(link.supervise(), 10)
+
+    for work in (in_the_next_step, without_one):
+        with pytest.raises(RoleFailed, match="version 1 cannot be published: no space left"):
+            linked(tmp_path, ["fails"], work)
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:

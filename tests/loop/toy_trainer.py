@@ -3,8 +3,9 @@
 The file ``SPEC.model`` has one line for each process that is started, what it is to do: "works"; "dies" in its first
 step; "is killed" or "hangs" (SIGSTOP) before it is ready; "sleeps" or "computes" in its first step, and never ends it;
 "lingers", which is to begin like one that works, and slowly; "loses" a rank once it has published, and ends; "writes" a
-checkpoint after the step behind it, "writes nothing" of it and dies, or "cannot write" it. Whoever is started takes its
-line away.
+checkpoint after the step behind it, "writes nothing" of it and dies, or "cannot write" it; "lags", which is to write
+the version of its first step after the next one; "keeps" that version, and dies in the next step; "goes on" from
+version 1; "fails" to write it. Whoever is started takes its line away.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from stretto.core.events import Span
 from stretto.core.records import Update
 from stretto.processes.channel import RoleEnd
 from stretto.processes.heartbeat import begin_role
+from stretto.processes.run_role import Failed
 from stretto.trainer.messages import (
     TO_TRAINER,
     CheckpointFailed,
@@ -68,7 +70,8 @@ def step(part: str, version: int) -> Trained:
 def main() -> None:
     spec = msgspec.json.decode(sys.argv[1], type=ToySpec)
     begin_role()
-    part, version = take_a_line(Path(spec.model)), 0
+    part = take_a_line(Path(spec.model))
+    version = int(part == "goes on")
     if part == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if part == "hangs":
@@ -82,8 +85,16 @@ def main() -> None:
         match order:
             case Train():
                 version = order.batch.step
+                if part == "keeps" and version > 1:
+                    return
                 channel.send(step(part, version))
+                if part == "fails":
+                    channel.send(Failed(problem="version 1 cannot be published: no space left", exit_code=1))
+                    return
+                if part not in ("lags", "keeps") or version > 1:
+                    channel.send(Published(version=version))
             case Publish():
+                channel.send(Copied(span=Span(role="trainer", name="publish", start=0, end=1)))
                 channel.send(Published(version=version))
                 if part == "loses":
                     channel.send(RankLost(how="lost rank 1, which was killed by SIGKILL"))

@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.core.errors import BoundViolated
 from stretto.model.decode.length_buckets import CacheLayout, LengthBuckets
+from tests.trainer.scale.counting import LiveBytes
 
 CPU = torch.device("cpu")
 
@@ -24,12 +26,13 @@ def buckets(context_length: int = 300, most_tokens: int | None = None) -> Length
 def write(cache: LengthBuckets, row: int) -> None:
     """Row r writes r + 1 everywhere."""
     bucket, slot = cache.place_of(row)
-    bucket.cache[:, :, slot] = row + 1.0
+    for held in (*bucket.keys, *bucket.values):
+        held[slot] = row + 1.0
 
 
 def reads_own(cache: LengthBuckets, row: int, tokens: int) -> bool:
     bucket, slot = cache.place_of(row)
-    return bool((bucket.cache[:, :, slot, :, :tokens] == row + 1.0).all())
+    return all(bool((held[slot, :, :tokens] == row + 1.0).all()) for held in (*bucket.keys, *bucket.values))
 
 
 def test_a_row_goes_to_the_shortest_bucket_that_holds_it() -> None:
@@ -88,14 +91,34 @@ def test_rows_that_come_together_lengthen_a_bucket_once() -> None:
     (bucket,) = cache.used()
     cache.release(1)
     cache.expect([10] * 20 + [100] * 9)
-    held = bucket.cache
+    held = bucket.keys[1]
     for row in range(3, 23):
         cache.place(row, 10)
     for row in range(23, 32):
         cache.place(row, 100)
-    assert bucket.cache is held
+    assert bucket.keys[1] is held
     assert [bucket.capacity for bucket in cache.used()] == [22, 9]  # of three, one had gone
     assert all(reads_own(cache, row, 10) for row in (0, 2))
+
+
+def test_a_cache_grows_and_shrinks_with_one_layer_there_twice_at_most() -> None:
+    """Counted on tensors without numbers, at the shape of an 8B model: of 36 layers one's keys or values are there
+    twice; all of them would be twice 288 MiB more."""
+    layout = CacheLayout(36, 8, 128, 1 << 15, torch.bfloat16, CPU)
+    with FakeTensorMode(), LiveBytes() as bytes_:
+        cache = LengthBuckets(layout)
+        for row in range(16):
+            cache.place(row, 100)
+        (bucket,) = cache.used()
+        before = bytes_.now
+        assert before == cache.tokens_allocated() * layout.bytes_per_token == 16 * 128 * layout.bytes_per_token
+        for slots in (32, 20):
+            bytes_.peak = 0
+            held = bytes_.now
+            bucket.resize(slots)
+            one = max(held, bytes_.now) // (2 * layout.layers)
+            assert bytes_.now == slots * 128 * layout.bytes_per_token
+            assert bytes_.peak <= max(held, bytes_.now) + one
 
 
 @pytest.mark.parametrize(("most_tokens", "capacity"), [(None, 8), (64 * 7, 7), (64 * 5, 5)])

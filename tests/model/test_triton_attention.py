@@ -24,7 +24,7 @@ from torch import Tensor
 
 from stretto.model.attention_support import Rule
 from stretto.model.decode.chunks import Chunks, cut
-from stretto.model.decode.slot_tables import _slots as slots_of
+from stretto.model.decode.slot_tables import slots_of
 from stretto.model.decode.steps import Dense, attention_window
 from stretto.model.kernels.triton_attention import read_rows, reads_ragged, write_rows
 from tests.tolerances import FEW, assert_close
@@ -46,13 +46,13 @@ def caches(
 
 
 def table(held: list[Tensor], buckets: list[list[int]]) -> Tensor:
-    slots = [slots_of(cache, len(ends)) for cache, ends in zip(held, buckets, strict=True)]
+    slots = [slots_of(cache[0, LAYER], cache[1, LAYER], len(ends)) for cache, ends in zip(held, buckets, strict=True)]
     return torch.from_numpy(np.concatenate(slots)).to(DEVICE)
 
 
 def read(query: Tensor, held: list[Tensor], buckets: list[list[int]], chunks: Chunks, rule: Rule) -> Tensor:
     items, bounds = (torch.from_numpy(x).to(DEVICE) for x in (chunks.items, chunks.bounds))
-    return read_rows(query, table(held, buckets), items, bounds, rule, held[0].shape[3], LAYER)
+    return read_rows(query, table(held, buckets), items, bounds, rule, held[0].shape[3])
 
 
 def chunks_of(buckets: list[list[int]], rule: Rule, spare: int, grain: int) -> Chunks:
@@ -147,7 +147,7 @@ def test_tokens_are_written_to_their_place_in_their_layer_and_nowhere_else() -> 
     new = torch.randn(2, 4, 3, 8, device=DEVICE)
     writes = np.array([[3, 0, 5], [1, 1, 0], [1, 2, 8], [0, 2, 7]])  # rows 0 and 1 on the first bucket, 2 on the second
     where = torch.from_numpy(writes).to(DEVICE)
-    write_rows(new[0], new[1], table(held, [[6, 1], [9]]), where, LAYER)
+    write_rows(new[0], new[1], table(held, [[6, 1], [9]]), where)
     for kind in range(2):
         expected = [torch.zeros_like(cache[kind]) for cache in held]
         expected[0][LAYER, 0, :, 5], expected[0][LAYER, 1, :, 0] = new[kind, 3], new[kind, 1]
@@ -176,3 +176,4 @@ def test_the_kernels_compile_for_an_h100_and_move_16_bytes_at_once(tmp_path: Pat
         assert "mma.sync" in kernels["read"]
         assert set(re.findall(r"st\.global\.([\w.]+)", kernels["write"])) == {"v4.b32"}
         assert kernels["combine"]
+        assert set(re.findall(r"ld\.global\.(v4\.b32)", kernels["draw"])) == {"v4.b32"}, "a row, 16 bytes at once"

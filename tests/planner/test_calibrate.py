@@ -18,7 +18,6 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from stretto.core.canary import TensorDigest
 from stretto.core.errors import RoleDied
 from stretto.core.events import Span
 from stretto.engine.config import EngineConfig
@@ -28,7 +27,7 @@ from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, StalenessSummary, TokenCounts, TrajectoryCounts, WeightsSummary
 from stretto.store.series.spans import SpanLog
 from stretto.trainer.config import TrainerConfig
-from stretto.weights.mailbox import Gather, as_it_is
+from stretto.weights.mailbox import Gather, Publication, as_it_is
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_app.extensions.commands import calibrate as calibrating
 from stretto_app.extensions.commands.calibrate import between_roles, between_steps
@@ -129,20 +128,18 @@ def test_no_number_is_negative() -> None:
 
 
 class SlowPublisher(SharedMemoryPublisher):
-    """Works for a twentieth of a second more."""
+    """Copies for a twentieth of a second more."""
 
-    def publish(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
-    ) -> dict[str, TensorDigest]:
-        digests = super().publish(version, tensors, gather)
+    def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
+        publication = super().copy(version, tensors, gather)
         until = time.process_time() + 0.05
         while time.process_time() < until:
             pass
-        return digests
+        return publication
 
 
 def test_a_measured_shape_makes_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A publication, slow here, is counted once, as the trainer's: a version is transferred from its end."""
+    """The copy of a version, slow here, is counted once, as the trainer's: a version is transferred from its end."""
     monkeypatch.setattr(measure, "SharedMemoryPublisher", SlowPublisher)
     monkeypatch.setattr(measure, "_now", time.process_time)
     monkeypatch.setattr(measure, "_BATCHES", 2)  # the first of each length is not counted

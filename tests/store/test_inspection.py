@@ -84,7 +84,13 @@ def small_run(path: Path, make: Make, max_staleness: float = 4) -> None:
             initial_accuracy=0.25,
             final_accuracy=0.75,
             generated_by={"engine-0": 28, "engine-1": 2},
-            carried=Carried("http", pulls=((10, 0.5), (30, 0.1), (20, 0.3)), pauses=(0.02, 0.04)),
+            carried=Carried(
+                "http",
+                pulls=((10, 0.5), (30, 0.1), (20, 0.3)),
+                pauses=(0.02, 0.04),
+                copied=(20, 20, 20),
+                written=((20, 0.2), (20, 0.6)),
+            ),
         )
         ledger.put(TOTALS, totals)
         stayed = Membership("engine-0", "native", "node-1", version=2, joined_step=0)
@@ -118,6 +124,16 @@ BUDGET: dict[str, Any] = {
         "trainer": seconds(trained=5 * 4 / 6, masked=5 * 2 / 6, idle=7.0),
     },
     "idle": {"engine-0": {"admission": 1.0, "ending": 2.0}, "trainer": {"batch": 5.0, "ending": 2.0}},
+}
+
+
+WEIGHTS = {
+    "medium": "http",
+    "bytes": 20,
+    "seconds_pull_median": 0.3,
+    "seconds_pause_median": 0.03,
+    "copies": 2.0,
+    "seconds_publish_median": 0.4,
 }
 
 
@@ -169,7 +185,7 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
                 "generated": 2,
             },
         ],
-        "weights": {"medium": "http", "bytes": 20, "seconds_pull_median": 0.3, "seconds_pause_median": 0.03},
+        "weights": WEIGHTS,
         "rewards": {},
         "gateway": None,
         **BUDGET,

@@ -77,7 +77,8 @@ def test_a_rank_on_another_machine_trains_what_one_process_trains_and_goes_on_fr
         async with running(site, checkpoint=str(checkpoint) if checkpoint else None, tls=tls) as group:
             await group.start_rank()
             assert (await group.reply(Ready)).version == versions.start
-            assert (await group.ask(Publish(), Published)).version == versions.start
+            await group.ask(Publish(), Copied)
+            assert (await group.reply(Published)).version == versions.start
             for version in versions:
                 assert (await group.ask(Train(batch=batch(version)), Trained)).update.version == version + 1
             await group.ask(SaveCheckpoint(folder=str(saved / "checkpoint")), Copied)

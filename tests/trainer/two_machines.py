@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import msgspec
@@ -23,6 +23,7 @@ from stretto.trainer.messages import (
     FROM_TRAINER,
     FromTrainer,
     Publish,
+    Published,
     RankLost,
     RanksAwaited,
     SaveCheckpoint,
@@ -91,6 +92,7 @@ class Running:
     channel: ConductorEnd[FromTrainer]
     awaited: RanksAwaited
     rank: RoleProcess
+    written: list[Published] = field(default_factory=list)
 
     async def start_rank(self, **wrong: Any) -> None:
         """Start rank 1 on the other machine, as an agent does."""
@@ -100,7 +102,13 @@ class Running:
         await self.rank.start(msgspec.structs.replace(spec, **wrong), 1, environment=secrets)
 
     async def reply(self, kind: type[T]) -> T:
-        reply = await self.channel.receive(f"to send {kind.__name__}", 60)
+        """The next message but versions written meanwhile, which come when they come; of these the oldest."""
+        if kind is Published and self.written:
+            return cast(T, self.written.pop(0))
+        while isinstance(reply := await self.channel.receive(f"to send {kind.__name__}", 60), Published):
+            self.written.append(reply)
+            if kind is Published:
+                return cast(T, self.written.pop(0))
         assert isinstance(reply, kind), reply
         return reply
 

@@ -93,7 +93,7 @@ def test_tensors_are_gathered_one_at_a_time(
     assert {name: tensor.tolist() for name, tensor in subscriber.load(0).items()} == {
         name: (tensor * 2).tolist() for name, tensor in parts.items()
     }
-    GatheringPublisher().publish(0, parts.items(), twice)
+    GatheringPublisher().copy(0, parts.items(), twice)
     assert names == [*parts, *parts]
 
 

@@ -74,6 +74,7 @@ class Cluster:
     _tasks: NamedTasks = field(default_factory=NamedTasks)
     _ray: RayAgents | None = None
     _hosts: dict[str, JoinedMachine] = field(default_factory=dict)  # of guests, by engine
+    _seat_numbers: dict[int, int] = field(default_factory=dict)  # of engines that `stretto scale` has started
 
     def __post_init__(self) -> None:
         self._next = len(self.engines.names)
@@ -334,17 +335,29 @@ class Cluster:
         if config.placer != "local":
             remedy = f"start them on machines: stretto engine --join {self._address}"
             raise RecipeError([Problem("engines", f"cluster.placer is {config.placer!r}", remedy)])
+        seats = sum(seat.need.role.startswith("engine-") for seat in self.endpoints.seats)
+        if seats and wanted > seats:
+            found = f"{wanted}, and the GPUs of this machine are divided among {seats} (engine.count)"
+            raise RecipeError([Problem("engines", found, f"at most {seats}, or engine.count = {wanted} in the recipe")])
         started = [self._start_one() for _ in range(wanted - len(self.engines.names))]
         return f"{len(self.engines.names)} engines; {', '.join(started)} are starting"
 
     def _start_one(self) -> str:
         recipe = self.plan.recipe
-        spec = engine_spec(recipe, self.folder.policy(0), self.endpoints, self._take_number(), published=True)
+        number = self._take_number()
+        spec = engine_spec(recipe, self.folder.policy(0), self.endpoints, number, True, self._free_seat(number))
         role, interval, logs = recipe.engine.role, recipe.engine.load_interval, self.folder.logs
         pool = self.engines
         facts = role, self.spawner, pool.changed, pool.proving, interval
         pool.join(EngineHandle.on_this_machine(spec, logs, recipe.deadlines, *facts))
         return spec.name
+
+    def _free_seat(self, number: int) -> int:
+        """The first seat that no engine has; `number`: of the engine that takes it."""
+        numbers = [int(name.rpartition("-")[2]) for name in self.engines.names]
+        taken = {self._seat_numbers.get(one, one) for one in numbers}
+        self._seat_numbers[number] = next(seat for seat in range(len(taken) + 1) if seat not in taken)
+        return self._seat_numbers[number]
 
     def _dismiss_if_empty(self, name: str) -> None:
         machine = self._hosts.pop(name, None)
@@ -370,7 +383,11 @@ def _why_not(recipe: Recipe, join: Join) -> str:
         return "the run's engines are the servers of engine.addresses; it takes machines for ranks alone"
     place, section = ("trainer", recipe.trainer) if join.kind == "rank" else ("engine", recipe.engine)
     if section.device == "cuda" and not join.gpu:
-        return f"{place}.device is 'cuda', and this machine shows no GPU (/dev/nvidia*, CUDA_VISIBLE_DEVICES)"
+        return f"{place}.device is 'cuda', and this machine shows no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+    each = 1 if join.kind == "rank" else recipe.engine.gpus
+    if section.device != "cpu" and join.gpus and join.count * each > join.gpus:
+        needed = f"{join.count} roles need {join.count * each} GPUs, and this machine shows {join.gpus}"
+        return f"{needed}: give --count {join.gpus // each}" if join.gpus >= each else needed
     return no_room_for(join.count) if join.kind == "engine" else ""
 
 

@@ -87,7 +87,7 @@ class Offer:
         advertised: address at which others reach this machine; None: the one from which it reaches the gate.
         tls: folder of certificates, "" for none.
         patience: seconds to look for the gate, at first and after a loss.
-        gpu: whether this machine has a GPU.
+        gpu: whether this machine has a GPU; `gpus`: how many it shows, 0 if unknown.
         environments: additional environment variables for each place: its GPUs.
     """
 
@@ -99,6 +99,7 @@ class Offer:
     tls: str = ""
     patience: float = 600.0
     gpu: bool = False
+    gpus: int = 0
     environments: tuple[Mapping[str, str], ...] = ()
 
 
@@ -122,7 +123,8 @@ async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Eve
         MachineLost: no gate was found for `offer.patience` seconds.
         RecipeError: an address or a certificate is invalid.
     """
-    join = Join(offer.kind, host=socket.gethostname(), count=offer.count, release=__version__, gpu=offer.gpu)
+    here = socket.gethostname()
+    join = Join(offer.kind, here, offer.count, release=__version__, gpu=offer.gpu, gpus=offer.gpus)
     since, told = time.monotonic(), ""
     while not leave.is_set():
         problem = ""

@@ -40,6 +40,7 @@ class Join(Record, frozen=True, tag=True):
     run: str = ""
     served: Tenure | None = None
     gpu: bool = False  # whether it has one
+    gpus: int = 0  # how many it shows; 0: unknown
 
 
 class Look(Record, frozen=True, tag=True):

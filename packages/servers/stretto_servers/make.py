@@ -179,3 +179,12 @@ class Launch:
 
     command: tuple[str, ...]
     environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Room:
+    """A server's part of each of its GPUs: `share` of `memory` bytes, of which `planned` are weights and cache."""
+
+    share: float
+    memory: int
+    planned: int

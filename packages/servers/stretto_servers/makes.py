@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from stretto.engine.capabilities import Capabilities
 from stretto.engine.config import MAKES, EngineConfig
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Launch, Make
+from stretto_servers.make import Launch, Make, Room
 
 _METHODS = [name for name, one in vars(Make).items() if inspect.isfunction(one) and not name.startswith("_")]
 
@@ -19,10 +20,17 @@ def make_of(kind: str, http: JsonServer, load_seconds: float) -> Make:
     return make
 
 
-def launch_of(config: EngineConfig, model: str, port: int) -> Launch:
-    """How to start a server of `config.kind` on a port."""
-    launch: Launch = getattr(MAKES.load(config.kind), "launch")(config, model, port)  # noqa: B009  # of the class
-    return launch
+def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = None) -> Launch:
+    """How to start a server of `config.kind` on a port. `room`: its part of the GPUs, handed over by the flags that its
+    class names (`flags_of_room`), unless `engine.arguments` have them."""
+    make = MAKES.load(config.kind)
+    launch: Launch = getattr(make, "launch")(config, model, port)  # noqa: B009  # of the class
+    told = {word.partition("=")[0] for word in config.arguments}
+    if room is None or config.on_cpu or (flags_of := getattr(make, "flags_of_room", None)) is None:
+        return launch
+    flags: dict[str, str] = flags_of(config, model, room)
+    words = [word for name, value in flags.items() if name not in told for word in (name, value)]
+    return replace(launch, command=(*launch.command, *words))
 
 
 def make_faults(config: EngineConfig, model: str) -> Iterator[str]:

@@ -30,7 +30,7 @@ from stretto.weights.shared_memory import SharedMemorySubscriber
 from stretto_servers.collective import SglangByBroadcast
 from stretto_servers.engine import ExternalEngine, Limits
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Make
+from stretto_servers.make import Make, Room
 from stretto_servers.makes import launch_of, make_of
 from stretto_servers.server import GivenServer, Server, ServerProcess, free_port, lost, until_ready
 from stretto_servers.staging import FolderAsItIs, StagedWeights
@@ -68,7 +68,8 @@ async def play(spec: EngineSpec) -> None:
     else:
         temporary = Path(spec.scratch) / "temporary"  # a server that is killed leaves sockets and caches in it
         temporary.mkdir(parents=True, exist_ok=True)
-        launch = launch_of(config, spec.model, int(address.rpartition(":")[2]))
+        room = Room(spec.share, spec.memory, spec.planned) if spec.memory else None
+        launch = launch_of(config, spec.model, int(address.rpartition(":")[2]), room)
         environment = launch.environment | {"TMPDIR": str(temporary)}
         server = await ServerProcess.start(spec.name, replace(launch, environment=environment))
     try:

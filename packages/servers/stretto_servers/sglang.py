@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from math import ceil
 from pathlib import Path
 
 import msgspec
@@ -22,12 +23,14 @@ import msgspec
 from stretto.core.errors import WireError
 from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
+from stretto.model.hf.inspection import inspect_model_folder
 from stretto_servers.http import LOOK_SECONDS, JsonServer, refused
-from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Served
+from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Room, Served
 from stretto_servers.worker.advance import FOLDER, read_of
 
 NEEDED = CAPABILITIES["sglang"].needed
 _GENERATE = "/generate"
+_MOST = 0.95  # of what is free, for weights and cache
 _LAST_PLACES = 2  # of the context, which SGLang leaves empty
 
 _Token = tuple[float, int, str | None]  # log-probability, id, text
@@ -174,6 +177,23 @@ class SglangServer:
         words = [word for option in options.items() for word in option]
         module = ("-m", "sglang.launch_server")
         return Launch((str(config.python), *module, *words, *flags, *config.arguments), environment)
+
+    @staticmethod
+    def flags_of_room(config: EngineConfig, model: str, room: Room) -> dict[str, str]:
+        """The part for weights and cache of what is free when it starts, which is its share or more; and the tokens of
+        `engine.cache_gib`, which is all that it takes of it."""
+        free = max(1.0, room.share * room.memory)
+        return {
+            "--mem-fraction-static": f"{min(_MOST, ceil(room.planned / free * 1000) / 1000):.3f}",
+            "--max-total-tokens": str(_tokens_of_gpus(config, model)),
+        }
+
+
+def _tokens_of_gpus(config: EngineConfig, model: str) -> int:
+    """Tokens of the KV cache of one engine. Key heads are divided among its GPUs, and repeated if they are fewer."""
+    folder = inspect_model_folder(Path(model))
+    heads, item = max(folder.kv_heads, config.gpus), 4 if config.dtype == "float32" else 2
+    return config.cache_bytes // (2 * folder.layers * heads * folder.head_dim * item)
 
 
 def _tokens_of_cpu(config: EngineConfig) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from math import floor
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from stretto.core.records import Likeliest
 from stretto.engine.capabilities import CAPABILITIES
 from stretto.engine.config import EngineConfig
 from stretto_servers.http import LOOK_SECONDS, JsonServer, refused
-from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Served
+from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Room, Served
 from stretto_servers.worker.advance import FOLDER, read_of
 
 NEEDED = f"{CAPABILITIES['vllm'].needed}, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
 _GENERATE = "/inference/v1/generate"
+_MOST = 0.9  # of a GPU, vLLM's own default
 _NO_PROBABILITY = -9000.0  # smaller values were filtered out: vLLM writes -9999
 
 
@@ -159,7 +161,7 @@ class VllmServer:
             "--port": str(port),
             "--dtype": config.dtype,
             "--max-num-seqs": str(config.slots),
-            "--kv-cache-memory-bytes": str(config.cache_bytes),
+            "--kv-cache-memory-bytes": str(config.cache_bytes // config.gpus),  # of each GPU
             "--logprobs-mode": "processed_logprobs",
             "--worker-extension-cls": "vllm_extension.Loader",
             "--stream-interval": "8",  # tokens of an event: each costs the server as much as several tokens
@@ -180,6 +182,11 @@ class VllmServer:
             flags += ("--enforce-eager", "--no-enable-chunked-prefill")
             environment |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return Launch((str(config.python), *module, *words, *flags, *config.arguments), environment)
+
+    @staticmethod
+    def flags_of_room(config: EngineConfig, model: str, room: Room) -> dict[str, str]:
+        """The part of the GPU that must be free when it starts; the size of the cache is given in bytes."""
+        return {"--gpu-memory-utilization": f"{floor(min(room.share, _MOST) * 1000) / 1000:.3f}"}
 
 
 def _values(page: str, name: str) -> list[float]:

@@ -12,6 +12,7 @@ import msgspec
 
 from stretto import __version__
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError, RunFolderError
+from stretto.core.machine import VISIBLE, gpus, on_gpus
 from stretto.processes.handshake import call
 from stretto.processes.heartbeat import PARENT, die_with_parent
 from stretto.processes.spawn import TOKEN
@@ -53,28 +54,22 @@ def offer(
     if not token:
         remedy = f"give the token of the run's join.json by --token, or in the environment variable {TOKEN}"
         raise RecipeError([Problem("--token", "is missing", remedy)])
-    gpus = gpus_of_this_machine()
-    return Offer(join, token, kind, count, host, tls or "", patience, gpu=bool(gpus), environments=dealt(gpus, count))
+    there = [gpu.id for gpu in gpus()]
+    has_one = bool(there) or (VISIBLE not in os.environ and any(Path("/dev").glob("nvidia[0-9]*")))
+    return Offer(join, token, kind, count, host, tls or "", patience, has_one, len(there), dealt(there, count))
 
 
-def gpus_of_this_machine() -> tuple[str, ...]:
-    """Numbers of its NVIDIA GPUs, those in CUDA_VISIBLE_DEVICES if it is set."""
-    if (told := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return tuple(filter(None, told.split(",")))
-    numbers = (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*"))
-    return tuple(sorted(filter(str.isdecimal, numbers)))
+def dealt(ids: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
+    """Environments of `count` places that share the GPUs evenly, each GPU in one place if there are enough; empty
+    without any.
 
-
-def dealt(gpus: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
-    """Environments of `count` places that share the GPUs evenly; empty if there are too few.
-
-    >>> dealt(("0", "1", "2"), 2)
-    ({'CUDA_VISIBLE_DEVICES': '0'}, {'CUDA_VISIBLE_DEVICES': '1'})
+    >>> [place["CUDA_VISIBLE_DEVICES"] for place in dealt(("0", "1", "5", "7"), 2)]
+    ['0,1', '5,7']
     """
-    each = len(gpus) // count
-    if not each:
+    if not ids:
         return ()
-    return tuple({"CUDA_VISIBLE_DEVICES": ",".join(gpus[at * each : (at + 1) * each])} for at in range(count))
+    each = max(1, len(ids) // count)
+    return tuple(on_gpus([ids[(at * each + one) % len(ids)] for one in range(each)]) for at in range(count))
 
 
 def work(brought: Offer, say: Callable[[str], None]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,12 @@ from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.engine.http.server import EngineApp
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import SharedGeneration
+from stretto.launch.preflight.devices import seat_alone, usable_gpus
 from stretto.launch.preflight.engines import check_embedded
 from stretto.launch.recipe.recipe import Recipe, override, validate
+from stretto.model.device import take_share
 from stretto.model.hf.folder import inspect_model_folder
+from stretto.model.hf.inspection import ModelFolder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes.http.names import HostNames, is_loopback
 from stretto.processes.kernel import event_loop
@@ -35,6 +39,19 @@ PATIENCE_SECONDS = 30.0
 _SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the completion
 _MESSAGES = "model.special_tokens_in_messages"
 _OF_A_RUN = {"transport": "give --host and --port", "base_port": "give --port"}
+
+
+def take_gpu(recipe: Recipe, folder: ModelFolder) -> None:
+    """Give this process the GPU on which its engine fits best; comes before the first tensor.
+
+    Raises:
+        RecipeError: there are GPUs that this torch cannot use, or with far too little memory.
+    """
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # numbers as those of nvidia-smi
+    there = usable_gpus(recipe)
+    if (seat := seat_alone(recipe.engine, folder, there)) is not None:
+        torch.cuda.set_device(there.index(seat.gpus[0]))
+        take_share(seat.share)
 
 
 def _served(overrides: Sequence[str]) -> Recipe:
@@ -117,6 +134,7 @@ def serve(
     tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens)
     bound = bind(host, port, "--port")
     torch.set_num_threads(config.threads)
+    take_gpu(recipe, folder)
     engine = NativeEngine.load(model, config)
     generation = SharedGeneration(engine)
     context = context_of(engine.longest_row, config)

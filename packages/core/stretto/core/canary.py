@@ -46,10 +46,12 @@ def coarser(*dtypes: str) -> str:
 
 class TensorDigest(Record, frozen=True):
     """xxh3 (64 bits, 16 hex digits) of a tensor's values, row-major, contiguous, little endian, in this dtype
-    (safetensors names: F32, BF16)."""
+    (safetensors names: F32, BF16). `sums`: of its bits (`weights.sums`), from a trainer on a GPU; an engine on a GPU
+    compares these, which it computes where its weights lie."""
 
     dtype: str
     checksum: str
+    sums: str = ""
 
 
 class Canary(Record, frozen=True):

@@ -17,8 +17,9 @@ class Span(Record, frozen=True):
     Example: ``Span(role="engine-0", name="load", start=12.031, end=12.044, version=7)``
 
     Names in use: ``generate``, ``map``, ``load``, ``recompute`` (engines); ``pull`` (the mirror of a machine);
-    ``proximal``, ``update``, ``again``, ``publish``, ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate``
-    (conductor). `bytes` is the amount moved, 0 if not applicable.
+    ``proximal``, ``update``, ``again``, ``publish`` (a version is copied), ``write`` (and written, beside other work),
+    ``checkpoint`` (trainer); ``score`` (rewards); ``evaluate`` (conductor). `bytes` is the amount moved, 0 if not
+    applicable.
     """
 
     role: str

@@ -122,12 +122,19 @@ def unusable(there: Sequence[Gpu], cuda: str | None) -> str:
     one = there[0]
     if cuda is None:
         return f"this torch is built for processors alone, and the machine has {len(there)} × {one.name}"
-    oldest = _OLDEST_DRIVER.get(cuda.partition(".")[0], (0, 0))
-    driver = tuple(map(int, re.findall(r"\d+", one.driver)[:2]))
-    if driver and driver < oldest:
-        needed = ".".join(map(str, oldest))
-        return f"the driver {one.driver} is too old for this torch, whose CUDA {cuda} needs {needed} or newer"
+    if told := too_old([gpu.driver for gpu in there], cuda):
+        return told
     return f"torch cannot start CUDA {cuda} on {one.name} with the driver {one.driver or '(unknown)'}"
+
+
+def too_old(drivers: Sequence[str], cuda: str) -> str:
+    """Why a torch for this CUDA needs a newer driver; "" if none of them is known to be too old."""
+    oldest = _OLDEST_DRIVER.get(cuda.partition(".")[0], (0, 0))
+    for driver in drivers:
+        if (number := tuple(map(int, re.findall(r"\d+", driver)[:2]))) and number < oldest:
+            needed = ".".join(map(str, oldest))
+            return f"the driver {driver} is too old for this torch, whose CUDA {cuda} needs {needed} or newer"
+    return ""
 
 
 def on_gpus(ids: Sequence[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from stretto.core.machine import Gpu
 
 _CONTEXT = 512 << 20  # bytes of a process on a GPU before its first tensor
 _UNKNOWN = 0.9  # of a GPU of unknown size, for the tensors of all roles
+_BUSY = 1 / 32  # part of a GPU in use from which it is not all free: a driver takes some of an idle one
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,12 @@ class Seat:
     @property
     def ids(self) -> tuple[str, ...]:
         return tuple(gpu.id for gpu in self.gpus)
+
+    @property
+    def room(self) -> float:
+        """`share`, less what others use where it is alone; 1 if all is free."""
+        used = [1 - gpu.free / gpu.memory for gpu in self.gpus if gpu.memory]
+        return min(self.share, 1 - max(used, default=0.0)) if max(used, default=0.0) > _BUSY else self.share
 
     def __str__(self) -> str:
         named, need = " + ".join(f"GPU {gpu.id}" for gpu in self.gpus), self.need

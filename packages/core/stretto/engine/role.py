@@ -15,12 +15,13 @@ from stretto.engine.http.server import serve
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.spec import ENGINE_KEY, EngineSpec
 from stretto.model.decode.policy import CACHED_ATTENTION
-from stretto.model.device import take_share
+from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.kernels.choice import choose
 from stretto.model.kernels.matmul import use_onednn
+from stretto.model.kernels.tiles import FILE
 from stretto.processes.heartbeat import begin_role
 from stretto.processes.run_role import run_role
 from stretto.weights.shared_memory import SharedMemorySubscriber
@@ -37,19 +38,28 @@ def main(arguments: list[str]) -> int:
 
 def _serve(spec: EngineSpec) -> None:
     take_share(spec.share)
+    with memory_named(spec.name, spec.gpus, 0, "while it loaded its model"):
+        engine, subscriber = _loaded(spec)
+    with memory_named(spec.name, spec.gpus, 0, "while it generated"):
+        serve(engine, subscriber, spec.address, os.environ.pop(ENGINE_KEY, ""), spec.tls)
+
+
+def _loaded(spec: EngineSpec) -> tuple[NativeEngine, SharedMemorySubscriber]:
     config = EngineConfig.model_validate_json(spec.config)
     model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
-    use_onednn(model, chooser=partial(choose, record=Path(spec.kernels) if spec.kernels else None))
+    record = Path(spec.kernels) if spec.kernels else None
+    use_onednn(model, chooser=partial(choose, record=record))
     tokenizer = partial(load_tokenizer, spec.model)
     grammars = partial(Grammars, tokenizer)
     engine = NativeEngine(model, config, name=spec.name, detokenizer=tokenizer, grammars=grammars)
+    engine.tune(record.with_name(FILE) if record is not None else None)
     subscriber = SharedMemorySubscriber(spec.mailbox, Path(spec.mailbox_folder))
     if spec.publication_seconds > 0:
         subscriber.await_first(spec.name, spec.publication_seconds)
     version = subscriber.newest()
     if version is not None:
         engine.update(version, subscriber.load(version))
-    serve(engine, subscriber, spec.address, os.environ.pop(ENGINE_KEY, ""), spec.tls)
+    return engine, subscriber
 
 
 if __name__ == "__main__":

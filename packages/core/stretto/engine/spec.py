@@ -24,7 +24,8 @@ class EngineSpec(Record, frozen=True):
     `broadcast`: it gets versions by a collective (`weights.broadcast`) instead of a folder. `tls`: folder of
     certificates (`processes.tls`), for an engine on another machine. `path`: folder searched first for the module of
     `engine.kind`. `gpus`: ids of the GPUs that it sees; empty: all that the conductor sees. `share`: part of their
-    memory that its tensors may take.
+    memory that its tensors may take; `memory`: bytes of the smallest of them, 0 if unknown; `planned`: bytes of weights
+    and cache on each.
     """
 
     name: str
@@ -46,6 +47,8 @@ class EngineSpec(Record, frozen=True):
     path: str = ""
     gpus: tuple[str, ...] = ()
     share: float = 1.0
+    memory: int = 0
+    planned: int = 0
 
 
 def socket_folder() -> Path:

@@ -74,6 +74,8 @@ class Conductor:
         self._conducting = False
         self._evaluated = False  # an evaluation was running at the last reading of the engines' pressure
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._announcing: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the newest version
+        self._announcing.set_result(None)
         self.engines.listen(self._live_changed)
 
     @property
@@ -106,7 +108,7 @@ class Conductor:
             await self._give_up()
         finally:
             self._conducting = False  # completions that end from now on, and engines that join, start nothing
-            await cancel_and_wait([*loops, *self._groups.values()])
+            await cancel_and_wait([*loops, self._announcing, *self._groups.values()])
 
     async def _give_up(self) -> None:
         """Journal the completions in flight, which a resumed run continues, then abort them so that the engines'
@@ -189,7 +191,7 @@ class Conductor:
                 return
             self.controller.observe(update.step, update.metrics)
             self.controller.publish(update.version)
-            self.engines.publish(update.version)
+            self._announce(update.version)
             self._expire_overdue()
             if update.version == self.steps:
                 # The totals of the last step are those of the run.
@@ -199,7 +201,29 @@ class Conductor:
             if self.evaluation.keeps(update):
                 await self.checkpointing.save_policy(update.version)
             if update.version < self.steps:  # the last version is measured when training is over
+                if self.evaluation.due(update):
+                    await self._before_the_stop_ends(self._until_announced())
                 self.evaluation.after(update)
+        await self._before_the_stop_ends(self._until_announced())
+
+    def _announce(self, version: int) -> None:
+        """Let the engines load a version once the trainer has written it, beside its next step."""
+        self._announcing = asyncio.ensure_future(self._announced(version, self._announcing))
+        self._announcing.add_done_callback(self._noted)
+
+    async def _announced(self, version: int, before: asyncio.Future[None]) -> None:
+        await before
+        await self.trainer.published(version)
+        self.engines.publish(version)
+
+    async def _until_announced(self) -> None:
+        async with deadline("trainer", f"version {self.controller.published} to be written", self.deadlines.step):
+            await self._announcing
+
+    def _noted(self, ended: asyncio.Future[None]) -> None:
+        """End the run with an error that no loop waits for."""
+        if not ended.cancelled() and (error := ended.exception()) is not None and not self._failure.done():
+            self._failure.set_exception(error)
 
     async def _next_batch(self) -> Batch | None:
         """The next batch; None when the run is to stop."""

@@ -237,7 +237,11 @@ class Evaluations:
 
     def keeps(self, update: Update) -> bool:
         """Whether the policy of this step must be saved because an evaluation of it may become the best."""
-        return self._best is not None and self._best.keeps and any(one.due(update) for one in self._all)
+        return self._best is not None and self._best.keeps and self.due(update)
+
+    def due(self, update: Update) -> bool:
+        """Whether an evaluation should start after this step."""
+        return any(one.due(update) for one in self._all)
 
     def after(self, update: Update) -> None:
         """Start the evaluations that are due."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,13 +11,31 @@ import torch
 from stretto.core.errors import OutOfMemory
 
 _WHOLE = 1.0
+_SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 _LONGEST = 300  # characters of an allocator's sentence
 
 
 def take_share(share: float) -> None:
-    """Keep the tensors of this process within `share` of its GPU's memory, since other roles have the rest."""
-    if share < _WHOLE and torch.cuda.is_available():
+    """Keep the tensors of this process within `share` of its GPU's memory, since other roles have the rest. Its memory
+    grows in place, so that batches of many lengths leave no gaps, unless the environment says otherwise. Comes before
+    the first tensor."""
+    if not torch.cuda.is_available():
+        return
+    if not _SETTINGS & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if share < _WHOLE:
         torch.cuda.set_per_process_memory_fraction(share)
+
+
+def spare(device: torch.device, coming: int) -> int | None:
+    """Bytes that tensors of this process may still take on its GPU, less those that are coming; None on a processor."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_allocated(device)
+    free += torch.cuda.memory_reserved(device) - held
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - held
+    return min(free, allowed) - coming
 
 
 @contextmanager

@@ -61,12 +61,15 @@ class EngineRecord(Record, frozen=True):
 
 class WeightsSummary(Record, frozen=True):
     """Weight transfers to the engines: medians over the newest `NEWEST_TRANSFERS`, None without any. `bytes`: size of
-    one version."""
+    one version. `copies` of each of its bytes in host memory, from the trainer's parameters to the mailbox; each engine
+    adds one. `seconds_publish_median`: from the copy until the version was whole."""
 
     medium: str | None
     bytes: int | None
     seconds_pull_median: float | None
     seconds_pause_median: float | None
+    copies: float | None = None
+    seconds_publish_median: float | None = None
 
 
 class StalenessSummary(Record, frozen=True):
@@ -220,11 +223,15 @@ def fact(connection: sqlite3.Connection, name: str, kind: type[Value]) -> Value 
 def _weights(carried: Carried | None) -> WeightsSummary:
     if carried is None:
         return WeightsSummary(None, None, None, None)
+    sizes = [size for size, _ in carried.pulls or carried.written]
+    copied = median(carried.copied) if carried.copied else 0
     return WeightsSummary(
         medium=carried.medium,
-        bytes=round(median(size for size, _ in carried.pulls)) if carried.pulls else None,
+        bytes=round(median(sizes)) if sizes else None,
         seconds_pull_median=median(seconds for _, seconds in carried.pulls) if carried.pulls else None,
         seconds_pause_median=median(carried.pauses) if carried.pauses else None,
+        copies=round(1 + copied / max(1, median(size for size, _ in carried.written)), 2) if carried.written else None,
+        seconds_publish_median=median(seconds for _, seconds in carried.written) if carried.written else None,
     )
 
 

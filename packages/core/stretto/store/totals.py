@@ -10,11 +10,14 @@ from stretto.measures.goodput import Clock, Goodput, OnRecord, Produced, goodput
 
 class Carried(Record, frozen=True):
     """Weight transfers to the engines: bytes and seconds of each of the newest `NEWEST_TRANSFERS`, and the seconds for
-    which generation paused."""
+    which generation paused; of the newest publications the bytes that the trainer copied while training waited, and
+    those that it wrote, with the seconds."""
 
     medium: str
     pulls: tuple[tuple[int, float], ...] = ()
     pauses: tuple[float, ...] = ()
+    copied: tuple[int, ...] = ()
+    written: tuple[tuple[int, float], ...] = ()
 
 
 NEWEST_TRANSFERS = 99

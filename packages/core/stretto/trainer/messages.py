@@ -14,15 +14,15 @@ from stretto.trainer.spec import RANK_KEY, RankSpec, TrainerSpec
 
 
 class Train(Record, frozen=True, tag=True):
-    """Order: train on this batch and publish the next version; reply `Trained`. Steps repeated to restore a trainer are
-    not published."""
+    """Order: train on this batch and publish the next version; reply `Trained`, then the notice `Published`. Steps
+    repeated to restore a trainer are not published."""
 
     batch: Batch
     publish: bool = True
 
 
 class Publish(Record, frozen=True, tag=True):
-    """Order: publish the trainer's current version; reply `Published`."""
+    """Order: publish the trainer's current version; reply `Copied`, then the notice `Published`."""
 
 
 class SaveCheckpoint(Record, frozen=True, tag=True):
@@ -82,23 +82,24 @@ class Ready(Record, frozen=True, tag=True):
 
 
 class Published(Record, frozen=True, tag=True):
-    """Reply: the version can be loaded by engines. `canary`: their proof text, if the run has one."""
+    """Notice: the version can be loaded by engines. `canary`: their proof text, if the run has one. `span`: of the
+    writing, with the bytes of the version; it was beside later work."""
 
     version: int
     canary: Canary | None = None
+    span: Span | None = None
 
 
 class Trained(Record, frozen=True, tag=True):
-    """Reply: the step is done and, if ordered, the next version is published."""
+    """Reply: the step is done and, if ordered, the next version is copied, so that training may continue."""
 
     update: Update
     spans: tuple[Span, ...]
-    canary: Canary | None = None  # of the version that was published
     agreement: tuple[Agreement, ...] = ()  # for each engine with tokens of the version before the step
 
 
 class Copied(Record, frozen=True, tag=True):
-    """Reply to `SaveCheckpoint`: the state is copied in memory, so training may continue."""
+    """Reply to `SaveCheckpoint` and `Publish`: the state is copied in memory, so training may continue."""
 
     span: Span
 

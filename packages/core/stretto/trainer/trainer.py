@@ -44,7 +44,7 @@ from stretto.trainer.outcomes import TokenMeter, TokenSink
 from stretto.trainer.parallel.adapters import adapted_layers, adapter_parameters, merged, plain_parameters, scaled
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.reference import Reference, WithoutAdapters
-from stretto.weights.mailbox import Publisher
+from stretto.weights.mailbox import Publication, Publisher
 from stretto.weights.shared_memory import digest_of_tensor
 
 
@@ -97,6 +97,7 @@ class Trainer:
         self._in_reward = reference if in_reward else None
         self._longest = sampling.max_tokens
         self._spans: list[Span] = []
+        self._publication = Publication(dict)  # of the last version that was copied
         self._text: tuple[Sequence[int], PackedTokens] | None = (
             None  # packed text of the last canary; a run has one text
         )
@@ -162,22 +163,40 @@ class Trainer:
     def publish(
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Canary | None:
-        """Publish the policy as `version`: all parameters, or only the adapters if it has any. Returns a canary for
-        engines to prove the version: log-probabilities of `text` and tensor digests; None without a text. `held`: dtype
-        of the engines' base weights under adapters."""
+        """Publish the policy now; as `copied`, and what it returns is called."""
+        canary, _ = self.copied(publisher, text, held)()
+        return canary
+
+    def copied(
+        self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
+    ) -> Callable[[], tuple[Canary | None, Span]]:
+        """Copy the policy as `version`: all parameters, or only the adapters if it has any. Returns a function that
+        publishes the copy, in any thread, while training continues; optimizer steps wait for the copy alone.
+
+        It returns a canary for engines to prove the version (log-probabilities of `text` and tensor digests; None
+        without a text) and the span of the writing. `held`: dtype of the engines' base weights under adapters.
+        """
         began = time.monotonic()
         canary = self._canary(text) if text else None
         began = self._span("prove", began) if text else began
         if self._adapted:
-            digests = publisher.publish(self.version, adapter_parameters(self.learner.model), self._gather_adapter)
+            tensors, gather = adapter_parameters(self.learner.model), self._gather_adapter
         else:
-            digests = publisher.publish(self.version, self.learner.model.named_parameters(), self._gather)
-        self._span("publish", began)
-        if canary is None:
-            return None
-        if self._adapted and not self._frozen:
+            tensors, gather = self.learner.model.named_parameters(), self._gather
+        self._publication = publication = publisher.copy(self.version, tensors, gather)
+        if canary is not None and self._adapted and not self._frozen:
             self._frozen = dict(self._frozen_digests(held))
-        return msgspec.structs.replace(canary, digests={**self._frozen, **(digests or {})})
+        version, frozen = self.version, self._frozen
+        self._span("publish", began, publication.copied)
+
+        def write() -> tuple[Canary | None, Span]:
+            began = time.monotonic()
+            digests = publication.write()
+            span = Span("trainer", "write", began, time.monotonic(), version, publication.size)
+            told = canary and msgspec.structs.replace(canary, digests={**frozen, **digests})
+            return told, span
+
+        return write
 
     def _frozen_digests(self, held: torch.dtype) -> Iterator[tuple[str, TensorDigest]]:
         for name, parameter in plain_parameters(self.learner.model):
@@ -233,6 +252,7 @@ class Trainer:
         Raises:
             StoreError: the folder is incomplete, or of another model.
         """
+        self._publication.hold()
         if self._critic is not None:
             checkpoint.load(folder / "critic", self._critic)
         self.version = checkpoint.load(folder, self.learner)
@@ -257,6 +277,7 @@ class Trainer:
 
     def _step(self, part: Minibatch, rate: float, step: int, meter: Meter) -> bool:
         """One optimizer step of the policy and one of the critic; False if a gradient was not finite."""
+        self._publication.hold()
         try:
             steps = [self.learner.step(rate, step)]
             meter.stepped(steps[0])
@@ -268,7 +289,7 @@ class Trainer:
             raise TrainingDiverged(error.step, error.in_a_row, part.ids) from None
         return all(one.taken for one in steps)
 
-    def _span(self, name: str, began: float) -> float:
+    def _span(self, name: str, began: float, size: int = 0) -> float:
         now = time.monotonic()
-        self._spans.append(Span(role="trainer", name=name, start=began, end=now, version=self.version))
+        self._spans.append(Span("trainer", name, began, now, self.version, size))
         return now

@@ -8,11 +8,13 @@ are published, under their layer's name (`LORA_A`, `LORA_B`): the policy is the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from stretto.core.canary import TensorDigest
+from stretto.weights.copying import nothing
 
 #: Suffixes of adapter names, after their layer's name.
 LORA_A, LORA_B = ".lora_A", ".lora_B"
@@ -26,14 +28,26 @@ def as_it_is(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+@dataclass(frozen=True)
+class Publication:
+    """A version whose tensors are copied, and which no engine can load yet.
+
+    `write` makes it the newest, in any thread: when it returns, every subscriber can load it. It returns the digest of
+    each tensor as written. `hold` makes later work on the tensors' device wait for the copies: call it before the
+    tensors change. `size` of the version and `copied` for it so far, in bytes.
+    """
+
+    write: Callable[[], Mapping[str, TensorDigest]]
+    hold: Callable[[], None] = nothing
+    size: int = 0
+    copied: int = 0
+
+
 class Publisher(Protocol):
     """The trainer's side of the mailbox."""
 
-    def publish(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is
-    ) -> Mapping[str, TensorDigest] | None:
-        """Make `version` the newest; when this returns, every subscriber can load it. Returns the digest of each tensor
-        as written, if the medium computes them.
+    def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
+        """Copy the tensors of `version`.
 
         `gather` is called for the tensors one by one, in order; each result is released before the next.
         """
@@ -43,9 +57,10 @@ class Publisher(Protocol):
 class GatheringPublisher:
     """Publisher of ranks 1, 2, ...: takes part in each gather; only rank 0 publishes."""
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> None:
+    def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
         for name, tensor in tensors:
             gather(name, tensor)
+        return Publication(dict)
 
 
 class Subscriber(Protocol):

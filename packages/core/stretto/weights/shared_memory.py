@@ -16,15 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor
 
 from stretto.core.canary import TensorDigest
 from stretto.core.errors import DeadlineExceeded, TornPublication, WireError
+from stretto.weights.copying import copied
 from stretto.weights.folder import KEPT, held, map_file, path_of, prefix, private, unlink, versions, write_all
-from stretto.weights.mailbox import Gather, as_it_is
+from stretto.weights.mailbox import Gather, Publication, as_it_is
 from stretto.weights.manifest import NO_CHECKSUM, TensorEntry, WeightsManifest, header, verify
+from stretto.weights.sums import as_text, sums
 
 _LOOK_SECONDS = 0.02
 
@@ -72,14 +75,47 @@ class SharedMemoryPublisher:
             ValueError: a dtype that cannot be published, or a version below 0.
             OSError: no room, with the path; nothing was switched, nothing is left.
         """
+        held = dict(tensors)
+        manifest, forms = self._manifest(version, held)
+        return self._switch(manifest, ((name, gather(name, one).to(forms[name])) for name, one in held.items()))
+
+    def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
+        """Copy the tensors of `version` to host memory; `write` does as `publish`, from the copies.
+
+        Raises:
+            ValueError: a dtype that cannot be published, or a version below 0.
+        """
+        held = dict(tensors)
+        manifest, forms = self._manifest(version, held)
+        device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
+        copies = copied(((name, gather(name, tensor)) for name, tensor in held.items()), forms, device)
+
+        def write() -> dict[str, TensorDigest]:
+            copies.wait()
+            digests = self._switch(manifest, ((name, copies.tensors.pop(name)) for name in held))
+            return {name: msgspec.structs.replace(one, sums=told(name)) for name, one in digests.items()}
+
+        def told(name: str) -> str:
+            return as_text(copies.sums[name]) if name in copies.sums else ""
+
+        return Publication(write, copies.hold, manifest.size, sum(one.nbytes for one in copies.tensors.values()))
+
+    def _manifest(self, version: int, tensors: Mapping[str, Tensor]) -> tuple[WeightsManifest, dict[str, torch.dtype]]:
+        """The manifest, without checksums, and the dtype in which each tensor is published."""
         if version < 0:
             raise ValueError(f"versions start at 0, not {version}")
-        path = path_of(self._run, self._folder, version)
+        forms = {name: _stored(tensor, self._dtype) for name, tensor in tensors.items()}
+        sizes = {name: torch.empty(one.shape, dtype=forms[name], device="meta") for name, one in tensors.items()}
+        return _plan(version, sizes), forms
+
+    def _switch(self, manifest: WeightsManifest, whole: Iterable[tuple[str, Tensor]]) -> dict[str, TensorDigest]:
+        """Write, check and switch to a version."""
+        path = path_of(self._run, self._folder, manifest.version)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            digests = _write(partial, version, dict(tensors), gather, self._dtype)
-            _check(partial, version)
-            unlink(file for number, file in versions(self._run, self._folder) if number > version)
+            digests = _write(partial, manifest, whole)
+            _check(partial, manifest.version)
+            unlink(file for number, file in versions(self._run, self._folder) if number > manifest.version)
             partial.replace(path)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -203,18 +239,16 @@ def _view(raw: memoryview, start: int, entry: TensorEntry) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype, count=count, offset=start + entry.data_offsets[0]).view(entry.shape)
 
 
-def _write(
-    path: Path, version: int, tensors: Mapping[str, Tensor], gather: Gather, dtype: torch.dtype | None
-) -> dict[str, TensorDigest]:
-    forms = {name: torch.empty(t.shape, dtype=_stored(t, dtype), device="meta") for name, t in tensors.items()}
-    manifest, checksums = _plan(version, forms), []
+def _write(path: Path, manifest: WeightsManifest, whole: Iterable[tuple[str, Tensor]]) -> dict[str, TensorDigest]:
+    """Write the tensors of the manifest, in its order, each hashed as it is written; then the header."""
+    checksums: list[str] = []
     start = len(header(manifest))
     path.unlink(missing_ok=True)  # left by a process with our pid, or by somebody who guessed the name
     with open(path, "wb", buffering=0, opener=private) as file:
-        for name, tensor in tensors.items():
+        for name, tensor in whole:
             file.seek(start + manifest.tensors[name].data_offsets[0])
             checksum = xxhash.xxh3_64()
-            for piece in _pieces(gather(name, tensor).to(forms[name].dtype)):
+            for piece in _pieces(tensor):
                 checksum.update(piece)
                 write_all(file, piece)
             checksums.append(checksum.hexdigest())
@@ -225,11 +259,18 @@ def _write(
 
 
 def digest_of_tensor(tensor: Tensor) -> TensorDigest:
-    """The digest of a tensor in memory; equal to its published digest if the values are."""
+    """The digest of a tensor in memory; equal to its published digest if the values are. Of a tensor on a GPU with its
+    sums."""
     checksum = xxhash.xxh3_64()
     for piece in _pieces(tensor):
         checksum.update(piece)
-    return TensorDigest(_NAMES[tensor.dtype], checksum.hexdigest())
+    told = as_text(sums(tensor).cpu()) if tensor.device.type == "cuda" else ""
+    return TensorDigest(_NAMES[tensor.dtype], checksum.hexdigest(), told)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Name of a dtype in digests and manifests."""
+    return _NAMES[dtype]
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

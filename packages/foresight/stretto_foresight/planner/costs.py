@@ -185,14 +185,14 @@ class Costs:
 
     def memory(self) -> Memory:
         """Memory per device. A rank needs what `trainer.memory` estimates; an engine its part of the weights, and a KV
-        cache in the rest, up to its slots."""
+        cache in the rest, up to its slots and to `engine.cache_gib`."""
         job, shape, layout = self.job, self.job.shape, self.layout
         trainer = self.rank().total
         engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor
         available = self.machine.memory_gib * (1 - _RESERVED)
         wanted = job.engine.slots * job.longest * self.token_bytes / 2**30
         room = max(0.0, available - engine / 2**30)
-        asked = wanted if job.engine.kind != "native" else min(wanted, job.engine.cache_gib)
+        asked = min(wanted, job.engine.cache_gib / layout.tensor)
         completion = job.longest * self.token_bytes * self._waste / 2**30
         return Memory(trainer / 2**30, engine / 2**30, min(asked, room), available, completion)
 

@@ -207,16 +207,17 @@ def _measure_trainer(shape: ModelShape, folder: Path, found: Measurements) -> No
                 batch = _batch(completions, length, shape.vocab_size, version)
                 began = _now()
                 trainer.train(batch)
-                trainer.publish(publisher)
-                published = _now()
+                write = trainer.copied(publisher)
+                copied = _now()
+                write()
                 version += 1
                 subscriber.load(version)
                 loadable = _now()
                 if repeat:
                     sequences = _sequences(batch)
                     passes = -(-sum(sequences) // config.micro_batch_tokens)
-                    found.trainings.append(TrainSample(shape, sequences, passes, published - began))
-                    found.transfers.append(loadable - published)
+                    found.trainings.append(TrainSample(shape, sequences, passes, copied - began))
+                    found.transfers.append(loadable - copied)
     finally:
         remove(run, place)
 

@@ -87,7 +87,7 @@ def _collect(folder: RunFolder, table: sqlite3.Connection) -> None:
     table.executemany("INSERT INTO moments VALUES (?, ?, ?, ?)", moments)
     table.execute(
         "INSERT INTO moments SELECT until, 'version ' || version || ' published', 'i', '' FROM spans"
-        " WHERE name = 'publish'"
+        " WHERE name = 'write' OR (name = 'publish' AND NOT EXISTS (SELECT 1 FROM spans WHERE name = 'write'))"
     )
     with reading(folder.ledger) as connection:
         behind = [at - taken[step] for step, at in connection.execute(_COMMITTED) if step in taken]

@@ -38,10 +38,13 @@ from stretto.engine.native.scheduler import Member, Scheduler
 from stretto.engine.native.stops import StopTexts
 from stretto.engine.native.validate import BrokenGrammar, check_grammar, check_prefixes, check_request, check_text
 from stretto.model.decode.policy import CACHED_ATTENTION, Context, DecodePolicy
+from stretto.model.device import spare
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.model.kernels.matmul import use_onednn
+
+_WORKING = 1 << 30  # bytes of a step beside weights and cache
 
 
 class NativeEngine:
@@ -70,7 +73,7 @@ class NativeEngine:
         them, requests with stop texts or a grammar are refused."""
         use_onednn(model)
         self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
-        self._parameters = Parameters(model)
+        self._parameters = Parameters(model, self._spare)
         self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._config = config
         layout = self._policy.layout
@@ -87,6 +90,12 @@ class NativeEngine:
         self._ended: Counter[str] = Counter()  # tokens of ended completions, by open request
         self._stale: tuple[str, ...] = ()  # KV entries that the last update failed to drop
         self._prover = Prover(self._policy)
+        self._tiles: Path | None = None
+
+    def tune(self, record: Path | None) -> None:
+        """Take the kernels' tiles that are on record for the run; comes before the first request."""
+        self._tiles = record
+        self._policy.tune(record)
 
     @classmethod
     def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine", version: int = 0) -> Self:
@@ -99,6 +108,11 @@ class NativeEngine:
         tokenizer = partial(load_tokenizer, folder)
         grammars = partial(Grammars, tokenizer)
         return cls(model, config, name=name, version=version, detokenizer=tokenizer, grammars=grammars)
+
+    def _spare(self) -> int | None:
+        """Bytes left on the device beside the cache, as large as it may become."""
+        cache = self._config.cache_bytes - self._policy.bytes_allocated
+        return spare(self._policy.layout.device, cache + _WORKING)
 
     @property
     def updates(self) -> int:
@@ -154,6 +168,7 @@ class NativeEngine:
             self.abort(request)
         self._scheduler.interrupt()
         self._policy = DecodePolicy(self._policy.model, self._config.cache_bytes)
+        self._policy.tune(self._tiles)
 
     def step(self) -> list[Completion]:
         """Sample one token of every running completion; returns the completions that ended. Does nothing when idle.

@@ -12,15 +12,17 @@ detects any loss or change since the publication.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from stretto.core.canary import TensorDigest, differing
 from stretto.core.errors import TornPublication
+from stretto.weights.copying import pinned
 from stretto.weights.mailbox import LORA_A, LORA_B
-from stretto.weights.shared_memory import digest_of_tensor
+from stretto.weights.shared_memory import digest_of_tensor, name_of
+from stretto.weights.sums import texts
 
 _Shape = tuple[int, ...]
 
@@ -29,7 +31,10 @@ class Parameters:
     """All parameters of a model, into which versions are copied. For a layer with adapters it keeps the base weight and
     the sum."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, spare: Callable[[], int | None] = lambda: None) -> None:
+        """`spare`: bytes left on the device, None without a limit. Base weights that all together do not fit in them
+        are kept in host memory, and come back layer by layer."""
+        self._spare, self._beyond = spare, False  # beyond the device
         self._parameters = dict(model.named_parameters())
         self._beside = _adapters_of(model)  # of a model that computes W x + B A x: its weights are never changed
         self._bases: dict[str, Tensor] = {}  # without adapters, of the parameters that have had some
@@ -52,23 +57,29 @@ class Parameters:
             self._adapters.clear()
             return
         self._adapters = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
-        for layer in _layers(tensors):
-            parameter = self._parameters[f"{layer}.weight"]
+        weights = {layer: self._parameters[f"{layer}.weight"] for layer in _layers(tensors)}
+        new = sum(weight.nbytes for layer, weight in weights.items() if layer not in self._bases)
+        if new and (spare := self._spare()) is not None:
+            self._beyond = new > spare
+        for layer, weight in weights.items():
             if layer not in self._bases:
-                self._bases[layer] = parameter.clone()
-            parameter.copy_(self._with_adapters(layer))
+                self._bases[layer] = pinned(weight).copy_(weight) if self._beyond else weight.clone()
+            weight.copy_(self._with_adapters(layer))
 
     @torch.no_grad()
     def differing(self, digests: Mapping[str, TensorDigest]) -> tuple[tuple[str, ...], int]:
         """Names of tensors in memory that differ in any bit from those with these digests, and how many were compared.
-        Tensors published in another dtype than the engine's are rounded, so they are not compared."""
+        Tensors published in another dtype than the engine's are rounded, so they are not compared. What lies on a GPU
+        is compared by its sums, if the digests have them."""
         held = {name: self._held(name) for name in digests}
-        alike = {name: tensor for name, tensor in held.items() if tensor is not None}
-        found = {name: digest_of_tensor(tensor) for name, tensor in alike.items()}
-        same_type = {name: one.checksum for name, one in found.items() if one.dtype == digests[name].dtype}
+        there = {name: tensor for name, tensor in held.items() if tensor is not None}
+        alike = {name: tensor for name, tensor in there.items() if name_of(tensor.dtype) == digests[name].dtype}
+        away = {name: tensor for name, tensor in alike.items() if digests[name].sums and is_away(tensor)}
+        wrong = [name for name, found in texts(away).items() if found != digests[name].sums]
+        found = {name: digest_of_tensor(one).checksum for name, one in alike.items() if name not in away}
         lost = [name for name, tensor in held.items() if tensor is None]
-        sums = [f"{layer}.weight" for layer in self._bases if not self._is_sum(layer)]
-        return (*lost, *differing(digests, same_type), *sums), len(same_type) + len(lost)
+        added = [f"{layer}.weight" for layer in self._bases if not self._is_sum(layer)]
+        return (*lost, *differing(digests, found), *wrong, *added), len(alike) + len(lost)
 
     def _held(self, name: str) -> Tensor | None:
         """The tensor in memory for a published name: for a weight with adapters, its base."""
@@ -80,7 +91,7 @@ class Parameters:
         return _same(parameter, self._with_adapters(layer).to(parameter.dtype))
 
     def _with_adapters(self, layer: str) -> Tensor:
-        base = self._bases[layer]
+        base = self._bases[layer].to(self._parameters[f"{layer}.weight"].device)
         a, b = (self._adapters[layer + kind].to(base.device) for kind in (LORA_A, LORA_B))
         return base + b @ a
 
@@ -103,6 +114,11 @@ class Parameters:
             if tensors[name].shape != shape:
                 told = f"{name} is {tuple(tensors[name].shape)}, the model has {shape}"
                 raise TornPublication(f"version {version} is not of this model: {told}")
+
+
+def is_away(tensor: Tensor) -> bool:
+    """Whether all of a tensor would have to be copied to be hashed."""
+    return tensor.device.type != "cpu"
 
 
 def _adapters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from stretto.core.records import Likeliest, Sampling
 from stretto.model.kernels.compiled import computes
 from stretto.model.kernels.draw import draw
+from stretto.model.kernels.triton_draw import draw_on_device, draws
 from stretto.model.truncation import Truncation, truncate
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -116,6 +117,12 @@ def sample(
             log-probability NaN.
     """
     greedy, targets = temperatures == 0.0, uniforms(seeds, places)
+    if draws(logits_RV.device):
+        if filtered is None or filtered.allowed is None:
+            rows, truncation = (filtered.rows, filtered.truncation) if filtered is not None else (places[:0], None)
+            return draw_on_device(logits_RV, temperatures, targets, rows, truncation)
+        plain = np.where(greedy, np.float32(0.0), np.float32(1.0))
+        return draw_on_device(tempered(logits_RV, temperatures, filtered), plain, targets, places[:0], None)
     logits_RV = tempered(logits_RV, temperatures, filtered)
     if computes(logits_RV.device, logits_RV.dtype):
         return draw(logits_RV, greedy, targets)
@@ -125,7 +132,7 @@ def sample(
 def draw_by_torch(
     logits_RV: Tensor, greedy: npt.NDArray[np.bool_], targets: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """As `model.kernels.draw`, on a GPU or without numba."""
+    """As `model.kernels.draw`, without numba or Triton."""
     logprobs_RV = logits_RV.log_softmax(-1)
     # Not exp() of the line above: it is slow where it underflows, as at every token removed by a filter.
     cumulative_RV = logits_RV.softmax(-1).cumsum(-1, dtype=torch.float64)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stretto.core.canary import text as canary_text
 from stretto.core.placement import Seat
+from stretto.engine.config import EngineConfig
 from stretto.engine.spec import EngineSpec
 from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.devices import seat_of_engine
@@ -39,11 +40,13 @@ def engine_specs(recipe: Recipe, model: Path, endpoints: Endpoints, *, published
     return [engine_spec(recipe, model, endpoints, number, published) for number in range(recipe.local_engines)]
 
 
-def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, published: bool) -> EngineSpec:
-    """Spec of one engine on the run's own machine."""
+def engine_spec(
+    recipe: Recipe, model: Path, endpoints: Endpoints, number: int, published: bool, seat_number: int | None = None
+) -> EngineSpec:
+    """Spec of one engine on the run's own machine; `seat_number`: its seat, None: that of its number."""
     config, deadlines = recipe.engine, recipe.deadlines
     unix = config.transport == "unix"
-    seat = seat_of_engine(endpoints.seats, number)
+    seat = seat_of_engine(endpoints.seats, number if seat_number is None else seat_number)
     return EngineSpec(
         name=f"engine-{number}",
         address=f"unix:{endpoints.sockets}/engine-{number}.sock" if unix else f"127.0.0.1:{config.base_port + number}",
@@ -63,8 +66,17 @@ def engine_spec(recipe: Recipe, model: Path, endpoints: Endpoints, number: int, 
         broadcast=recipe.weights.medium == "broadcast",
         path=recipe.path or "",
         gpus=seat.ids if seat is not None else (),
-        share=seat.share if seat is not None else 1.0,
+        share=_share(config, seat),
+        memory=min(gpu.memory for gpu in seat.gpus) if seat is not None else 0,
+        planned=sum(seat.need.parts.values()) if seat is not None else 0,
     )
+
+
+def _share(config: EngineConfig, seat: Seat | None) -> float:
+    """Part of its GPUs' memory that an engine may take. A server does not start with less than it is told to take."""
+    if seat is None:
+        return 1.0
+    return seat.share if config.kind == "native" else seat.room
 
 
 def engines_of_folder(

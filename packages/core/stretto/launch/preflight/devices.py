@@ -14,22 +14,28 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from stretto.core.errors import Problem, RecipeError, nearest
-from stretto.core.machine import Gpu, gpus, unusable
+from stretto.core.machine import VISIBLE, Gpu, gpus, too_old, unusable, visible
 from stretto.core.placement import Need, Seat, gib, place
+from stretto.engine.config import EngineConfig
 from stretto.launch.preflight.estimates import engine_parts, rank_of
 from stretto.launch.preflight.plan import Outline
 from stretto.launch.preflight.trainable import too_many_ranks
 from stretto.launch.recipe.recipe import Recipe
+from stretto.model.hf.inspection import ModelFolder
+from stretto.model.hf.shape import BYTES
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.memory import SMALLER
 
-#: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB: "8x80".
+#: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB or COUNTxGIB@DRIVER: "8x80", "2x80,1x24".
 ASSUMED = "STRETTO_GPUS"
+_ASSUMED_CUDA = "12.8"  # of the torch that they have, where this one has none
+_KIND = re.compile(r"\s*(\d{1,4})\s*x\s*(\d{1,5})\s*(?:@\s*([\d.]+))?\s*")
 _HOPELESS = 1.5  # times the memory; an estimate may be wrong by less
 _SMALLER = {
     **SMALLER,
     "weights of the engine": 'engine.dtype = "bfloat16", or tensor parallelism in engine.arguments',
     "cache": "a smaller engine.cache_gib or engine.slots",
+    "step": "a smaller engine.slots or engine.max_prefill_tokens",
 }
 
 
@@ -66,6 +72,21 @@ def seats_of(plan: Outline, there: Sequence[Gpu], *, ranks: bool = True) -> tupl
     return seats
 
 
+def seat_alone(config: EngineConfig, base: ModelFolder, there: Sequence[Gpu]) -> Seat | None:
+    """Seat of an engine that is served without a run, on the GPU with the most memory left; None: the processor.
+
+    Raises:
+        RecipeError: far too little memory.
+    """
+    if config.device == "cpu" or not there:
+        return None
+    parts = {"weights of the engine": base.parameters * BYTES[config.dtype], "cache": config.cache_bytes}
+    seats = place(there, [Need("engine", parts)])
+    if problems := [problem for problem, factor in _overfull(seats) if factor > _HOPELESS]:
+        raise RecipeError(problems)
+    return seats[0]
+
+
 def _too_many(recipe: Recipe, there: Sequence[Gpu], ranks: bool) -> Iterator[Problem]:
     if ranks:
         yield from too_many_ranks(recipe.trainer, len(there))
@@ -75,11 +96,15 @@ def _too_many(recipe: Recipe, there: Sequence[Gpu], ranks: bool) -> Iterator[Pro
 
 
 def _differing(seats: Sequence[Seat]) -> Iterator[Problem]:
-    kinds = {seat.gpus[0].name: seat for seat in seats if seat.need.apart}
+    kinds = {_kind(seat.gpus[0]): seat for seat in seats if seat.need.apart}
     if len(kinds) > 1:
         found = " and ".join(f"{seat.need.role} on GPU {seat.ids[0]}, {name}" for name, seat in kinds.items())
         remedy = "show GPUs of one kind to the ranks: CUDA_VISIBLE_DEVICES; the slowest would hold all others up"
         yield Problem("trainer.ranks", found, remedy)
+
+
+def _kind(gpu: Gpu) -> str:
+    return gpu.name + (f" of {gib(gpu.memory)} GiB" if gpu.memory else "")
 
 
 def _overfull(seats: Sequence[Seat]) -> Iterator[tuple[Problem, float]]:
@@ -128,28 +153,32 @@ def usable_gpus(recipe: Recipe, *, dry: bool = False) -> tuple[Gpu, ...]:
     """
     if problems := list(missing_interfaces(recipe.trainer, os.environ, [name for _, name in socket.if_nameindex()])):
         raise RecipeError(problems)
+    there, usable, cuda = gpus(), torch.cuda.is_available(), torch.version.cuda
     if dry and (assumed := os.environ.get(ASSUMED)):
-        return assumed_gpus(assumed)
-    there = gpus()
-    if not there or torch.cuda.is_available():
+        there, cuda = visible(assumed_gpus(assumed), os.environ.get(VISIBLE)), cuda or _ASSUMED_CUDA
+        usable = not too_old([gpu.driver for gpu in there], cuda)
+    if not there or usable:
         return there
-    why = unusable(there, torch.version.cuda)
-    if torch.version.cuda is not None and "cpu" not in (recipe.trainer.device, recipe.engine.device):
+    if cuda is not None and "cpu" not in (recipe.trainer.device, recipe.engine.device):
         remedy = 'update the driver, or trainer.device = "cpu" and engine.device = "cpu"'
-        raise RecipeError([Problem("[trainer] and [engine] device", why, remedy)])
+        raise RecipeError([Problem("[trainer] and [engine] device", unusable(there, cuda), remedy)])
     return ()
 
 
 def assumed_gpus(text: str) -> tuple[Gpu, ...]:
-    """GPUs from words such as "8x80": their number and GiB.
+    """GPUs from words such as "8x80" or "2x80,1x24@570.86": their number, the GiB and the driver of each.
 
     Raises:
         RecipeError: it is something else.
     """
-    if (found := re.fullmatch(r"\s*(\d{1,4})\s*x\s*(\d{1,5})\s*", text)) is None or int(found[1]) == 0:
-        raise RecipeError([Problem(ASSUMED, repr(text), "number of GPUs and GiB of each, as in 8x80")])
-    size = int(found[2]) << 30
-    return tuple(Gpu(str(number), "assumed GPU", size, size) for number in range(int(found[1])))
+    found = list[Gpu]()
+    for word in text.split(","):
+        if (told := _KIND.fullmatch(word)) is None or int(told[1]) == 0:
+            raise RecipeError([Problem(ASSUMED, repr(text), "number of GPUs and GiB of each, as in 8x80 or 2x80,1x24")])
+        size, first = int(told[2]) << 30, len(found)
+        numbers = range(first, first + int(told[1]))
+        found += [Gpu(str(one), "assumed GPU", size, size, driver=told[3] or "") for one in numbers]
+    return tuple(found)
 
 
 def missing_interfaces(config: TrainerConfig, told: Mapping[str, str], there: Sequence[str]) -> Iterator[Problem]:

@@ -94,6 +94,11 @@ def _keys(recipe: Recipe, make: Capabilities) -> Iterator[Problem]:
             found = f"false, and weights go to {address} by a collective, which knows neither key nor encryption"
             remedy = "true says that nobody else is on their network (docs/how_to/cluster.md)"
             yield Problem("cluster.trusted_network", found, remedy)
+    if recipe.weights.medium == "broadcast" and not config.addresses and not config.on_cpu:
+        found = (
+            f'"broadcast" to servers on GPUs that stretto starts: NCCL refuses two ranks, {make.name} and its sender, '
+        )
+        yield Problem("weights.medium", f"{found}on one GPU", '"auto": they map the trainer\'s file')
     if config.batching == "rounds":
         found = f'"rounds", and {make.name} does not compute the same completion twice bit for bit'
         yield Problem("engine.batching", found, '"auto", or engine.kind = "native" for a run that can be repeated')

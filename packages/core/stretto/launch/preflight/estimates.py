@@ -12,8 +12,9 @@ import torch
 from stretto.core.machine import available_memory
 from stretto.core.machine import cores as available_cores
 from stretto.engine.capabilities import capabilities_of
+from stretto.engine.config import EngineConfig
 from stretto.launch.preflight.plan import Outline
-from stretto.model.hf.shape import BYTES, shape_of_model
+from stretto.model.hf.shape import BYTES, ModelShape, shape_of_model
 from stretto.trainer.memory import RankMemory, rank_memory
 from stretto.worlds.workflows.config import WorkflowConfig
 
@@ -68,11 +69,25 @@ def rank_of(plan: Outline) -> RankMemory:
 
 
 def engine_parts(plan: Outline) -> dict[str, int]:
-    """Bytes of one engine by part: weights and KV cache."""
+    """Bytes of one engine by part: weights and KV cache, of which a server on GPUs takes all at its start; of a native
+    one what a step takes, logits twice and a prefill."""
     recipe, base = plan.recipe, plan.base
     item = BYTES[recipe.engine.dtype]
     full = recipe.engine.slots * plan.longest_sequence * base.layers * 2 * base.kv_heads * base.head_dim * item
-    return {"weights of the engine": base.parameters * item, "cache": min(full, recipe.engine.cache_bytes)}
+    if recipe.engine.kind != "native" and not recipe.engine.on_cpu:
+        return {"weights of the engine": base.parameters * item, "cache": recipe.engine.cache_bytes}
+    parts = {"weights of the engine": base.parameters * item, "cache": min(full, recipe.engine.cache_bytes)}
+    return parts | (
+        {"step": engine_step(shape_of_model(base), recipe.engine)} if recipe.engine.kind == "native" else {}
+    )
+
+
+def engine_step(shape: ModelShape, config: EngineConfig) -> int:
+    """Bytes of a native engine's largest step: the logits of all slots, as computed and as sampled from, and the
+    activations of a prefill in one layer."""
+    item = BYTES[config.dtype]
+    prefill = config.max_prefill_tokens * (3 * shape.inner + 3 * shape.hidden_size + shape.width + 2 * shape.kv_width)
+    return config.slots * shape.vocab_size * (4 + item) + prefill * item
 
 
 def estimate_memory(plan: Outline) -> MemoryEstimate:
@@ -92,7 +107,8 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
     elif recipe.engine.kind != "native":
         engine += capabilities_of(recipe.engine.kind).process_bytes
     of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
-    others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + 2 * base.parameters * 4
+    versions = 3 * base.parameters * 4  # two in the mailbox, one copied to be written
+    others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + versions
     return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory(), rank)
 
 

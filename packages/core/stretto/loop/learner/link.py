@@ -55,7 +55,7 @@ _SHORT = (
     "more trainer.ranks need less"
 )
 
-Reply = TypeVar("Reply", RanksAwaited, Ready, Published, Trained, Copied, PolicySaved)
+Reply = TypeVar("Reply", RanksAwaited, Ready, Trained, Copied, PolicySaved)
 
 
 class RankStarter(Protocol):
@@ -113,6 +113,7 @@ class TrainerLink:
             wanted=lambda: self._recovery is not None and not self._retired,
         )
         self._publishes = True
+        self._published, self._announced = -1, asyncio.Event()  # newest version that engines can load
         self._short_at = -1  # version at which a process was out of memory
         self._orders_done = 0
         self._retired = False
@@ -155,11 +156,29 @@ class TrainerLink:
         """Start a process, bring it to the run's version and publish that; returns the steps it repeated."""
         updates = await self._reach()
         if self._publishes:
-            order, awaited = Publish(), f"to publish version {self._version}"
-            published = await self._ask(order, Published, awaited, self._deadlines.save)
-            if self._listener is not None:
-                self._listener.published(published.canary)
+            await self._ask(Publish(), Copied, f"to copy version {self._version}", self._deadlines.save)
+            assert self._replies is not None, "it has replied"
+            try:
+                await self._replies.published(self._version, self._deadlines.save)
+            except RoleDied:
+                raise await self._death(await self.process.last_words()) from None
         return updates
+
+    def _noted(self, published: Published) -> None:
+        """Tell the listener first: an engine that loads the version is asked for a proof of it."""
+        if self._listener is not None:
+            self._listener.published(published.canary)
+        if published.span is not None:
+            self._spans.append(published.span)  # beside its orders, so no part of its busy seconds
+        self._published = published.version
+        self._announced.set()
+
+    async def published(self, version: int) -> None:
+        """Wait until `version`, trained by `train`, can be loaded by engines. No deadline: the next step waits for the
+        trainer's writing, and has one; a replacement of a trainer that dies publishes it again."""
+        while self._published < version:
+            self._announced.clear()
+            await self._announced.wait()
 
     async def _reach(self) -> list[Update]:
         """Start a process and bring it to the run's version: load the last checkpoint, train the later batches; returns
@@ -182,7 +201,7 @@ class TrainerLink:
             raise RoleDied("trainer", "is not started again: the run ends")
         await self.process.start(spec, spec.threads, (descriptor,), on_gpus(spec.gpus))
         await self._channel.open(self.process.ended)
-        self._replies = TrainerReplies(self._channel)
+        self._replies = TrainerReplies(self._channel, self._noted)
         if self._elsewhere is not None:
             awaited = await self._receive(RanksAwaited, "to say where its ranks join", self._deadlines.start)
             await self._elsewhere.start(awaited, spec)
@@ -198,14 +217,14 @@ class TrainerLink:
         return updates
 
     async def train(self, batch: Batch, *, publish: bool = True) -> Update:
-        """Train on the batch and, if `publish`, publish the next version; returns when both are done."""
+        """Train on the batch; returns when that is done. If `publish`, the next version is copied by then, and written
+        beside later orders (`published`)."""
         async with self._order():
             trained = await self._until_done(
                 Train(batch=batch, publish=publish), Trained, f"to finish step {batch.step}", self._deadlines.step
             )
             self._keep(trained.spans)
             if self._listener is not None:
-                self._listener.published(trained.canary)
                 self._listener.agreed(trained.agreement)
             self._version = trained.update.version
             self._supervisor.restarts.progressed()

@@ -1,23 +1,24 @@
-"""Messages of a trainer: replies in the order of the orders, and notices of written checkpoints in between."""
+"""Messages of a trainer: replies in the order of the orders; notices of checkpoints and versions in between."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import RoleFailed, StrettoError, WireError
 from stretto.processes.channel import ConductorEnd
-from stretto.trainer.messages import CheckpointFailed, CheckpointSaved, FromTrainer
+from stretto.trainer.messages import CheckpointFailed, CheckpointSaved, FromTrainer, Published
 
 
 class TrainerReplies:
     """Receives the messages of one trainer process while its channel is open."""
 
-    def __init__(self, channel: ConductorEnd[FromTrainer]) -> None:
-        self._channel = channel
+    def __init__(self, channel: ConductorEnd[FromTrainer], on_published: Callable[[Published], None]) -> None:
+        self._channel, self._on_published = channel, on_published
         self._replies: asyncio.Queue[FromTrainer | StrettoError] = asyncio.Queue()
         self._writing: dict[str, asyncio.Future[None]] = {}
         self._end: StrettoError | None = None
@@ -49,6 +50,10 @@ class TrainerReplies:
             await self._written(folder)
         del self._writing[folder]
 
+    async def published(self, version: int, seconds: float) -> None:
+        """Wait until the version can be loaded; as `saved`."""
+        await self.saved(_name(version), seconds)
+
     async def _listen(self) -> None:
         """No deadline: the link owns this task and closes the channel."""
         while True:
@@ -68,6 +73,10 @@ class TrainerReplies:
                         self._written(folder).set_result(None)
                 case CheckpointFailed(folder, problem, exit_code):
                     _fail(self._written(folder), RoleFailed(self._channel.role, problem, exit_code))
+                case Published(version):
+                    self._on_published(message)
+                    with contextlib.suppress(asyncio.InvalidStateError):
+                        self._written(_name(version)).set_result(None)
                 case _:
                     self._replies.put_nowait(message)
 
@@ -78,6 +87,10 @@ class TrainerReplies:
             if self._end is not None:
                 _fail(written, self._end)
         return self._writing[folder]
+
+
+def _name(version: int) -> str:
+    return f"version {version}"
 
 
 def _fail(written: asyncio.Future[None], error: StrettoError) -> None:

@@ -72,10 +72,14 @@ def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
     transfer = "pull" if carried.medium == "http" else "map"
     pulls = [(span.bytes, round(span.end - span.start, 6)) for span in spans if span.name == transfer]
     pauses = [round(span.end - span.start, 6) for span in spans if span.name == "load"]
+    copied = [span.bytes for span in spans if span.name == "publish"]
+    written = [(span.bytes, round(span.end - span.start, 6)) for span in spans if span.name == "write"]
     return msgspec.structs.replace(
         carried,
         pulls=(*carried.pulls, *pulls)[-NEWEST_TRANSFERS:],
         pauses=(*carried.pauses, *pauses)[-NEWEST_TRANSFERS:],
+        copied=(*carried.copied, *copied)[-NEWEST_TRANSFERS:],
+        written=(*carried.written, *written)[-NEWEST_TRANSFERS:],
     )
 
 

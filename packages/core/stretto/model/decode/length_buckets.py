@@ -54,6 +54,11 @@ class CacheLayout:
         """Slot length for a row of `tokens` tokens."""
         return min(max(SHORTEST, 1 << (tokens - 1).bit_length()), self.context_length)
 
+    @property
+    def lengths(self) -> int:
+        """Number of slot lengths."""
+        return len({self.slot(1 << power) for power in range(self.context_length.bit_length() + 1)})
+
 
 class Bucket:
     """KV cache slots of one length. `owners[slot]` is the row that uses the slot, or FREE. A free slot is given to a
@@ -65,7 +70,8 @@ class Bucket:
         self.free_slots: list[int] = []
         self._layout = layout
         self._rows: Ints | None = None
-        self._hold(self._zeros(0))
+        self.keys = [self._zeros(0) for _ in range(layout.layers)]  # Z times [S, K, L, D]
+        self.values = [self._zeros(0) for _ in range(layout.layers)]
 
     @property
     def rows(self) -> Ints:
@@ -77,7 +83,7 @@ class Bucket:
     @property
     def capacity(self) -> int:
         """Number of allocated slots."""
-        return self.cache.shape[2]
+        return len(self.keys[0])
 
     def take(self, row: int, most_spare: int | None = None) -> int:
         """Assign a slot to `row`: a free one, else the next. Growth keeps at most `most_spare` spare slots."""
@@ -100,10 +106,20 @@ class Bucket:
         return (cells * self.length + positions[:, None]).ravel()
 
     def resize(self, slots: int) -> None:
-        """Allocate this number of slots, at least those in use."""
-        resized = self._zeros(slots)
-        resized[:, :, : len(self.owners)] = self.cache[:, :, : len(self.owners)]
-        self._hold(resized)
+        """Allocate this number of slots, at least those in use; one layer's keys or values at a time."""
+        used = len(self.owners)
+        for held in (self.keys, self.values):
+            for layer in range(len(held)):
+                resized = self._zeros(slots)
+                resized[:used] = held[layer][:used]
+                held[layer] = resized
+                del resized
+
+    def copy_slot(self, slot: int, target: Bucket, place: int) -> None:
+        """Copy the entries of a slot to one of a bucket that is at least as long."""
+        both = (*zip(self.keys, target.keys, strict=True), *zip(self.values, target.values, strict=True))
+        sources, targets = zip(*((own[slot], other[place, :, : self.length]) for own, other in both), strict=True)
+        torch._foreach_copy_(targets, sources)
 
     def free(self, slot: int) -> None:
         self._rows = None
@@ -124,7 +140,7 @@ class Bucket:
                 self.owners.pop()
             if slot >= len(self.owners):
                 break
-            self.cache[:, :, slot] = self.cache[:, :, len(self.owners) - 1]
+            self.copy_slot(len(self.owners) - 1, self, slot)
             self.owners[slot] = self.owners.pop()
             moved.append((self.owners[slot], slot))
         while self.owners and self.owners[-1] == FREE:
@@ -134,14 +150,9 @@ class Bucket:
 
     def _zeros(self, slots: int) -> Tensor:
         layout = self._layout
-        shape = (2, layout.layers, slots, layout.kv_heads, self.length, layout.head_dim)
+        shape = (slots, layout.kv_heads, self.length, layout.head_dim)
         # Zeros, not empty memory: a masked position still enters the products, and 0 * nan is nan.
         return torch.zeros(shape, dtype=layout.dtype, device=layout.device)
-
-    def _hold(self, cache: Tensor) -> None:
-        self.cache = cache  # [2, Z, S, K, L, D]: keys, then values
-        self.keys = cache[0].unbind(0)  # Z times [S, K, L, D]
-        self.values = cache[1].unbind(0)
 
 
 class LengthBuckets:
@@ -195,7 +206,7 @@ class LengthBuckets:
         """Move `row`, with its cached entries, to a bucket for `tokens` tokens."""
         bucket, slot = self._places[row]
         longer, place = self.place(row, tokens)
-        longer.cache[:, :, place, :, : bucket.length] = bucket.cache[:, :, slot]
+        bucket.copy_slot(slot, longer, place)
         bucket.free(slot)
 
     def release(self, row: int) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +98,11 @@ class DecodePolicy:
     def bytes_allocated(self) -> int:
         """Current memory of the KV cache in bytes."""
         return self._buckets.tokens_allocated() * self.layout.bytes_per_token
+
+    def tune(self, record: Path | None) -> None:
+        """Take the run's tile of the kernels for decoding on a GPU (`model.kernels.tiles`); before the first step."""
+        if self.table_steps is not None:
+            self.table_steps.tune(self.model.config.get_text_config().num_attention_heads, record)
 
     def release(self, row: int) -> None:
         """Drop a row from the cache."""

@@ -1,6 +1,7 @@
 """Decode steps that write and read all rows at once, through a table of slots (`model.kernels.triton_attention`).
 
-    slots    keys, address | values, address | layer to layer | head to head    for each row     [R, 4]
+    rows     keys, address | values, address | head to head | bucket            for each row     [R, 4]
+    layers   from layer 0 to this one: keys | values                            for each bucket  [Z, B, 2]
     writes   packed token | row | place in the slot                             for each token   [W, 3]
     chunks   row | first | end                                                  for each window  [N, 3]
 
@@ -8,14 +9,18 @@ Buckets may have any length and move between two steps, since a step only depend
 contexts (the most) are therefore captured as CUDA graphs (`model.decode.cuda_graphs`), padded with rows that use a
 scratch slot.
 
-Axes: T packed token, W written token, R row, N place for a chunk, H query heads, K key/value heads, D width of a head.
+Axes: Z layer, B bucket, T packed token, W written token, R row, N place for a chunk, H query heads, K key/value heads,
+D width of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +30,10 @@ from torch import Tensor
 from stretto.model.attention_support import Rule
 from stretto.model.decode.chunks import cut
 from stretto.model.decode.cuda_graphs import Capture, CudaCapture, Graphs, Inputs, captured_size
-from stretto.model.decode.length_buckets import CacheLayout
+from stretto.model.decode.length_buckets import Bucket, CacheLayout
 from stretto.model.decode.steps import DecodeStep, StepPlan, written_tokens
-from stretto.model.kernels.triton_attention import GRAIN, read_rows, reads_ragged, write_rows
+from stretto.model.kernels.tiles import TABLE, Tile, chosen
+from stretto.model.kernels.triton_attention import GRAIN, read_rows, reads_ragged, triton_version, write_rows
 from stretto.model.layout import Packing
 from stretto.model.trace import Forward
 
@@ -36,6 +42,7 @@ Ints = npt.NDArray[np.int64]
 #: Extra chunks per row, and programs per multiprocessor that read them: enough to balance the work.
 _MORE_PER_ROW = 2
 _PER_PROCESSOR = 8
+_TRIES = 5  # of which the first compiles
 
 
 @dataclass(frozen=True)
@@ -44,16 +51,17 @@ class TableRows:
 
     start: int  # index of the first newest token
     dtype: torch.dtype  # of the cache
-    slots: Tensor  # [R, 4]
+    slots: Tensor  # [Z, R, 4]
     writes: Tensor  # [W, 3]
     chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by layer window: items [N, 3] and bounds [R + 1]
+    tile: Tile = TABLE[0]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
         # The kernels treat addresses as pointers to this dtype.
         query_RHD, k_TKD, v_TKD = (x.to(self.dtype) for x in (q_THD[self.start :], k_TKD, v_TKD))
-        write_rows(k_TKD, v_TKD, self.slots, self.writes, layer)
+        write_rows(k_TKD, v_TKD, self.slots[layer], self.writes)
         items, bounds = self.chunks[rule.window]
-        return read_rows(query_RHD, self.slots, items, bounds, rule, k_TKD.shape[1], layer)
+        return read_rows(query_RHD, self.slots[layer], items, bounds, rule, k_TKD.shape[1], self.tile)
 
 
 class TableSteps:
@@ -64,9 +72,15 @@ class TableSteps:
         self._layout = layout
         self._windows = tuple(windows)
         self._spare = -(-programs // layout.kv_heads)
-        self._graphs = Graphs(capture, layout.device)
-        shape = (2, layout.layers, 1, layout.kv_heads, 1, layout.head_dim)
-        self._nobodys = torch.zeros(shape, dtype=layout.dtype, device=layout.device)
+        self._graphs, self._tile = Graphs(capture, layout.device), TABLE[0]
+        shape = (2, 1, layout.kv_heads, 1, layout.head_dim)
+        self._nobodys = torch.zeros(shape, dtype=layout.dtype, device=layout.device)  # one slot for all layers
+
+    def tune(self, heads: int, record: Path | None) -> None:
+        """Take the tile of the run, measured if no engine has yet; comes before the first step."""
+        layout, device = self._layout, torch.cuda.get_device_name(self._layout.device)
+        name = f"{device}, {layout.dtype}, {heads} heads of {layout.kv_heads} x {layout.head_dim}"
+        self._tile = chosen(f"{name}, triton {triton_version()}", partial(read_seconds, layout, heads), record)
 
     def logits(self, step: DecodeStep, forward: Forward, last: int) -> Tensor:
         """Logits after each of the step's last `last` tokens, [last, V], float32; the caller may keep them. For a step
@@ -80,11 +94,13 @@ class TableSteps:
         return logits[:last].to(torch.float32, copy=True)  # the next replay overwrites them
 
     def _run(self, forward: Forward, contexts: Packing | None, last: int, *arrays: Tensor) -> Tensor:
-        token_ids, positions, slots, writes, *chunks = arrays
-        rows = len(slots)
+        token_ids, positions, rows_R4, layers_ZB2, writes, *chunks = arrays
+        rows = len(rows_R4)
         last = rows if contexts is None else last  # a captured step may have padding rows
         by_window = dict(zip(self._windows, zip(chunks[::2], chunks[1::2], strict=True), strict=True))
-        table = TableRows(len(token_ids) - rows, self._layout.dtype, slots, writes, by_window)
+        slots_ZR4 = rows_R4.expand(len(layers_ZB2), rows, 4).clone()
+        slots_ZR4[:, :, :2] += layers_ZB2[:, rows_R4[:, 3]]
+        table = TableRows(len(token_ids) - rows, self._layout.dtype, slots_ZR4, writes, by_window, self._tile)
         return forward(token_ids[None], positions[None], StepPlan(contexts, (table,)), len(token_ids), -last)[0]
 
     def _arrays(self, step: DecodeStep, rows: int) -> list[Ints]:
@@ -94,9 +110,10 @@ class TableSteps:
         newest = positions[step.start :]
         own = np.stack([np.arange(step.start, len(token_ids)), np.arange(rows), newest])
         writes = np.concatenate([*(written_tokens(row.place, row.sources) for row in step.entering), own], axis=1)
-        caches = [(bucket.cache, len(bucket.owners)) for bucket in step.buckets]
-        slots = np.concatenate([*(_slots(*one) for one in caches), _slots(self._nobodys, 1).repeat(added, axis=0)])
-        arrays = [token_ids, positions, slots, np.ascontiguousarray(writes.T)]
+        nobodys = slots_of(self._nobodys[0], self._nobodys[1], 1, self._layout.lengths)
+        held = [slots_of(one.keys[0], one.values[0], len(one.owners), at) for at, one in enumerate(step.buckets)]
+        slots = np.concatenate([*held, nobodys.repeat(added, axis=0)])
+        arrays = [token_ids, positions, slots, self._layers(step.buckets), np.ascontiguousarray(writes.T)]
         most = rows + max(_MORE_PER_ROW * rows, self._spare)
         for window in self._windows:
             firsts = np.zeros_like(newest) if window is None else np.maximum(newest + 1 - window, 0)
@@ -104,13 +121,46 @@ class TableSteps:
             arrays += [chunks.items, chunks.bounds]
         return arrays
 
+    def _layers(self, buckets: Sequence[Bucket]) -> Ints:
+        """[Z, B, 2]; the last bucket is the scratch slot, which is that of all layers."""
+        layers = np.zeros((self._layout.layers, self._layout.lengths + 1, 2), np.int64)
+        for at, bucket in enumerate(buckets):
+            for kind, held in enumerate((bucket.keys, bucket.values)):
+                layers[:, at, kind] = [one.data_ptr() - held[0].data_ptr() for one in held]
+        return layers
 
-def _slots(cache: Tensor, used: int) -> Ints:
-    """[used, 4] entries for `write_rows` of the first slots of a cache [2, Z, S, K, L, D]."""
-    kind, layer, slot, head = cache.stride()[:4]
-    slots = np.arange(used) * slot * cache.element_size()
-    keys, values = cache.data_ptr() + slots, cache.data_ptr() + kind * cache.element_size() + slots
-    return np.stack([keys, values, np.full(used, layer), np.full(used, head)], axis=1)
+
+def slots_of(keys_SKLD: Tensor, values_SKLD: Tensor, used: int, bucket: int = 0) -> Ints:
+    """[used, 4] entries for `write_rows` of the first slots of a layer."""
+    slots = np.arange(used) * keys_SKLD.stride(0) * keys_SKLD.element_size()
+    heads, buckets = np.full(used, keys_SKLD.stride(1)), np.full(used, bucket)
+    return np.stack([keys_SKLD.data_ptr() + slots, values_SKLD.data_ptr() + slots, heads, buckets], axis=1)
+
+
+def read_seconds(layout: CacheLayout, heads: int, tile: Tile, rows: int = 64, tokens: int = 2048) -> float:
+    """Seconds of reading some rows of a layer with a tile, the best of a few."""
+    device, shape = layout.device, (2, rows, layout.kv_heads, tokens, layout.head_dim)
+    cache = torch.randn(shape, device=device).to(layout.dtype)
+    query = torch.randn(rows, heads, layout.head_dim, device=device).to(layout.dtype)
+    chunks = cut(np.zeros(rows, np.int64), np.full(rows, tokens), rows * (1 + _MORE_PER_ROW), GRAIN)
+    slots, items, bounds = (
+        torch.from_numpy(one).to(device) for one in (slots_of(cache[0], cache[1], rows), chunks.items, chunks.bounds)
+    )
+    best = math.inf
+    for _ in range(_TRIES):
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(_TRIES):
+            read_rows(query, slots, items, bounds, Rule(), layout.kv_heads, tile)
+        wait(device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def wait(device: torch.device) -> None:
+    """Wait until the device has done all work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def table_steps(layout: CacheLayout, windows: frozenset[int | None]) -> TableSteps | None:

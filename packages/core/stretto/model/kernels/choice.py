@@ -132,7 +132,7 @@ def choose(
         return {}
     files = [*([record] if record is not None else []), cache_folder() / FILE]
     with ExitStack() as locks:
-        written = [file for file in files if locks.enter_context(_locked(file))]  # all processes in this order
+        written = [file for file in files if locks.enter_context(locked(file))]  # all processes in this order
         known = {name: choice for file in reversed(files) for name, choice in _read(file).items()}
         chosen = {shape: known.get(name) or measure(shape, dtype, offered) for shape, name in names.items()}
         for file in written:
@@ -185,7 +185,7 @@ def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]]) -> dict[Name, f
 
 
 @contextmanager
-def _locked(file: Path) -> Iterator[bool]:
+def locked(file: Path) -> Iterator[bool]:
     """Hold a file's lock while it is read and written; yields False if it cannot be written."""
     with ExitStack() as held:
         try:

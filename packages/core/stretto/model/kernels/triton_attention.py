@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from stretto.model.attention_support import Rule
+from stretto.model.kernels.tiles import TABLE, Tile
 
 try:
     import triton
@@ -38,7 +39,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRAIN = 64
 
 _ALIGNED = 16  # bytes that a thread reads at once
-_TILE_BYTES = 16 * 1024  # bytes of keys, and as many of values, that a program processes while it loads the next
 _FEWEST = 16  # least rows and columns of a tensor-core product; padding is not read
 _LONGEST_TILE = 128  # tokens
 _WRITTEN = 16  # tokens that a program writes
@@ -46,8 +46,12 @@ _PARTS = 16  # partial sums that are added at once
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
-    # One compiled kernel serves all layers and all numbers of tokens.
-    return function if triton is None else triton.jit(function, do_not_specialize=["layer", "count"])
+    # One compiled kernel serves all numbers of tokens.
+    return function if triton is None else triton.jit(function, do_not_specialize=["count"])
+
+
+def triton_version() -> str:
+    return str(triton.__version__)
 
 
 def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -66,7 +70,6 @@ def _write(
     slots_R4: tl.tensor,
     writes_W3: tl.tensor,
     count: tl.tensor,
-    layer: tl.tensor,
     key_token: tl.tensor,
     key_head: tl.tensor,
     value_token: tl.tensor,
@@ -82,8 +85,7 @@ def _write(
     rows_W = tl.load(writes_W3 + 3 * numbers_W + 1, mask=there_W, other=0)
     places_W = tl.load(writes_W3 + 3 * numbers_W + 2, mask=there_W, other=0)
     pointer = tl.pointer_type(keys_TKD.dtype.element_ty)
-    layer_steps_W, head_steps_W = tl.load(slots_R4 + 4 * rows_W + 2), tl.load(slots_R4 + 4 * rows_W + 3)
-    to_W = layer * layer_steps_W + head * head_steps_W + places_W * WIDTH
+    to_W = head * tl.load(slots_R4 + 4 * rows_W + 2) + places_W * WIDTH
     key_to_W = tl.load(slots_R4 + 4 * rows_W).to(pointer) + to_W
     value_to_W = tl.load(slots_R4 + 4 * rows_W + 1).to(pointer) + to_W
 
@@ -139,7 +141,6 @@ def _read(
     sums_NHD: tl.tensor,
     tops_NH: tl.tensor,
     masses_NH: tl.tensor,
-    layer: tl.tensor,
     query_row: tl.tensor,
     query_head: tl.tensor,
     scaling: tl.tensor,
@@ -162,7 +163,7 @@ def _read(
     if first >= end:
         return
     kind = query_RHD.dtype.element_ty
-    start = layer * tl.load(slots_R4 + 4 * row + 2) + kv_head * tl.load(slots_R4 + 4 * row + 3)
+    start = kv_head * tl.load(slots_R4 + 4 * row + 2)
     keys_LD = tl.load(slots_R4 + 4 * row).to(tl.pointer_type(kind)) + start
     values_LD = tl.load(slots_R4 + 4 * row + 1).to(tl.pointer_type(kind)) + start
 
@@ -235,16 +236,15 @@ def _combine(
     tl.store(out_RHD + (row * HEADS + head) * WIDTH + inside_D, out, mask=inside_D < WIDTH)
 
 
-def write_rows(key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: Tensor, layer: int) -> None:
+def write_rows(key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: Tensor) -> None:
     """Copy KV entries of packed tokens into their rows' slots.
 
     Args:
         key_TKD: of the slots' dtype.
         value_TKD: like the keys.
-        slots_R4: int64, for each row: addresses of its keys and of its values in layer 0 (multiples of 16), and the
-            strides (in numbers) between layers and between heads.
+        slots_R4: int64, for each row: addresses of its keys and of its values (multiples of 16), and the stride (in
+            numbers) between heads; the fourth is not read.
         writes_W3: int64 (packed token, row, position in the slot); no position twice.
-        layer: layer of these entries.
     """
     key_TKD, value_TKD = (x if x.stride(2) == 1 else x.contiguous() for x in (key_TKD, value_TKD))
     _, heads, width = key_TKD.shape
@@ -254,7 +254,6 @@ def write_rows(key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: 
         slots_R4,
         writes_W3,
         len(writes_W3),
-        layer,
         *key_TKD.stride()[:2],
         *value_TKD.stride()[:2],
         WIDTH=width,
@@ -270,7 +269,7 @@ def read_rows(
     bounds: Tensor,
     rule: Rule,
     kv_heads: int,
-    layer: int,
+    tile: Tile = TABLE[0],
 ) -> Tensor:
     """Attention of each row to the chunks of its slot, [R, H, D].
 
@@ -281,7 +280,7 @@ def read_rows(
         bounds: [R + 1] int64; row r has the chunks bounds[r] to bounds[r + 1] - 1, at least one.
         rule: of the layer; its window is in the chunks.
         kv_heads: K
-        layer: layer to read.
+        tile: what a program processes at once.
     """
     query_RHD = query_RHD if query_RHD.stride(2) == 1 else query_RHD.contiguous()
     rows, heads, width = query_RHD.shape
@@ -296,18 +295,17 @@ def read_rows(
         sums_NHD,
         tops_NH,
         masses_NH,
-        layer,
         *query_RHD.stride()[:2],
         width**-0.5 if rule.scaling is None else rule.scaling,
         GROUP=group,
         WIDTH=width,
         SOFTCAP=rule.softcap or 0.0,
         BLOCK_G=max(_FEWEST, triton.next_power_of_2(group)),
-        BLOCK_L=min(max(_FEWEST, _TILE_BYTES // (block_d * query_RHD.element_size())), _LONGEST_TILE),
+        BLOCK_L=min(max(_FEWEST, tile.size // (block_d * query_RHD.element_size())), _LONGEST_TILE),
         BLOCK_D=block_d,
         WIDE=triton.knobs.runtime.interpret,
-        num_warps=4 if query_RHD.element_size() == 2 else 8,  # float32 products do not use tensor cores
-        num_stages=2,
+        num_warps=tile.warps if query_RHD.element_size() == 2 else 2 * tile.warps,
+        num_stages=tile.stages,
     )
     _combine[(rows, heads)](
         sums_NHD, tops_NH, masses_NH, bounds, out_RHD, HEADS=heads, WIDTH=width, PARTS=_PARTS, BLOCK_D=block_d

@@ -25,11 +25,11 @@ from stretto.processes.run_role import Failed, run_role
 from stretto.processes.tls import client_context
 from stretto.processes.wire import Stream, Wire, connect, join_ends
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import TO_RANK, CheckpointFailed, CheckpointSaved, RankStart, Stop, ToRank
+from stretto.trainer.messages import TO_RANK, CheckpointFailed, RankStart, Stop, ToRank
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.parallel.rendezvous import LOOPBACK, join, reach_store
 from stretto.trainer.roles.rank_group import EXIT_CODE, RankIntroduction
-from stretto.trainer.roles.trainer import TrainerRole
+from stretto.trainer.roles.trainer import Notice, TrainerRole
 from stretto.trainer.spec import RANK_KEY, RankSpec, TrainerSpec
 from stretto.weights.mailbox import GatheringPublisher
 
@@ -155,7 +155,7 @@ def _as_here(trainer: TrainerSpec, spec: RankSpec) -> TrainerSpec:
     )
 
 
-def _tell(orders: RankOrders, message: CheckpointSaved | CheckpointFailed) -> None:
+def _tell(orders: RankOrders, message: Notice) -> None:
     """Report a failed checkpoint to rank 0, which waits in a collective, and end."""
     if isinstance(message, CheckpointFailed):
         orders.send(Failed(problem=message.problem, exit_code=message.exit_code))

@@ -6,6 +6,7 @@ It is rank 0; other ranks are `stretto.trainer.roles.rank`.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.core.canary import Canary
-from stretto.core.errors import RoleFailed, StoreError, StrettoError
+from stretto.core.errors import RoleFailed, StoreError, StrettoError, described
 from stretto.core.events import Span
 from stretto.doors.loading import look_in
 from stretto.model.device import memory_named, take_share
@@ -32,7 +33,7 @@ from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.fork_server_role import fork_here
 from stretto.processes.heartbeat import begin_role
-from stretto.processes.run_role import run_role
+from stretto.processes.run_role import Failed, run_role
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.critic import Critic
@@ -64,6 +65,9 @@ from stretto.trainer.trainer import Trainer
 from stretto.weights.mailbox import Publisher
 from stretto.weights.shared_memory import SharedMemoryPublisher
 
+#: What a trainer tells between its replies.
+Notice = CheckpointSaved | CheckpointFailed | Published | Failed
+
 
 class TrainerRole:
     """Carries out orders on one rank, each with a reply (`trainer.messages`)."""
@@ -73,10 +77,10 @@ class TrainerRole:
         spec: TrainerSpec,
         publisher: Publisher,
         ranks: Ranks,
-        tell: Callable[[CheckpointSaved | CheckpointFailed], None],
+        tell: Callable[[Notice], None],
     ) -> None:
-        """`tell` is called from the writing thread with each checkpoint's success or failure."""
-        self._tell, self._writing = tell, threading.Thread()
+        """`tell` is called from the writing threads with the success or failure of each checkpoint and publication."""
+        self._tell, self._writing, self._publishing = tell, threading.Thread(), threading.Thread()
         look_in(spec.path)
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._publisher, self._ranks = spec, publisher, ranks
@@ -143,20 +147,38 @@ class TrainerRole:
             case Train():
                 with self._memory_named(f"in step {order.batch.step}"):
                     update = self._trainer.train(order.batch)
-                canary = self._publish() if order.publish else None
+                if order.publish:
+                    self._publish()
                 spans, agreement = tuple(self._trainer.drain_spans()), self._trainer.agreement
-                return Trained(update=update, spans=spans, canary=canary, agreement=agreement)
+                return Trained(update=update, spans=spans, agreement=agreement)
             case Publish():
-                canary = self._publish()
-                self._trainer.drain_spans()
-                return Published(version=self._trainer.version, canary=canary)
+                self._publish()
+                return Copied(span=self._trainer.drain_spans()[-1])
             case SaveCheckpoint():
                 return self._copy(order.folder)
             case SavePolicy():
                 return self._save_policy(order.folder)
 
-    def _publish(self) -> Canary | None:
-        return self._trainer.publish(self._publisher, self._spec.canary, getattr(torch, self._spec.held))
+    def _publish(self) -> None:
+        """Copy the version; a thread publishes the copy."""
+        if self._publishing.ident is not None:  # one version after the other
+            self._publishing.join()
+        with self._memory_named(f"while it copied version {self.version}"):
+            write = self._trainer.copied(self._publisher, self._spec.canary, getattr(torch, self._spec.held))
+        self._publishing = threading.Thread(target=self._write_version, args=(write, self.version), name="publication")
+        self._publishing.start()
+
+    def _write_version(self, write: Callable[[], tuple[Canary | None, Span]], version: int) -> None:
+        try:
+            canary, span = write()
+            told: Published | Failed = Published(version=version, canary=canary, span=span)
+        except Exception as error:  # errors of a thread would be lost, and torch raises many kinds
+            traceback.print_exc()
+            problem = described(error) if isinstance(error, OSError) else str(error)
+            code = error.exit_code if isinstance(error, StrettoError) else RoleFailed.exit_code
+            told = Failed(problem=f"version {version} cannot be published: {problem}", exit_code=code)
+        with contextlib.suppress(ConductorGone):
+            self._tell(told)
 
     def _copy(self, folder: str) -> Copied:
         """Copy the state; a thread writes the copy."""
@@ -201,10 +223,12 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> No
     `spawner` starts this machine's ranks."""
     group = RankGroup(spec, spawner)
 
-    def tell(message: CheckpointSaved | CheckpointFailed) -> None:
+    def tell(message: Notice) -> None:
         if isinstance(message, CheckpointFailed) and group.explain(StoreError(message.problem)) is not None:
             return  # a dead rank makes the write fail too; the group reports the loss and ends the trainer
         channel.send(message)
+        if isinstance(message, Failed):
+            os._exit(message.exit_code)  # the main thread may be in a step
 
     try:
         ranks = group.start(channel.send)

@@ -33,7 +33,7 @@ from stretto_report.dashboard.plots.style import (
 STEPS_SHOWN = 12
 
 _LOAD = "load"
-_PUBLISH = "publish"
+_PUBLISH, _WRITE = "publish", "write"
 _STEP = "update"
 _LOOKS: dict[str, tuple[str, str]] = {  # span name: colour, what the legend calls it
     "generate": (SKY, "generate"),
@@ -45,6 +45,7 @@ _LOOKS: dict[str, tuple[str, str]] = {  # span name: colour, what the legend cal
     "proximal": (GREEN, "proximal log-probabilities"),
     _STEP: (BLUE, "update"),
     _PUBLISH: (INK, "publish a version"),
+    _WRITE: ("#a8a8b8", "write a version"),
     "checkpoint": (YELLOW, "checkpoint"),
     "evaluate": ("#b3b3b3", "held-out evaluation"),
 }
@@ -103,7 +104,8 @@ def draw_lanes(axes: Axes, spans: Sequence[Span], window: Window) -> set[str]:
     shown = [span for span in spans if span.end > window.start and span.start < window.end]
     for number, lane in enumerate(lanes):
         _draw_lane(axes, [span for span in shown if span.role == lane], window, origin, number)
-    _draw_publications(axes, [span for span in shown if span.name == _PUBLISH], origin)
+    written = [span for span in shown if span.name == _WRITE]  # none in a run of an earlier stretto
+    _draw_publications(axes, written or [span for span in shown if span.name == _PUBLISH], origin)
     axes.set_xlim(window.start - origin, window.end - origin)
     axes.set_ylim(len(lanes) - 0.4, -0.75)
     axes.set_yticks(range(len(lanes)), lanes, fontsize=10)

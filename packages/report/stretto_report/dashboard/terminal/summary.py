@@ -221,7 +221,10 @@ def _weights(weights: WeightsSummary) -> Rows:
         return
     pull = f"{weights.bytes / 1e6:,.1f} MB in {1000 * weights.seconds_pull_median:,.1f} ms"
     pause = weights.seconds_pause_median
-    yield "weights", f"{weights.medium}: {pull}" + (f", pause {1000 * pause:,.1f} ms" if pause is not None else "")
+    parts = [f"{weights.medium}: {pull}", *([f"pause {1000 * pause:,.1f} ms"] if pause is not None else [])]
+    if weights.copies is not None and weights.seconds_publish_median is not None:
+        parts.append(f"{weights.copies:g} copies before, written in {1000 * weights.seconds_publish_median:,.1f} ms")
+    yield "weights", ", ".join(parts)
 
 
 def canary_rows(proofs: Iterable[CanaryProof]) -> Iterator[tuple[str, str]]:

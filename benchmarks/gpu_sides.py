@@ -1,0 +1,143 @@
+"""More parts of `python -m benchmarks.gpu`: the draw, publication beside training, several ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import gpu_training
+from benchmarks.gpu_parts import RECIPE, Asked, milliseconds, model_folder
+from benchmarks.gpu_training import ALGORITHM, SHAPES
+from benchmarks.lengths import batch
+from benchmarks.runs import train
+from stretto.core.records import Sampling
+from stretto.engine.native.sampling import Filtered, draw_by_torch, tempered
+from stretto.model.kernels.triton_draw import draw_on_device
+from stretto.model.truncation import Truncation
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.trainer import Trainer
+from stretto.weights.folder import remove, shared_folder
+from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from stretto.weights.sums import texts
+
+_RUN = "benchmark.gpu"
+_NEAR = 1e-5  # nats
+
+
+def drawing(asked: Asked) -> dict[str, Any]:
+    """Milliseconds of a draw from logits of the vocabulary, in one launch and by torch, with and without top-k and
+    top-p; the share of equal tokens, and the largest difference of log-probabilities."""
+    vocabulary = SHAPES[asked.size.shape][1].vocab_size
+    return {"vocabulary": vocabulary} | {
+        name: [_drawn(asked, rows, vocabulary, filters) for rows in asked.size.sequences]
+        for name, filters in (("plain", False), ("filtered", True))
+    }
+
+
+def _drawn(asked: Asked, rows: int, vocabulary: int, filters: bool) -> dict[str, Any]:
+    logits = 3 * torch.randn(rows, vocabulary, device=asked.device)
+    temperatures, every = np.full(rows, 0.8, np.float32), np.arange(rows)
+    uniforms = np.random.default_rng(rows).random(rows)
+    truncation = Truncation(np.full(rows, 40), np.full(rows, 0.95), np.zeros(rows)) if filters else None
+    given = Filtered(every, truncation) if truncation is not None else None
+
+    def fused() -> tuple[Any, Any]:
+        return draw_on_device(logits, temperatures, uniforms, every, truncation)
+
+    def plain() -> tuple[Any, Any]:
+        return draw_by_torch(tempered(logits, temperatures, given), temperatures == 0, uniforms)
+
+    (tokens, logprobs), (expected, known) = fused(), plain()
+    same = tokens == expected
+    off = float(np.abs(logprobs - known)[same].max()) if same.any() else float("nan")
+    return {
+        "rows": rows,
+        "fused_ms": milliseconds(fused, asked),
+        "plain_ms": milliseconds(plain, asked),
+        "same_tokens": round(float(same.mean()), 4),
+        "off_by": off,
+    } | ({} if off <= _NEAR else {"failed": f"log-probabilities differ by {off}"})
+
+
+def publication(asked: Asked) -> dict[str, Any]:
+    """Seconds of a step alone and beside the writing of a version, of its copy, and of its writing; and whether what
+    was written is the version of the copy, although the optimizer has gone on."""
+    size, device = asked.size, asked.device
+    tokens = size.tokens[0]
+    config = TrainerConfig(minibatches=1, dtype=size.dtype, micro_batch_tokens=tokens)  # type: ignore[arg-type]
+    trainer = Trainer(gpu_training.build(size.shape, device), config, ALGORITHM, Sampling(max_tokens=tokens))
+    model = trainer.learner.model
+    place = shared_folder(2 * sum(one.numel() for one in model.parameters()), asked.folder)
+    publisher, subscriber = SharedMemoryPublisher(_RUN, place, torch.bfloat16), SharedMemorySubscriber(_RUN, place)
+    step = partial(_step, trainer, tokens, device)
+    try:
+        trainer.publish(publisher)  # memory of the copies is found
+        step()
+        alone = [step() for _ in range(size.steps)]
+        beside, copying, writing, right = list[float](), list[float](), list[float](), list[bool]()
+        for _ in range(size.steps):
+            expected = texts({name: one.to(torch.bfloat16) for name, one in model.named_parameters()})
+            began = time.perf_counter()
+            write = trainer.copied(publisher)
+            copying.append(time.perf_counter() - began)
+            version, ended = trainer.version, list[float]()
+            thread = threading.Thread(target=lambda work=write, ended=ended: ended.append(_seconds(work)))
+            thread.start()
+            beside.append(step())
+            thread.join()
+            writing += ended
+            right.append(texts(subscriber.load(version)) == expected)
+    finally:
+        remove(_RUN, place)
+    told = {"step_alone": alone, "step_beside": beside, "copy": copying, "write": writing}
+    found: dict[str, Any] = {name: [round(one, 4) for one in seconds] for name, seconds in told.items()}
+    wrong = {} if all(right) else {"failed": "a version is not that of its copy"}
+    return found | {"versions_right": sum(right)} | wrong
+
+
+def _step(trainer: Trainer, tokens: int, device: torch.device) -> float:
+    one = batch([(8, (tokens // 4 - 8,))] * 4, trainer.learner.model.config.vocab_size, trainer.version)
+    began = time.perf_counter()
+    trainer.train(one)
+    gpu_training._wait(device)
+    return time.perf_counter() - began
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def ranks(asked: Asked) -> dict[str, Any]:
+    """Losses of a synchronous run of two ranks, and of all cards, beside those of one; each writes a checkpoint."""
+    cards = torch.cuda.device_count() if asked.device.type == "cuda" else 2
+    if cards < 2:
+        return {"ranks": "one GPU"}
+    model = model_folder(asked.size.shape, asked.folder / "model")
+    words = ["rollout.max_staleness=0", "trainer.steps=3", "trainer.checkpoint_every=2", f"model.path={model}"]
+    words += ["algorithm.advantages=reward", "algorithm.shaping.bias=1.0"]  # else a model of random weights has no loss
+    told = {word.partition("=")[0] for word in words}
+    others = [word for word in asked.size.run if word.partition("=")[0] not in told]
+    found: dict[str, Any] = {}
+    for count in sorted({1, 2, cards}):
+        seen = train([*others, *words, f"trainer.ranks={count}"], RECIPE, asked.folder / f"ranks-{count}")
+        found[str(count)] = {
+            "losses": [one.trainer.get("loss") for one in seen.steps],
+            "gradient_norms": [one.trainer.get("grad_norm") for one in seen.steps],
+            "seconds": round(seen.inspection.rl_seconds, 2),
+        }
+    return found
+
+
+PARTS: Mapping[str, Callable[[Asked], dict[str, Any]]] = {
+    "drawing": drawing,
+    "publication": publication,
+    "ranks": ranks,
+}

@@ -1,0 +1,58 @@
+"""Promises: the engines of a run take one tile, whichever measures first; the fastest of the table that can be run; and
+each tile reads what the first one reads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.model.attention_support import Rule
+from stretto.model.decode.chunks import cut
+from stretto.model.decode.length_buckets import CacheLayout
+from stretto.model.decode.slot_tables import read_seconds, slots_of
+from stretto.model.kernels.tiles import TABLE, Tile, chosen
+from stretto.model.kernels.triton_attention import read_rows
+from tests.tolerances import assert_close
+
+pytest.importorskip("triton")
+
+
+def slow(tile: Tile) -> float:
+    raise AssertionError("it is on record")
+
+
+def test_the_fastest_that_can_be_run_is_taken_by_all(tmp_path: Path) -> None:
+    record, last = tmp_path / "tiles.json", TABLE[-1]
+
+    def seconds(tile: Tile) -> float:
+        if tile == TABLE[1]:
+            raise RuntimeError("out of resource: shared memory")
+        return 0.5 if tile == last else 1.0
+
+    assert chosen("a card", seconds, record) == last
+    assert chosen("a card", slow, record) == last
+    assert chosen("another", lambda tile: 1.0 if tile == TABLE[0] else 0.99, record) == TABLE[0], "hardly faster"
+    assert chosen("a card", slow, record) == last, "others stay"
+    assert chosen("a card", slow, None) == TABLE[0]
+    record.write_text("damaged")
+    assert chosen("a card", lambda tile: float(tile != TABLE[0]), record) == TABLE[0]
+
+
+def test_a_file_that_cannot_be_written_leaves_the_first(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert chosen("a card", slow, tmp_path / "file" / "tiles.json") == TABLE[0]
+
+
+def test_each_tile_reads_the_same() -> None:
+    layout = CacheLayout(1, 2, 16, 64, torch.float32, torch.device("cpu"))
+    cache, query = torch.randn(2, 2, 2, 40, 16), torch.randn(2, 4, 16)
+    chunks = cut(np.zeros(2, np.int64), np.array([40, 9]), 6, 8)
+    slots, items, bounds = map(torch.from_numpy, (slots_of(cache[0], cache[1], 2), chunks.items, chunks.bounds))
+    expected = read_rows(query, slots, items, bounds, Rule(), 2)
+    for tile in (*TABLE, Tile(1024)):
+        assert_close(read_rows(query, slots, items, bounds, Rule(), 2, tile), expected, 40, size=10.0)
+    assert read_seconds(layout, 4, TABLE[0], rows=1, tokens=8) > 0
