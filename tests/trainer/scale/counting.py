@@ -35,9 +35,12 @@ from stretto.trainer.gradients import Gradients
 from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner, Optimizer
+from stretto.trainer.parallel import ranks as ranks_module
 from stretto.trainer.parallel.lora import adapt
 from stretto.trainer.parallel.ranks import ShardedRanks
 from stretto.trainer.reference import ReferencePolicy
+from tests.trainer.scale.collectives import Collectives
+from tests.trainer.staging import staged
 
 _aten = torch.ops.aten
 #: What a step asks the numbers for; these tensors have none.
@@ -53,8 +56,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
+        self.now = self.peak = self.host = 0
         self._sizes: dict[int, int] = {}
+        self._on_host: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ANSWERS:
@@ -67,6 +71,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
+        if key in self._on_host:
+            return
         if key not in self._sizes:
             weakref.finalize(storage, self._change, key, None)
         self._change(key, storage.nbytes())
@@ -81,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """FSDP empties and fills storages again; count that too."""
+        """FSDP empties and fills storages again; count that too. What is in host memory is counted apart."""
         resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -89,18 +95,32 @@ class LiveBytes(TorchDispatchMode):
             self._see(storage)
             return found
 
-        with pytest.MonkeyPatch.context() as patch, self:
+        zeros = ranks_module.zeros_on_host
+
+        def on_host(like: Tensor) -> Tensor:
+            before = self.now, self.peak
+            held = zeros(like)
+            self.now, self.peak = before
+            self.host += held.untyped_storage().nbytes()
+            self._on_host.add(held.untyped_storage()._cdata)  # it stays until the end
+            return held
+
+        with pytest.MonkeyPatch.context() as patch, staged(), self:
             patch.setattr(torch.UntypedStorage, "resize_", counted)
+            patch.setattr(ranks_module, "zeros_on_host", on_host)
             yield
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes on one rank: what stays between steps, and the peak within one."""
+    """Bytes on one rank: what stays between steps, the peak within one, what is in host memory, and the collectives
+    of the step."""
 
     parameters: int
     moments: int
     peak: int
+    host: int
+    collectives: Collectives
 
 
 @contextmanager
@@ -199,14 +219,15 @@ def step_bytes(
             one.step(1e-6, 0)
             _give_gradients(one)
         live.peak = live.now
-        gradients.accumulate(given, Meter(), first=True)
-        learner.step(1e-6, 0)
-        if judge is not None:
-            judge.fit(given, 0, version=0)
+        with Collectives(ranks) as collectives:
+            gradients.accumulate(given, Meter(), first=True)
+            learner.step(1e-6, 0)
+            if judge is not None:
+                judge.fit(given, 0, version=0)
         modules = [*(one.trained for one in held), *([frozen._policy] if frozen else [])]
         parameters = sum(own(p).nbytes for module in modules for p in module.parameters())
         moments = sum(own(m).nbytes for one in held for state in one.adamw.state.values() for m in state.values())
-        return Counted(parameters, moments, live.peak)
+        return Counted(parameters, moments, live.peak, live.host, collectives)
 
 
 def _give_gradients(optimizer: Optimizer) -> None:

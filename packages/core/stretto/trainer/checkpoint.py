@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stretto.core.errors import StoreError, described
 from stretto.trainer.optimizer import Optimizer
+from stretto.trainer.parallel.moments import MOMENTS
 from stretto.trainer.parallel.ranks import Ranks
 
 _POSITION = "trainer.json"
@@ -46,7 +47,6 @@ _FILE_BYTES = 64 << 20
 _LISTED_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _PARAMETER, _STEPS = "parameter", "steps"
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own words
 
 #: Errors of torch and safetensors for an invalid file, or one that cannot be written.
 _ERRORS = (OSError, RuntimeError, ValueError, SafetensorError, CheckpointException)
@@ -232,15 +232,12 @@ def _trained(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
 
 
 def _state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """All state by name. AdamW has no moments before its first step, so they are created here."""
+    """All state by name, wherever it is."""
     state, counts = dict[str, Tensor](), list[Tensor]()
     for name, parameter in _trained(optimizer):
-        own = optimizer.adamw.state[parameter]
-        if not own:
-            own["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            own.update({moment: torch.zeros_like(parameter) for moment in _MOMENTS})
+        own = optimizer.state_of(parameter)
         state[f"{_PARAMETER}.{name}"] = parameter.detach()
-        state |= {f"{moment}.{name}": own[moment] for moment in _MOMENTS}
+        state |= {f"{moment}.{name}": own[moment] for moment in MOMENTS}
         counts.append(own["step"])
     return state | {_STEPS: torch.stack(counts)}
 
@@ -252,7 +249,7 @@ def check(folder: Path, policy: nn.Module) -> None:
         StoreError: it is incomplete, or of another model or format.
     """
     trained = {f"model.{name}": p for name, p in policy.named_parameters() if p.requires_grad}
-    wanted = {f"{kind}.{name}": p.shape for kind in (_PARAMETER, *_MOMENTS) for name, p in trained.items()}
+    wanted = {f"{kind}.{name}": p.shape for kind in (_PARAMETER, *MOMENTS) for name, p in trained.items()}
     try:
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except _ERRORS as error:
@@ -267,7 +264,7 @@ def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Ma
     found = {name: _whole_shape(meta) for name, meta in theirs.items()}
     if found != wanted:
         names = {name.removeprefix(f"{_PARAMETER}.") for name in dict(found.items() ^ wanted.items())}
-        differing = ", ".join(sorted(name for name in names if not name.startswith((_STEPS, *_MOMENTS))))
+        differing = ", ".join(sorted(name for name in names if not name.startswith((_STEPS, *MOMENTS))))
         raise StoreError(f"checkpoint {folder} is of another model; these parameters differ: {differing}")
 
 
