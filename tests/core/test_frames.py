@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.core import frames
 from stretto.core.errors import WireError
 from stretto.core.frames import Unframer, frame
 
@@ -15,6 +16,13 @@ def test_messages_survive_any_chopping(messages: list[list[int]], cut: int) -> N
     unframer = Unframer()
     bodies = [body for at in range(0, len(stream), cut) for body in unframer.feed(stream[at : at + cut])]
     assert [msgspec.msgpack.decode(body) for body in bodies] == messages
+
+
+def test_a_message_longer_than_a_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "LARGEST_BATCH", 99)
+    assert len(frame(b"x" * 97)) == 99 + 4
+    with pytest.raises(WireError, match="a message of 100 bytes; at most 99 are allowed"):
+        frame(b"x" * 98)
 
 
 def test_a_length_that_no_message_has_is_refused() -> None:

@@ -98,6 +98,8 @@ class TrainerState:
                             self._save(folder, part, files, alone=True)
             if self.ranks.rank == 0:
                 (folder / _POSITION).write_bytes(msgspec.json.encode(self.position))
+        except torch.OutOfMemoryError:
+            raise
         except _ERRORS as error:
             raise StoreError(f"{folder}: the checkpoint cannot be written: {_described(error)}") from error
 
@@ -105,6 +107,7 @@ class TrainerState:
         # torch builds a file in memory before it writes it: small files, so that the copy is small.
         writer = HuggingFaceStorageWriter(str(folder), dict(files), save_distributed=True)
         writer.sync_files = False  # the store does
+        writer.per_thread_copy_ahead = 0  # what is written is in host memory: no stream, and no CUDA in this thread
         group = None if alone else self.ranks.second_group
         state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
 
@@ -174,18 +177,20 @@ def load(folder: Path, optimizer: Optimizer) -> int:
     """Load parameters and optimizer state in place; returns the version. All ranks call it, with rank 0's folder.
 
     Raises:
-        StoreError: the folder is incomplete, or of another model, and nothing has changed; or, of several ranks, a file
-            could not be read to its end, and they cannot go on.
+        StoreError: the folder is incomplete, or of another model, and nothing has changed; or, of several ranks or on a
+            GPU, a file could not be read to its end, and they cannot go on.
     """
     ours, ranks = _state(optimizer), optimizer.ranks
     try:
         with _no_group_warning():
-            if ranks.count > 1:  # in place, so that no rank holds its part twice
+            if ranks.count > 1 or optimizer.device.type != "cpu":  # in place, so that no GPU holds its part twice
                 position = _read(folder, ours) if _all_read(folder, ranks) else _receive(folder, ours, ranks)
                 found = {_STEPS: ours[_STEPS]}
             else:
                 found = {name: torch.empty_like(tensor) for name, tensor in ours.items()}
                 position = _read(folder, found)
+    except torch.OutOfMemoryError:
+        raise
     except (*_ERRORS, msgspec.MsgspecError) as error:
         raise StoreError(f"checkpoint {folder} cannot be read: {_described(error)}") from error
     with torch.no_grad():

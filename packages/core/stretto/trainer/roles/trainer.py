@@ -74,8 +74,12 @@ class TrainerRole:
         publisher: Publisher,
         ranks: Ranks,
         tell: Callable[[CheckpointSaved | CheckpointFailed], None],
+        gpu: int = 0,
+        where: str = "",
     ) -> None:
-        """`tell` is called from the writing thread with each checkpoint's success or failure."""
+        """`tell` is called from the writing thread with each checkpoint's success or failure. `gpu`: index of its GPU
+        among the visible ones; `where`: words for its machine, if that is another than rank 0's."""
+        self._gpu, self._where = gpu, where
         self._tell, self._writing = tell, threading.Thread()
         look_in(spec.path)
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
@@ -83,8 +87,8 @@ class TrainerRole:
         take_share(spec.share)
         with self._memory_named("while it loaded its models"):
             self._trainer = self._build(config)
-        if spec.checkpoint is not None:
-            self._trainer.load_checkpoint(Path(spec.checkpoint))
+            if spec.checkpoint is not None:
+                self._trainer.load_checkpoint(Path(spec.checkpoint))
 
     def _build(self, config: TrainerConfig) -> Trainer:
         spec, ranks = self._spec, self._ranks
@@ -97,8 +101,7 @@ class TrainerRole:
         )
 
     def _memory_named(self, doing: str) -> AbstractContextManager[None]:
-        rank = self._ranks.rank
-        return memory_named(f"rank {rank}", self._spec.gpus, rank, doing)
+        return memory_named(f"rank {self._ranks.rank}{self._where}", self._spec.gpus, self._gpu, doing)
 
     def _trained(self, config: TrainerConfig) -> PreTrainedModel:
         """The initial policy, ready for training."""
@@ -153,7 +156,8 @@ class TrainerRole:
             case SaveCheckpoint():
                 return self._copy(order.folder)
             case SavePolicy():
-                return self._save_policy(order.folder)
+                with self._memory_named("while it saved its policy"):
+                    return self._save_policy(order.folder)
 
     def _publish(self) -> Canary | None:
         return self._trainer.publish(self._publisher, self._spec.canary, getattr(torch, self._spec.held))
@@ -162,7 +166,8 @@ class TrainerRole:
         """Copy the state; a thread writes the copy."""
         if self._writing.ident is not None:  # ranks write together, one checkpoint after the other
             self._writing.join()
-        write = self._trainer.snapshot()
+        with self._memory_named("while it copied its state"):
+            write = self._trainer.snapshot()
         (span,) = self._trainer.drain_spans()
         self._writing = threading.Thread(target=self._write, args=(write, folder), name="checkpoint")
         self._writing.start()
