@@ -1,6 +1,7 @@
 """The connection between two processes that may be on two machines, over real sockets.
 
-- Messages arrive whole and in order, large ones in pieces, to many at once; a healthy connection lasts, however long nobody has anything to say.
+- Messages arrive whole and in order, large ones in pieces and to many at once; a healthy connection lasts, however long
+  nobody has anything to say.
 - Silence, an end and what is no message are noticed by the side that listens, and end the waits of the side that sends.
 """
 

@@ -22,8 +22,8 @@ def take_share(share: float) -> None:
 
 @contextmanager
 def memory_named(who: str, gpus: Sequence[str], place: int, doing: str) -> Iterator[None]:
-    """Context manager: an allocation that fails, also inside a library, is raised as OutOfMemory. `gpus`: ids of the GPUs that the process
-    sees, `place` its own among them; empty: as CUDA numbers them."""
+    """Context manager: an allocation that fails, also inside a library, is raised as OutOfMemory. `gpus`: ids of the
+    GPUs that the process sees, `place` its own among them; empty: as CUDA numbers them."""
     try:
         yield
     except RuntimeError as error:
