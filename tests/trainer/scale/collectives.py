@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stretto.trainer.parallel.ranks import ShardedRanks
+from stretto.trainer.parallel.ranks import Ranks, ShardedRanks
 
 _KINDS: Mapping[str, str] = {
     "_allgather_base_": "gather",
@@ -30,10 +30,10 @@ class Collectives(TorchDispatchMode):
     ``[4194304, 4194304]``.
     """
 
-    def __init__(self, ranks: ShardedRanks) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-        self._axes = {ranks._mesh.get_group().group_name: "data"}
+        self._axes = {ranks._mesh.get_group().group_name: "data"} if isinstance(ranks, ShardedRanks) else {}
         if ranks.context is not None:
             self._axes[ranks.context.group_name] = "context"
         if ranks.tensor is not None:

@@ -37,7 +37,7 @@ from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner, Optimizer
 from stretto.trainer.parallel import ranks as ranks_module
 from stretto.trainer.parallel.lora import adapt
-from stretto.trainer.parallel.ranks import ShardedRanks
+from stretto.trainer.parallel.ranks import ALONE, Ranks, ShardedRanks
 from stretto.trainer.reference import ReferencePolicy
 from tests.trainer.scale.collectives import Collectives
 from tests.trainer.staging import staged
@@ -124,8 +124,8 @@ class Counted:
 
 
 @contextmanager
-def ranks_without_machines(count: int, config: TrainerConfig) -> Iterator[ShardedRanks]:
-    """Rank 0 of `count`, whose collectives send nothing."""
+def ranks_without_machines(count: int, config: TrainerConfig) -> Iterator[Ranks]:
+    """Rank 0 of `count`, whose collectives send nothing; the only one of 1."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -133,7 +133,7 @@ def ranks_without_machines(count: int, config: TrainerConfig) -> Iterator[Sharde
             patch.setattr(DeviceMesh, "__init__", _with_numbers(DeviceMesh.__init__))
             for sizes in (logprobs.CHUNK_LOGITS, fused_logprobs._BLOCK):
                 patch.setitem(sizes, "cpu", sizes["cuda"])
-            yield ShardedRanks("cpu", config, "fake")
+            yield ShardedRanks("cpu", config, "fake") if count > 1 else ALONE
     finally:
         distributed.destroy_process_group()
 
@@ -148,7 +148,7 @@ def _with_numbers(function: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def divided(part: Minibatch, ranks: ShardedRanks) -> Minibatch:
+def divided(part: Minibatch, ranks: Ranks) -> Minibatch:
     """The same samples, of which the rank computes its part of the tokens."""
     return replace(
         part,

@@ -45,9 +45,7 @@ def step_and_run(plan: Outline) -> tuple[str, str]:
     recipe = plan.recipe
     prompts, each, steps = recipe.rollout.batch_size, recipe.rollout.group_size, recipe.trainer.steps
     sequences, updates = prompts * each, recipe.trainer.minibatches
-    single = recipe.workflow is None
-    longest = plan.longest_prompt + plan.sampling.max_tokens if single else plan.base.context_length
-    what = "completions" if single else "conversations"
+    longest, what = plan.longest_sequence, "completions" if recipe.workflow is None else "conversations"
     step = f"{prompts:,} prompts × {each} {what} = {sequences:,} sequences, trained in {updates} optimizer steps"
     step += f" of about {sequences / updates:,.0f}; {sequences * longest:,} tokens at most"
     run = f"{steps:,} steps: {steps * prompts:,} prompts ({steps * prompts / max(1, len(plan.training)):.2g} epochs), "
@@ -62,7 +60,7 @@ def rank_of(plan: Outline) -> RankMemory:
         shape_of_model(plan.base),
         recipe.trainer,
         recipe.trainer.ranks,
-        plan.longest_prompt + plan.sampling.max_tokens,
+        plan.longest_sequence,
         reference=recipe.has_reference_model,
         critic=recipe.algorithm.critic is not None,
     )
@@ -72,7 +70,7 @@ def engine_parts(plan: Outline) -> dict[str, int]:
     """Bytes of one engine by part: weights and KV cache."""
     recipe, base = plan.recipe, plan.base
     item = BYTES[recipe.engine.dtype]
-    longest = plan.longest_prompt + plan.sampling.max_tokens
+    longest = plan.longest_sequence
     full = recipe.engine.slots * longest * base.layers * 2 * base.kv_heads * base.head_dim * item
     return {"weights of the engine": base.parameters * item, "cache": min(full, recipe.engine.cache_bytes)}
 
@@ -154,7 +152,7 @@ def warnings(plan: Outline) -> Sequence[str]:
     threads = served * recipe.engine.threads + recipe.trainer.local_ranks * recipe.trainer.threads
     if threads > cores and recipe.rollout.staleness_bounds[1] > 0:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
-    longest = plan.longest_prompt + plan.sampling.max_tokens
+    longest = plan.longest_sequence
     if longest > recipe.trainer.micro_batch_tokens:
         notes.append(
             f"a prompt with its completion may have {longest} tokens, more than trainer.micro_batch_tokens = "

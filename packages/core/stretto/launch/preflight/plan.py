@@ -84,6 +84,13 @@ class Outline:
         further = (prompt for _, prompts in self.sets for prompt in prompts)
         return max(len(prompt.token_ids) for prompt in (*self.training, *self.held_out, *further))
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that may be sampled and trained; a conversation may fill the context."""
+        if self.recipe.workflow is not None:
+            return self.base.context_length
+        return self.longest_prompt + self.sampling.max_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Outline):
