@@ -124,14 +124,15 @@ class Counted:
 
 
 @contextmanager
-def ranks_without_machines(count: int, config: TrainerConfig) -> Iterator[Ranks]:
-    """Rank 0 of `count`, whose collectives send nothing; the only one of 1."""
+def ranks_without_machines(count: int, config: TrainerConfig, *, gpu: bool = True) -> Iterator[Ranks]:
+    """Rank 0 of `count`, whose collectives send nothing; the only one of 1. `gpu`: with its attention and sizes."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "_bucketed", attention._flash)
+            if gpu:
+                patch.setattr(attention, "_bucketed", attention._flash)
             patch.setattr(DeviceMesh, "__init__", _with_numbers(DeviceMesh.__init__))
-            for sizes in (logprobs.CHUNK_LOGITS, fused_logprobs._BLOCK):
+            for sizes in (logprobs.CHUNK_LOGITS, fused_logprobs._BLOCK) if gpu else ():
                 patch.setitem(sizes, "cpu", sizes["cuda"])
             yield ShardedRanks("cpu", config, "fake") if count > 1 else ALONE
     finally:
@@ -196,11 +197,12 @@ def step_bytes(
     reference: bool = False,
     critic: bool = False,
     micro_batches: int = 1,
+    gpu: bool = True,
 ) -> Counted:
     """Count the last micro-batches of a step of a model of this shape, each of one sequence of `tokens` tokens."""
     config = TrainerConfig.model_validate({"device": "cpu", "minibatches": 1, **settings})
     part = part_of((tokens,) * micro_batches, config)
-    with ranks_without_machines(config.ranks, config) as ranks, ExitStack() as stack:
+    with ranks_without_machines(config.ranks, config, gpu=gpu) as ranks, ExitStack() as stack:
         part = divided(part, ranks)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = LiveBytes()

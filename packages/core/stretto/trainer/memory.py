@@ -127,6 +127,16 @@ class _Step:
         return BYTES[self.config.dtype]
 
     @property
+    def autocast(self) -> bool:
+        """Whether a rank alone computes in bfloat16: what lies between its matrices stays in float32."""
+        return self.ranks == 1 and self.item < _MASTER
+
+    @property
+    def stream(self) -> int:
+        """Bytes of what goes from layer to layer."""
+        return self.tokens * self.shape.hidden_size * (_MASTER if self.autocast else self.item)
+
+    @property
     def trains_all(self) -> bool:
         return self.config.lora is None
 
@@ -141,13 +151,14 @@ class _Step:
         w, (q, k, inner) = shape.hidden_size, map(self.own, (shape.width, shape.kv_width, shape.inner))
         results = 2 * w + 2 * (q + k) + 4 * inner
         results += 2 * w + q + k if self.trains_all else 0  # for the gradients of the norms
+        results += 6 * w if self.autocast else 0  # as counted
         return self.tokens * (self.item * results + 4 * (2 * w + q + k) + 4 * self.own(shape.heads))
 
     def peak(self) -> tuple[int, int, int]:
         """Bytes of activations, of one layer that is computed again, and of gathered weights and gradients on their
         way, where their sum is largest."""
         shape, tokens = self.shape, self.tokens
-        stream = tokens * shape.hidden_size * self.item
+        stream = self.stream
         checkpointed = self.config.activation_checkpointing
         kept = shape.layers * (stream if checkpointed else self.layer())
         again = self.layer() if checkpointed else 0
