@@ -47,11 +47,12 @@ def _step(group: dict[str, Any], parameters: Sequence[Tensor], states: Sequence[
     device = parameters[0].device
     held = {name: [own(state[name]) for state in states] for name in MOMENTS}
     moments = {name: [to_device(moment, device) for moment in each] for name, each in held.items()}
-    beta1, beta2 = group["betas"]
+    (first, second), (beta1, beta2) = (moments[name] for name in MOMENTS), group["betas"]
     adamw(
         [own(parameter) for parameter in parameters],
         [own(parameter.grad) for parameter in parameters if parameter.grad is not None],
-        *(moments[name] for name in MOMENTS),
+        first,
+        second,
         max_exp_avg_sqs=[],
         state_steps=[state["step"] for state in states],
         fused=True,
