@@ -33,7 +33,9 @@ class Collectives(TorchDispatchMode):
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-        self._axes = {ranks._mesh.get_group().group_name: "data"} if isinstance(ranks, ShardedRanks) else {}
+        self._axes: dict[str, str] = {}
+        if isinstance(ranks, ShardedRanks):
+            self._axes[ranks._mesh.get_group().group_name] = "data"
         if ranks.context is not None:
             self._axes[ranks.context.group_name] = "context"
         if ranks.tensor is not None:
