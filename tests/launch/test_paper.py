@@ -23,7 +23,7 @@ import yaml  # type: ignore[import-untyped]
 
 from benchmarks.lengths import batch
 from stretto.core.errors import UserError
-from stretto.core.frames import LARGEST_ORDER, frame
+from stretto.core.frames import LARGEST_BATCH, frame
 from stretto.launch.commands.train import check, prepare
 from stretto.launch.preflight.paper import is_on_paper, outline
 from stretto.launch.recipe.recipe import load_recipe
@@ -102,7 +102,7 @@ def test_a_batch_of_the_papers_longest_completions_fits_into_an_order(recipe: Pa
     some = batch([(1, (length, length))], vocabulary=150_000, version=1)
     each = (len(frame(some)) - len(frame(batch([(1, (1, 1))], vocabulary=150_000, version=1)))) / (2 * (length - 1))
     assert 12 <= each <= 14, "ids, log-probabilities and versions are sealed columns"
-    assert sequences * found.sampling.max_tokens * (each + 4) < LARGEST_ORDER
+    assert sequences * found.sampling.max_tokens * (each + 4) < LARGEST_BATCH
 
 
 def test_a_run_does_not_start_without_weights(tmp_path: Path) -> None:

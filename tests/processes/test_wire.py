@@ -1,6 +1,7 @@
 """The connection between two processes that may be on two machines, over real sockets.
 
-- Messages arrive whole and in order; a healthy connection lasts, however long nobody has anything to say.
+- Messages arrive whole and in order, large ones in pieces and to many at once; a healthy connection lasts, however long
+  nobody has anything to say.
 - Silence, an end and what is no message are noticed by the side that listens, and end the waits of the side that sends.
 """
 
@@ -9,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 import pytest
 
 from stretto.core.errors import WireError
 from stretto.core.frames import frame
+from stretto.processes import wire as wire_module
 from stretto.processes.wire import Wire, join_ends
 from stretto.trainer.messages import TO_TRAINER, SavePolicy, Stop, ToTrainer
 
@@ -65,6 +67,35 @@ def test_messages_arrive_in_order_and_the_end_is_told() -> None:
     heard, how = run(talk())
     assert [len(order.folder) for order in heard if isinstance(order, SavePolicy)] == [1000 * n for n in range(100)]
     assert how == "closed its connection"
+
+
+def test_a_large_order_goes_to_many_in_pieces_and_no_heartbeat_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To twelve, of 16 MiB: nobody hears nothing for long, and no copy waits for each of them."""
+    monkeypatch.setattr(wire_module, "HEARTBEAT_SECONDS", 0.001)
+    order, waiting = SavePolicy(folder="x" * (16 << 20)), list[int]()
+
+    async def talk() -> tuple[list[ToTrainer], set[str]]:
+        heard: list[ToTrainer] = []
+        async with AsyncExitStack() as stack:
+            pairs = [await stack.enter_async_context(two()) for _ in range(12)]
+            listening = [asyncio.create_task(far.listen(heard.append, 5.0)) for _, far in pairs]
+            beating = [asyncio.create_task(near.listen(lambda message: None, 20.0)) for near, _ in pairs]
+            whole = frame(order)
+            sending = asyncio.gather(*(near.send_frame(whole) for near, _ in pairs))
+            while not sending.done():
+                waiting.append(sum(near._writer.transport.get_write_buffer_size() for near, _ in pairs))
+                await asyncio.sleep(0)
+            for near, _ in pairs:
+                await near.send_all(Stop())
+                await near.close()
+            ends = {await one for one in listening}
+            await asyncio.gather(*beating)
+            return heard, ends
+
+    heard, ends = run(talk())
+    assert [heard.count(order), heard.count(Stop())] == [12, 12]
+    assert ends == {"closed its connection"}
+    assert max(waiting) <= 12 * wire_module._PIECE_BYTES
 
 
 def test_a_connection_lasts_while_nobody_has_anything_to_say() -> None:

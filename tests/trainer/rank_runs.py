@@ -11,7 +11,7 @@ import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -37,6 +37,7 @@ from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import EPS, RATE
 from tests.trainer.batches import LONGEST, batch
+from tests.trainer.staging import staged
 from tests.trainer.tiny import tiny
 
 SAMPLING = Sampling(max_tokens=LONGEST)
@@ -92,22 +93,24 @@ PLAYED = {3: ("few",), 2: tuple(SCENARIOS)}
 @dataclass(frozen=True)
 class Resumed:
     """Ranks that go on from the checkpoint `start`, or begin, and write the checkpoint `name` a step later. `apart`:
-    only rank 0 sees the folder, as on machines of their own."""
+    only rank 0 sees the folder, as on machines of their own. `host`: with moments in host memory."""
 
     ranks: int
     start: str | None
     name: str
     apart: bool = False
+    host: bool = False
 
 
 #: In the order in which they are trained: 1, 3, 2 and 1 ranks, each from the checkpoint of those before.
 RESUMED = (
     Resumed(1, None, "1"),
     Resumed(3, "1", "1-3-apart", apart=True),
-    Resumed(2, "1-3-apart", "1-3-2"),
+    Resumed(2, "1-3-apart", "1-3-2", host=True),
+    Resumed(2, "1-3-apart", "1-3-2-device"),
     Resumed(1, "1-3-2", "1-3-2-1"),
     Resumed(1, "1", "1-1"),
-    Resumed(1, "1-1", "1-1-1"),
+    Resumed(1, "1-1", "1-1-1", host=True),
     Resumed(1, "1-1-1", "1-1-1-1"),
 )
 
@@ -179,7 +182,8 @@ def columns_of(tokens: SampledTokens) -> torch.Tensor:
 
 def play_on(scenario: Scenario, ranks: Ranks, folder: Path, resumed: Resumed) -> None:
     """Go on, a step; write the checkpoint while training goes on, and the weights that it should hold."""
-    trainer, name = trainer_of(scenario, ranks), resumed.name
+    states = {"optimizer_states": "host" if resumed.host else "device"}
+    trainer, name = trainer_of(replace(scenario, trainer=states), ranks), resumed.name
     if resumed.apart and ranks.rank > 0:
         folder /= "not-there"
     if resumed.start is not None:
@@ -205,14 +209,16 @@ def play_all(folder: Path, rank: int, count: int, port: int) -> None:
     ranks = join(reach_store(port, count), rank, count, "cpu")
     for name in PLAYED[count]:
         play(SCENARIOS[name], ranks, folder / f"{count}-{name}-{rank}.pt")
-    for resumed in (one for one in RESUMED if one.ranks == count):
-        play_on(SCENARIOS["critic"], ranks, folder, resumed)
+    with staged():
+        for resumed in (one for one in RESUMED if one.ranks == count):
+            play_on(SCENARIOS["critic"], ranks, folder, resumed)
     torch.distributed.destroy_process_group()
 
 
 def play_alone(folder: Path, several: Sequence[Resumed]) -> None:
-    for resumed in several:
-        play_on(SCENARIOS["critic"], ALONE, folder, resumed)
+    with staged():
+        for resumed in several:
+            play_on(SCENARIOS["critic"], ALONE, folder, resumed)
 
 
 def main() -> None:

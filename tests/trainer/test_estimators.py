@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from stretto.trainer.objective.estimators import ESTIMATORS as DOOR
-from stretto.trainer.objective.estimators import EstimatorSection, RewardedCompletion, advantages_of
+from stretto.trainer.objective.estimators import EstimatorSection, RewardedCompletion, TokenScores, advantages_of
 
 ESTIMATORS: TypeAdapter[EstimatorSection] = TypeAdapter(Annotated[EstimatorSection, DOOR])
 GROUPS = [
@@ -45,10 +45,16 @@ def test_a_name_in_the_recipe_is_its_equation(name: str) -> None:
         assert all(answer[0] == answer[1] for answer in group)
 
 
+def listed(found: TokenScores) -> list[list[list[float]]]:
+    return [[list(one) for one in group] for group in found]
+
+
 def test_discounts_are_per_token_of_the_whole_answer() -> None:
-    got = advantages_of(ESTIMATORS.validate_python({"kind": "gae", "gamma": 0.5, "lam": 0.5}), GROUPS)
+    got = listed(advantages_of(ESTIMATORS.validate_python({"kind": "gae", "gamma": 0.5, "lam": 0.5}), GROUPS))
     assert got == [[[0.25, 1.0], [0.0, 0.0]], [[]], [[0.75, 3.0], [0.75, 3.0]]]
-    got = advantages_of(ESTIMATORS.validate_python({"kind": "reinforce_pp", "gamma": 0.5, "eps": 1e-9}), GROUPS[:1])
+    got = listed(
+        advantages_of(ESTIMATORS.validate_python({"kind": "reinforce_pp", "gamma": 0.5, "eps": 1e-9}), GROUPS[:1])
+    )
     # returns 0.5 1 0 0: mean 0.375, variance (0.015625 + 0.390625 + 2 * 0.140625) / 4
     deviation = math.sqrt(0.171875)
     assert got[0] == [pytest.approx([0.125 / deviation, 0.625 / deviation]), pytest.approx([-0.375 / deviation] * 2)]

@@ -1,4 +1,4 @@
-"""Muon: steps that are nearly orthogonal, whatever the size of the gradient, and a warm start by it."""
+"""Muon: steps that are nearly orthogonal, whatever the size of the gradient, wherever the momentum is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from stretto.trainer.muon import Muon, orthogonal
+from tests.trainer.staging import staged
 
 
 def test_singular_values_come_near_one_and_vectors_stay() -> None:
@@ -25,11 +26,16 @@ def test_singular_values_come_near_one_and_vectors_stay() -> None:
 def test_a_step_agrees_with_that_of_torch_in_bfloat16(rows: int, columns: int) -> None:
     torch.manual_seed(2)
     ours, theirs = (nn.Parameter(torch.zeros(rows, columns)) for _ in range(2))
-    muon, other = Muon([ours]), torch.optim.Muon([theirs], lr=0.02, weight_decay=0.0, momentum=0.95)
+    muon, other = (
+        Muon([ours], on_host=rows > columns),
+        torch.optim.Muon([theirs], lr=0.02, weight_decay=0.0, momentum=0.95),
+    )
     for _ in range(3):
         gradient = torch.randn(rows, columns)
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
-        muon.step(0.02)
+        with staged() as through:
+            muon.step(0.02)
+        assert sum(through) == ours.nbytes
         other.step()
         assert ours.grad is None
     moved, expected = ours.detach(), theirs.detach()

@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from stretto.core.errors import TrainingDiverged
 from stretto.core.records import Sampling
 from stretto.model.packed.logprobs import pack_tokens
-from stretto.trainer.config import OptimizerConfig
+from stretto.trainer.config import LoraConfig, OptimizerConfig
 from stretto.trainer.optimizer import Learner, learning_rate
+from stretto.trainer.parallel.lora import adapt
 from tests.tolerances import assert_close, near
+from tests.trainer.staging import staged
 from tests.trainer.tiny import FORWARD
 
 Build = Callable[[], PreTrainedModel]
@@ -109,6 +111,29 @@ def test_in_bfloat16_steps_too_small_for_it_are_not_lost(build: Build) -> None:
     assert float((matrix.detach() - before)[large].abs().max()) > 4e-6
     states = [value for state in learner.adamw.state.values() for value in state.values()]
     assert {value.dtype for value in states} == {torch.float32}
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_moments_in_host_memory_give_the_same_weights(build: Build, lora: LoraConfig | None) -> None:
+    """To the last bit; they go through the device in several parts."""
+    learners = []
+    for states in ("device", "host"):
+        model = build()
+        if lora is not None:
+            adapt(model, lora)
+        learner = Learner(model, OptimizerConfig.model_validate({"optimizer_states": states, "max_grad_norm": 0.01}))
+        with staged(largest=512) as through:
+            for step in range(3):
+                (-learner.logprobs(PACKED).logprobs.sum()).backward()
+                assert learner.step(1e-2, step).taken
+        moments = 3 * 2 * sum(p.nbytes for p in learner.model.parameters() if p.requires_grad)
+        assert sum(through) == (moments if states == "host" else 0)
+        learners.append(learner)
+    device, host = learners
+    for ours, theirs in zip(host.model.parameters(), device.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        if ours.requires_grad:
+            assert all(torch.equal(host.state_of(ours)[key], one) for key, one in device.state_of(theirs).items())
 
 
 def test_activations_that_are_computed_again_take_less_memory_and_give_the_same_gradients(build: Build) -> None:

@@ -209,14 +209,15 @@ def test_the_interface_of_an_address_is_found(site: Site) -> None:
     assert interface_of("203.0.113.9") is None  # reserved for documentation: nobody's
 
 
-def test_a_rank_has_the_folders_of_its_own_machine(site: Site) -> None:
+def test_a_rank_has_the_folders_and_gpus_of_its_own_machine(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     algorithm = AlgorithmConfig.model_validate({"reference": {"path": "/here/reference", "weight": 0.5}})
     spec = site.spec(algorithm=algorithm.model_dump_json(), kernels="/here/kernels.json", gpus=("0",), share=0.4)
     awaited = RanksAwaited(host="127.0.0.1", port=1, key="k", ranks=(1,))
     there = _as_here(spec, awaited.spec(1, spec, "/there/model", "/there/reference"))
     reference = AlgorithmConfig.model_validate_json(there.algorithm).reference
     assert (there.model, there.kernels) == ("/there/model", None)
-    assert (there.gpus, there.share) == ((), 1.0), "its GPU is not shared with rank 0's engines"
+    assert (there.gpus, there.share) == (("5", "7"), 1.0), "its GPU is not shared with rank 0's engines"
     assert reference is not None
     assert (reference.path, reference.weight) == ("/there/reference", 0.5)
     assert _as_here(spec, RankSpec(rank=1, host="127.0.0.1", port=1, threads=1)) == spec

@@ -35,9 +35,12 @@ from stretto.trainer.gradients import Gradients
 from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner, Optimizer
+from stretto.trainer.parallel import ranks as ranks_module
 from stretto.trainer.parallel.lora import adapt
-from stretto.trainer.parallel.ranks import ShardedRanks
+from stretto.trainer.parallel.ranks import ALONE, Ranks, ShardedRanks
 from stretto.trainer.reference import ReferencePolicy
+from tests.trainer.scale.collectives import Collectives
+from tests.trainer.staging import staged
 
 _aten = torch.ops.aten
 #: What a step asks the numbers for; these tensors have none.
@@ -53,8 +56,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
+        self.now = self.peak = self.host = 0
         self._sizes: dict[int, int] = {}
+        self._on_host: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ANSWERS:
@@ -67,6 +71,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
+        if key in self._on_host:
+            return
         if key not in self._sizes:
             weakref.finalize(storage, self._change, key, None)
         self._change(key, storage.nbytes())
@@ -81,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """FSDP empties and fills storages again; count that too."""
+        """FSDP empties and fills storages again; count that too. What is in host memory is counted apart."""
         resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -89,31 +95,46 @@ class LiveBytes(TorchDispatchMode):
             self._see(storage)
             return found
 
-        with pytest.MonkeyPatch.context() as patch, self:
+        zeros = ranks_module.zeros_on_host
+
+        def on_host(like: Tensor) -> Tensor:
+            before = self.now, self.peak
+            held = zeros(like)
+            self.now, self.peak = before
+            self.host += held.untyped_storage().nbytes()
+            self._on_host.add(held.untyped_storage()._cdata)  # it stays until the end
+            return held
+
+        with pytest.MonkeyPatch.context() as patch, staged(), self:
             patch.setattr(torch.UntypedStorage, "resize_", counted)
+            patch.setattr(ranks_module, "zeros_on_host", on_host)
             yield
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes on one rank: what stays between steps, and the peak within one."""
+    """Bytes on one rank: what stays between steps, the peak within one, what is in host memory, and the collectives
+    of the step."""
 
     parameters: int
     moments: int
     peak: int
+    host: int
+    collectives: Collectives
 
 
 @contextmanager
-def ranks_without_machines(count: int, config: TrainerConfig) -> Iterator[ShardedRanks]:
-    """Rank 0 of `count`, whose collectives send nothing."""
+def ranks_without_machines(count: int, config: TrainerConfig, *, gpu: bool = True) -> Iterator[Ranks]:
+    """Rank 0 of `count`, whose collectives send nothing; the only one of 1. `gpu`: with its attention and sizes."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "_bucketed", attention._flash)
+            if gpu:
+                patch.setattr(attention, "_bucketed", attention._flash)
             patch.setattr(DeviceMesh, "__init__", _with_numbers(DeviceMesh.__init__))
-            for sizes in (logprobs.CHUNK_LOGITS, fused_logprobs._BLOCK):
+            for sizes in (logprobs.CHUNK_LOGITS, fused_logprobs._BLOCK) if gpu else ():
                 patch.setitem(sizes, "cpu", sizes["cuda"])
-            yield ShardedRanks("cpu", config, "fake")
+            yield ShardedRanks("cpu", config, "fake") if count > 1 else ALONE
     finally:
         distributed.destroy_process_group()
 
@@ -128,7 +149,7 @@ def _with_numbers(function: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def divided(part: Minibatch, ranks: ShardedRanks) -> Minibatch:
+def divided(part: Minibatch, ranks: Ranks) -> Minibatch:
     """The same samples, of which the rank computes its part of the tokens."""
     return replace(
         part,
@@ -176,11 +197,12 @@ def step_bytes(
     reference: bool = False,
     critic: bool = False,
     micro_batches: int = 1,
+    gpu: bool = True,
 ) -> Counted:
     """Count the last micro-batches of a step of a model of this shape, each of one sequence of `tokens` tokens."""
     config = TrainerConfig.model_validate({"device": "cpu", "minibatches": 1, **settings})
     part = part_of((tokens,) * micro_batches, config)
-    with ranks_without_machines(config.ranks, config) as ranks, ExitStack() as stack:
+    with ranks_without_machines(config.ranks, config, gpu=gpu) as ranks, ExitStack() as stack:
         part = divided(part, ranks)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         live = LiveBytes()
@@ -199,14 +221,15 @@ def step_bytes(
             one.step(1e-6, 0)
             _give_gradients(one)
         live.peak = live.now
-        gradients.accumulate(given, Meter(), first=True)
-        learner.step(1e-6, 0)
-        if judge is not None:
-            judge.fit(given, 0, version=0)
+        with Collectives(ranks) as collectives:
+            gradients.accumulate(given, Meter(), first=True)
+            learner.step(1e-6, 0)
+            if judge is not None:
+                judge.fit(given, 0, version=0)
         modules = [*(one.trained for one in held), *([frozen._policy] if frozen else [])]
         parameters = sum(own(p).nbytes for module in modules for p in module.parameters())
         moments = sum(own(m).nbytes for one in held for state in one.adamw.state.values() for m in state.values())
-        return Counted(parameters, moments, live.peak)
+        return Counted(parameters, moments, live.peak, live.host, collectives)
 
 
 def _give_gradients(optimizer: Optimizer) -> None:

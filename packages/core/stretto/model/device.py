@@ -13,6 +13,7 @@ from stretto.core.errors import OutOfMemory
 _WHOLE = 1.0
 _SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 _LONGEST = 300  # characters of an allocator's sentence
+_SHORT = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")  # of NCCL, cuBLAS, a processor
 
 
 def take_share(share: float) -> None:
@@ -40,11 +41,13 @@ def spare(device: torch.device, coming: int) -> int | None:
 
 @contextmanager
 def memory_named(who: str, gpus: Sequence[str], place: int, doing: str) -> Iterator[None]:
-    """Context manager: an allocation that fails is raised as OutOfMemory. `gpus`: ids of the GPUs that the process
-    sees, `place` its own among them; empty: as CUDA numbers them."""
+    """Context manager: an allocation that fails, also inside a library, is raised as OutOfMemory. `gpus`: ids of the
+    GPUs that the process sees, `place` its own among them; empty: as CUDA numbers them."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in _SHORT):
+            raise
         how = " ".join(str(error).split())[:_LONGEST].partition(". ")
         device = f"GPU {gpus[place] if place < len(gpus) else place}" if torch.cuda.is_available() else "its device"
         raise OutOfMemory(who, device, doing, ". ".join(filter(None, (how[0], how[2].partition(". ")[0])))) from error

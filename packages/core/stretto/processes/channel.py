@@ -15,7 +15,7 @@ import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import RoleDied, WireError
-from stretto.core.frames import LARGEST_FRAME, LARGEST_ORDER, LENGTH, Unframer, frame
+from stretto.core.frames import LARGEST_BATCH, LARGEST_FRAME, LENGTH, Unframer, frame
 
 _READ_BYTES = 1 << 20
 
@@ -36,7 +36,7 @@ class RoleEnd(Generic[Received]):
         """`largest`: most bytes of a message that the conductor accepts; a larger one is not sent."""
         self._socket = socket.socket(fileno=descriptor)
         self._decoder, self._largest = decoder, largest
-        self._unframer = Unframer(LARGEST_ORDER)
+        self._unframer = Unframer(LARGEST_BATCH)  # the conductor is trusted
         self._bodies: deque[bytes] = deque()
         self._sending = threading.Lock()
 

@@ -23,6 +23,7 @@ from stretto.processes.handshake import Judge, admit
 from stretto.processes.heartbeat import HEARTBEAT_SECONDS
 
 _READ_BYTES = 1 << 17
+_PIECE_BYTES = 1 << 20
 _UNSENT = 8 << 20  # bytes: the other side does not read any more
 _POLL_SECONDS = 0.25
 _CONNECT_SECONDS = 10.0
@@ -57,25 +58,38 @@ class Wire(Generic[Received]):
         self._reader, self._writer, self._decoder = reader, writer, decoder
         self._unframer = Unframer(largest)
         self._bodies: deque[bytes] = deque()
-        self._heard = False
+        self._heard = self._piecemeal = False
 
     def send(self, message: msgspec.Struct) -> None:
         """Send without waiting. A peer that has stopped reading is disconnected."""
+        assert not self._piecemeal, "a frame is under way"
         if not self._writer.is_closing():
             self._writer.write(frame(message))
             if self._writer.transport.get_write_buffer_size() > _UNSENT:
                 self.cut()
 
     async def send_all(self, message: msgspec.Struct) -> None:
-        """Send a message of any size, waiting while the peer does not read; `listen` bounds that wait.
+        """As `send_frame`, of a message."""
+        await self.send_frame(frame(message))
+
+    async def send_frame(self, whole: bytes | bytearray) -> None:
+        """Send a frame of any size in pieces, waiting while the peer does not read; `listen` bounds that wait. Nothing
+        else may be sent meanwhile.
 
         Raises:
             ConnectionError: the connection is closed.
         """
-        self._writer.write(frame(message))
-        await self._writer.drain()
-        if self._writer.is_closing():
-            raise ConnectionResetError("the connection was given up")
+        pieces = memoryview(whole)
+        self._piecemeal = True
+        try:
+            for start in range(0, len(pieces), _PIECE_BYTES):
+                self._writer.write(pieces[start : start + _PIECE_BYTES])
+                await self._writer.drain()
+                if self._writer.is_closing():
+                    raise ConnectionResetError("the connection was given up")
+                await asyncio.sleep(0)  # others have their turn where the peer is as quick as this side
+        finally:
+            self._piecemeal = False
 
     async def receive(self) -> Received | None:
         """Next message; None once the connection is closed. `watch` bounds the wait.
@@ -123,8 +137,8 @@ class Wire(Generic[Received]):
 
     async def _beat(self) -> None:
         with contextlib.suppress(OSError):  # the listener hears of the end
-            while True:
-                if not self._writer.transport.get_write_buffer_size():  # else a message is under way, which is as good
+            while True:  # a message that is under way is as good
+                if not (self._piecemeal or self._writer.transport.get_write_buffer_size()):
                     self._writer.write(_HEARTBEAT)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
 

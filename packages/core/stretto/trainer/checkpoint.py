@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from stretto.core.errors import StoreError, described
 from stretto.trainer.optimizer import Optimizer
+from stretto.trainer.parallel.moments import MOMENTS
 from stretto.trainer.parallel.ranks import Ranks
 
 _POSITION = "trainer.json"
@@ -46,7 +47,6 @@ _FILE_BYTES = 64 << 20
 _LISTED_SECONDS = 60.0
 _POLL_SECONDS = 0.1
 _PARAMETER, _STEPS = "parameter", "steps"
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's own words
 
 #: Errors of torch and safetensors for an invalid file, or one that cannot be written.
 _ERRORS = (OSError, RuntimeError, ValueError, SafetensorError, CheckpointException)
@@ -98,6 +98,8 @@ class TrainerState:
                             self._save(folder, part, files, alone=True)
             if self.ranks.rank == 0:
                 (folder / _POSITION).write_bytes(msgspec.json.encode(self.position))
+        except torch.OutOfMemoryError:
+            raise
         except _ERRORS as error:
             raise StoreError(f"{folder}: the checkpoint cannot be written: {_described(error)}") from error
 
@@ -105,6 +107,7 @@ class TrainerState:
         # torch builds a file in memory before it writes it: small files, so that the copy is small.
         writer = HuggingFaceStorageWriter(str(folder), dict(files), save_distributed=True)
         writer.sync_files = False  # the store does
+        writer.per_thread_copy_ahead = 0  # what is written is in host memory: no stream, and no CUDA in this thread
         group = None if alone else self.ranks.second_group
         state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
 
@@ -174,18 +177,20 @@ def load(folder: Path, optimizer: Optimizer) -> int:
     """Load parameters and optimizer state in place; returns the version. All ranks call it, with rank 0's folder.
 
     Raises:
-        StoreError: the folder is incomplete, or of another model, and nothing has changed; or, of several ranks, a file
-            could not be read to its end, and they cannot go on.
+        StoreError: the folder is incomplete, or of another model, and nothing has changed; or, of several ranks or on a
+            GPU, a file could not be read to its end, and they cannot go on.
     """
     ours, ranks = _state(optimizer), optimizer.ranks
     try:
         with _no_group_warning():
-            if ranks.count > 1:  # in place, so that no rank holds its part twice
+            if ranks.count > 1 or optimizer.device.type != "cpu":  # in place, so that no GPU holds its part twice
                 position = _read(folder, ours) if _all_read(folder, ranks) else _receive(folder, ours, ranks)
                 found = {_STEPS: ours[_STEPS]}
             else:
                 found = {name: torch.empty_like(tensor) for name, tensor in ours.items()}
                 position = _read(folder, found)
+    except torch.OutOfMemoryError:
+        raise
     except (*_ERRORS, msgspec.MsgspecError) as error:
         raise StoreError(f"checkpoint {folder} cannot be read: {_described(error)}") from error
     with torch.no_grad():
@@ -232,15 +237,12 @@ def _trained(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
 
 
 def _state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """All state by name. AdamW has no moments before its first step, so they are created here."""
+    """All state by name, wherever it is."""
     state, counts = dict[str, Tensor](), list[Tensor]()
     for name, parameter in _trained(optimizer):
-        own = optimizer.adamw.state[parameter]
-        if not own:
-            own["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            own.update({moment: torch.zeros_like(parameter) for moment in _MOMENTS})
+        own = optimizer.state_of(parameter)
         state[f"{_PARAMETER}.{name}"] = parameter.detach()
-        state |= {f"{moment}.{name}": own[moment] for moment in _MOMENTS}
+        state |= {f"{moment}.{name}": own[moment] for moment in MOMENTS}
         counts.append(own["step"])
     return state | {_STEPS: torch.stack(counts)}
 
@@ -252,7 +254,7 @@ def check(folder: Path, policy: nn.Module) -> None:
         StoreError: it is incomplete, or of another model or format.
     """
     trained = {f"model.{name}": p for name, p in policy.named_parameters() if p.requires_grad}
-    wanted = {f"{kind}.{name}": p.shape for kind in (_PARAMETER, *_MOMENTS) for name, p in trained.items()}
+    wanted = {f"{kind}.{name}": p.shape for kind in (_PARAMETER, *MOMENTS) for name, p in trained.items()}
     try:
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     except _ERRORS as error:
@@ -267,7 +269,7 @@ def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Ma
     found = {name: _whole_shape(meta) for name, meta in theirs.items()}
     if found != wanted:
         names = {name.removeprefix(f"{_PARAMETER}.") for name in dict(found.items() ^ wanted.items())}
-        differing = ", ".join(sorted(name for name in names if not name.startswith((_STEPS, *_MOMENTS))))
+        differing = ", ".join(sorted(name for name in names if not name.startswith((_STEPS, *MOMENTS))))
         raise StoreError(f"checkpoint {folder} is of another model; these parameters differ: {differing}")
 
 

@@ -38,6 +38,11 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype of the forward pass; parameters and optimizer stay in float32"
     )
+    optimizer_states: Literal["device", "host"] = Field(
+        "device",
+        description="where the optimizer's moments are; host: in the machine's memory beside a GPU, through which "
+        "each step takes them",
+    )
     save_dtype: Literal["model", "float32", "bfloat16", "float16"] = Field(
         "model",
         description="dtype of saved policies; model: as in the folder that training starts from",

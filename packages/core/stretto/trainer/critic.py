@@ -9,9 +9,8 @@ Axes: T packed token, N loss token, W width of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from statistics import pvariance
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,6 +25,7 @@ from stretto.trainer.batch.minibatch import Minibatch
 from stretto.trainer.batch.paths import PathTokens
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, TrainerConfig
+from stretto.trainer.objective.advantages import Column, Doubles
 from stretto.trainer.optimizer import Optimizer, OptimizerStep, learning_rate
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 
@@ -61,7 +61,7 @@ class Critic(Optimizer):
         """V of the state before each wanted token, [N], float32."""
         return self._values(packed)  # type: ignore[no-any-return]
 
-    def token_values(self, batch: Batch) -> dict[str, list[float]]:
+    def token_values(self, batch: Batch) -> dict[str, Doubles]:
         """V before each sampled token of the batch, including masked ones, by path id. With ``truncated =
         "bootstrap"``, truncated paths also have V after the last token."""
         capacity = self.config.micro_batch_tokens
@@ -123,12 +123,13 @@ class _ValueHead(nn.Linear):
         return hidden_NW.float() @ self.weight[0] + self.bias
 
 
-def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float:
+def explained_variance(values: Column, returns: Column) -> float:
     """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one; NaN where the returns are all equal.
 
     >>> explained_variance([1.0, 1.0], [0.0, 2.0]), explained_variance([0.5, 1.5], [0.0, 2.0])
     (0.0, 0.75)
     """
-    if len(returns) < 2 or not (spread := pvariance(returns)):
+    wanted = np.asarray(returns, np.float64)
+    if len(wanted) < 2 or bool((wanted == wanted[0]).all()):
         return math.nan
-    return 1 - pvariance([r - v for r, v in zip(returns, values, strict=True)]) / spread
+    return 1 - float(np.var(wanted - np.asarray(values, np.float64)) / np.var(wanted))

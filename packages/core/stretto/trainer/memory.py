@@ -1,6 +1,7 @@
 """Memory of one rank in a training step: the one estimate of `--dry-run`, `stretto plan` and the check before a start.
 
-    stays        weights, gradients and AdamW's two moments in float32, shared out to the ranks (ZeRO, arXiv 1910.02054)
+    stays        weights, gradients and AdamW's two moments in float32, shared out to the ranks (ZeRO, arXiv
+                 1910.02054), the moments perhaps in the machine's memory (arXiv 2101.06840)
     peaks        the larger of two moments: the output matrix (its gradient forms chunk by chunk), and the backward pass
                  of a layer (its activations, the weights of two layers, gradients on their way to the other ranks)
 
@@ -24,7 +25,7 @@ _BLOCK_LOGITS = 1 << 26  # and in float32, `model.kernels.fused_logprobs`
 SMALLER: Mapping[str, str] = {
     "weights": "trainer.ranks",
     "gradients": "trainer.ranks or trainer.lora",
-    "moments": "trainer.ranks or trainer.lora",
+    "moments": 'trainer.optimizer_states = "host", or trainer.ranks, or trainer.lora',
     "reference": "trainer.ranks, or trainer.lora, whose reference is the policy without adapters",
     "critic": "trainer.ranks, or advantages without a critic",
     "activations": "trainer.activation_checkpointing = true, or a smaller trainer.micro_batch_tokens, or "
@@ -36,9 +37,11 @@ SMALLER: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank at the peak of a step, by part."""
+    """Bytes of one rank at the peak of a step, by part. `host`: those of moments in the machine's memory beside a
+    GPU."""
 
     parts: Mapping[str, int]
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -51,8 +54,10 @@ class RankMemory:
 
     def __str__(self) -> str:
         size = self.parts[self.largest] / 2**30
+        beside = f", and {self.host / 2**30:.1f} of moments in the machine's memory" if self.host else ""
         return (
-            f"{self.total / 2**30:.1f} GiB, most of it {self.largest} ({size:.1f}): {SMALLER[self.largest]} shrinks it"
+            f"{self.total / 2**30:.1f} GiB, most of it {self.largest} ({size:.1f}): {SMALLER[self.largest]} "
+            f"shrinks it{beside}"
         )
 
 
@@ -72,40 +77,39 @@ def rank_memory(
         reference: the algorithm has a second model for it (not one with the adapters disabled).
         critic: the algorithm has one.
     """
-    adapters = 0 if config.lora is None else _adapters(shape, config)
+    adapters = 0 if config.lora is None else adapter_weights(shape, config)
     ends = shape.parameters - shape.body  # whole on each rank that divides matrices
     base = shape.body + ends * config.tensor_parallel
     trained = adapters or base
     weights = _MASTER * (base + adapters) // ranks
     step = _Step(shape, config, ranks, -(-max(config.micro_batch_tokens, longest) // config.context_parallel))
     kept, recomputed, moving = step.peak()
+    gradients, moments = _MASTER * trained // ranks, 2 * _MASTER * trained // ranks
+    valued = shape.body + shape.embedding * config.tensor_parallel  # a critic has no output matrix
+    fitted = _MASTER * (adapters or valued) // ranks  # and its gradients
+    on_host = config.optimizer_states == "host"
     parts = {
         "weights": weights,
-        "gradients": _MASTER * trained // ranks,
-        "moments": 2 * _MASTER * trained // ranks,
+        "gradients": gradients,
+        "moments": 0 if on_host else moments,
         "reference": _MASTER * base // ranks if reference else 0,
-        "critic": weights + 3 * _MASTER * trained // ranks if critic else 0,
+        "critic": _MASTER * (valued + adapters) // ranks + fitted * (1 if on_host else 3) if critic else 0,
         "activations": kept,
         "recomputed layer": recomputed,
         "gathered": moving,
     }
-    return RankMemory({name: size for name, size in parts.items() if size})
+    host = moments + (2 * fitted if critic else 0) if on_host else 0
+    return RankMemory({name: size for name, size in parts.items() if size}, host)
 
 
-def _adapters(shape: ModelShape, config: TrainerConfig) -> int:
-    """Weights of adapters on the linear layers that the recipe names."""
+def adapter_weights(shape: ModelShape, config: TrainerConfig) -> int:
+    """Weights of adapters on the linear layers that the recipe names, on all ranks that divide matrices together. Each
+    has the side of an adapter that is not divided whole."""
     assert config.lora is not None
     w, q, k, inner = shape.hidden_size, shape.width, shape.kv_width, shape.inner
-    ends = {
-        "q_proj": w + q,
-        "k_proj": w + k,
-        "v_proj": w + k,
-        "o_proj": q + w,
-        "gate_proj": w + inner,
-        "up_proj": w + inner,
-        "down_proj": inner + w,
-    }
-    return shape.layers * config.lora.rank * sum(size for name, size in ends.items() if config.lora.targets(name))
+    divided = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": q, "gate_proj": inner, "up_proj": inner}
+    sides = [size for name, size in (divided | {"down_proj": inner}).items() if config.lora.targets(name)]
+    return shape.layers * config.lora.rank * (sum(sides) + len(sides) * w * config.tensor_parallel)
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,16 @@ class _Step:
         return BYTES[self.config.dtype]
 
     @property
+    def autocast(self) -> bool:
+        """Whether a rank alone computes in bfloat16: what lies between its matrices stays in float32."""
+        return self.ranks == 1 and self.item < _MASTER
+
+    @property
+    def stream(self) -> int:
+        """Bytes of what goes from layer to layer."""
+        return self.tokens * self.shape.hidden_size * (_MASTER if self.autocast else self.item)
+
+    @property
     def trains_all(self) -> bool:
         return self.config.lora is None
 
@@ -137,13 +151,14 @@ class _Step:
         w, (q, k, inner) = shape.hidden_size, map(self.own, (shape.width, shape.kv_width, shape.inner))
         results = 2 * w + 2 * (q + k) + 4 * inner
         results += 2 * w + q + k if self.trains_all else 0  # for the gradients of the norms
+        results += 6 * w if self.autocast else 0  # as counted
         return self.tokens * (self.item * results + 4 * (2 * w + q + k) + 4 * self.own(shape.heads))
 
     def peak(self) -> tuple[int, int, int]:
         """Bytes of activations, of one layer that is computed again, and of gathered weights and gradients on their
         way, where their sum is largest."""
         shape, tokens = self.shape, self.tokens
-        stream = tokens * shape.hidden_size * self.item
+        stream = self.stream
         checkpointed = self.config.activation_checkpointing
         kept = shape.layers * (stream if checkpointed else self.layer())
         again = self.layer() if checkpointed else 0

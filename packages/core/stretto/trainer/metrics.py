@@ -15,6 +15,7 @@ from torch import Tensor
 from stretto.core.canary import Agreement
 from stretto.trainer.batch.minibatch import MicroBatch
 from stretto.trainer.critic import explained_variance
+from stretto.trainer.objective.advantages import Column
 from stretto.trainer.objective.losses import DIAGNOSTICS, Loss
 from stretto.trainer.optimizer import OptimizerStep
 from stretto.trainer.parallel.ranks import Ranks
@@ -70,7 +71,7 @@ class Meter:
     def stepped(self, step: OptimizerStep) -> None:
         self._steps.append(step)
 
-    def valued(self, values: Sequence[float], returns: Sequence[float]) -> None:
+    def valued(self, values: Column, returns: Column) -> None:
         """Take the critic's values of the batch before the step, and their targets."""
         self._explained = explained_variance(values, returns)
 

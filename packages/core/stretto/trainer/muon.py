@@ -15,6 +15,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from stretto.trainer.parallel.moments import to_device, to_host
+from stretto.trainer.parallel.ranks import zeros_on_host
+
 _FIRST, _THIRD, _FIFTH = 3.4445, -4.7750, 2.0315  # of the polynomial that moves singular values towards 1
 _TIMES = 5
 _TINY = 1e-7
@@ -24,16 +27,19 @@ _MOMENTUM = 0.95
 class Muon:
     """Muon over matrices, with Nesterov momentum and without weight decay."""
 
-    def __init__(self, matrices: Iterable[Tensor]) -> None:
-        self._matrices = [(matrix, torch.zeros_like(matrix)) for matrix in matrices]
+    def __init__(self, matrices: Iterable[Tensor], *, on_host: bool = False) -> None:
+        """`on_host`: the momentum is in host memory."""
+        zeros = zeros_on_host if on_host else torch.zeros_like
+        self._matrices = [(matrix, zeros(matrix)) for matrix in matrices]
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Move every matrix that has a gradient, and clear that: another optimizer leaves the matrix as it is."""
         of_shape: defaultdict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for matrix, momentum in self._matrices:
+        for matrix, held in self._matrices:
             if matrix.grad is not None:
-                momentum.lerp_(matrix.grad, 1 - _MOMENTUM)
+                momentum = to_device(held, matrix.device).lerp_(matrix.grad, 1 - _MOMENTUM)
+                to_host(momentum, held)
                 rows, columns = matrix.shape
                 of_shape[rows, columns].append((matrix, matrix.grad.lerp(momentum, _MOMENTUM)))
         for (rows, columns), found in of_shape.items():

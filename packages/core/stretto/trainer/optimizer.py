@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
@@ -21,6 +21,7 @@ from stretto.model.kernels.choice import TRAINING
 from stretto.model.kernels.matmul import use_onednn
 from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.trainer.config import OptimizerConfig
+from stretto.trainer.parallel.moments import state_of, step_from_host
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.parallel.sharding import by_mesh, clip, shard
 
@@ -72,10 +73,15 @@ class Optimizer:
         self.ranks = ranks
         self.bad_steps_in_a_row = 0
         self.adamw = _adamw(trained, config)
+        self._on_host = config.optimizer_states == "host"
 
     @property
     def device(self) -> torch.device:
         return next(self.trained.parameters()).device
+
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """AdamW's state of a parameter: `MOMENTS`, and "step", the number of steps."""
+        return state_of(self.adamw, parameter, self.ranks, on_host=self._on_host)
 
     def step(
         self,
@@ -103,7 +109,10 @@ class Optimizer:
                 group |= {"lr": learning_rate, "betas": numbers.betas, "eps": numbers.eps, "weight_decay": decay}
             if before is not None:
                 before()
-            self.adamw.step()
+            if self._on_host:
+                step_from_host(self.adamw, self.ranks)
+            else:
+                self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         self.bad_steps_in_a_row = 0 if taken else self.bad_steps_in_a_row + 1
         if self.bad_steps_in_a_row >= self.config.max_bad_steps:

@@ -12,6 +12,7 @@ from stretto.core.records import Batch, Sampling
 from stretto.model.packed.logprobs import PackedTokens
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import OptimizerConfig
+from stretto.trainer.objective.advantages import Doubles
 from stretto.trainer.optimizer import Learner, Policy
 from stretto.trainer.parallel.adapters import without_adapters
 from stretto.trainer.parallel.ranks import ALONE, Ranks
@@ -25,7 +26,7 @@ class Reference(Protocol):
         """log p of the wanted tokens, [N], without a gradient."""
         ...
 
-    def token_logprobs(self, batch: Batch) -> dict[str, list[float]]:
+    def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
         """log p of each sampled token of the batch, including masked ones, by path id."""
         ...
 
@@ -46,7 +47,7 @@ class ReferencePolicy:
     def logprobs(self, packed: PackedTokens) -> Tensor:
         return self._policy(packed).logprobs  # type: ignore[no-any-return]
 
-    def token_logprobs(self, batch: Batch) -> dict[str, list[float]]:
+    def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
         device = self._policy.model.device
         return score_tokens(batch, self._config.micro_batch_tokens, device, self.logprobs, ranks=self._ranks)
 
@@ -62,6 +63,6 @@ class WithoutAdapters:
         with without_adapters(self._learner.model):
             return self._learner.logprobs(packed).logprobs
 
-    def token_logprobs(self, batch: Batch) -> dict[str, list[float]]:
+    def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
         config, device = self._learner.config, self._learner.model.device
         return score_tokens(batch, config.micro_batch_tokens, device, self.logprobs, ranks=self._learner.ranks)

@@ -40,7 +40,7 @@ class TrainerSpec(Record, frozen=True):
     tokens: TokensSpec | None = None  # None: no per-token results
     path: str = ""  # folder searched first for the user's modules
     canary: tuple[int, ...] = ()  # the text by which engines prove each version (`core.canary`)
-    gpus: tuple[str, ...] = ()  # ids of the GPUs that this machine's ranks see, one for each; empty: all
+    gpus: tuple[str, ...] = ()  # ids of the GPUs that the ranks of a machine see; empty: all
     share: float = 1.0  # part of its GPU's memory that a rank's tensors may take
 
 

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -126,8 +127,9 @@ class Trainer:
         if sampled.kl_reference is not None:
             meter.kl_in_reward(sampled.kl_reference)
         if self._critic is not None:
+            none = np.zeros(0)
             said, wanted = [one.values for one in samples], [one.returns for one in samples]
-            meter.valued([float(v) for one in said for v in one], [float(r) for one in wanted for r in one])
+            meter.valued(np.concatenate([none, *said]), np.concatenate([none, *wanted]))
         parts = self._minibatches(samples)
         proximal = self._proximal_logprobs(parts)
         proximal_done = self._span("proximal", began)

@@ -46,8 +46,7 @@ def step_and_run(plan: Outline) -> tuple[str, str]:
     recipe = plan.recipe
     prompts, each, steps = recipe.rollout.batch_size, recipe.rollout.group_size, recipe.trainer.steps
     sequences, updates = prompts * each, recipe.trainer.minibatches
-    single = recipe.workflow is None
-    what = "completions" if single else "conversations"
+    what = "completions" if recipe.workflow is None else "conversations"
     step = f"{prompts:,} prompts × {each} {what} = {sequences:,} sequences, trained in {updates} optimizer steps"
     step += f" of about {sequences / updates:,.0f}; {sequences * plan.longest_sequence:,} tokens at most"
     run = f"{steps:,} steps: {steps * prompts:,} prompts ({steps * prompts / max(1, len(plan.training)):.2g} epochs), "
@@ -93,14 +92,14 @@ def engine_step(shape: ModelShape, config: EngineConfig) -> int:
 def estimate_memory(plan: Outline) -> MemoryEstimate:
     """Estimate the memory of a run.
 
-    Trainer: for each local rank a process, what `trainer.memory` estimates (unless it is on a GPU), and a copy of
-    weights and moments while a checkpoint is written. Engine: weights and KV cache, in its server's processes if it has
-    one.
+    Trainer: for each local rank a process, what `trainer.memory` estimates (beside a GPU what is in host memory), and a
+    copy of weights and moments while a checkpoint is written. Engine: weights and KV cache, in its server's processes
+    if it has one.
     """
     recipe, base, trained, rank = plan.recipe, plan.base, plan.recipe.trainer, rank_of(plan)
     on_gpu = trained.device == "cuda" or (trained.device == "auto" and torch.cuda.is_available())
     copied = 3 * rank.parts["gradients"] * (2 if recipe.algorithm.critic else 1)  # weights and moments that are trained
-    trainer = trained.local_ranks * (_PROCESS_BYTES + copied + (0 if on_gpu else rank.total))
+    trainer = trained.local_ranks * (_PROCESS_BYTES + copied + rank.host + (0 if on_gpu else rank.total))
     engine = sum(engine_parts(plan).values()) + _PROCESS_BYTES
     if recipe.engine.addresses:  # their servers run already, perhaps elsewhere
         engine = _PROCESS_BYTES

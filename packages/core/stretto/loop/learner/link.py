@@ -51,8 +51,8 @@ from stretto.trainer.spec import TrainerSpec
 TRAINER_ROLE = "stretto.trainer.roles.trainer"
 _LAST_REPLY_SECONDS = 1.0
 _SHORT = (
-    "a new trainer fared no better: a smaller trainer.micro_batch_tokens, trainer.activation_checkpointing = true, or "
-    "more trainer.ranks need less"
+    "a new trainer fared no better: a smaller trainer.micro_batch_tokens, trainer.activation_checkpointing = true, "
+    'trainer.optimizer_states = "host", or more trainer.ranks need less'
 )
 
 Reply = TypeVar("Reply", RanksAwaited, Ready, Trained, Copied, PolicySaved)

@@ -16,8 +16,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
+import numpy as np
+
 from stretto.core.records import Trajectory
 from stretto.trainer.batch.paths import PathTokens
+from stretto.trainer.objective.advantages import Column, Doubles, Whole
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import RewardedCompletion, advantages_of
 from stretto.trainer.objective.shaping import shaped
@@ -28,9 +31,9 @@ class ScoredPath:
     """A path with values and KL of its S own sampled tokens."""
 
     path: PathTokens
-    trained: Sequence[int]  # the loss tokens, as indices among the S, ascending
-    values: Sequence[float] = ()  # [S], or [S + 1] if the state after the last token has a value; or empty
-    kl: Sequence[float] = ()  # [S] weighted, or empty
+    trained: Whole  # the loss tokens, as indices among the S, ascending
+    values: Column = ()  # [S], or [S + 1] if the state after the last token has a value; or empty
+    kl: Column = ()  # [S] weighted, or empty
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ _Unit = tuple[RewardedCompletion, list[tuple[str, int]]]
 
 def advantages_by_path(
     config: AlgorithmConfig, longest: int, groups: Sequence[Sequence[ScoredTrajectory]]
-) -> dict[str, list[float]]:
+) -> dict[str, Doubles]:
     """Advantages of the loss tokens of each path, by path id. `longest`: ``sampling.max_tokens``."""
     estimator, by_turn = config.advantages, config.advantages.credit == "turn"
     compared = defaultdict[tuple[int, int], list[_Unit]](list)
@@ -62,13 +65,13 @@ def advantages_by_path(
             for number, unit in units:
                 compared[group, number].append(unit)
     order = [compared[key] for key in sorted(compared)]
-    found = defaultdict[str, list[float]](list)
+    found = defaultdict[str, list[Column]](list)
     advantages = advantages_of(estimator, [[completion for completion, _ in units] for units in order])
     for (_, parts), one_by_one in zip(chain.from_iterable(order), chain.from_iterable(advantages), strict=True):
         ends = accumulate((count for _, count in parts), initial=0)
         for (id, _), (start, end) in zip(parts, pairwise(ends), strict=True):
-            found[id] += one_by_one[start:end]
-    return found
+            found[id].append(one_by_one[start:end])
+    return {id: np.concatenate([np.asarray(part, np.float64) for part in parts]) for id, parts in found.items()}
 
 
 def rewarded(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, path: ScoredPath) -> RewardedCompletion:
@@ -90,18 +93,19 @@ def _whole(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> Rewa
         return RewardedCompletion(_shaped(config, longest, one), len(path.path.places), path.trained, kl=path.kl)
     lengths = [len(path.path.places) for path in one.paths]
     starts = accumulate(lengths, initial=0)
-    trained = [start + t for start, path in zip(starts, one.paths, strict=False) for t in path.trained]
-    kl = [cost for path in one.paths for cost in path.kl]
+    places = [start + np.asarray(path.trained, np.int64) for start, path in zip(starts, one.paths, strict=False)]
+    trained = np.concatenate([np.zeros(0, np.int64), *places])
+    kl = np.concatenate([np.zeros(0), *(path.kl for path in one.paths)])
     return RewardedCompletion(_shaped(config, longest, one), sum(lengths), trained, kl=kl)
 
 
 def _turns(config: AlgorithmConfig, longest: int, path: ScoredPath) -> Iterator[tuple[int, _Unit]]:
     """The own turns of a path, each with its number on the path; a turn's reward includes those of later turns."""
     ends = list(accumulate((turn.tokens for turn in path.path.turns), initial=0))
-    rewards = _rewards(config, longest, path)
+    rewards, every = _rewards(config, longest, path), np.asarray(path.trained, np.int64)
     for turn, (start, end) in enumerate(pairwise(ends)):
-        reward = math.fsum(rewards[turn:]) - math.fsum(path.kl[end:])
-        trained = [t - start for t in path.trained if start <= t < end]
+        reward = math.fsum(rewards[turn:]) - math.fsum(np.asarray(path.kl[end:]).tolist())
+        trained = every[(start <= every) & (every < end)] - start
         unit = RewardedCompletion(reward, end - start, trained, kl=path.kl[start:end])
         yield path.path.turns_before + turn, (unit, [(path.path.id, len(trained))])
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.packing import shares
 from stretto.trainer.batch.paths import as_column, trajectory_of
-from stretto.trainer.batch.samples import Column, Sample, scored_of
+from stretto.trainer.batch.samples import Sample, scored_of
 from stretto.trainer.config import OptimizerConfig
+from stretto.trainer.objective.advantages import Column
 from stretto.trainer.objective.aggregation import Aggregation, coefficients
 from stretto.trainer.objective.tokens import Sequences
 from stretto.trainer.parallel.ranks import ALONE, Ranks

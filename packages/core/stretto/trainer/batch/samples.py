@@ -19,18 +19,17 @@ import torch
 
 from stretto.core.errors import BoundViolated
 from stretto.core.records import Batch
-from stretto.core.states import bounded_reward
+from stretto.core.states import LARGEST_REWARD
 from stretto.trainer.batch.credit import ScoredPath, ScoredTrajectory, advantages_by_path, rewarded
 from stretto.trainer.batch.paths import PathTokens, as_column, paths_of
+from stretto.trainer.objective.advantages import Column, Doubles, Whole
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import targets
 
 #: A score for each own sampled token of each path, by its id (`scoring.py`).
-TokenScores = Mapping[str, Sequence[float]]
+TokenScores = Mapping[str, Column]
 NO_SCORES: TokenScores = MappingProxyType({})
 
-Column = Sequence[float] | npt.NDArray[Any]
-Whole = Sequence[int] | npt.NDArray[Any]  # a column of whole numbers
 #: What the columns of a sample hold. Values and returns are summed before they become tensors.
 _KINDS = {
     "token_ids": np.int32,
@@ -130,7 +129,7 @@ def samples_of(
         for group in groups
         for one in group
         for scored in one.paths
-        if scored.trained
+        if len(scored.trained)
     ]
     rewards = [one.trajectory.reward for group in groups for one in group]
     tokens = sum(len(path.places) for own in paths.values() for path in own)
@@ -138,7 +137,9 @@ def samples_of(
         samples=tuple(samples),
         masked_tokens=tokens - sum(len(sample.loss_positions) for sample in samples),
         reward_mean=sum(rewards) / len(rewards) if rewards else 0.0,
-        kl_reference=sum(map(math.fsum, kl.values())) / tokens if kl and tokens else None,
+        kl_reference=sum(math.fsum(np.asarray(one).tolist()) for one in kl.values()) / tokens
+        if kl and tokens
+        else None,
     )
 
 
@@ -148,7 +149,10 @@ def _kl(paths: Sequence[PathTokens], config: AlgorithmConfig, reference_logprobs
     if estimator is None:
         return NO_SCORES
     return {
-        path.id: estimator(torch.from_numpy(path.behavior_logprobs), torch.tensor(reference_logprobs[path.id])).tolist()
+        path.id: estimator(
+            torch.from_numpy(path.behavior_logprobs),
+            torch.from_numpy(as_column(reference_logprobs[path.id], np.float32)),
+        ).numpy()
         for path in paths
     }
 
@@ -166,18 +170,18 @@ def _scored(
         raise BoundViolated(f"trajectory {path.id} has tokens of {known}")
     weight = config.reference.weight if config.reference is not None else 0.0
     fresh = path.versions >= oldest
-    trained = range(len(fresh)) if fresh.all() else np.flatnonzero(fresh).tolist()
+    trained = range(len(fresh)) if fresh.all() else np.flatnonzero(fresh)
+    with np.errstate(over="ignore"):  # an engine may log any number
+        divergence = weight * np.asarray(kl.get(path.id, ()), np.float64)
     return ScoredPath(
         path=path,
         trained=trained,
         values=values.get(path.id, ()),
-        kl=[bounded_reward(weight * one) for one in kl.get(path.id, ())],  # an engine may log any number
+        kl=divergence.clip(-LARGEST_REWARD, LARGEST_REWARD),
     )
 
 
-def _sample(
-    scored: ScoredPath, advantages: list[float], version: int, targets: Mapping[str, tuple[float, ...]]
-) -> Sample:
+def _sample(scored: ScoredPath, advantages: Doubles, version: int, targets: Mapping[str, Doubles]) -> Sample:
     path = scored.path
     return Sample(
         id=path.id,
@@ -193,17 +197,14 @@ def _sample(
     )
 
 
-def _chosen(values: npt.NDArray[Any], places: Sequence[int]) -> npt.NDArray[Any]:
+def _chosen(values: npt.NDArray[Any], places: Whole) -> npt.NDArray[Any]:
     """The values at ascending `places`; without a copy in the common case of all."""
-    return values if len(places) == len(values) else values[places]
+    return values if len(places) == len(values) else values[np.asarray(places, np.int64)]
 
 
-def _targets(
-    config: AlgorithmConfig, longest: int, one: ScoredTrajectory, scored: ScoredPath
-) -> dict[str, tuple[float, ...]]:
+def _targets(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, scored: ScoredPath) -> dict[str, Doubles]:
     """Values and returns of the loss tokens if there is a critic: R = A + V (arXiv 1506.02438, section 5)."""
-    if not scored.values or not hasattr(config.advantages, "critic"):
+    if not len(scored.values) or not hasattr(config.advantages, "critic"):
         return {}
-    values = tuple(scored.values[t] for t in scored.trained)
-    gaps = targets(config.advantages, rewarded(config, longest, one, scored))
-    return {"values": values, "returns": tuple(a + v for a, v in zip(gaps, values, strict=True))}
+    values = _chosen(np.asarray(scored.values, np.float64), scored.trained)
+    return {"values": values, "returns": targets(config.advantages, rewarded(config, longest, one, scored)) + values}

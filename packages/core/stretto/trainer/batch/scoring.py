@@ -13,6 +13,7 @@ from stretto.core.records import Batch
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.packing import shares
 from stretto.trainer.batch.paths import Ints, PathTokens, paths_of
+from stretto.trainer.objective.advantages import Doubles
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 
 
@@ -24,7 +25,7 @@ def score_tokens(
     evaluate: Callable[[PackedTokens], Tensor],
     continues: Callable[[PathTokens], bool] = lambda _: False,
     ranks: Ranks = ALONE,
-) -> dict[str, list[float]]:
+) -> dict[str, Doubles]:
     """Scores of the own sampled tokens of each path, including masked ones, by path id; the same on every rank.
 
     `evaluate` returns one score per wanted token. A path for which `continues` is true gets one more: of the state
@@ -42,8 +43,8 @@ def score_tokens(
     own = [evaluate(_packed([scored[i] for i in pack], device)) for pack in divided[ranks.share]]
     numbers, _ = ranks.all_gather(torch.cat(own))
     order = [scored[i] for share in divided for pack in share for i in pack]
-    parts = numbers.split([len(one.places) for one in order])
-    return {one.id: part.tolist() for one, part in zip(order, parts, strict=True)}
+    parts = np.split(numbers.double().cpu().numpy(), np.cumsum([len(one.places) for one in order])[:-1])
+    return {one.id: part for one, part in zip(order, parts, strict=True)}
 
 
 @dataclass(frozen=True)

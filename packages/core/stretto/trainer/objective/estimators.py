@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, Field
 
 from stretto.core.errors import Problem, RecipeError
@@ -20,6 +21,7 @@ from stretto.doors.door import Door, Section, declare, fact
 from stretto.doors.loading import is_own
 from stretto.trainer.config import CriticConfig
 from stretto.trainer.objective import advantages
+from stretto.trainer.objective.advantages import Column, Doubles, Whole
 
 Eps = Annotated[float, Field(gt=0, allow_inf_nan=False, description="added to a deviation before dividing by it")]
 Discount = Annotated[float, Field(ge=0, le=1, description="discount per token")]
@@ -37,28 +39,28 @@ class RewardedCompletion:
 
     reward: float  # shaped
     tokens: int  # sampled
-    trained: Sequence[int]  # the loss tokens: indices among the sampled tokens, ascending
-    values: Sequence[float] = ()  # by the critic, of the state before each token (`advantages.gae`); or empty
-    kl: Sequence[float] = ()  # weighted KL of each token, in the unit of the reward; or empty
+    trained: Whole  # the loss tokens: indices among the sampled tokens, ascending
+    values: Column = ()  # by the critic, of the state before each token (`advantages.gae`); or empty
+    kl: Column = ()  # weighted KL of each token, in the unit of the reward; or empty
     earlier: Sequence[tuple[int, float]] = ()  # rewards before the last token, each with the index of its token
 
     @property
-    def rewards(self) -> list[float]:
+    def rewards(self) -> Doubles:
         """Rewards token by token: minus the KL, plus the reward at the last token."""
-        found = [-cost for cost in self.kl] or [0.0] * self.tokens
-        for t, reward in (*self.earlier, (-1, self.reward)) if found else ():
+        found = -np.asarray(self.kl, np.float64) if len(self.kl) else np.zeros(self.tokens)
+        for t, reward in (*self.earlier, (-1, self.reward)) if len(found) else ():
             found[t] += reward
         return found
 
     @property
     def total(self) -> float:
         """The reward minus the KL of all tokens."""
-        return self.reward - math.fsum(self.kl)
+        return self.reward - (math.fsum(np.asarray(self.kl).tolist()) if len(self.kl) else 0.0)
 
 
 Groups = Sequence[Sequence[RewardedCompletion]]
 Scores = list[list[float]]  # of each completion of each group
-TokenScores = list[list[list[float]]]  # of each loss token of each completion of each group
+TokenScores = Sequence[Sequence[Column]]  # of each loss token of each completion of each group
 
 
 @declare(compares=True)
@@ -170,16 +172,32 @@ def advantages_of(estimator: EstimatorSection, groups: Groups) -> TokenScores:
     Raises:
         RecipeError: a user's estimator returned a wrong shape or a non-finite number.
     """
-    found: Any = ESTIMATORS.bound(estimator)(groups)
-    if is_own(estimator.kind) and (fault := next(estimate_faults(estimator, groups, found), "")):
+    own = is_own(estimator.kind)
+    found: Any = ESTIMATORS.bound(estimator)(_as_lists(groups) if own else groups)
+    if own and (fault := next(estimate_faults(estimator, groups, found), "")):
         raise RecipeError([Problem(ESTIMATORS.key, f"{estimator.kind!r} {fault}")])
     per_token: TokenScores = found
     if estimator.along:
         return per_token
     return [
-        [[score] * len(completion.trained) for completion, score in zip(one, scores, strict=True)]
+        [np.full(len(completion.trained), score, np.float64) for completion, score in zip(one, scores, strict=True)]
         for one, scores in zip(groups, found, strict=True)
     ]
+
+
+def _as_lists(groups: Groups) -> Groups:
+    """Columns as Python's numbers, as a user's estimator finds them."""
+    return [
+        [
+            replace(one, trained=_listed(one.trained), values=_listed(one.values), kl=_listed(one.kl))
+            for one in completions
+        ]
+        for completions in groups
+    ]
+
+
+def _listed(column: Column) -> Any:
+    return column.tolist() if isinstance(column, np.ndarray) else column
 
 
 def estimate_faults(estimator: EstimatorSection, groups: Groups, found: Any) -> Iterator[str]:
@@ -202,18 +220,17 @@ def estimate_faults(estimator: EstimatorSection, groups: Groups, found: Any) -> 
         yield f"returned {strange[0]}, which is not a finite number"
 
 
-def targets(estimator: EstimatorSection, completion: RewardedCompletion) -> list[float]:
+def targets(estimator: EstimatorSection, completion: RewardedCompletion) -> Doubles:
     """For each loss token, the amount added to the critic's value to get its target: the advantage before
     normalisation, with the estimator's gamma and lam."""
     return generalised(completion, getattr(estimator, "gamma", 1.0), getattr(estimator, "lam", 1.0))
 
 
-def generalised(completion: RewardedCompletion, gamma: float, lam: float) -> list[float]:
+def generalised(completion: RewardedCompletion, gamma: float, lam: float) -> Doubles:
     """GAE of each loss token of one completion, before any normalisation."""
-    if not completion.values:
+    if not len(completion.values):
         return _discounted(completion, gamma * lam)
-    found = advantages.gae(completion.rewards, completion.values, gamma, lam)
-    return [found[t] for t in completion.trained]
+    return _trained(advantages.gae(completion.rewards, completion.values, gamma, lam), completion)
 
 
 def _rewards(groups: Groups) -> Scores:
@@ -224,14 +241,19 @@ def _lengths(groups: Groups) -> list[list[int]]:
     return [[len(completion.trained) for completion in one] for one in groups]
 
 
-def _discounted(completion: RewardedCompletion, decay: float) -> list[float]:
+def _discounted(completion: RewardedCompletion, decay: float) -> Doubles:
     """Discounted return of each loss token."""
-    if not completion.kl and not completion.earlier:
+    if not len(completion.kl) and not completion.earlier:
         return advantages.terminal(completion.reward, completion.tokens, completion.trained, decay)
-    found = advantages.gae(completion.rewards, [0.0] * completion.tokens, decay, lam=1.0)
-    return [found[t] for t in completion.trained]
+    found = advantages.gae(completion.rewards, np.zeros(completion.tokens), decay, lam=1.0)
+    return _trained(found, completion)
 
 
-def _normalised(per_token: list[list[list[float]]], eps: float) -> list[list[list[float]]]:
+def _trained(found: Doubles, completion: RewardedCompletion) -> Doubles:
+    """The numbers of the loss tokens."""
+    return found if len(completion.trained) == len(found) else found[np.asarray(completion.trained, np.int64)]
+
+
+def _normalised(per_token: TokenScores, eps: float) -> TokenScores:
     flat = iter(advantages.reinforce_pp([completion for group in per_token for completion in group], eps))
     return [[next(flat) for _ in group] for group in per_token]

@@ -102,6 +102,10 @@ class Ranks(Protocol):
         """A copy of this rank's shard on the CPU, sharded as before."""
         ...
 
+    def zeros_on_host(self, tensor: Tensor) -> Tensor:
+        """Zeros for this rank's shard in host memory, sharded as `tensor`; page-locked beside a GPU."""
+        ...
+
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
         """Rank 0's numbers, by the second group."""
         ...
@@ -145,6 +149,9 @@ class SingleRank:
 
     def copy_to_cpu(self, tensor: Tensor) -> Tensor:
         return tensor.to("cpu", copy=True)
+
+    def zeros_on_host(self, tensor: Tensor) -> Tensor:
+        return zeros_on_host(tensor)
 
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
@@ -233,10 +240,16 @@ class ShardedRanks:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def copy_to_cpu(self, tensor: Tensor) -> Tensor:
+        return self._on_host(own_part(tensor).to("cpu", copy=True), tensor)
+
+    def zeros_on_host(self, tensor: Tensor) -> Tensor:
+        return self._on_host(zeros_on_host(own_part(tensor)), tensor)
+
+    def _on_host(self, part: Tensor, tensor: Tensor) -> Tensor:
+        """A part in host memory, sharded as `tensor`."""
         if not isinstance(tensor, DTensor):
-            return tensor.to("cpu", copy=True)
-        part, shape, stride = tensor.to_local().to("cpu", copy=True), tensor.shape, tensor.stride()
-        mesh = self._second_meshes[tensor.device_mesh.ndim]
+            return part
+        mesh, shape, stride = self._second_meshes[tensor.device_mesh.ndim], tensor.shape, tensor.stride()
         return DTensor.from_local(part, mesh, tensor.placements, shape=shape, stride=stride)
 
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
@@ -277,6 +290,11 @@ class ShardedRanks:
             return
         for rank, rows in enumerate(whole.chunk(self.count)):
             own.copy_(rows) if rank == 0 else distributed.send(rows.contiguous(), rank, group=self.second_group)
+
+
+def zeros_on_host(like: Tensor) -> Tensor:
+    """Zeros in host memory, page-locked if `like` is on a GPU."""
+    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 def _own_group(groups: Tensor, backend: str | None = None) -> ProcessGroup:

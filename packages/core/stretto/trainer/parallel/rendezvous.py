@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 
@@ -9,6 +10,7 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from stretto.core.errors import Problem, RecipeError
 from stretto.core.machine import use_interface_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.parallel.ranks import ShardedRanks
@@ -49,13 +51,34 @@ def join(
         gpu: index of the rank's GPU on its machine.
         seconds: timeout of a collective.
         config: dtypes of gathers and sums; None: float32.
+
+    Raises:
+        RecipeError: gloo or NCCL finds no network interface to the others.
     """
     kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(gpu)
     use_interface_of(here)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    distributed.init_process_group(
-        backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=seconds)
-    )
-    return ShardedRanks(kind, config)
+    try:
+        distributed.init_process_group(
+            backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=seconds)
+        )
+        ranks = ShardedRanks(kind, config)
+        if kind == "cuda":  # NCCL looks for its way at the first collective
+            ranks.all_reduce(torch.zeros(1, device=kind))
+    except RuntimeError as error:
+        if problem := _no_way(str(error), rank):
+            raise RecipeError([problem]) from error
+        raise
+    return ranks
+
+
+def _no_way(told: str, rank: int) -> Problem | None:
+    """The mistake behind an error of gloo or NCCL, if it is about network interfaces."""
+    if "interface" not in told and "Unable to find address" not in told:
+        return None
+    key = "NCCL_SOCKET_IFNAME" if "NCCL" in told else "GLOO_SOCKET_IFNAME"
+    there = ", ".join(name for _, name in socket.if_nameindex())
+    found = f"{os.environ.get(key, '')!r} of rank {rank} on {socket.gethostname()} leads to no other rank"
+    return Problem(key, found, f"one of {there}, or unset it: the interface is found then")

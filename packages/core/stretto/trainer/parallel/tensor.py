@@ -9,13 +9,14 @@ it. Embedding, output matrix and most norms are whole on every such rank, and co
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -45,6 +46,7 @@ _TENSOR, _CONTEXT = "trainer.tensor_parallel", "trainer.context_parallel"
 def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Divide the layers of `model`, which each rank of `mesh` has whole or without memory, as its config plans."""
     adapted = {id(layer): layer for layer in adapted_layers(model).values()}
+    alike = defaultdict[str, list[nn.Module]](list)
     for name, style in list(_planned(model)):
         layer = model.base_model.get_submodule(name)
         modules = [getattr(layer, "base_layer", layer)]
@@ -56,6 +58,29 @@ def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             trained = any(parameter.requires_grad for parameter in module.parameters())
             parallelize_module(module, mesh, _STYLES[style](), src_data_rank=None)
             module.requires_grad_(trained)  # torch's norms always are
+        if style in _OUTPUTS:
+            alike[name.rpartition(".")[0]].append(modules[0])
+    for several in alike.values():
+        shared = _SharedInput(mesh, len(several))
+        for module in several:
+            module.register_forward_pre_hook(shared, prepend=True)
+
+
+class _SharedInput:
+    """One DTensor for modules that are called with the same tensor (query, key and value; gate and up): its gradient is
+    summed over the ranks once, and not for each of them."""
+
+    def __init__(self, mesh: DeviceMesh, modules: int) -> None:
+        self._mesh, self._modules = mesh, modules
+        self._last: tuple[Tensor, DTensor, int] | None = None  # an input, as a DTensor, and by how many it was taken
+
+    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given, *others = inputs
+        if self._last is None or self._last[0] is not given:
+            self._last = given, DTensor.from_local(given, self._mesh, (Replicate(),), run_check=False), 0
+        _, shared, taken = self._last
+        self._last = (given, shared, taken + 1) if taken + 1 < self._modules else None
+        return (shared, *others)
 
 
 def refuse_undividable(model: PreTrainedModel, tensor: int, context: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import threading
 from concurrent.futures import Future
@@ -17,6 +18,8 @@ import msgspec
 import torch
 
 from stretto.core.errors import StrettoError
+from stretto.core.frames import LARGEST_BATCH
+from stretto.core.machine import VISIBLE
 from stretto.doors.loading import look_in
 from stretto.processes.channel import ConductorGone
 from stretto.processes.handshake import call
@@ -85,7 +88,7 @@ class RankOrders:
 
     async def _listen(self) -> None:
         try:
-            wire = Wire(_RANK_0, *await self._reach(RankIntroduction(rank=self._spec.rank)), TO_RANK)
+            wire = Wire(_RANK_0, *await self._reach(RankIntroduction(rank=self._spec.rank)), TO_RANK, LARGEST_BATCH)
             if self._spec.model is not None:  # on a machine of its own
                 way = await asyncio.start_server(self._lead_to_store, LOOPBACK, 0)
                 self._way_to_store = way.sockets[0].getsockname()[1]
@@ -135,7 +138,8 @@ def follow(spec: RankSpec, orders: RankOrders) -> None:
     config = TrainerConfig.model_validate_json(trainer.trainer)
     store = reach_store(orders.store_port(start), config.ranks)
     ranks = join(store, spec.rank, config.ranks, config.device, here, spec.gpu, trainer.collective, config)
-    role = TrainerRole(trainer, GatheringPublisher(), ranks, partial(_tell, orders))
+    where = f" on {socket.gethostname()}" if spec.model is not None else ""
+    role = TrainerRole(trainer, GatheringPublisher(), ranks, partial(_tell, orders), spec.gpu, where)
     while not isinstance(order := orders.receive(), Stop):
         assert not isinstance(order, RankStart), "a rank is started once"
         role.carry_out(order)
@@ -150,8 +154,9 @@ def _as_here(trainer: TrainerSpec, spec: RankSpec) -> TrainerSpec:
     if spec.reference is not None and algorithm.reference is not None:
         reference = algorithm.reference.model_copy(update={"path": spec.reference})
         algorithm = algorithm.model_copy(update={"reference": reference})
+    gpus = tuple(filter(None, os.environ.get(VISIBLE, "").split(",")))
     return msgspec.structs.replace(
-        trainer, model=spec.model, algorithm=algorithm.model_dump_json(), kernels=None, gpus=(), share=1.0
+        trainer, model=spec.model, algorithm=algorithm.model_dump_json(), kernels=None, gpus=gpus, share=1.0
     )
 
 

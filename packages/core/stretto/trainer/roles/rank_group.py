@@ -31,6 +31,7 @@ import msgspec
 
 from stretto import __version__
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, RoleDied
+from stretto.core.frames import frame
 from stretto.core.records import Record
 from stretto.processes.handshake import new_key
 from stretto.processes.role import RoleProcess
@@ -106,8 +107,8 @@ class RankGroup:
             asyncio.run_coroutine_threadsafe(self._send(order), self._loop.result()).result()
 
     async def _send(self, order: ToTrainer) -> None:
-        wires = [joined.result() for joined in self._joined.values()]
-        await asyncio.gather(*(wire.send_all(order) for wire in wires))
+        wires, whole = [joined.result() for joined in self._joined.values()], frame(order)
+        await asyncio.gather(*(wire.send_frame(whole) for wire in wires))
 
     def explain(self, error: Exception) -> RankLost | Failed | None:
         """The loss of another rank that caused rank 0's `error`; None if all ranks fail alike, or rank 0 alone."""

@@ -78,8 +78,13 @@ class TrainerRole:
         publisher: Publisher,
         ranks: Ranks,
         tell: Callable[[Notice], None],
+        gpu: int = 0,
+        where: str = "",
     ) -> None:
-        """`tell` is called from the writing threads with the success or failure of each checkpoint and publication."""
+        """`tell` is called from the writing threads with the success or failure of each checkpoint and publication.
+        `gpu`: index of its GPU among the visible ones; `where`: words for its machine, if that is another than rank
+        0's."""
+        self._gpu, self._where = gpu, where
         self._tell, self._writing, self._publishing = tell, threading.Thread(), threading.Thread()
         look_in(spec.path)
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
@@ -87,8 +92,8 @@ class TrainerRole:
         take_share(spec.share)
         with self._memory_named("while it loaded its models"):
             self._trainer = self._build(config)
-        if spec.checkpoint is not None:
-            self._trainer.load_checkpoint(Path(spec.checkpoint))
+            if spec.checkpoint is not None:
+                self._trainer.load_checkpoint(Path(spec.checkpoint))
 
     def _build(self, config: TrainerConfig) -> Trainer:
         spec, ranks = self._spec, self._ranks
@@ -101,8 +106,7 @@ class TrainerRole:
         )
 
     def _memory_named(self, doing: str) -> AbstractContextManager[None]:
-        rank = self._ranks.rank
-        return memory_named(f"rank {rank}", self._spec.gpus, rank, doing)
+        return memory_named(f"rank {self._ranks.rank}{self._where}", self._spec.gpus, self._gpu, doing)
 
     def _trained(self, config: TrainerConfig) -> PreTrainedModel:
         """The initial policy, ready for training."""
@@ -157,7 +161,8 @@ class TrainerRole:
             case SaveCheckpoint():
                 return self._copy(order.folder)
             case SavePolicy():
-                return self._save_policy(order.folder)
+                with self._memory_named("while it saved its policy"):
+                    return self._save_policy(order.folder)
 
     def _publish(self) -> None:
         """Copy the version; a thread publishes the copy."""
@@ -184,7 +189,8 @@ class TrainerRole:
         """Copy the state; a thread writes the copy."""
         if self._writing.ident is not None:  # ranks write together, one checkpoint after the other
             self._writing.join()
-        write = self._trainer.snapshot()
+        with self._memory_named("while it copied its state"):
+            write = self._trainer.snapshot()
         (span,) = self._trainer.drain_spans()
         self._writing = threading.Thread(target=self._write, args=(write, folder), name="checkpoint")
         self._writing.start()

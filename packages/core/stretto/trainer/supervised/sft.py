@@ -53,7 +53,8 @@ def fine_tune(
     if not all(d.prompt_ids and d.completion_ids for d in demonstrations) or not demonstrations:
         raise ValueError("supervised fine-tuning needs demonstrations, each with a prompt and a completion")
     learner = Learner(model, config)
-    muon = Muon(layer.weight for layer in linear_layers(model).values()) if config.optimizer == "muon" else None
+    matrices, on_host = [layer.weight for layer in linear_layers(model).values()], config.optimizer_states == "host"
+    muon = Muon(matrices, on_host=on_host) if config.optimizer == "muon" else None
     batches = drawn(len(demonstrations), config.batch_size, seed)
     for step in range(config.steps):
         batch = [demonstrations[index] for index in next(batches)]

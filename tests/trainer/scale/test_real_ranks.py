@@ -1,0 +1,58 @@
+"""Promises of 2, 4 and 8 real ranks on gloo, with a model of 22M parameters: the losses of one rank, and within a tenth
+the memory that is counted without machines (`counting`), with two copies of the largest tensor that gloo passes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.launch.warm import MARK, WarmCommand
+from tests.trainer.scale.counting import step_bytes
+from tests.trainer.scale.real_ranks import SEQUENCES, SETTINGS, SHAPE, TOKENS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model."""
+    folder = tmp_path_factory.mktemp("real")
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(SHAPE).save_pretrained(folder / "model")
+    return folder
+
+
+def played(folder: Path, count: int) -> list[dict[str, Any]]:
+    """What each of so many ranks saw."""
+    command = WarmCommand(
+        [str(folder), str(count)], folder, {**os.environ, MARK: uuid4().hex}, "tests.trainer.scale.real_ranks"
+    )
+    try:
+        said = "".join(command.communicate(300))
+    finally:
+        command.kill()
+    assert command.returncode == 0, said
+    return [torch.load(folder / f"{count}-{rank}.pt") for rank in range(count)]
+
+
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> list[float]:
+    """Those of one rank."""
+    found: list[float] = played(folder, 1)[0]["losses"]
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_real_ranks_have_the_losses_of_one_and_the_memory_of_the_count(
+    folder: Path, losses: list[float], count: int
+) -> None:
+    counted = step_bytes(SHAPE, {**SETTINGS, "ranks": count}, TOKENS, micro_batches=SEQUENCES // count, gpu=False)
+    largest = max(max(sizes) for sizes in counted.collectives.calls.values())
+    for seen in played(folder, count):
+        assert seen["losses"] == pytest.approx(losses, rel=1e-5, abs=1e-5)
+        assert seen["peak"] == pytest.approx(counted.peak + 2 * largest, rel=0.1)

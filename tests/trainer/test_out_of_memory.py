@@ -1,0 +1,90 @@
+"""Promises of a rank that runs out of memory: it is named with the machine and the GPU that it has there, whatever it
+was doing and whichever library asked; a checkpoint that does not fit at the moment is not called broken, and one that
+is written asks for no GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+
+from stretto.core.errors import OutOfMemory
+from stretto.model.device import memory_named
+from stretto.trainer.messages import SaveCheckpoint
+from stretto.trainer.parallel.ranks import ALONE
+from stretto.trainer.roles.trainer import TrainerRole
+from stretto.trainer.spec import TrainerSpec
+from stretto.trainer.trainer import Trainer
+from stretto.weights.mailbox import GatheringPublisher
+from tests.trainer.rank_runs import SAMPLING, SCENARIOS, trainer_of
+from tests.trainer.tiny import tiny
+
+WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80 GiB."
+
+
+def short(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError(WORDS)
+
+
+def role(folder: Path, checkpoint: Path | None = None) -> TrainerRole:
+    """Of rank 9, on a machine where it sees GPUs 3 and 5 and has the second."""
+    tiny().save_pretrained(folder / "model")
+    spec = TrainerSpec(
+        model=str(folder / "model"),
+        mailbox="",
+        mailbox_folder="",
+        trainer='{"ranks": 1, "minibatches": 1}',
+        algorithm="{}",
+        sampling=SAMPLING,
+        threads=1,
+        gpus=("3", "5"),
+        checkpoint=None if checkpoint is None else str(checkpoint),
+    )
+    return TrainerRole(spec, GatheringPublisher(), ALONE, lambda told: None, 1, " on far")
+
+
+def test_the_gpu_of_the_rank_s_own_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = role(tmp_path)
+    monkeypatch.setattr(Trainer, "snapshot", short)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = r"rank 0 on far ran out of memory on GPU 5 while it copied its state: CUDA out of memory\. Tried to alloc"
+    with pytest.raises(OutOfMemory, match=found):
+        trainer.carry_out(SaveCheckpoint(folder=str(tmp_path / "v0")))
+
+
+def test_a_checkpoint_that_does_not_fit_at_the_moment_is_not_called_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer_of(SCENARIOS["small"], ALONE).save_checkpoint(tmp_path / "v0")
+    monkeypatch.setattr(state_dict_loader, "load", short)
+    with pytest.raises(OutOfMemory, match="on its device while it loaded its models"):
+        role(tmp_path, tmp_path / "v0")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("NCCL error: unhandled cuda error, Last error: Cuda failure 2 'out of memory'", True),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_libraries_that_run_out_of_memory_are_understood(words: str, named: bool) -> None:
+    with pytest.raises(OutOfMemory if named else RuntimeError) as raised, memory_named("rank 1", (), 1, "in step 2"):
+        raise RuntimeError(words)
+    assert isinstance(raised.value, OutOfMemory) is named
+
+
+def test_a_checkpoint_is_written_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's current device is the first one, and a stream there is half a GiB of it."""
+    trainer = trainer_of(SCENARIOS["critic"], ALONE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("current_stream", "Stream", "stream", "current_device"):
+        monkeypatch.setattr(torch.cuda, name, short)
+    write = trainer.snapshot()
+    write(tmp_path / "v0")
+    assert list((tmp_path / "v0").glob("shard-*.safetensors"))
