@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from stretto.store import lock
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.trainer import checkpoint
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
-from stretto.trainer.batch.samples import Sample, samples_of, scored_of
+from stretto.trainer.batch.samples import Sample, chosen_of, samples_of, scored_of
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.gradients import Gradients
 from stretto.trainer.metrics import Meter
@@ -417,13 +416,11 @@ def _rewards(data: Data) -> dict[str, float]:
 
 
 def _of_loss(sample: Sample, scored: Sequence[float]) -> list[float]:
-    if not len(sample.scored):
-        return list(scored)
-    return [scored[place] for place in np.searchsorted(sample.scored, sample.loss_positions)]
+    return [scored[place] for place in chosen_of(sample)]
 
 
 def _plain(columns: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(column.tolist()) for column in columns)
+    return tuple(tuple(column.flatten().tolist()) for column in columns)
 
 
 def _sampling(given: Mapping[str, Any] | None) -> Sampling:
