@@ -79,8 +79,8 @@ class Learner:
         chosen, device = [data[at] for at in part], self._model.device
         # The last target stands behind the inputs, so that every target is that of a position after the first.
         sequences = [[*one.tokens.tolist(), int(one.targets.flat[-1])] for one in chosen]
-        wanted = [np.repeat(np.arange(1, len(one.tokens) + 1), one.width).tolist() for one in chosen]
-        packed = pack_tokens(sequences, wanted, device, targets=[one.targets.ravel().tolist() for one in chosen])
+        wanted = [np.repeat(np.arange(1, len(one.tokens) + 1), one.width) for one in chosen]
+        packed = pack_tokens(sequences, wanted, device, targets=[one.targets.ravel() for one in chosen])
         with torch.set_grad_enabled(backward):
             found = token_logprobs(self._model, packed, _UNCHANGED).logprobs.split([one.targets.size for one in chosen])
             value = sum_of(loss, found, chosen, config)

@@ -119,6 +119,15 @@ class Models:
             live.behind += time.monotonic() - began
         return result, form, live.model.digest() if asked.kind == STEP else ""
 
+    def given_up(self, row: ModelRow, asked: Asked) -> None:
+        """A request is not computed: a step behind it has no whole gradient."""
+        if asked.kind in (CREATE, LOAD):
+            self.forget(row.id)
+            return
+        live = self.live(row)
+        live.seq = asked.seq
+        self._failed(live, asked.kind, f"{asked.kind} {asked.seq} before this step was given up")
+
     def _failed(self, live: Live, kind: str, why: str) -> None:
         if kind == BACKWARD:
             live.broken = live.broken or why

@@ -10,7 +10,7 @@ import msgspec
 from stretto.core.errors import RefusedRequest
 from stretto_tinker.record.checkpoints import EXTERNAL, SAMPLER, TRAINING, Place, Weights, checked_name
 from stretto_tinker.record.dates import now
-from stretto_tinker.record.record import Asked, CheckpointRow, Record, SamplerRow
+from stretto_tinker.record.record import Asked, CheckpointRow, Record, SamplerRow, encode
 from stretto_tinker.wire.bodies import SaveWeights, parse
 from stretto_tinker.work.models import Live
 
@@ -27,8 +27,8 @@ class Saving:
     def __init__(self, record: Record, weights: Weights) -> None:
         self._record, self._weights = record, weights
 
-    def save(self, live: Live, asked: Asked) -> bytes:
-        """Write the weights; the result.
+    def save(self, live: Live, asked: Asked) -> tuple[list[Place], bytes]:
+        """Write the weights; the places that hold others from now on, or nothing, and the result.
 
         Raises:
             RefusedRequest: there is no such name, or the name is taken.
@@ -43,16 +43,29 @@ class Saving:
         self._check(place, body, asked)
         size = self._weights.write(self._weights.folder(place), _written(live, kind))
         expires = None if body.ttl_seconds is None else now() + body.ttl_seconds
-        described = msgspec.json.encode({"user_metadata": body.user_metadata, "unnamed": unnamed})
+        inflight = unnamed and body.kind == "inflight"
+        described = encode({"user_metadata": body.user_metadata, "unnamed": unnamed, "inflight": inflight})
         row = CheckpointRow(
             place.path, place.model, asked.owner, kind, place.name, now(), size, False, expires, asked.id, described
         )
         with self._record.together():
             self._record.add_checkpoint(row)
             if not unnamed:
-                return msgspec.json.encode({"path": place.path, "size_bytes": size, "type": asked.kind})
+                return [place], encode({"path": place.path, "size_bytes": size, "type": asked.kind})
             sampler = self._open(body, place, asked)
-        return msgspec.json.encode({"sampling_session_id": sampler, "type": asked.kind})
+            outdated = self._outdated(asked.lane) if inflight else []
+            for one in outdated:
+                self._record.drop_checkpoint(one.path)
+        for one in outdated:
+            self._weights.drop(self._weights.folder(one))
+        return [place, *outdated], encode({"sampling_session_id": sampler, "type": asked.kind})
+
+    def _outdated(self, model: str) -> list[Place]:
+        """Weights that followers of a model were given and will not sample by again: all but the last two."""
+        if self._record.followers_wait(model):
+            return []
+        rows = [row for row in self._record.checkpoints(model=model) if msgspec.json.decode(row.body).get("inflight")]
+        return [Place.of(row.path) for row in rows[2:]]
 
     def _check(self, place: Place, body: SaveWeights, asked: Asked) -> None:
         held = self._record.checkpoint(place.path)
@@ -70,7 +83,13 @@ class Saving:
             raise RefusedRequest("sampling_session_seq_id", "missing", "a number, where there is no path")
         sampler = sampler_id(session, body.sampling_session_seq_id)
         follows = asked.lane if body.kind == "inflight" else None
-        self._record.add_sampler(SamplerRow(sampler, session, asked.owner, now(), place.path, follows))
+        row = SamplerRow(sampler, session, asked.owner, now(), place.path, follows)
+        self._record.add_sampler(row)
+        held = self._record.sampler(sampler)
+        assert held is not None
+        if held.model != follows or (follows is None and held.path != place.path):
+            told = f"{body.sampling_session_seq_id} is another sampler already"
+            raise RefusedRequest("sampling_session_seq_id", told, "a number of its own")
         if follows is not None:
             self._record.follow(follows, place.path)
         return sampler
