@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Batch
 from stretto.trainer.batch.samples import Sample
+from stretto.verbs.prompts import plain
 
 #: One number for each position, or a row of K: one for each of its targets.
 Targets = tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -51,10 +53,12 @@ class Datum:
         advantages: float | Sequence[float] | None = None,
     ) -> Self:
         """A completion behind its prompt; `logprobs` and `advantages` are those of the completion's tokens."""
+        prompt, completion, logprobs = plain(prompt), plain(completion), plain(logprobs)
         before = len(prompt) - 1
         whole = (*prompt, *completion)
-        if isinstance(advantages, int | float):
-            advantages = [advantages] * len(completion)
+        advantages = plain(advantages)
+        if isinstance(advantages, Real):
+            advantages = [float(advantages)] * len(completion)
         return cls(
             token_ids=tuple(whole[:-1]),
             targets=tuple(whole[1:]),
@@ -95,11 +99,26 @@ class Forward:
     ids: tuple[str, ...] = field(default=(), repr=False)
 
 
+def listed(data: Any, place: str) -> Data:
+    """The data, as often as they are read.
+
+    Raises:
+        DataError: there are none.
+    """
+    if isinstance(data, Batch):
+        return data
+    if isinstance(data, Datum) or not isinstance(data, Iterable):
+        raise DataError([Problem(f"{place}: data", f"a {type(data).__name__}", "give a list of stretto.Datum")])
+    if not (found := tuple(data)):
+        raise DataError([Problem(f"{place}: data", "there is none", "give a list of stretto.Datum")])
+    return found
+
+
 def sample_of(datum: Datum, number: int, *, sampled: bool) -> Sample:
     """A datum as the trainer has it. `sampled`: the loss is one over sampled tokens; else log-probabilities and
     advantages play no part."""
     trained, width = datum.trained, datum.width
-    plain = width == 1 and datum.targets[:-1] == datum.token_ids[1:]
+    as_read = width == 1 and datum.targets[:-1] == datum.token_ids[1:]
     return Sample(
         id=str(number),
         token_ids=(*datum.token_ids, _row(datum.targets[-1])[-1]),
@@ -110,7 +129,7 @@ def sample_of(datum: Datum, number: int, *, sampled: bool) -> Sample:
         advantages=tuple(datum.advantages[at] for at in trained) if sampled else (1.0,) * len(trained) * width,
         weights=_flat(datum.weights[at] for at in trained) if datum.weights else (1.0,) * len(trained) * width,
         scored=np.repeat(np.arange(1, len(datum.token_ids) + 1), width),
-        targets=() if plain else _flat(datum.targets),
+        targets=() if as_read else _flat(datum.targets),
     )
 
 
@@ -206,7 +225,7 @@ def _problems(one: object, vocabulary: int, longest: int, number: int, place: st
             told = f"{odd[0]!r:.80}"
             found.append(Problem(f"{where}.{name}", told, "a number for each position, or for each a row of K of them"))
     for name in ("weights", "logprobs", "advantages"):
-        if wrong := [value for value in _flat(getattr(one, name)) if not math.isfinite(value)]:
+        if wrong := [value for value in _flat(getattr(one, name)) if not _is_finite(value)]:
             found.append(Problem(f"{where}.{name}", f"{wrong[0]}", "finite numbers are needed"))
     return found
 
@@ -220,4 +239,8 @@ def _is_wide(value: object, datum: Datum) -> bool:
 
 
 def _is_token(token: object, vocabulary: int) -> bool:
-    return isinstance(token, int) and 0 <= token < vocabulary
+    return isinstance(token, Integral) and 0 <= int(token) < vocabulary
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

@@ -128,6 +128,22 @@ def _valued(
     return value.reshape(()), {name: float(number) for name, number in metrics.items()}
 
 
+def check_own(loss: Wanted, proximal: object, place: str) -> None:
+    """Refuse settings that a loss of the user's would not heed.
+
+    Raises:
+        RecipeError: with each of them.
+    """
+    unheeded = {
+        "proximal": proximal is not None,
+        "reference": loss.algorithm.divergence("loss") is not None,
+        "entropy_bonus": loss.algorithm.entropy_bonus > 0,
+    }
+    told, remedy = f"is no part of {loss.name}, which is a function", "let the function compute it, or leave it out"
+    if problems := [Problem(f"{place}: {name}", told, remedy) for name, given in unheeded.items() if given]:
+        raise RecipeError(problems)
+
+
 def check_data_settings(settings: Mapping[str, Any], place: str) -> None:
     """Refuse settings that say how rewards become advantages, where the data has advantages of its own.
 

@@ -60,6 +60,12 @@ class Engines:
         engine = self._engines.pop(idle[0])
         return engine if engine.take(folder) else None
 
+    def trim(self) -> None:
+        """Forget idle engines, each of which holds a KV cache, but for those used last and that of the base model."""
+        idle = [name for name, engine in self._engines.items() if engine.idle and name]
+        for name in idle[: max(0, len(idle) - _FEWEST_IDLE)]:
+            del self._engines[name]
+
     def drop(self, name: str) -> None:
         """Forget the engine of some weights."""
         if name in self._engines and not self._engines[name].idle:

@@ -308,8 +308,11 @@ class Worker:
                 self._fail(asked, _said(error), SERVER)
                 sampling.abort(asked.id)
         with self._wake:
-            for name in [name for name, one in self._samplings.items() if one.idle]:
+            ended = [name for name, one in self._samplings.items() if one.idle]
+            for name in ended:
                 del self._samplings[name]
+        if ended:
+            self._engines.trim()
 
     def _sampling(self, weights: str) -> Sampling:
         with self._wake:
