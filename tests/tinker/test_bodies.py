@@ -1,4 +1,4 @@
-"""Bodies and downloads: no reply is a 5xx, few bytes make no large array, an archive is whole and nothing stays behind."""
+"""Bodies and downloads: no reply is a 5xx, few bytes make no large array, an archive leaves nothing behind."""
 
 from __future__ import annotations
 

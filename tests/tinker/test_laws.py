@@ -24,6 +24,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stretto_tinker.compute import sampler as sampler_module
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.http.service import Service
@@ -230,6 +231,39 @@ def weights_after(server: tuple[str, TinkerServer], acts: list[str]) -> None:
         np.testing.assert_allclose(found, learnt(client, model, next_seq()), atol=1e-4)
 
 
+def test_engines_of_weights_that_nobody_samples_by_are_few(backend: LocalBackend, tmp_path: Path) -> None:
+    with serving(backend, tmp_path) as (address, server):
+        client = Client(address)
+        model = client.create()
+        paths = [client.save(model, seq, f"w{seq}", "save_weights_for_sampler")["path"] for seq in range(1, 9)]
+        samplers = [client.sampler(seq, path) for seq, path in enumerate(paths)]
+        with held(server):  # all of them are needed at once
+            asked = [client.sample(sampler, 0, _PROMPT) for sampler in samplers]
+        for one in asked:
+            client.sampled(one)
+        client.sampled(client.sample(client.sampler(20), 0, _PROMPT))
+        assert len(server.worker._engines._engines) <= 3 + 1
+
+
+def test_log_probabilities_of_a_long_prompt_are_made_a_part_at_a_time(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module, "_ROWS", 4)
+    sampler, calls = backend.sampled(None), list[int]()
+    whole = sampler.likeliest(_PROMPT * 5, 1, 3)
+    head = sampler._forward().get_output_embeddings()
+    hook = head.register_forward_hook(lambda module, given, found: calls.append(len(given[0])))
+    rows = sampler._rows(_PROMPT * 5, 1)
+    next(rows)
+    assert calls == [4]
+    assert len(list(rows)) == 4
+    hook.remove()
+    monkeypatch.setattr(sampler_module, "_ROWS", 256)
+    again = sampler.likeliest(_PROMPT * 5, 1, 3)
+    assert (again.token_ids == whole.token_ids).all()
+    np.testing.assert_allclose(again.logprobs, whole.logprobs, atol=1e-5)
+
+
 def test_a_number_of_a_sampler_that_is_in_use_is_refused(address: str) -> None:
     client = Client(address)
     client.sampler(0)
@@ -405,3 +439,28 @@ def test_a_request_under_which_the_server_was_killed_three_times_is_given_up(
         assert "before this step was given up" in client.result(step)["error"]
         assert client.sampled(other).sequences
         assert client.output(client.forward_backward(model, 3, data_for("cross_entropy"))).loss > 0
+
+
+def test_a_result_that_no_row_can_hold_fails_its_request_and_is_no_part_of_the_gradient(
+    backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(backend, tmp_path) as (address, server):
+        client = Client(address)
+        model, data = client.create(), data_for("cross_entropy")
+        client.output(client.forward_backward(model, 1, data))
+        settle = server.record.settle
+
+        def failing(id: str, state: str, *more: Any, **named: Any) -> None:
+            if id.endswith(":2") and state == "done":
+                raise sqlite3.DataError("string or blob too big")
+            settle(id, state, *more, **named)
+
+        monkeypatch.setattr(server.record, "settle", failing)
+        failed = client.result(client.forward_backward(model, 2, data))
+        assert "the result cannot be kept: string or blob too big" in failed["error"]
+        assert "before this step failed" in client.result(client.step(model, 3))["error"]
+        client.output(client.forward_backward(model, 4, data))
+        norm = client.result(client.step(model, 5))["metrics"]["grad_norm"]
+        calm = client.create(1)
+        client.output(client.forward_backward(calm, 1, data))
+        assert client.result(client.step(calm, 2))["metrics"]["grad_norm"] == norm

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.errors import RefusedRequest
+from stretto.core.errors import RecipeError, RefusedRequest
+from stretto_app.extensions.commands.tinker import tinker
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.http.exchange import LARGEST_BODY
 from stretto_tinker.wire.datums import parse_job
@@ -238,3 +239,11 @@ def test_numbers_that_overflow_fail_the_request_and_leave_the_model(address: str
         "the loss is" in client.result(client.forward_backward(id, 2, [(tokens, wild)], "importance_sampling"))["error"]
     )
     assert client.output(client.forward_backward(id, 3, _GOOD, forward_only=True)).loss == before
+
+
+@pytest.mark.parametrize(
+    "setting", ["trainer.threads=4", "trainer.learning_rate=1", "engine.dtype=bfloat16", "engine.on_update=keep"]
+)
+def test_a_setting_that_nothing_reads_is_refused(setting: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="has no meaning for a server"):
+        tinker(model, host="127.0.0.1", port=0, folder=tmp_path, overrides=[setting])
