@@ -50,6 +50,17 @@ def serving(backend: Backend, folder: Path, keys: Sequence[str] = ()) -> Iterato
         server.close()
 
 
+@contextmanager
+def held(server: TinkerServer) -> Iterator[None]:
+    """The worker waits meanwhile, so that requests meet in one turn."""
+    gate = threading.Event()
+    server.worker._order(lambda: gate.wait(30) and None)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
 def tensor(message: Any, values: Any) -> None:
     """Write numbers into a message `Tensor`."""
     array = np.asarray(values)

@@ -202,6 +202,24 @@ def test_what_is_not_served_says_its_name_and_why(address: str) -> None:
     assert "is not served here; the model is 'base'" in client.post("create_model", other).json()["detail"]
     age = client.save(id, 1, "x", "save_weights_external", age_encryption_recipients=["age1..."])
     assert "encryption (age) is not served" in age["error"]
+    kind = client.save(id, 2, None, "save_weights_for_sampler", sampling_session_seq_id=50, kind="tomorrow")
+    assert "kind: 'tomorrow' is not served; snapshot or inflight" in kind["error"]
+    token = {
+        "model_id": id,
+        "seq_id": 3,
+        "path": f"tinker://{id}/weights/x",
+        "optimizer": True,
+        "weights_access_token": "t",
+    }
+    assert "weights_access_token: is not served: " in client.post("load_weights", token).json()["detail"]
+    project = {"tags": [], "user_metadata": {}, "sdk_version": "test", "project_id": "p"}
+    assert "project_id: is not served: there are no projects" in client.post("create_session", project).json()["detail"]
+    both = {"model_id": id, "seq_id": 3, "adam_params": {"learning_rate": 1e-2}, "optimizer_params": {"type": "adamw"}}
+    assert (
+        "optimizer_params: beside adam_params"
+        in client.result(client.post("optim_step", both).json()["request_id"])["error"]
+    )
+    assert "unload_model is not served: models leave the memory" in client.post("unload_model").json()["detail"]
 
 
 def test_a_full_disk_fails_the_checkpoint_and_nothing_else(
