@@ -54,7 +54,11 @@ def serving(backend: Backend, folder: Path, keys: Sequence[str] = ()) -> Iterato
 def held(server: TinkerServer) -> Iterator[None]:
     """The worker waits meanwhile, so that requests meet in one turn."""
     gate = threading.Event()
-    server.worker._order(lambda: gate.wait(30) and None)
+
+    def wait() -> None:
+        gate.wait(30)
+
+    server.worker._order(wait)
     try:
         yield
     finally:

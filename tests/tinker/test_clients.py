@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -201,7 +203,8 @@ def test_nobody_waits_for_anothers_backlog_of_samples(backend: LocalBackend, tmp
         small.sampled(quick)
         for one in backlog:
             large.sampled(one)
-        places = {id: server.record._one("SELECT place FROM requests WHERE id = ?", id) for id in (quick, *backlog)}
+        places = {id: place for id, _, _, place in server.record.settled_after(few, 0, 0, 9)}
+        places |= {id: place for id, _, _, place in server.record.settled_after(many, 0, 0, 9)}
         assert sum(places[one] < places[quick] for one in backlog) <= 2  # those that were open already
 
 
@@ -229,7 +232,7 @@ def test_a_client_that_asks_for_a_result_or_sends_a_heartbeat_is_not_silent(
         client = Client(address)
         sampler = client.sampler(0)
         asked = client.sample(sampler, 1, [3, 4, 5, 6])
-        signs = {
+        signs: dict[str, Callable[[], Any]] = {
             "heartbeat": lambda: client.post("session_heartbeat", {"session_id": client.session}),
             "one future": lambda: client.sampled(asked),
             "futures": lambda: client.post(
