@@ -347,7 +347,7 @@ class Record:
             [(times,)] = self._all("SELECT times FROM begun WHERE id = ?", id)
         return int(times)
 
-    def none_begun(self) -> None:
+    def none_computed(self) -> None:
         """Say that no request is computed now: the server ends as it should."""
         self._all("DELETE FROM begun")
 

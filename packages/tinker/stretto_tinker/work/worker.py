@@ -85,7 +85,7 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join(seconds)
         if not self._thread.is_alive():
-            self._record.none_begun()
+            self._record.none_computed()
 
     @property
     def waiting(self) -> int:
@@ -294,7 +294,7 @@ class Worker:
             self._begin(weights, sampling, asked)
             if time.monotonic() > until:
                 break
-        begun = sampling.open()
+        opened = sampling.open()
         try:
             for asked, result in sampling.turn(until):
                 if isinstance(result, StrettoError):
@@ -306,7 +306,7 @@ class Worker:
             self._engines.discard(weights)
             with self._wake:
                 self._samplings.pop(weights, None)
-            for asked in begun:
+            for asked in opened:
                 self._fail(asked, _said(error), SERVER)
         with self._wake:
             ended = [name for name, one in self._samplings.items() if one.idle]
@@ -350,8 +350,8 @@ class Worker:
         """See `forget_engine`. What has begun goes on with the weights that it began with."""
         self._engines.drop(path)
         with self._wake:
-            if (begun := self._samplings.pop(path, None)) is not None:
-                self._samplings[f"{path} ({id(begun)})"] = begun
+            if (sampling := self._samplings.pop(path, None)) is not None:
+                self._samplings[f"{path} ({id(sampling)})"] = sampling
 
     def _cancel(self, id: str, why: str = "its client gave it up") -> None:
         ended: list[Asked] = []
