@@ -40,7 +40,7 @@ OVERRIDES = [
      "such as { weight = 0.1 }"),
     ("algorithm.reference=true", "True; a section with estimator, weight, into, path is needed"),
     ("algorithm.loss=3", "algorithm.loss: 3; one of decoupled_ppo, ppo, dual_clip, gspo, cispo, sapo, m2po, topr, "
-     "policy_gradient, or a section, is needed"),
+     "dro, policy_gradient, or a section, is needed"),
     ("trainer=3", "override trainer: 3; a section is needed"),
     ("sampling.stop=END", """override sampling.stop: 'END'; a list is needed: ["END"]"""),
     ("trainer.learning_rate=10", "override trainer.learning_rate: 10; input should be less than or equal to 1"),

@@ -11,9 +11,10 @@ import pytest
 
 from stretto.core.errors import RefusedRequest
 from stretto_tinker.compute.losses import LOSSES, loss_of
-from tests.real_tinker.conftest import NAME, PROGRAMS, Bench
+from tests.real_tinker.conftest import NAME, PROGRAMS, SECONDS, Bench
 
 _VERSION = "0.38.0"
+pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 
 def test_the_whole_surface_of_the_sdk(bench: Bench) -> None:

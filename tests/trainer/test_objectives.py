@@ -40,6 +40,7 @@ RECIPES: dict[str, Mapping[str, object]] = {
     "SAPO": {"loss": {"kind": "sapo", "anchor": "behavior"}},
     "M2PO": {"loss": {"kind": "m2po", "threshold": 0.5}},
     "TOPR": {"loss": "topr"},
+    "DRO": {"loss": {"kind": "dro", "beta": 0.4}},
     "policy gradient": {"loss": "policy_gradient"},
     "Dr. GRPO": {"advantages": "group_mean", "aggregation": "fixed_length"},
     "IcePop": {"correction": {"kind": "mask", "low": 0.5, "high": 2.0}},
@@ -53,7 +54,7 @@ RECIPES: dict[str, Mapping[str, object]] = {
     "KL and entropy": {"reference": {"estimator": "k3", "weight": 0.5}, "entropy_bonus": 0.1},
 }
 TOKENWISE = {"advantages": {"kind": "gae", "gamma": 0.9, "lam": 0.9}}
-LOSSES = ("dual_clip", "gspo", "cispo", "sapo", "m2po", "topr", "policy_gradient", "ppo")
+LOSSES = ("dual_clip", "gspo", "cispo", "sapo", "m2po", "topr", "dro", "policy_gradient", "ppo")
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def terms(config: AlgorithmConfig, known: Known, kept: Sequence[bool]) -> list[T
                 term = u[t] * a * kept[t]
             case "topr":
                 term = (min(whole, 1.0) if a < 0 else 1.0) * a * known.policy[t]
+            case "dro":
+                term = a * known.policy[t] - loss.beta / 2 * (known.policy[t] - base[t]) ** 2
             case "policy_gradient":
                 term = a * known.policy[t]
             case _:

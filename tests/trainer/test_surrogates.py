@@ -27,6 +27,7 @@ ALL: dict[str, Surrogate] = {
     "sapo": partial(surrogates.sapo, positive=1.0, negative=1.05),
     "topr": surrogates.topr,
     "m2po": surrogates.m2po,
+    "dro": partial(surrogates.dro, beta=0.05),
     "policy_gradient": surrogates.policy_gradient,
 }
 ROWS = st.lists(st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-3, 3)), min_size=1, max_size=8)
@@ -183,6 +184,23 @@ def test_where_no_advantage_is_negative_topr_is_the_policy_gradient(rows: list[t
     assert torch.equal(got, expected)
 
 
+def test_dro_by_hand() -> None:
+    # log u = log 2 and log 1/4, beta = 0.5: the second token is pulled back to the anchor although A = 0
+    dro = partial(surrogates.dro, beta=0.5)
+    given = tokens([1.0, 0.0], logs(0.2, 0.4))
+    terms = dro(logs(0.4, 0.1), given)
+    two, quarter = math.log(2), math.log(0.25)
+    assert terms.objective.tolist() == near([math.log(0.4) - 0.25 * two**2, -0.25 * quarter**2])
+    assert terms.ratio.tolist() == near([2.0, 0.25])
+    assert gradient(dro, logs(0.4, 0.1), given) == near([1 - 0.5 * two, -0.5 * quarter])
+
+
+def test_without_its_tether_dro_is_the_policy_gradient_and_foreign_numbers_leave_it_finite() -> None:
+    free, given = partial(surrogates.dro, beta=0.0), tokens([2.0, -1.0], torch.tensor([-1e38, -0.1]))
+    assert gradient(free, logs(0.5, 0.2), given) == [2.0, -1.0]
+    assert all(map(math.isfinite, gradient(ALL["dro"], logs(0.5, 0.2), given)))
+
+
 def test_m2po_by_hand() -> None:
     given = tokens([1.0, -3.0], logs(0.4, 0.1), kept=[False, True])
     terms = surrogates.m2po(logs(0.5, 0.2), given)
@@ -230,7 +248,7 @@ def test_on_the_anchor_every_surrogate_has_the_policy_gradient(
     assert ALL[name](policy, given).ratio.tolist() == near([1.0] * len(rows))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"dro"}))
 def test_a_token_without_an_advantage_has_no_gradient(name: str) -> None:
     given = tokens([0.0, 0.0], logs(0.5, 0.1), kept=[True, True])
     assert [abs(g) for g in gradient(ALL[name], logs(0.2, 0.4), given)] == [0.0, 0.0]

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,10 @@ def decoupled(now: Tensor, behavior: Tensor, advantages: Tensor) -> Tensor:
     return -(now.detach() - behavior).exp() * (now - now.detach()).exp() * advantages
 
 
+def dro(now: Tensor, behavior: Tensor, advantages: Tensor) -> Tensor:
+    return -(now * advantages - 0.5 * 0.3 * (now - behavior) ** 2)
+
+
 def own(logprobs: Sequence[Tensor], data: Sequence[stretto.Datum]) -> tuple[Tensor, Mapping[str, float]]:
     parts = [
         (ppo(now, torch.tensor(one.logprobs), torch.tensor(one.advantages)) * torch.tensor(one.weights)).sum()
@@ -79,6 +84,7 @@ LOSSES: list[tuple[Any, Term, str]] = [
     ({"kind": "cispo", "anchor": "behavior"}, cispo, "token_mean"),
     ({"kind": "gspo", "anchor": "behavior", "clip_low": 0.1, "clip_high": 0.1}, gspo, "sequence_mean"),
     ("decoupled_ppo", decoupled, "token_mean"),
+    ({"kind": "dro", "beta": 0.3}, dro, "sum"),
     (own, ppo, "sum"),
 ]
 NAMES = [f"{term.__name__}_{aggregation}" for _, term, aggregation in LOSSES]
@@ -128,6 +134,54 @@ def test_targets_may_be_other_tokens_than_those_of_the_sequence(folder: Path) ->
     found = trainer.forward_backward([datum], "cross_entropy", aggregation="sum")
     assert found.logprobs[0] == pytest.approx(expected.tolist(), abs=TOLERANCE)
     assert found.loss == pytest.approx(-float((expected * torch.tensor(datum.weights)).sum()), abs=TOLERANCE)
+
+
+def soft_data() -> list[stretto.Datum]:
+    """Three targets a position, some positions without any weight, one sequence of one token."""
+    draw, made = random.Random(7), list[stretto.Datum]()
+    for length in (5, 1, 8):
+        tokens = tuple(draw.choices(range(2, 22), k=length))
+        targets = tuple(tuple(draw.sample(range(2, 22), 3)) for _ in tokens)
+        weights = tuple((0.0,) * 3 if at % 3 == 1 else tuple(draw.random() for _ in range(3)) for at in range(length))
+        made.append(stretto.Datum(tokens, targets, weights))
+    return made
+
+
+def plain_soft(folder: Path, data: Sequence[stretto.Datum]) -> tuple[float, dict[str, Tensor], list[Tensor], int]:
+    """Sum of the weighed cross-entropies, its gradient, the log-probabilities [T, K], positions with a weight."""
+    model, total, rows, positions = plain_model(folder), torch.zeros(()), list[Tensor](), 0
+    for datum in data:
+        weights = torch.tensor(datum.weights)
+        logits = model(torch.tensor([datum.token_ids])).logits[0]
+        rows.append(logits.log_softmax(-1).gather(1, torch.tensor(datum.targets)))
+        total = total - (rows[-1] * weights).sum()
+        positions += int((weights != 0).any(1).sum())
+    total.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(total.detach()), grads, [row.detach() for row in rows], positions
+
+
+def soft(logprobs: Sequence[Tensor], data: Sequence[stretto.Datum]) -> Tensor:
+    return -sum((now * torch.tensor(one.weights)).sum() for now, one in zip(logprobs, data, strict=True))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("capacity", [4096, 6], ids=["together", "one_by_one"])
+@pytest.mark.parametrize(
+    ("loss", "aggregation"), [("cross_entropy", "sum"), ("cross_entropy", "token_mean"), (soft, "sum")]
+)
+def test_several_targets_of_a_position_are_one_token_with_a_soft_target(
+    folder: Path, loss: Any, aggregation: str, capacity: int
+) -> None:
+    data = soft_data()
+    trainer = stretto.Trainer(folder, micro_batch_tokens=capacity)
+    value, expected, rows, positions = plain_soft(folder, data)
+    scale = 1 / positions if aggregation == "token_mean" else 1.0
+    found = trainer.forward_backward(data, loss, aggregation=aggregation)
+    assert found.loss == pytest.approx(value * scale, abs=TOLERANCE)
+    assert largest_error(gradients(trainer), {name: one * scale for name, one in expected.items()}) < TOLERANCE
+    for both in (found, trainer.forward(data)):
+        for logprobs, row in zip(both.logprobs, rows, strict=True):
+            assert logprobs == pytest.approx(row.flatten().tolist(), abs=TOLERANCE)
 
 
 def test_a_proximal_policy_of_before_anchors_later_steps(folder: Path, data: list[stretto.Datum]) -> None:

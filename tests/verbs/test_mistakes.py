@@ -37,6 +37,25 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([stretto.Datum((), ())], None, {}, r"data\[0\].token_ids: 0 tokens; 1 to 192, the context of the model"),
         ([TOLD], "ppo", {}, r'data\[0\].logprobs: is missing; the loss "ppo" needs it: those that the engine gave'),
         ([stretto.Datum((2,), (3,), (float("nan"),))], None, {}, r"data\[0\].weights: nan; finite numbers are needed"),
+        (
+            [stretto.Datum((2, 3), ((3, 4), (5,)))],
+            None,
+            {},
+            r"data\[0\].targets: \(5,\); a number for each position, or for each a row of K of them",
+        ),
+        ([stretto.Datum((2,), ((3, 99),))], None, {}, r"data\[0\].targets: token 99 is none of this model's"),
+        (
+            [stretto.Datum((2,), ((3, 4),), (1.0,))],
+            None,
+            {},
+            r"data\[0\].weights: 1.0; a number for each position, or for each a row of K of them",
+        ),
+        (
+            [stretto.Datum((2,), ((3, 4),), logprobs=(-1.0,), advantages=(1.0,))],
+            "ppo",
+            {},
+            r'data\[0\].targets: 2 for each position; the loss "ppo" knows one',
+        ),
         ([3], None, {}, r"data\[0\]: is a int; give a stretto.Datum"),
         ([SAMPLED], "poo", {}, r"forward_backward: loss: kind 'poo' is unknown.*did you mean 'ppo'\?"),
         (
@@ -49,7 +68,7 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([TOLD], lambda logprobs, data: 3.0, {}, r"loss: <lambda> returned 3.0; one number is needed, a tensor"),
         ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
     ],
-    ids=range(11),
+    ids=range(15),
 )
 def test_data_and_losses(
     trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str

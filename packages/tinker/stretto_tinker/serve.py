@@ -12,7 +12,7 @@ from stretto.store import lock
 from stretto_tinker.compute.backend import Backend
 from stretto_tinker.http.app import TinkerApp
 from stretto_tinker.http.service import Changes, Service
-from stretto_tinker.record.checkpoints import Weights
+from stretto_tinker.record.checkpoints import Place, Weights
 from stretto_tinker.record.record import Record
 from stretto_tinker.work.worker import Worker
 
@@ -44,6 +44,11 @@ class TinkerServer:
         if (base := self.record.fact("base", str(backend.folder))) != str(backend.folder):
             raise RunFolderError([Problem(str(folder), f"is the record of {base}", "give another folder")])
         weights, self._changes = Weights(folder), Changes()
+        known = self.record.places()
+        if known:  # a record that knows nothing may be a new one beside weights of an old one
+            weights.keep(
+                {weights.folder(Place.of(one)) if isinstance(one, str) else weights.snapshot(*one) for one in known}
+            )
         self.worker = Worker(backend, self.record, weights, self._changes.settled)
         self._service = Service(backend, self.record, weights, self.worker, self._changes, keys)
         self.app = TinkerApp(self._service, names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,13 @@ from stretto_app.extensions.commands.serve import (
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.serve import TinkerServer
 
+_REFUSED = {
+    "count": "one engine is served",
+    "dtype": "models of clients are trained and sampled in float32",
+    "on_update": "a sampler keeps the weights of its name",
+    "load_interval": "a sampler keeps the weights of its name",
+}
+_HEEDED = "trainer.micro_batch_tokens"
 _PREFIX = "tml-"
 _PATIENCE_SECONDS = 1.0
 
@@ -46,7 +54,8 @@ def tinker(
     Raises:
         UserError: a folder, a key, an override or the address is wrong.
     """
-    recipe = recipe_of_engines(model, overrides, {"count": "one engine is served"}, ("engine", "trainer"))
+    recipe = recipe_of_engines(model, overrides, _REFUSED, ("engine", "trainer"))
+    _check_heeded(overrides)
     check_embedded(recipe.engine)
     if wrong := [key for key in keys if not key.startswith(_PREFIX) or not key.isascii() or not key.isprintable()]:
         raise RecipeError([Problem("--key", f"{wrong[0][:8]!r}...", f"the SDK sends keys that begin with {_PREFIX!r}")])
@@ -60,8 +69,9 @@ def tinker(
     bound.listen()  # from here on connections wait instead of being refused
     shown = f"[{host}]" if ":" in host else host
     say(f"{backend.name}: {backend.architecture}, {backend.parameters:,} parameters, context {backend.context:,}")
+    say(f"computes with {recipe.engine.threads} of {os.cpu_count()} cores (engine.threads)")
     if not keys and not is_loopback(bound):
-        say("warning: other machines may use this server with any key; give --key (docs/tinker.md)")
+        say("warning: other machines may use this server with any key; give --key (docs/how_to/tinker.md)")
     say(
         f"export TINKER_BASE_URL=http://{shown}:{bound.getsockname()[1]} TINKER_API_KEY={keys[0] if keys else 'tml-me'}"
     )
@@ -69,3 +79,14 @@ def tinker(
         event_loop.run(run_app(http, [bound], server))
     finally:
         server.close()
+
+
+def _check_heeded(overrides: Sequence[str]) -> None:
+    """
+    Raises:
+        RecipeError: a setting of training that clients give, or that nothing here reads.
+    """
+    keys = [word.partition("=")[0].strip() for word in overrides]
+    told, remedy = "has no meaning for a server", "clients give theirs with each request"
+    if problems := [Problem(key, told, remedy) for key in keys if key.startswith("trainer.") and key != _HEEDED]:
+        raise RecipeError(problems)

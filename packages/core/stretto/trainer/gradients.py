@@ -6,10 +6,11 @@ Axes: N loss token, M scored token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.trainer.batch.minibatch import MicroBatch, Minibatch
 from stretto.trainer.metrics import Meter
@@ -20,6 +21,26 @@ from stretto.trainer.objective.tokens import LossTokens
 from stretto.trainer.optimizer import Learner
 from stretto.trainer.outcomes import TokenMeter
 from stretto.trainer.reference import Reference
+
+
+@contextmanager
+def whole_gradient(model: nn.Module) -> Iterator[None]:
+    """Add the gradient that the block computes to the one before it. An error of the block, or what interrupts it,
+    leaves that one as it was."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    held = [parameter.grad for parameter in trained]
+    try:
+        for parameter in trained:
+            parameter.grad = None
+        yield
+        new = [parameter.grad for parameter in trained]
+        sums = [b if a is None else a if b is None else a + b for a, b in zip(held, new, strict=True)]
+    except BaseException:
+        sums = held
+        raise
+    finally:
+        for parameter, gradient in zip(trained, sums, strict=True):
+            parameter.grad = gradient
 
 
 class Gradients:

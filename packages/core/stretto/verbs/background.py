@@ -34,6 +34,11 @@ class Background:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_END_SECONDS)
 
+    @property
+    def here(self) -> bool:
+        """Whether the caller is in this thread."""
+        return threading.current_thread() is self._thread
+
     def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Begin to work on it."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -44,7 +49,7 @@ class Background:
         Raises:
             StrettoError: the caller is in this thread itself, such as a callback of a future, and would wait for ever.
         """
-        if threading.current_thread() is self._thread:
+        if self.here:
             work.close()
             raise StrettoError("an engine was asked to wait in its own thread; ask by `submit`, or from another thread")
         future = self.start(work)

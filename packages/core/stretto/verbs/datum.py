@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from numbers import Integral, Real
+from typing import Any, Self
+
+import numpy as np
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Batch
 from stretto.trainer.batch.samples import Sample
+from stretto.verbs.prompts import plain
+
+#: One number for each position, or a row of K: one for each of its targets.
+Targets = tuple[int, ...] | tuple[tuple[int, ...], ...]
+Factors = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
 class Datum:
     """Tokens as the model reads them, and for each of them the token that is to follow. A position whose weight is 0 is
-    no part of a loss.
+    no part of a loss. Where each position has K targets, as in a teacher's likeliest tokens, a target and its weight
+    are rows of K, and the loss is "cross_entropy" or a function of yours.
 
     Example::
 
@@ -23,11 +32,12 @@ class Datum:
         told = stretto.Datum.of((5, 12), (4, 2))
         assert told.targets == (12, 4, 2) and told.weights == (0, 1, 1)
         sampled = stretto.Datum.of((5, 12), (4, 2), logprobs=(-0.7, -0.1), advantages=0.5)
+        soft = stretto.Datum((5, 12), targets=((12, 4), (4, 2)), weights=((0, 0), (0.9, 0.1)))
     """
 
     token_ids: tuple[int, ...]  # [T]
-    targets: tuple[int, ...]  # [T]
-    weights: tuple[float, ...] = ()  # [T]; empty: all 1
+    targets: Targets  # [T] or [T, K]
+    weights: Factors = ()  # as the targets; empty: all 1
     logprobs: tuple[float, ...] = ()  # [T], of the policy that sampled; empty: not known
     advantages: tuple[float, ...] = ()  # [T]; empty: none
     staleness: tuple[int, ...] = ()  # [T], versions since the token was sampled; empty: none
@@ -43,22 +53,29 @@ class Datum:
         advantages: float | Sequence[float] | None = None,
     ) -> Self:
         """A completion behind its prompt; `logprobs` and `advantages` are those of the completion's tokens."""
+        prompt, completion, logprobs = plain(prompt), plain(completion), plain(logprobs)
         before = len(prompt) - 1
         whole = (*prompt, *completion)
-        if isinstance(advantages, int | float):
-            advantages = [advantages] * len(completion)
+        given = plain(advantages)
+        if isinstance(given, Real):
+            given = [float(given)] * len(completion)
         return cls(
             token_ids=tuple(whole[:-1]),
             targets=tuple(whole[1:]),
             weights=(0.0,) * before + (float(weight),) * len(completion),
             logprobs=(0.0,) * before + tuple(logprobs) if logprobs else (),
-            advantages=(0.0,) * before + tuple(map(float, advantages)) if advantages is not None else (),
+            advantages=(0.0,) * before + tuple(map(float, given)) if given is not None else (),
         )
 
     @property
     def trained(self) -> list[int]:
         """The positions that are part of a loss."""
-        return [at for at in range(len(self.token_ids)) if not self.weights or self.weights[at]]
+        return [at for at in range(len(self.token_ids)) if not self.weights or any(_row(self.weights[at]))]
+
+    @property
+    def width(self) -> int:
+        """Targets of each position."""
+        return len(_row(self.targets[0])) if self.targets else 1
 
 
 #: What is learnt from: groups of completions with rewards, or sequences with numbers of their own.
@@ -75,29 +92,55 @@ class Forward:
         assert len(found.logprobs[0]) == 4  # of each target: 3, 4, 5, 1
     """
 
-    logprobs: tuple[tuple[float, ...], ...]  # of every target of a datum; of the loss tokens of a path of a batch
+    # Of every target of a datum, those of one position side by side; of the loss tokens of a path of a batch.
+    logprobs: tuple[tuple[float, ...], ...]
     loss: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
     ids: tuple[str, ...] = field(default=(), repr=False)
 
 
+def listed(data: Any, place: str) -> Data:
+    """The data, as often as they are read.
+
+    Raises:
+        DataError: there are none.
+    """
+    if isinstance(data, Batch):
+        return data
+    if isinstance(data, Datum) or not isinstance(data, Iterable):
+        raise DataError([Problem(f"{place}: data", f"a {type(data).__name__}", "give a list of stretto.Datum")])
+    if not (found := tuple(data)):
+        raise DataError([Problem(f"{place}: data", "there is none", "give a list of stretto.Datum")])
+    return found
+
+
 def sample_of(datum: Datum, number: int, *, sampled: bool) -> Sample:
     """A datum as the trainer has it. `sampled`: the loss is one over sampled tokens; else log-probabilities and
     advantages play no part."""
-    trained = datum.trained
-    plain = datum.targets[:-1] == datum.token_ids[1:]
+    trained, width = datum.trained, datum.width
+    as_read = width == 1 and datum.targets[:-1] == datum.token_ids[1:]
     return Sample(
         id=str(number),
-        token_ids=(*datum.token_ids, datum.targets[-1]),
+        token_ids=(*datum.token_ids, _row(datum.targets[-1])[-1]),
         prompt_tokens=0,
-        loss_positions=tuple(at + 1 for at in trained),
+        loss_positions=np.repeat(np.asarray(trained, np.int64) + 1, width),
         behavior_logprobs=tuple(datum.logprobs[at] for at in trained) if sampled else (),
-        staleness=tuple(datum.staleness[at] if datum.staleness else 0 for at in trained),
-        advantages=tuple(datum.advantages[at] for at in trained) if sampled else (1.0,) * len(trained),
-        weights=tuple(datum.weights[at] for at in trained) if datum.weights else (1.0,) * len(trained),
-        scored=tuple(range(1, len(datum.token_ids) + 1)),
-        targets=() if plain else datum.targets,
+        staleness=tuple(datum.staleness[at] if datum.staleness else 0 for at in trained for _ in range(width)),
+        advantages=tuple(datum.advantages[at] for at in trained) if sampled else (1.0,) * len(trained) * width,
+        weights=_flat(datum.weights[at] for at in trained) if datum.weights else (1.0,) * len(trained) * width,
+        scored=np.repeat(np.arange(1, len(datum.token_ids) + 1), width),
+        targets=() if as_read else _flat(datum.targets),
     )
+
+
+def _row(value: Any) -> Sequence[Any]:
+    """The numbers of one position."""
+    return value if isinstance(value, Sequence) else (value,)
+
+
+def _flat(values: Iterable[Any]) -> tuple[Any, ...]:
+    """The numbers of all positions, one after the other."""
+    return tuple(number for value in values for number in _row(value))
 
 
 def check_data(data: Sequence[Datum], vocabulary: int, longest: int, place: str) -> None:
@@ -123,6 +166,11 @@ def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
         for at, one in enumerate(data)
         for name, what in needed.items()
         if not getattr(one, name)
+    ]
+    problems += [
+        Problem(f"{place}: data[{at}].targets", f"{one.width} for each position", f'the loss "{loss}" knows one')
+        for at, one in enumerate(data)
+        if one.width != 1
     ]
     if problems:
         raise DataError(problems)
@@ -163,7 +211,7 @@ def _problems(one: object, vocabulary: int, longest: int, number: int, place: st
     if not 1 <= tokens <= longest:
         found.append(Problem(f"{where}.token_ids", f"{tokens} tokens", f"1 to {longest}, the context of the model"))
     for name in ("token_ids", "targets"):
-        values = getattr(one, name)
+        values = _flat(getattr(one, name)) if name == "targets" else one.token_ids
         if outside := [token for token in values if not _is_token(token, vocabulary)]:
             told = f"token {outside[0]!r} is none of this model's"
             remedy = f"tokens are 0 to {vocabulary - 1}: encode by the tokenizer of the model that is trained"
@@ -172,11 +220,27 @@ def _problems(one: object, vocabulary: int, longest: int, number: int, place: st
         values = getattr(one, name)
         if len(values) != tokens and (values or name == "targets"):
             found.append(Problem(f"{where}.{name}", f"{len(values)} values", f"{tokens} are needed, one a token"))
+    for name in ("targets", "weights"):
+        if odd := [value for value in getattr(one, name) if not _is_wide(value, one)]:
+            told = f"{odd[0]!r:.80}"
+            found.append(Problem(f"{where}.{name}", told, "a number for each position, or for each a row of K of them"))
     for name in ("weights", "logprobs", "advantages"):
-        if wrong := [value for value in getattr(one, name) if not math.isfinite(value)]:
+        if wrong := [value for value in _flat(getattr(one, name)) if not _is_finite(value)]:
             found.append(Problem(f"{where}.{name}", f"{wrong[0]}", "finite numbers are needed"))
     return found
 
 
+def _is_wide(value: object, datum: Datum) -> bool:
+    """Whether it is of the shape of the first target."""
+    first = datum.targets[0] if datum.targets else 0
+    if not isinstance(first, Sequence):
+        return not isinstance(value, Sequence)
+    return isinstance(value, Sequence) and len(value) == len(first) > 0
+
+
 def _is_token(token: object, vocabulary: int) -> bool:
-    return isinstance(token, int) and 0 <= token < vocabulary
+    return isinstance(token, Integral) and 0 <= int(token) < vocabulary
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)

@@ -21,7 +21,8 @@ from stretto.trainer.optimizer import Learner
 #: Maximum likelihood, for which nothing but tokens and weights is needed.
 CROSS_ENTROPY = "cross_entropy"
 
-#: Called with the log-probabilities of each sequence and the sequences; returns the loss, and metrics if it likes.
+#: Called with the log-probabilities of each sequence, [T] or [T, K], and the sequences; returns the loss, and metrics
+#: if it likes.
 LossFunction = Callable[..., Tensor | tuple[Tensor, Mapping[str, float]]]
 #: A name, a section such as ``{"kind": "ppo", "clip_low": 0.1}``, or a function.
 Loss = str | Mapping[str, Any] | LossFunction
@@ -93,7 +94,8 @@ def own_gradient(
     logprobs = [columns[sample.id] for sample in samples]
     if not once:
         logprobs = [one.detach().requires_grad_() for one in logprobs]
-    value, metrics = _valued(loss, logprobs, data, place)
+    seen = [_by_position(one, sample) for one, sample in zip(logprobs, samples, strict=True)]
+    value, metrics = _valued(loss, seen, data, place)
     value.backward()
     if not once:
         slopes = {sample.id: _slope(one) for sample, one in zip(samples, logprobs, strict=True)}
@@ -101,6 +103,12 @@ def own_gradient(
             slope = torch.cat([slopes[id] for id in micro.ids])
             (learner.logprobs(micro.packed).logprobs * slope).sum().backward()
     return float(value.detach()), metrics, [one.detach() for one in logprobs]
+
+
+def _by_position(logprobs: Tensor, sample: Sample) -> Tensor:
+    """[T], or [T, K] where each position has K targets."""
+    positions = len(sample.token_ids) - 1
+    return logprobs.reshape(positions, -1) if len(logprobs) > positions else logprobs
 
 
 def _slope(logprobs: Tensor) -> Tensor:
@@ -118,6 +126,22 @@ def _valued(
         remedy = "one number is needed, a tensor that was computed from the log-probabilities"
         raise RecipeError([Problem(f"{place}: loss", told, remedy)])
     return value.reshape(()), {name: float(number) for name, number in metrics.items()}
+
+
+def check_own(loss: Wanted, proximal: object, place: str) -> None:
+    """Refuse settings that a loss of the user's would not heed.
+
+    Raises:
+        RecipeError: with each of them.
+    """
+    unheeded = {
+        "proximal": proximal is not None,
+        "reference": loss.algorithm.divergence("loss") is not None,
+        "entropy_bonus": loss.algorithm.entropy_bonus > 0,
+    }
+    told, remedy = f"is no part of {loss.name}, which is a function", "let the function compute it, or leave it out"
+    if problems := [Problem(f"{place}: {name}", told, remedy) for name, given in unheeded.items() if given]:
+        raise RecipeError(problems)
 
 
 def check_data_settings(settings: Mapping[str, Any], place: str) -> None:

@@ -19,14 +19,14 @@ def prompts_of(given: Asked | Sequence[Asked]) -> list[str | tuple[int, ...]]:
     Raises:
         RefusedRequest: something is no prompt.
     """
-    plain = _plain(given)
-    if isinstance(plain, str):
-        return [plain]
-    if not isinstance(plain, list | tuple):
+    found = plain(given)
+    if isinstance(found, str):
+        return [found]
+    if not isinstance(found, list | tuple):
         raise _no_prompt("prompts", given)
-    if plain and isinstance(plain[0], Integral):
-        return [prompt_of("prompts", plain)]
-    return [prompt_of(f"prompts[{at}]", one) for at, one in enumerate(plain)]
+    if found and isinstance(found[0], Integral):
+        return [prompt_of("prompts", found)]
+    return [prompt_of(f"prompts[{at}]", one) for at, one in enumerate(found)]
 
 
 def prompt_of(place: str, given: Asked) -> str | tuple[int, ...]:
@@ -35,16 +35,16 @@ def prompt_of(place: str, given: Asked) -> str | tuple[int, ...]:
     Raises:
         RefusedRequest: it is none; `place` says where it was given.
     """
-    given = _plain(given)
+    given = plain(given)
     if isinstance(given, str):
         return given
-    ids: list[Any] = [_plain(one) for one in given] if isinstance(given, list | tuple) else [None]
+    ids: list[Any] = [plain(one) for one in given] if isinstance(given, list | tuple) else [None]
     if not all(isinstance(one, Integral) and not isinstance(one, bool) for one in ids):
         raise _no_prompt(place, given)
     return tuple(int(one) for one in ids)
 
 
-def _plain(given: Any) -> Any:
+def plain(given: Any) -> Any:
     """An array of numpy or torch as lists of numbers."""
     return given.tolist() if hasattr(given, "tolist") else given
 

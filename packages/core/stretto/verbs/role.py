@@ -29,9 +29,10 @@ def serve(connection: Connection) -> None:
             call: TrainerCall = receive(connection)
         except (EOFError, OSError):
             return
-        number, method, arguments, named = call
+        number, method, packed = call
         value, error = None, None
         try:
+            arguments, named = pickle.loads(packed)
             if trainer is None:
                 trainer = LocalTrainer(*arguments, **named)
             else:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from stretto.core.admission import BoundChange
 from stretto.core.errors import DataError, Problem, RunFolderError, StoreError
@@ -29,14 +32,13 @@ from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import PromptStream
 from stretto.verbs.completion import TextCompletion
 from stretto.verbs.ledger import FolderLedger
-from stretto.verbs.prompts import Asked, prompt_of
+from stretto.verbs.prompts import Asked, plain, prompt_of
 
 if TYPE_CHECKING:  # which loads transformers; token ids need none
     from stretto.model.hf.tokenizer import Tokenizer
 
 #: One answer to a prompt: a completion, or turns of a conversation, those that were given as token ids.
 Answer = TextCompletion | Sequence[TextCompletion | Sequence[int]]
-_SEED = "seed"
 
 
 class GroupScheduler:
@@ -79,7 +81,7 @@ class GroupScheduler:
         Raises:
             DataError: something is no prompt.
             RecipeError: a setting is not what it should be.
-            RunFolderError: the ledger is of another run: other prompts, or another seed.
+            RunFolderError: the ledger is of another run: other prompts, another order of them, seed or group_size.
             StoreError: the ledger is behind the trainer, or not whole.
         """
         config = checked(settings, "Scheduler", RolloutConfig)
@@ -89,7 +91,9 @@ class GroupScheduler:
         self._ledger, self._again = ledger, deque[Batch]()
         self._changed = asyncio.Event()
         self._restored = deque[Ticket]()
-        state = self._resume(ledger, version, seed) if ledger is not None else None
+        self._out: Batch | None = None  # taken, and not trained yet
+        begun = {"seed": seed, "prompts": _mark_of(asked), "group_size": config.group_size}
+        state = self._resume(ledger, version, begun) if ledger is not None else None
         self._controller = Controller(
             config,
             PromptStream(asked, seed, state.position if state is not None else None),
@@ -164,10 +168,12 @@ class GroupScheduler:
         self._changed.set()
 
     def take(self) -> Batch | None:
-        """The next batch, on record before this returns; None while it has to wait for groups."""
+        """The next batch, on record before this returns; None while it has to wait for groups. Until `advance` it is
+        the same."""
         if self._again:
             return self._again[0]
-        return self._controller.take()
+        self._out = self._out or self._controller.take()
+        return self._out
 
     async def batch(self) -> Batch:
         """The next batch, as soon as there is one."""
@@ -181,16 +187,20 @@ class GroupScheduler:
         Raises:
             DataError: no batch was taken that leads to this version.
         """
+        if not (self._again or self._out):
+            raise DataError([Problem("advance", "no batch was taken", "call it once after each batch that is trained")])
         if version != self._version + 1:
             told = f"version {version}, and the batch that was taken last leads to version {self._version + 1}"
             raise DataError([Problem("advance", told, "call it once after each batch, with the trainer's version")])
         self._version = version
+        if not self._again:  # before the update is on record: a resume observes each step
+            self._controller.observe(version, metrics or {})
         if self._ledger is not None:
             self._ledger.record_update(Update(version, version, 0, 0, dict(metrics or {})))
         if self._again:
             self._again.popleft()
         else:
-            self._controller.observe(version, metrics or {})
+            self._out = None
             self._controller.publish(version)
             self._controller.load(version)
             for ticket in self._controller.overdue():
@@ -203,23 +213,32 @@ class GroupScheduler:
 
     def _segment(self, turn: TextCompletion | Sequence[int], place: str) -> Segment:
         if not isinstance(turn, TextCompletion):
-            return Segment.of(token_ids=tuple(turn))
+            given = prompt_of(place, turn)
+            if isinstance(given, str):
+                remedy = "give its token ids: engine.tokenizer.encode(...)"
+                raise DataError([Problem(place, f"is a text, {given!r:.80}", remedy)])
+            return Segment.of(token_ids=given)
         tokens = len(turn.token_ids)
         if not len(turn.logprobs) == len(turn.versions) == tokens:
             told = f"{tokens} tokens, {len(turn.logprobs)} log-probabilities, {len(turn.versions)} versions"
             raise DataError([Problem(place, told, "give the completion as the engine returned it")])
-        if (newest := max(turn.versions, default=0)) > self._version:
+        trained = self._version + bool(self._out or self._again)  # the engine may have it before `advance` is called
+        if (newest := max(turn.versions, default=0)) > trained:
             told = f"was sampled by version {newest}, and the scheduler is at version {self._version}"
-            raise DataError([Problem(place, told, "call `advance` before the engine samples by a new version")])
+            raise DataError([Problem(place, told, "call `advance` after each batch, once the engine has its version")])
         return turn.segment
 
-    def _resume(self, ledger: FolderLedger, version: int, seed: int) -> ControllerState:
+    def _resume(self, ledger: FolderLedger, version: int, begun: Mapping[str, int | str]) -> ControllerState:
         """What a scheduler that was killed has left."""
         last = ledger.last_step()
-        if (known := ledger.get(_SEED, int)) not in (None, seed):
-            told = f"was begun with seed {known}, not {seed}"
-            raise RunFolderError([Problem(str(ledger.folder), told, f"give seed={known}, or another folder")])
-        ledger.put(_SEED, seed)
+        for name, value in begun.items():
+            if (known := ledger.get(name, type(value))) not in (None, value):
+                if name == "prompts":
+                    told, remedy = "was begun with other prompts, or in another order", "give those"
+                else:
+                    told, remedy = f"was begun with {name} {known}, not {value}", f"give {name}={known}"
+                raise RunFolderError([Problem(str(ledger.folder), told, f"{remedy}, or another folder")])
+            ledger.put(name, value)
         if last is not None and last < version:
             found = f"its newest batch is that of version {last - 1}, and the trainer is at version {version}"
             raise StoreError(f"{ledger.folder}: {found}: the two are of different runs, or the disk has lost a part")
@@ -241,6 +260,12 @@ class GroupScheduler:
                 raise RunFolderError([Problem(str(ledger.folder), told, "give the prompts of that run")]) from None
             if not group.trajectories:
                 self._restored.append(ticket)
+
+
+def _mark_of(prompts: Sequence[Prompt]) -> str:
+    """The same for equal prompts in the same order, and another one for others."""
+    told = msgspec.json.encode([(prompt.id, prompt.token_ids) for prompt in prompts])
+    return hashlib.blake2b(told, digest_size=16).hexdigest()
 
 
 class _Forgetful:
@@ -276,6 +301,7 @@ def _prompt(given: Any, number: int, tokenizer: Tokenizer | None) -> Prompt:
 def _verdict(reward: object, place: str) -> Verdict:
     if reward is None:
         return Verdict(Outcome.UNDECIDED, None, "not judged")
+    reward = plain(reward)  # a number of numpy or torch is one
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise DataError([Problem(place, f"{reward!r}", "a finite number, or None")])
     return Verdict(Outcome.RIGHT if reward > 0 else Outcome.WRONG, float(reward))

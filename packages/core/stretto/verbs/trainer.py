@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,9 +25,9 @@ from stretto.store import lock
 from stretto.store.folder.checkpoints import Checkpoints
 from stretto.trainer import checkpoint
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
-from stretto.trainer.batch.samples import Sample, samples_of, scored_of
+from stretto.trainer.batch.samples import Sample, chosen_of, samples_of, scored_of
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.gradients import Gradients
+from stretto.trainer.gradients import Gradients, whole_gradient
 from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import AdamNumbers, Learner, OptimizerStep
@@ -43,7 +42,7 @@ from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
 from stretto.verbs.apart.trainer import TrainerApart
-from stretto.verbs.datum import Data, Forward, check_batch, check_data, check_sampled, sample_of
+from stretto.verbs.datum import Data, Forward, check_batch, check_data, check_sampled, listed, sample_of
 from stretto.verbs.loss import (
     CROSS_ENTROPY,
     Loss,
@@ -51,6 +50,7 @@ from stretto.verbs.loss import (
     as_likelihood,
     by_sample,
     check_data_settings,
+    check_own,
     own_gradient,
     wanted,
 )
@@ -173,7 +173,7 @@ class LocalTrainer:
         Raises:
             DataError: the data are not of this model, or of a version that is not trained yet.
         """
-        algorithm = AlgorithmConfig()
+        algorithm, data = AlgorithmConfig(), listed(data, "forward")
         samples = self._samples(data, Wanted("forward", algorithm, "sum"), "forward", sampled=False)
         part = self._part(samples, "sum")
         return self._forward(part, samples, Gradients(self._learner, algorithm).evaluated(part))
@@ -181,7 +181,8 @@ class LocalTrainer:
     def forward_backward(
         self, data: Data, loss: Loss | None = None, *, proximal: Forward | None = None, **algorithm: Any
     ) -> Forward:
-        """Add the gradient of a loss over the data to what `optim_step` follows.
+        """Add the gradient of a loss over the data to what `optim_step` follows; of a call that ends by an error, or is
+        interrupted, nothing.
 
         Args:
             data: a batch of `Scheduler.take`, or a list of `Datum`.
@@ -199,19 +200,23 @@ class LocalTrainer:
             RecipeError: there is no such loss, or a setting is not what it should be.
         """
         place = "forward_backward"
+        data = listed(data, place)
         if not isinstance(data, Batch):
             check_data_settings(algorithm, place)
         chosen = wanted(loss or ("decoupled_ppo" if isinstance(data, Batch) else CROSS_ENTROPY), algorithm, place)
         samples = self._samples(data, chosen, place, sampled=chosen.sampled)
         part = self._part(samples, chosen.aggregation)
         if chosen.own is not None:
+            check_own(chosen, proximal, place)
             seen = samples if isinstance(data, Batch) else data
-            value, metrics, found = own_gradient(self._learner, part, samples, seen, chosen, place)
+            with whole_gradient(self._learner.model):
+                value, metrics, found = own_gradient(self._learner, part, samples, seen, chosen, place)
             return Forward(_plain(found), value, metrics | _rewards(data), tuple(sample.id for sample in samples))
         gradients = Gradients(self._learner, chosen.algorithm, self._reference(chosen.algorithm, place))
         before = None if proximal is None else self._proximal(part, samples, proximal, place)
         meter = Meter()
-        columns = gradients.accumulate(part, meter, first=before is None, proximal=before)
+        with whole_gradient(self._learner.model):
+            columns = gradients.accumulate(part, meter, first=before is None, proximal=before)
         metrics = meter.metrics(ALONE)
         measured = metrics if chosen.sampled else {name: metrics[name] for name in ("entropy",) if name in metrics}
         measured = {name: value for name, value in measured.items() if name != "bad_steps"} | _rewards(data)
@@ -232,6 +237,7 @@ class LocalTrainer:
         a `max_grad_norm` of infinity clips nothing. A gradient that is not finite is dropped, and the step not taken.
 
         Raises:
+            DataError: there is no gradient.
             RecipeError: a number is out of its range.
             TrainingDiverged: it is the last of `max_bad_steps` in a row that were not taken.
         """
@@ -249,6 +255,8 @@ class LocalTrainer:
         numbers = AdamNumbers.of(now)
         if unclipped:
             numbers = AdamNumbers(numbers.betas, numbers.eps, numbers.weight_decay, math.inf)
+        if all(parameter.grad is None for parameter in self._learner.model.parameters()):
+            raise DataError([Problem("optim_step", "there is no gradient", "call forward_backward before it")])
         step = self._learner.step(now.learning_rate, self.version, numbers)
         self._stepped = True
         return step
@@ -281,7 +289,7 @@ class LocalTrainer:
 
     def load(self, folder: str | Path, *, optimizer: bool = True) -> int:
         """Go on from what `save` has written last, and is whole, or from the last checkpoint of a run folder; returns
-        its version. `optimizer` False: with an optimizer that is new.
+        its version. A gradient is forgotten. `optimizer` False: with an optimizer that is new.
 
         Raises:
             RunFolderError: nothing was saved there.
@@ -293,6 +301,7 @@ class LocalTrainer:
             remedy = "give a folder that `save` has written"
             raise RunFolderError([Problem(str(folder), "holds nothing that a trainer has saved", remedy)])
         self._published, self._stepped = checkpoint.load(found.path, self._learner), False
+        self._learner.adamw.zero_grad(set_to_none=True)
         if not optimizer:
             self._learner.adamw.state.clear()
         return self._published
@@ -417,13 +426,11 @@ def _rewards(data: Data) -> dict[str, float]:
 
 
 def _of_loss(sample: Sample, scored: Sequence[float]) -> list[float]:
-    if not len(sample.scored):
-        return list(scored)
-    return [scored[place] for place in np.searchsorted(sample.scored, sample.loss_positions)]
+    return [scored[place] for place in chosen_of(sample)]
 
 
 def _plain(columns: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(column.tolist()) for column in columns)
+    return tuple(tuple(column.flatten().tolist()) for column in columns)
 
 
 def _sampling(given: Mapping[str, Any] | None) -> Sampling:

@@ -105,6 +105,11 @@ class SampledModel(Protocol):
         """Whether no sequence is open."""
         ...
 
+    @property
+    def free(self) -> int:
+        """Sequences that could be sampled at once beside the open ones; negative where more are open."""
+        ...
+
     def score(self, prompt: Sequence[int], first: int) -> Floats:
         """Log-probabilities of the tokens of a prompt from position `first` (at least 1) on, NaN before."""
         ...
@@ -114,7 +119,11 @@ class SampledModel(Protocol):
         ...
 
     def score_targets(self, prompt: Sequence[int], targets: Sequence[Sequence[int]]) -> Floats:
-        """Log-probabilities of any tokens: row i is at position i + 1; 0 where the token is -1."""
+        """Log-probabilities of any tokens: row i is at position i + 1; 0 where the token is -1.
+
+        Raises:
+            RefusedRequest: a token is none of the vocabulary's.
+        """
         ...
 
     def draw(self, prompt: Sequence[int], width: int, settings: SamplingParams, seed: int) -> Likeliest:

@@ -106,7 +106,7 @@ class LocalBackend:
         grammars = partial(Grammars, lambda: tokenizer)
         model = views.view(CACHED_ATTENTION)
         engine = NativeEngine(model, self._config, detokenizer=lambda: tokenizer, grammars=grammars)
-        return Sampler(engine, views, tokenizer, self.context)
+        return Sampler(engine, views, tokenizer, self.context, self._config.slots)
 
     def view(self, shape: Shape | None, folder: Path | None, attention: str) -> PreTrainedModel:
         """A model to sample from."""

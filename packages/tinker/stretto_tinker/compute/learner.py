@@ -20,6 +20,7 @@ from stretto.core.errors import RefusedRequest
 from stretto.core.records import Sampling
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.batch.packing import micro_batches
+from stretto.trainer.gradients import whole_gradient
 from stretto.weights.shared_memory import digest_of_tensor
 from stretto_tinker.compute.files import read_optimizer, write_optimizer
 from stretto_tinker.compute.losses import as_tensors, loss_of
@@ -51,19 +52,13 @@ class Learner:
         self, data: Sequence[Datum], loss: str, config: Mapping[str, float], *, backward: bool
     ) -> Computed:
         """See `TrainedModel`."""
-        held = [parameter.grad for parameter in self._parameters]
-        self._adamw.zero_grad(set_to_none=True)
         logprobs: dict[int, Floats] = {}
         total = 0.0
-        try:
+        with whole_gradient(self._model):
             for part in micro_batches([datum.targets.size for datum in data], self._tokens):
                 total += self._micro_batch(data, part, loss, config, logprobs, backward=backward)
             if not math.isfinite(total):
                 raise RefusedRequest("data", f"the loss is {total}", "data of which it is finite")
-        except BaseException:
-            self._grow(held, keep_new=False)
-            raise
-        self._grow(held, keep_new=backward)
         return Computed([logprobs[at] for at in range(len(data))], {"loss:sum": total})
 
     def _micro_batch(
@@ -79,8 +74,8 @@ class Learner:
         chosen, device = [data[at] for at in part], self._model.device
         # The last target stands behind the inputs, so that every target is that of a position after the first.
         sequences = [[*one.tokens.tolist(), int(one.targets.flat[-1])] for one in chosen]
-        wanted = [np.repeat(np.arange(1, len(one.tokens) + 1), one.width).tolist() for one in chosen]
-        packed = pack_tokens(sequences, wanted, device, targets=[one.targets.ravel().tolist() for one in chosen])
+        wanted = [np.repeat(np.arange(1, len(one.tokens) + 1), one.width) for one in chosen]
+        packed = pack_tokens(sequences, wanted, device, targets=[one.targets.ravel() for one in chosen])
         with torch.set_grad_enabled(backward):
             found = token_logprobs(self._model, packed, _UNCHANGED).logprobs.split([one.targets.size for one in chosen])
             value = sum_of(loss, found, chosen, config)
@@ -89,12 +84,6 @@ class Learner:
         for at, one, row in zip(part, chosen, found, strict=True):
             logprobs[at] = row.detach().cpu().numpy().reshape(one.targets.shape)
         return float(value.detach())
-
-    def _grow(self, held: Sequence[Tensor | None], *, keep_new: bool) -> None:
-        """Add the gradient of this request, or not, to that of those before it."""
-        for parameter, before in zip(self._parameters, held, strict=True):
-            new = parameter.grad if keep_new else None
-            parameter.grad = before if new is None else new if before is None else before.add_(new)
 
     def optim_step(self, adam: Adam) -> Mapping[str, float]:
         """See `TrainedModel`."""

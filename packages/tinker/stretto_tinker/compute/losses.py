@@ -1,4 +1,4 @@
-"""The losses of the SDK, each a sum over tokens (`docs/tinker.md` has the formulas).
+"""The losses of the SDK, each a sum over tokens, by the formulas of the SDK's documentation.
 
 Axes: N position.
 """

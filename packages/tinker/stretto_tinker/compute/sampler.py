@@ -6,7 +6,7 @@ Axes: P prompt token, V vocabulary.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -50,8 +50,9 @@ class Views(Protocol):
 class Sampler:
     """An engine, and the same weights by a packed forward, for prompts that are scored."""
 
-    def __init__(self, engine: NativeEngine, views: Views, tokenizer: Tokenizer, context: int) -> None:
-        """`views` has made the model of the engine."""
+    def __init__(self, engine: NativeEngine, views: Views, tokenizer: Tokenizer, context: int, slots: int) -> None:
+        """`views` has made the model of the engine, which samples so many sequences at once as it has `slots`."""
+        self._slots = slots
         self._engine, self._views, self._tokenizer, self._context = engine, views, tokenizer, context
         self._model: PreTrainedModel | None = None
         self._open: OrderedDict[str, tuple[Wish, dict[int, SampledTokens]]] = OrderedDict()
@@ -60,6 +61,11 @@ class Sampler:
     def idle(self) -> bool:
         """See `SampledModel`."""
         return not self._open
+
+    @property
+    def free(self) -> int:
+        """See `SampledModel`."""
+        return self._slots - sum(len(wish.seeds) - len(found) for wish, found in self._open.values())
 
     def take(self, folder: Path) -> bool:
         """See `SampledModel`."""
@@ -115,7 +121,11 @@ class Sampler:
 
     def score_targets(self, prompt: Sequence[int], targets: Sequence[Sequence[int]]) -> Floats:
         """See `SampledModel`."""
-        wanted = torch.tensor(targets)
+        wanted = torch.tensor(targets, dtype=torch.int64)
+        vocabulary = self._forward().get_output_embeddings().weight.shape[0]
+        if len(wrong := wanted[wanted >= vocabulary]):
+            told, allowed = f"token {int(wrong[0])}", f"0 to {vocabulary - 1}, the vocabulary"
+            raise RefusedRequest("target_prompt_logprobs", told, allowed)
         found = np.zeros(wanted.shape, np.float32)
         for start, rows_PV in self._rows(prompt, 1):
             ids = wanted[start - 1 : start - 1 + len(rows_PV)].to(rows_PV.device)
@@ -130,7 +140,8 @@ class Sampler:
         random = torch.Generator().manual_seed(seed % 2**63)
         for start, rows_PV in self._rows(prompt, 1):
             if settings.temperature > 0:
-                weights = (rows_PV / settings.temperature).softmax(-1).cpu()
+                gaps = rows_PV - rows_PV.max(-1, keepdim=True).values  # at most 0: no temperature makes it NaN
+                weights = (gaps / settings.temperature).softmax(-1).cpu()
                 drawn = torch.multinomial(weights, width, replacement=True, generator=random)
             else:
                 drawn = rows_PV.argmax(-1, keepdim=True).expand(-1, width).cpu()
@@ -138,16 +149,18 @@ class Sampler:
             ids[at], logprobs[at] = drawn.numpy(), rows_PV.cpu().gather(1, drawn).numpy()
         return Likeliest(ids, logprobs)
 
-    @torch.no_grad()
-    def _rows(self, prompt: Sequence[int], first: int) -> list[tuple[int, Tensor]]:
+    def _rows(self, prompt: Sequence[int], first: int) -> Iterator[tuple[int, Tensor]]:
         """log-probabilities of all tokens [.., V] at the positions of a prompt from `first` on, in parts, each with its
-        first position."""
+        first position; one part is in memory at a time."""
         model = self._forward()
-        packed = pack_tokens([prompt], [range(min(first, len(prompt)), len(prompt))], model.device)
-        hidden = hidden_states(model, packed).index_select(0, packed.before)
+        with torch.no_grad():
+            packed = pack_tokens([prompt], [range(min(first, len(prompt)), len(prompt))], model.device)
+            hidden = hidden_states(model, packed).index_select(0, packed.before)
         head = model.get_output_embeddings()
-        parts = hidden.split(_ROWS) if len(hidden) else ()
-        return [(first + at * _ROWS, head(part).float().log_softmax(-1)) for at, part in enumerate(parts)]
+        for at, part in enumerate(hidden.split(_ROWS) if len(hidden) else ()):
+            with torch.no_grad():  # not around the yield, where it would be the caller's too
+                found = head(part).float().log_softmax(-1)
+            yield first + at * _ROWS, found
 
     def _forward(self) -> PreTrainedModel:
         if self._model is None:

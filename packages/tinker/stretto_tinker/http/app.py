@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 _NOT_SERVED = {
     "auth/token": "keys are checked as they are, there are no tokens to exchange",
     "auth/apikey/me": "keys are given on the command line of the server",
+    "unload_model": "models leave the memory when their session ends, or falls silent",
     "create_custom_loss": "custom losses run on the client's side (forward_backward_custom with a function)",
     "copy_weights": "there are no projects; a checkpoint stays with the key that saved it",
     "sessions/{id}/project": "there are no projects",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import tarfile
-import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.background import BackgroundTask
-from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
 
 from stretto.core.errors import RefusedRequest
 from stretto_tinker.http.exchange import Call, Handler, NotServed, told
@@ -24,6 +25,7 @@ from stretto_tinker.work.models import ModelFacts
 
 _URL_SECONDS = 3_600
 _MOST = 10_000
+_PART = 1 << 20
 _RUN = "/api/v1/training_runs/{run}"
 _ONE = _RUN + "/checkpoints/{kind}/{name}"
 
@@ -119,8 +121,6 @@ class Archive:
     async def _keep(self, call: Call) -> Response:
         row = self._service.checkpoint(self._place(call).path, call.owner, own=True)
         seconds = (await call.parsed(Lifetime)).ttl_seconds
-        if seconds is not None and seconds <= 0:
-            raise RefusedRequest("ttl_seconds", str(seconds), "more than 0, or null for ever")
         expires = None if seconds is None else now() + seconds
         self._service.guarded(lambda: self._service.record.change_checkpoint(row.path, expires=expires))
         return told({})
@@ -162,7 +162,11 @@ class Archive:
             NotServed: it did not, the time is over, or the checkpoint is gone.
         """
         place, until = self._place(call), call.path("until")
-        known = until.isdecimal() and hmac.compare_digest(call.path("seal"), self._seal(int(until), place))
+        known = (
+            until.isdecimal()
+            and len(until) <= 12
+            and hmac.compare_digest(call.path("seal"), self._seal(int(until), place))
+        )
         row = self._service.record.checkpoint(place.path)
         if not known or int(until) < now() or row is None:
             raise NotServed(404, "there is no such file, or its address has expired")
@@ -175,15 +179,41 @@ class Archive:
         return FileResponse(file)
 
     async def _tar(self, call: Call) -> Response:
-        folder = self._sealed(call)
-        with (
-            tempfile.NamedTemporaryFile(suffix=".tar", delete=False) as whole,
-            tarfile.open(fileobj=whole, mode="w") as tar,
-        ):
-            for name, file in files_of(folder).items():
-                tar.add(file, name)
-        path = Path(whole.name)
-        return FileResponse(path, media_type="application/x-tar", background=BackgroundTask(path.unlink))
+        try:
+            size, parts = tar_of(files_of(self._sealed(call)))
+        except FileNotFoundError:  # deleted, or replaced, at this moment
+            raise NotServed(404, "there is no such file, or its address has expired") from None
+        return StreamingResponse(parts, media_type="application/x-tar", headers={"content-length": str(size)})
+
+
+def tar_of(files: Mapping[str, Path]) -> tuple[int, Iterator[bytes]]:
+    """The bytes of an archive, made as they are read, and their number. The files are open already, so that it is whole
+    whatever becomes of their folder.
+
+    Raises:
+        FileNotFoundError: one of them is gone.
+    """
+    opened = ExitStack()
+    with opened:
+        found = [(name, opened.enter_context(file.open("rb"))) for name, file in files.items()]
+        headers = list[tuple[bytes, Any, int]]()
+        for name, file in found:
+            info = tarfile.TarInfo(name)
+            info.size = os.fstat(file.fileno()).st_size
+            headers.append((info.tobuf(), file, -info.size % tarfile.BLOCKSIZE))
+        size = sum(len(header) + os.fstat(file.fileno()).st_size + padding for header, file, padding in headers)
+        kept = opened.pop_all()
+
+    def parts() -> Iterator[bytes]:
+        with kept:
+            for header, file, padding in headers:
+                yield header
+                while part := file.read(_PART):
+                    yield part
+                yield bytes(padding)
+            yield bytes(2 * tarfile.BLOCKSIZE)
+
+    return size + 2 * tarfile.BLOCKSIZE, parts()
 
 
 def _shown(rows: list[CheckpointRow]) -> list[CheckpointRow]:

@@ -60,7 +60,7 @@ class Call:
             NotServed: it is none.
         """
         text = self.request.query_params.get(name, str(default))
-        if not text.isdecimal() or int(text) > most:
+        if not text.isdecimal() or len(text) > 12 or int(text) > most:
             raise NotServed(400, f"{name}: {text!r:.40}; 0 to {most:,}")
         return int(text)
 

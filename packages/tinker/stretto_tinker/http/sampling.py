@@ -44,8 +44,6 @@ class SamplingHandlers:
         body = await call.parsed(OpenSampler)
         self._service.session(body.session_id, call.owner)
         path = self._weights(body.model_path, body.base_model, call.owner)
-        if body.sampling_session_seq_id < 0:
-            raise RefusedRequest("sampling_session_seq_id", str(body.sampling_session_seq_id), "0 or more")
         id = sampler_id(body.session_id, body.sampling_session_seq_id)
         row = SamplerRow(id, body.session_id, call.owner, now(), path, None)
         self._service.guarded(lambda: self._service.record.add_sampler(row))
@@ -85,17 +83,9 @@ class SamplingHandlers:
             raise NotServed(429, f"{_MOST_WAITING:,} requests wait already")
         id = f"{row.id}:{body.seq_id}"
         seed = body.sampling_params.seed
-        held = self._service.record.request(id)
-        if held is not None and held.owner == call.owner and held.body is not None:
-            drawn = msgspec.json.decode(held.body, type=Seeded)
-            seeded = msgspec.structs.replace(drawn, sample=body)
-        else:
-            seeded = Seeded(body, secrets.randbits(62) if seed is None else seed % 2**62, row.path)
-        if held is None:
-            asked = Asked(id, row.id, body.seq_id, call.owner, SAMPLE, msgspec.json.encode(seeded))
-            self._service.accept(asked)
-        elif held.body is not None and msgspec.json.encode(seeded) != held.body:
-            raise NotServed(422, f"seq_id: {body.seq_id} of {row.id} is another request already")
+        seeded = Seeded(body, secrets.randbits(62) if seed is None else seed % 2**62, row.path)
+        asked = Asked(id, row.id, body.seq_id, call.owner, SAMPLE, msgspec.json.encode(seeded))
+        self._service.accept(asked, said=msgspec.json.encode(body))
         ids = [f"{id}:{member}" for member in range(body.num_samples)]
         return told({"request_id": id, "sample_sequence_ids": ids})
 

@@ -77,6 +77,7 @@ class Service:
         self.backend, self.record, self.weights, self.worker, self.changes = backend, record, weights, worker, changes
         self._keys = frozenset(map(owner_of, keys))
         self._seen: dict[str, float] = {}  # sessions, by when they were last heard of
+        self._silent: dict[str, float] = {}  # those whose models have left the memory
         self.secret = record.fact("secret", secrets.token_hex())
 
     def owner(self, key: str) -> str:
@@ -111,6 +112,7 @@ class Service:
             raise NotServed(410, f"session_id: {id!r:.80} has ended")
         if row.ended is None:
             self._seen[id] = time.monotonic()
+            self._silent.pop(id, None)
         return row
 
     def model(self, id: str, owner: str, *, open: bool = True) -> ModelRow:
@@ -131,17 +133,18 @@ class Service:
             NotServed: as for `model`.
         """
         row = self._own(self.record.sampler(id), owner, "sampling_session_id", id)
-        if open:
-            self.session(row.session, owner)
+        self.session(row.session, owner, open=open)
         return row
 
     def asked(self, id: str, owner: str) -> Asked:
-        """A request of a client.
+        """A request of a client, whose session is alive: it asks.
 
         Raises:
             NotServed: none was issued to it.
         """
-        return self._own(self.record.request(id), owner, "request_id", id)
+        found = self._own(self.record.request(id), owner, "request_id", id)
+        self.session(found.lane.partition(":")[0], owner, open=False)
+        return found
 
     def checkpoint(self, path: str, owner: str, *, own: bool = False) -> CheckpointRow:
         """A checkpoint that a client may read; with `own`, may change.
@@ -161,14 +164,15 @@ class Service:
             raise NotServed(404, f"{field}: {id!r:.120} is none of this key's")
         return row
 
-    def accept(self, asked: Asked) -> Asked:
-        """Put a request on record and hand it to the worker; one that comes again is found as it is.
+    def accept(self, asked: Asked, said: bytes | None = None) -> Asked:
+        """Put a request on record and hand it to the worker; one that comes again is found as it is. `said`: what the
+        client sent, where the server has added to it.
 
         Raises:
             NotServed: another request has its number; or the record cannot be written now.
         """
         try:
-            found, same, new = self.record.ask(asked)
+            found, same, new = self.record.ask(asked, said)
         except sqlite3.Error as error:
             raise NotServed(429, f"not accepted, try again: the record cannot be written ({error})") from None
         if not same:
@@ -181,37 +185,76 @@ class Service:
         """End a session: what was acknowledged is computed, then its models leave the memory."""
         self.record.end_session(row.id, how)
         self._seen.pop(row.id, None)
-        for model in self._leave(row.id, "the session has ended"):
+        for model in self._leave(row.id, "the session has ended", ended=True):
             for checkpoint in self.record.checkpoints(model=model):
-                if msgspec.json.decode(checkpoint.body)["unnamed"]:  # nothing but samplers of the session knows them
+                if self._orphaned(checkpoint):
                     self.drop(checkpoint)
 
-    def _leave(self, session: str, why: str) -> list[str]:
+    def _leave(self, session: str, why: str, *, ended: bool) -> list[str]:
         """Let the models of a session leave the memory; their ids."""
         for sampler in self.record.samplers(session):
             self.worker.end_samples(sampler.id, why)
         row = self.record.session(session)
         models = [one.id for one in ([] if row is None else self.record.models(row.owner)) if one.session == session]
         for model in models:
-            self.worker.retire(model, why)
+            self.worker.retire(model, why, ended=ended)
         return models
 
     async def sweep(self) -> None:
-        """Look after sessions that are silent and checkpoints that have expired, until cancelled."""
+        """Look after sessions that are silent and checkpoints that have expired, until cancelled. A session of before
+        the server was started anew has as long to come back as one that falls silent now."""
+        self._apart(self._take_up)
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            silent = [id for id, seen in self._seen.items() if time.monotonic() - seen > _SILENT_SECONDS]
-            for id in silent:
-                log.info("session %s is silent", id)
-                del self._seen[id]
-                self._leave(id, f"its client was silent for {_SILENT_SECONDS:g} s")
-            try:
-                for row in self.record.checkpoints():
-                    if row.expires is not None and row.expires < now():
-                        self.drop(row)
-                self.record.forget_sessions(_KEPT_SECONDS)
-            except sqlite3.Error as error:
-                log.error("the record cannot be written: %s", error)
+            self.look_after(_SILENT_SECONDS)
+
+    def _take_up(self) -> None:
+        """The sessions of before this start."""
+        for session, ended in self.record.unfinished_sessions():
+            if ended:
+                self._leave(session, "the session has ended", ended=True)
+            else:
+                self._seen.setdefault(session, time.monotonic())
+
+    def look_after(self, silent_seconds: float) -> None:
+        """Let the models of sessions leave that were silent for so long, and remove what has expired."""
+        current = time.monotonic()
+        for id in [id for id, seen in self._seen.items() if current - seen > silent_seconds]:
+            self._apart(lambda id=id: self._fall_silent(id, silent_seconds))  # type: ignore[misc]
+        for id in [id for id, seen in self._silent.items() if current - seen > _KEPT_SECONDS]:
+            self._apart(lambda id=id: self._end_silent(id))  # type: ignore[misc]
+        self._apart(self._drop_outdated)
+        self._apart(lambda: self.record.forget_sessions(_KEPT_SECONDS))
+
+    def _fall_silent(self, id: str, seconds: float) -> None:
+        log.info("session %s is silent", id)
+        self._leave(id, f"its client was silent for {seconds:g} s", ended=False)
+        self._silent[id] = self._seen.pop(id)
+
+    def _end_silent(self, id: str) -> None:
+        if (row := self.record.session(id)) is not None:
+            self.end_session(row, "silent")
+        self._silent.pop(id, None)
+
+    def _drop_outdated(self) -> None:
+        for row in self.record.checkpoints():
+            if (row.expires is not None and row.expires < now()) or self._orphaned(row):
+                self.drop(row)
+
+    @staticmethod
+    def _apart(piece: Callable[[], None]) -> None:
+        """A piece of the sweep; an error ends that piece alone, and the next sweep tries it again."""
+        try:
+            piece()
+        except Exception:  # a record that cannot be read now, or a bug: the server goes on
+            log.exception("a piece of the sweep failed")
+
+    def _orphaned(self, row: CheckpointRow) -> bool:
+        """Whether none but samplers of a session that has ended know a checkpoint."""
+        if not msgspec.json.decode(row.body)["unnamed"]:
+            return False
+        session = self.record.session(row.model.partition(":")[0])
+        return session is None or session.ended is not None
 
     def drop(self, row: CheckpointRow) -> None:
         """Remove a checkpoint."""

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from stretto.core.errors import RefusedRequest
 from stretto_tinker.http.exchange import Call, Handler, NotServed, told
 from stretto_tinker.http.service import Service
 from stretto_tinker.record.dates import written
 from stretto_tinker.record.record import SessionRow
-from stretto_tinker.wire.bodies import EndSession, OfSession, OpenSession
+from stretto_tinker.wire.bodies import EndSession, OfSession, OpenSession, SearchSessions
 
 #: Flags that the SDK reads once (``ClientConfigResponse``).
 _FLAGS: dict[str, Any] = {
@@ -69,6 +70,8 @@ class Sessions:
 
     async def _open(self, call: Call) -> Response:
         body = await call.parsed(OpenSession)
+        if body.project_id is not None:
+            raise RefusedRequest("project_id", "is not served: there are no projects", "null")
         asked = call.request.headers.get("x-idempotency-key") or uuid.uuid4().hex
         described = msgspec.json.encode(body)
         record = self._service.record
@@ -86,13 +89,13 @@ class Sessions:
         return told({"sessions": [row.id for row in rows[offset : offset + limit]]})
 
     async def _search(self, call: Call) -> Response:
-        wanted = msgspec.json.decode(await call.body() or b"{}", type=dict[str, Any])
+        wanted = await call.parsed(SearchSessions)
         rows = self._service.record.sessions(call.owner)
-        if (name := wanted.get("display_name")) is not None:
-            rows = [row for row in rows if str(name).lower() in (_opened(row).display_name or "").lower()]
-        if (id := wanted.get("session_id")) is not None:
+        if (name := wanted.display_name) is not None:
+            rows = [row for row in rows if name.lower() in (_opened(row).display_name or "").lower()]
+        if (id := wanted.session_id) is not None:
             rows = [row for row in rows if row.id == id]
-        found = [self._summary(row) for row in rows[: int(wanted.get("limit") or 50)]]
+        found = [self._summary(row) for row in rows[: wanted.limit or 50]]
         return told({"sessions": found, "next_cursor": None})
 
     def _summary(self, row: SessionRow) -> dict[str, Any]:
@@ -101,7 +104,7 @@ class Sessions:
             "session_id": row.id,
             "created_at": written(row.created),
             "owner": row.owner,
-            "project_id": opened.project_id or "",
+            "project_id": "",
             "status": {"type": "active"} if row.ended is None else None,
             "checkpoints_count": sum(
                 one.model.partition(":")[0] == row.id for one in self._service.record.checkpoints(owner=row.owner)

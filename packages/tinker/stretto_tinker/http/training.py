@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 
 import msgspec
@@ -19,10 +18,6 @@ from stretto_tinker.wire.datums import parse_job
 from stretto_tinker.work.models import BACKWARD, CREATE, FORWARD, LOAD, STEP, ModelFacts, facts_of
 from stretto_tinker.work.saving import SAVE, SAVE_EXTERNAL, SAVE_FOR_SAMPLER
 
-_TTL = (3_600, 10 * 366 * 86_400)
-_MOST_SEQ = 2**31
-_ID = re.compile(r"[0-9a-f-]{36}")
-
 
 class Training:
     """The handlers of models."""
@@ -36,7 +31,6 @@ class Training:
         return {
             "POST /api/v1/create_model": self._create,
             "POST /api/v1/get_info": self._info,
-            "POST /api/v1/unload_model": self._unload,
             "POST /api/v1/forward_backward": self._forward_backward,
             "POST /api/v1/optim_step": self._step,
             "POST /api/v1/load_weights": self._load,
@@ -55,8 +49,6 @@ class Training:
 
     def _first(self, call: Call, session: str, seq: int, facts: ModelFacts, kind: str, raw: bytes) -> Response:
         """The request that makes a model, number 0 of it."""
-        if not 0 <= seq < _MOST_SEQ:
-            raise RefusedRequest("model_seq_id", str(seq), "0 or more")
         model = f"{session}:train:{seq}"
         self._service.backend.check(facts.shape)
         row = ModelRow(model, session, call.owner, now(), msgspec.json.encode(facts), -1)
@@ -64,8 +56,10 @@ class Training:
         return self._accept(call, model, 0, kind, raw)
 
     def _accept(self, call: Call, model: str, seq: int | None, kind: str, raw: bytes) -> Response:
-        if seq is None or not 0 <= seq < _MOST_SEQ:
+        if seq is None:
             raise RefusedRequest("seq_id", str(seq), "1, 2, ... in the order of the requests of a model")
+        if self._service.worker.crowded(model, seq):
+            raise NotServed(429, "too many large requests wait already; try again")
         asked = self._service.accept(Asked(f"{model}:{seq}", model, seq, call.owner, kind, raw))
         return told({"request_id": asked.id, "model_id": model})
 
@@ -77,12 +71,6 @@ class Training:
         data = {"arch": backend.architecture, "model_name": backend.name, "tokenizer_id": tokenizer}
         about = {"is_lora": lora is not None, "lora_rank": None if lora is None else lora.rank}
         return told({"type": "get_info", "model_id": row.id, "model_data": data, "model_name": backend.name, **about})
-
-    async def _unload(self, call: Call) -> Response:
-        raw = await call.body()
-        row = self._service.model(parse(raw, OfModel).model_id, call.owner, open=False)
-        self._service.worker.retire(row.id, "the model was unloaded")
-        raise NotServed(501, "unload_model is not served: models leave the memory when their session ends")
 
     async def _forward_backward(self, call: Call) -> Response:
         raw = await call.body()
@@ -103,8 +91,6 @@ class Training:
             raw = await call.body()
             body = parse(raw, SaveWeights)
             model = self._service.model(body.model_id, call.owner)
-            if body.ttl_seconds is not None and not _TTL[0] <= body.ttl_seconds <= _TTL[1]:
-                raise RefusedRequest("ttl_seconds", str(body.ttl_seconds), f"{_TTL[0]:,} to {_TTL[1]:,}")
             return self._accept(call, model.id, body.seq_id, kind, raw)
 
         return save
@@ -112,6 +98,14 @@ class Training:
     async def _load(self, call: Call) -> Response:
         raw = await call.body()
         body = parse(raw, LoadWeights)
+        of_session = body.session_id is not None and body.model_seq_id is not None
+        known = f"{body.session_id}:train:{body.model_seq_id}" if of_session else body.model_id or ""
+        held = self._service.record.request(f"{known}:{0 if of_session else body.seq_id}")
+        if held is not None and held.owner == call.owner:  # it comes again: what it loaded may be gone by now
+            return self._accept(call, known, held.seq, LOAD, raw)
+        if body.weights_access_token is not None:
+            told = "is not served: what its owner has published is read without one"
+            raise RefusedRequest("weights_access_token", told, "null")
         source = self._service.checkpoint(body.path, call.owner)
         folder = self._service.weights.folder(Place.of(source.path))
         shape = self._service.worker.models.shape_at(folder)

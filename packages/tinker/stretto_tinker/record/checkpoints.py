@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -98,6 +98,12 @@ class Weights:
     def drop(self, folder: Path) -> None:
         """Remove a folder, if it is there."""
         shutil.rmtree(folder, ignore_errors=True)
+
+    def keep(self, folders: Collection[Path]) -> None:
+        """Remove all folders but these: what a killed process has left half written, or had begun to remove."""
+        for folder in (*self._named.glob("*/*/*"), *self._snapshots.glob("*/*")):
+            if folder not in folders:
+                self.drop(folder)
 
     def keep_snapshot(self, model: str, seq: int) -> None:
         """Remove all snapshots of a model but one."""

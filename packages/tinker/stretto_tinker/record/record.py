@@ -55,6 +55,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     created REAL NOT NULL, size INTEGER NOT NULL, public INTEGER NOT NULL DEFAULT 0, expires REAL,
     request TEXT NOT NULL, body BLOB NOT NULL
 );
+CREATE TABLE IF NOT EXISTS begun (id TEXT PRIMARY KEY, times INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS checkpoints_of_model ON checkpoints (model);
 """
 
@@ -209,18 +210,30 @@ class Record:
         sql = "SELECT id, owner, created, body, ended FROM sessions WHERE owner = ? ORDER BY created DESC, id"
         return [SessionRow(*found) for found in self._all(sql, owner)]
 
+    def unfinished_sessions(self) -> list[tuple[str, bool]]:
+        """The sessions that have not ended, and those that have while a request of theirs waits; each with whether it
+        has."""
+        of_models = "SELECT session FROM models JOIN requests ON lane = models.id WHERE state = 'queued'"
+        of_samplers = of_models.replace("models", "samplers")
+        waiting = f"id IN ({of_models} UNION {of_samplers})"
+        sql = f"SELECT id, ended IS NOT NULL FROM sessions WHERE ended IS NULL OR {waiting}"
+        return [(id, bool(ended)) for id, ended in self._all(sql)]
+
     def end_session(self, id: str, how: str) -> None:
         """Say how a session ended; the first word counts."""
         self._all("UPDATE sessions SET ended = ?, ended_at = ? WHERE id = ? AND ended IS NULL", how, now(), id)
 
     def forget_sessions(self, seconds: float) -> None:
         """Drop the requests and results of sessions that ended so long ago; their checkpoints stay."""
-        ended = "SELECT id FROM sessions WHERE ended_at < ?"
+        ended = "SELECT id FROM sessions WHERE ended_at < ? AND ended_at > 0"
         lanes = (
             f"SELECT id FROM models WHERE session IN ({ended}) UNION SELECT id FROM samplers WHERE session IN ({ended})"
         )
         sql = "UPDATE requests SET state = 'forgotten', result = NULL, body = NULL WHERE state IN ('done', 'failed')"
-        self._all(f"{sql} AND lane IN ({lanes})", now() - seconds, now() - seconds)
+        until = now() - seconds
+        with self.together():
+            self._all(f"{sql} AND lane IN ({lanes})", until, until)
+            self._all("UPDATE sessions SET ended_at = 0 WHERE ended_at < ? AND ended_at > 0", until)  # once is enough
 
     # Models and samplers
 
@@ -249,6 +262,11 @@ class Record:
             self._all("UPDATE models SET snapshot = ? WHERE id = ?", seq, id)
             self._all("UPDATE requests SET body = NULL WHERE lane = ? AND seq <= ? AND state != 'queued'", id, seq)
 
+    def places(self) -> list[str | tuple[str, int]]:
+        """What is in folders: the paths of checkpoints, and models with the numbers of their snapshots."""
+        paths = [path for (path,) in self._all("SELECT path FROM checkpoints")]
+        return [*paths, *((id, seq) for id, seq in self._all("SELECT id, snapshot FROM models"))]
+
     def add_sampler(self, row: SamplerRow) -> None:
         """Add a sampling session; one that is there already stays."""
         values = (row.id, row.session, row.owner, row.created, row.path, row.model)
@@ -264,6 +282,11 @@ class Record:
         sql = "SELECT id, session, owner, created, path, model FROM samplers WHERE session = ? ORDER BY created, id"
         return [SamplerRow(*found) for found in self._all(sql, session)]
 
+    def followers_wait(self, model: str) -> bool:
+        """Whether a request of a sampler that follows a model waits."""
+        lanes = "SELECT id FROM samplers WHERE model = ?"
+        return bool(self._all(f"SELECT 1 FROM requests WHERE state = 'queued' AND lane IN ({lanes}) LIMIT 1", model))
+
     def follow(self, model: str, path: str) -> None:
         """All samplers that follow a model have new weights."""
         self._all("UPDATE samplers SET path = ? WHERE model = ?", path, model)
@@ -277,10 +300,10 @@ class Record:
 
     # Requests
 
-    def ask(self, asked: Asked) -> tuple[Asked, bool, bool]:
+    def ask(self, asked: Asked, said: bytes | None = None) -> tuple[Asked, bool, bool]:
         """Put a request on record, unless it is. Returns the one on record, whether it is the same, and whether it is
-        new."""
-        digest = hashlib.blake2b(asked.body or b"", digest_size=16, person=asked.kind.encode()[:16]).digest()
+        new. `said`: by which one that comes again is known; None: its body."""
+        digest = hashlib.blake2b(said or asked.body or b"", digest_size=16, person=asked.kind.encode()[:16]).digest()
         with self.together():
             found = self.request(asked.id)
             if found is None:
@@ -317,6 +340,17 @@ class Record:
         [(found,)] = self._all("SELECT MAX(asked) FROM requests WHERE lane = ?", lane)
         return None if found is None else float(found)
 
+    def begin(self, id: str) -> int:
+        """Say that a request is computed now; how often it was begun and not ended, this time included."""
+        with self.together():
+            self._all("INSERT INTO begun VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET times = times + 1", id)
+            [(times,)] = self._all("SELECT times FROM begun WHERE id = ?", id)
+        return int(times)
+
+    def none_computed(self) -> None:
+        """Say that no request is computed now: the server ends as it should."""
+        self._all("DELETE FROM begun")
+
     def settle(
         self, id: str, state: str, result: bytes, form: str, *, proof: str = "", keep_body: bool = False
     ) -> None:
@@ -326,6 +360,7 @@ class Record:
             body = "" if keep_body else ", body = NULL"
             sql = f"UPDATE requests SET state = ?, result = ?, form = ?, place = ?, proof = ?{body}"
             self._all(f"{sql} WHERE id = ? AND state = 'queued'", state, result, form, self._place, proof, id)
+            self._all("DELETE FROM begun WHERE id = ?", id)
 
     def settled_after(self, lane: str, place: int, first: int, last: int) -> list[tuple[str, str, int, int]]:
         """Id, state, bytes of the result and place of the requests of a sampler with numbers from `first` to `last`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -12,7 +12,14 @@ from stretto.processes.http.bodies import parse_record
 Body = TypeVar("Body", bound=msgspec.Struct)
 Metadata = dict[str, Any] | None
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+#: A number that counts: of requests, models, samplers, seconds. The largest that a result's place can be, and less.
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Far = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]  # a count beyond all that one client reaches
 _NOTHING = frozenset({b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""'})
+
+
+#: Seconds that a checkpoint is kept.
+Lifespan = Annotated[int, msgspec.Meta(ge=3_600, le=10 * 366 * 86_400)]
 
 
 class OpenSession(msgspec.Struct, frozen=True):
@@ -24,6 +31,15 @@ class OpenSession(msgspec.Struct, frozen=True):
     project_id: str | None = None
     display_name: str | None = None
     type: str = ""
+
+
+class SearchSessions(msgspec.Struct, frozen=True):
+    """``sessions/search``"""
+
+    display_name: str | None = None
+    session_id: str | None = None
+    limit: Count | None = None
+    cursor: str | None = None
 
 
 class OfSession(msgspec.Struct, frozen=True):
@@ -67,7 +83,7 @@ class CreateModel(msgspec.Struct, frozen=True):
     """``create_model``"""
 
     session_id: str
-    model_seq_id: int
+    model_seq_id: Count
     base_model: str
     user_metadata: Metadata = None
     lora_config: Lora | None = None
@@ -76,7 +92,7 @@ class CreateModel(msgspec.Struct, frozen=True):
 
 
 class OfModel(msgspec.Struct, frozen=True):
-    """``get_info`` and ``unload_model``"""
+    """``get_info``"""
 
     model_id: str
     type: str = ""
@@ -99,7 +115,7 @@ class OptimStep(msgspec.Struct, frozen=True):
     model_id: str
     adam_params: Adam | None = None
     optimizer_params: dict[str, Any] | None = None
-    seq_id: int | None = None
+    seq_id: Count | None = None
     type: str = ""
 
 
@@ -108,11 +124,11 @@ class SaveWeights(msgspec.Struct, frozen=True):
 
     model_id: str
     path: str | None = None
-    seq_id: int | None = None
-    ttl_seconds: int | None = None
+    seq_id: Count | None = None
+    ttl_seconds: Lifespan | None = None
     overwrite: bool = False
     user_metadata: Metadata = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Count | None = None
     kind: str = "snapshot"
     age_encryption_recipients: list[str] | None = None
     type: str = ""
@@ -124,9 +140,9 @@ class LoadWeights(msgspec.Struct, frozen=True):
     path: str
     optimizer: bool
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Count | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Count | None = None
     base_model: str | None = None
     user_metadata: Metadata = None
     optimizer_config: OptimizerKind | None = None
@@ -138,7 +154,7 @@ class OpenSampler(msgspec.Struct, frozen=True):
     """``create_sampling_session``"""
 
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Count
     base_model: str | None = None
     model_path: str | None = None
     type: str = ""
@@ -206,7 +222,7 @@ class Sample(msgspec.Struct, frozen=True):
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Far | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
@@ -228,7 +244,7 @@ class OfSampler(msgspec.Struct, frozen=True):
     """The requests of a sampling session that one client of it sent."""
 
     sampling_session_id: str
-    cloned_sampler_id: int = 0
+    cloned_sampler_id: Count = 0
     type: str = ""
 
 
@@ -236,7 +252,7 @@ class RetrieveFutures(msgspec.Struct, frozen=True):
     """``retrieve_futures``"""
 
     target: OfSampler
-    prev_cursor: int = 0
+    prev_cursor: Far = 0
     timeout: float | None = None
     retrieved_request_ids: list[str] = []
 
@@ -255,7 +271,7 @@ class CopyWeights(msgspec.Struct, frozen=True):
 class Lifetime(msgspec.Struct, frozen=True):
     """``checkpoints/ID/ttl``"""
 
-    ttl_seconds: int | None = None
+    ttl_seconds: Lifespan | None = None
 
 
 class OfPath(msgspec.Struct, frozen=True):

@@ -17,7 +17,10 @@ Array = NDArray[Any]
 FLOAT32, INT64 = 1, 2
 _DTYPES: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype(np.float32), INT64: np.dtype(np.int64)}
 _INT64 = np.dtype(np.int64)
-_MOST_CELLS = 1 << 26  # of one array that arrives sparse: its rows and columns are any two numbers
+#: Targets of one sequence: each is a row of the output matrix's input, of which a model keeps some for the gradient.
+_MOST_TARGETS = 1 << 19
+#: Cells of all arrays of a request that arrive sparse: rows and columns are any two numbers, in a body of a few bytes.
+_MOST_CELLS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,14 @@ class Job:
         """
         if not self.data:
             raise RefusedRequest("data", "no datum", "at least one")
+        sparse = 0
+        for at, message in enumerate(self.data):
+            for pair in message.loss_fn_inputs:
+                if pair.value.HasField("sparse_csr"):
+                    sparse += math.prod(max(size, 0) for size in pair.value.shape)
+            if sparse > _MOST_CELLS:
+                told = f"sparse arrays of {sparse:,} cells up to here"
+                raise RefusedRequest(f"data[{at}]", told, f"at most {_MOST_CELLS:,} cells in a request")
         return [_datum(message, f"data[{at}]") for at, message in enumerate(self.data)]
 
 
@@ -105,8 +116,8 @@ def _array(message: Any, place: str) -> Array:
 
 def _dense(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], place: str) -> Array:
     """The dense array of a compressed one; cells that it does not list are 0."""
-    if len(shape) != 2 or math.prod(shape) > _MOST_CELLS:
-        raise RefusedRequest(place, f"a sparse array of the shape {shape}", f"two axes, at most {_MOST_CELLS:,} cells")
+    if len(shape) != 2:
+        raise RefusedRequest(place, f"a sparse array of the shape {shape}", "two axes")
     values = _numbers(csr.values, dtype, place)
     rows, columns = (_numbers(part, _INT64, place) for part in (csr.crow_indices, csr.col_indices))
     whole = (
@@ -162,6 +173,9 @@ def _check_inputs(datum: Datum, place: str, vocabulary: int, *, several: bool) -
     if not (shape == (length,) or (several and len(shape) == 2 and shape[0] == length and shape[1] > 0)):
         allowed = f"({length},), one for each input token" + (f", or ({length}, K)" if several else "")
         raise RefusedRequest(f"{place}.target_tokens", f"the shape {shape}", allowed)
+    if targets.size > _MOST_TARGETS:
+        told = f"{targets.size:,} targets"
+        raise RefusedRequest(f"{place}.target_tokens", told, f"at most {_MOST_TARGETS:,} for a sequence")
     if targets.dtype != np.int64:
         raise RefusedRequest(f"{place}.target_tokens", f"numbers of the type {targets.dtype}", "int64")
     _check_ids(f"{place}.target_tokens", targets, vocabulary)

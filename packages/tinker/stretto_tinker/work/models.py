@@ -214,6 +214,8 @@ def _adam(body: OptimStep) -> Adam:
     Raises:
         RefusedRequest: they are not finite or out of their range, or are those of another optimizer.
     """
+    if body.adam_params is not None and body.optimizer_params is not None:
+        raise RefusedRequest("optimizer_params", "beside adam_params", "one of them")
     if body.adam_params is None:
         found = (body.optimizer_params or {}).get("type", "nothing")
         raise RefusedRequest("optimizer_params", f"the optimizer {found!r} is not served", "adamw")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from stretto_tinker.record.record import Asked
 from stretto_tinker.wire.bodies import Sample, TargetIds
 from stretto_tinker.wire.outputs import Floats, Likeliest, Sampled, encode_sampled
 
-_TURN_SECONDS = 0.05
+TURN_SECONDS = 0.05
 _FEWEST_IDLE = 3
 _MOST_SAMPLES = 1024
 _MOST_WIDTH = 1024
@@ -60,6 +60,16 @@ class Engines:
         engine = self._engines.pop(idle[0])
         return engine if engine.take(folder) else None
 
+    def trim(self) -> None:
+        """Forget idle engines, each of which holds a KV cache, but for those used last and that of the base model."""
+        idle = [name for name, engine in self._engines.items() if engine.idle and name]
+        for name in idle[: max(0, len(idle) - _FEWEST_IDLE)]:
+            del self._engines[name]
+
+    def discard(self, name: str) -> None:
+        """Forget an engine that has failed."""
+        self._engines.pop(name, None)
+
     def drop(self, name: str) -> None:
         """Forget the engine of some weights."""
         if name in self._engines and not self._engines[name].idle:
@@ -67,6 +77,37 @@ class Engines:
         elif name in self._engines:  # its weights are gone; its place is the first that is taken
             self._engines[f"{name} (gone)"] = self._engines.pop(name)
             self._engines.move_to_end(f"{name} (gone)", last=False)
+
+
+class SampleQueue:
+    """Requests for samples of one set of weights that wait, in a queue for each client."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[Asked]] = {}
+
+    def add(self, asked: Asked) -> None:
+        """Put a request behind those of its client."""
+        self._queues.setdefault(asked.owner, deque()).append(asked)
+
+    def next(self, open: Mapping[str, int]) -> Asked | None:
+        """The first request of the client that has the fewest of `open`; None where nobody waits."""
+        owner = min(self._queues, key=lambda owner: open.get(owner, 0), default=None)
+        return None if owner is None else self._queues[owner][0]
+
+    def remove(self, asked: Asked) -> None:
+        """Take a request away; its client is asked behind the others next time."""
+        waiting = self._queues.pop(asked.owner)
+        waiting.remove(asked)
+        if waiting:
+            self._queues[asked.owner] = waiting
+
+    def __iter__(self) -> Iterator[Asked]:
+        return iter([asked for waiting in self._queues.values() for asked in waiting])
+
+    @property
+    def owners(self) -> list[str]:
+        """The clients that wait."""
+        return list(self._queues)
 
 
 class Sampling:
@@ -78,8 +119,13 @@ class Sampling:
 
     @property
     def owners(self) -> list[str]:
-        """The clients it works for."""
-        return list(dict.fromkeys(asked.owner for asked, _ in self._open.values()))
+        """The clients it works for, each as often as it has a request open."""
+        return [asked.owner for asked, _ in self._open.values()]
+
+    @property
+    def room(self) -> bool:
+        """Whether another request could be sampled beside the open ones."""
+        return self.idle or self.engine.free > 0
 
     @property
     def idle(self) -> bool:
@@ -121,13 +167,13 @@ class Sampling:
             drawn = self.engine.draw(prompt, sample.prompt_alt_tokens_k, sample.sampling_params, seed)
         return Sampled([], logprobs, likeliest, targets, drawn)
 
-    def turn(self) -> Iterator[tuple[Asked, bytes | StrettoError]]:
-        """Sample for a short time; the requests that ended, with their results, or why they have none."""
-        until = time.monotonic() + _TURN_SECONDS
+    def turn(self, until: float) -> Iterator[tuple[Asked, bytes | StrettoError]]:
+        """Sample a token at least of each sequence, and more until a time; the requests that ended, with their results,
+        or why they have none."""
         while not self.engine.idle:
             for id, ended in self.engine.step().items():
                 asked, sampled = self._open.pop(id)
-                yield asked, ended if isinstance(ended, StrettoError) else encode_sampled(_with(sampled, ended))
+                yield asked, ended if isinstance(ended, StrettoError) else _encoded(sampled, ended)
             if time.monotonic() > until:
                 return
 
@@ -144,9 +190,12 @@ class Sampling:
         return [asked for asked, _ in self._open.values()]
 
 
-def _with(sampled: Sampled, sequences: Any) -> Sampled:
+def _encoded(sampled: Sampled, sequences: Any) -> bytes | StrettoError:
     of = (sampled.prompt_logprobs, sampled.prompt_likeliest, sampled.target_logprobs, sampled.drawn)
-    return Sampled(sequences, *of)
+    try:
+        return encode_sampled(Sampled(sequences, *of))
+    except (ValueError, MemoryError) as error:  # protobuf's limit is 2 GiB
+        return StrettoError(f"the result is too large: {error}")
 
 
 def check_sample(sample: Sample, prompt: tuple[int, ...]) -> None:
@@ -182,6 +231,8 @@ def dense_targets(targets: TargetIds, prompt: int) -> list[list[int]]:
         RefusedRequest: the rows do not fit the prompt.
     """
     field, shape = "target_prompt_logprobs", targets.shape or []
+    if wrong := [token for token in targets.data if not 0 <= token < 2**31]:
+        raise RefusedRequest(field, f"token {wrong[0]}", "tokens of the vocabulary")
     if len(shape) != 2 or shape[0] != prompt - 1 or not 1 <= shape[1] <= _MOST_WIDTH:
         raise RefusedRequest(field, f"the shape {shape}", f"[{prompt - 1}, K] with K of 1 to {_MOST_WIDTH}")
     if targets.sparse_crow_indices is None:

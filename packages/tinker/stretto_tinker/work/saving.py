@@ -10,13 +10,14 @@ import msgspec
 from stretto.core.errors import RefusedRequest
 from stretto_tinker.record.checkpoints import EXTERNAL, SAMPLER, TRAINING, Place, Weights, checked_name
 from stretto_tinker.record.dates import now
-from stretto_tinker.record.record import Asked, CheckpointRow, Record, SamplerRow
+from stretto_tinker.record.record import Asked, CheckpointRow, Record, SamplerRow, encode
 from stretto_tinker.wire.bodies import SaveWeights, parse
 from stretto_tinker.work.models import Live
 
 SAVE, SAVE_FOR_SAMPLER, SAVE_EXTERNAL = "save_weights", "save_weights_for_sampler", "save_weights_external"
 _KINDS = {SAVE: TRAINING, SAVE_FOR_SAMPLER: SAMPLER, SAVE_EXTERNAL: EXTERNAL}
 SAVES = frozenset(_KINDS)
+_KEPT = ("snapshot", "inflight")  # what samplers of weights without a name have after the next save
 _UNNAMED = "unnamed-"
 _OPTIMIZER = "optimizer.*"
 
@@ -27,8 +28,8 @@ class Saving:
     def __init__(self, record: Record, weights: Weights) -> None:
         self._record, self._weights = record, weights
 
-    def save(self, live: Live, asked: Asked) -> bytes:
-        """Write the weights; the result.
+    def save(self, live: Live, asked: Asked) -> tuple[list[Place], bytes]:
+        """Write the weights; the places that hold others from now on, or nothing, and the result.
 
         Raises:
             RefusedRequest: there is no such name, or the name is taken.
@@ -43,22 +44,37 @@ class Saving:
         self._check(place, body, asked)
         size = self._weights.write(self._weights.folder(place), _written(live, kind))
         expires = None if body.ttl_seconds is None else now() + body.ttl_seconds
-        described = msgspec.json.encode({"user_metadata": body.user_metadata, "unnamed": unnamed})
+        inflight = unnamed and body.kind == "inflight"
+        described = encode({"user_metadata": body.user_metadata, "unnamed": unnamed, "inflight": inflight})
         row = CheckpointRow(
             place.path, place.model, asked.owner, kind, place.name, now(), size, False, expires, asked.id, described
         )
         with self._record.together():
             self._record.add_checkpoint(row)
             if not unnamed:
-                return msgspec.json.encode({"path": place.path, "size_bytes": size, "type": asked.kind})
+                return [place], encode({"path": place.path, "size_bytes": size, "type": asked.kind})
             sampler = self._open(body, place, asked)
-        return msgspec.json.encode({"sampling_session_id": sampler, "type": asked.kind})
+            outdated = self._outdated(asked.lane) if inflight else []
+            for one in outdated:
+                self._record.drop_checkpoint(one.path)
+        for one in outdated:
+            self._weights.drop(self._weights.folder(one))
+        return [place, *outdated], encode({"sampling_session_id": sampler, "type": asked.kind})
+
+    def _outdated(self, model: str) -> list[Place]:
+        """Weights that followers of a model were given and will not sample by again: all but the last two."""
+        if self._record.followers_wait(model):
+            return []
+        rows = [row for row in self._record.checkpoints(model=model) if msgspec.json.decode(row.body).get("inflight")]
+        return [Place.of(row.path) for row in rows[2:]]
 
     def _check(self, place: Place, body: SaveWeights, asked: Asked) -> None:
         held = self._record.checkpoint(place.path)
         if held is not None and held.request != asked.id and not body.overwrite:
             told = f"{place.path} is there already"
             raise RefusedRequest("path", told, "another name, or overwrite")
+        if body.kind not in _KEPT:
+            raise RefusedRequest("kind", f"{body.kind!r:.40} is not served", " or ".join(_KEPT))
         if body.age_encryption_recipients:
             told = "encryption (age) is not served: this server is the client's own"
             raise RefusedRequest("age_encryption_recipients", told, "none")
@@ -70,7 +86,13 @@ class Saving:
             raise RefusedRequest("sampling_session_seq_id", "missing", "a number, where there is no path")
         sampler = sampler_id(session, body.sampling_session_seq_id)
         follows = asked.lane if body.kind == "inflight" else None
-        self._record.add_sampler(SamplerRow(sampler, session, asked.owner, now(), place.path, follows))
+        row = SamplerRow(sampler, session, asked.owner, now(), place.path, follows)
+        self._record.add_sampler(row)
+        held = self._record.sampler(sampler)
+        assert held is not None
+        if held.model != follows or (follows is None and held.path != place.path):
+            told = f"{body.sampling_session_seq_id} is another sampler already"
+            raise RefusedRequest("sampling_session_seq_id", told, "a number of its own")
         if follows is not None:
             self._record.follow(follows, place.path)
         return sampler

@@ -13,6 +13,7 @@ import logging
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,7 @@ from stretto_tinker.compute.backend import Backend
 from stretto_tinker.record.checkpoints import Place, Weights
 from stretto_tinker.record.record import DONE, FAILED, Asked, ModelRow, Record
 from stretto_tinker.work.models import BACKWARD, CREATE, EFFECTS, FORWARD, LOAD, STEP, Models
-from stretto_tinker.work.sampling import Engines, Sampling, Seeded
+from stretto_tinker.work.sampling import TURN_SECONDS, Engines, SampleQueue, Sampling, Seeded
 from stretto_tinker.work.saving import SAVES, Saving
 from stretto_tinker.work.turns import Turns
 
@@ -33,6 +34,10 @@ log = logging.getLogger(__name__)
 SAMPLE = "sample"
 USER, SERVER = "user", "server"
 _PAUSE_SECONDS = 1.0
+_MOST_BYTES = 1 << 29  # of requests that wait
+#: A request under which the process was killed so often is not computed again: it may be what kills it.
+_MOST_KILLS = 3
+_KILLED = f"the server was killed {_MOST_KILLS} times while it computed this"
 
 #: Called in the worker's thread with the id and the lane of a request that is settled.
 Settled = Callable[[str, str], None]
@@ -58,8 +63,9 @@ class Worker:
         self._engines = Engines(backend)
         self._turns = Turns()
         self._models: dict[str, _ModelLane] = {}
-        self._asked: dict[str, list[Asked]] = {}  # samples that wait, by the weights they want
+        self._asked: dict[str, SampleQueue] = {}  # samples that wait, by the weights they want
         self._samplings: dict[str, Sampling] = {}
+        self._leaving: dict[str, str] = {}  # models that leave the memory once what is in flight is computed, and why
         self._orders: list[Callable[[], None]] = []  # what other threads want done between two turns
         self._wake = threading.Condition()
         self._stopping = False
@@ -78,13 +84,26 @@ class Worker:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(seconds)
+        if not self._thread.is_alive():
+            self._record.none_computed()
 
     @property
     def waiting(self) -> int:
         """Requests that wait or are open."""
         with self._wake:
-            samples = sum(map(len, self._asked.values())) + sum(len(one.open()) for one in self._samplings.values())
+            samples = sum(len(list(queue)) for queue in self._asked.values())
+            samples += sum(len(one.open()) for one in self._samplings.values())
             return samples + sum(len(lane.waiting) for lane in self._models.values())
+
+    def crowded(self, model: str, seq: int) -> bool:
+        """Whether the requests of models that wait are so large together that another one has to come later; never the
+        one that its model waits for."""
+        with self._wake:
+            lane = self._models.get(model)
+            if lane is None or lane.next == seq:
+                return False
+            bodies = (asked.body for one in self._models.values() for asked in one.waiting.values())
+            return sum(len(body or b"") for body in bodies) > _MOST_BYTES
 
     def submit(self, asked: Asked) -> None:
         """Compute a request, which is on record."""
@@ -96,15 +115,16 @@ class Worker:
         """End a request for samples, if it is not settled yet."""
         self._order(lambda: self._cancel(id))
 
-    def retire(self, model: str, why: str) -> None:
-        """Take a model from memory, and fail its requests that wait for one that never came."""
-        self._order(lambda: self._retire(model, why))
+    def retire(self, model: str, why: str, *, ended: bool) -> None:
+        """Take a model from memory, once its requests are computed; one that comes meanwhile keeps it there. `ended`:
+        none will come any more, so those fail that wait for one that never came; otherwise they go on waiting."""
+        self._order(lambda: self._retire(model, why if ended else ""))
 
     def end_samples(self, lane: str, why: str) -> None:
         """Fail the requests of a sampling session."""
 
         def end() -> None:
-            own = [asked for waiting in self._asked.values() for asked in waiting if asked.lane == lane]
+            own = [asked for queue in self._asked.values() for asked in queue if asked.lane == lane]
             own += [asked for one in self._samplings.values() for asked in one.open() if asked.lane == lane]
             for asked in own:
                 self._cancel(asked.id, why)
@@ -113,7 +133,7 @@ class Worker:
 
     def forget_engine(self, path: str) -> None:
         """Take the engine of some weights from memory: they are gone, or others."""
-        self._order(lambda: self._engines.drop(path))
+        self._order(lambda: self._forget_engine(path))
 
     def _order(self, order: Callable[[], None]) -> None:
         with self._wake:
@@ -123,11 +143,16 @@ class Worker:
     def _enqueue(self, asked: Asked) -> None:
         if asked.kind == SAMPLE:
             weights = msgspec.json.decode(asked.body or b"", type=Seeded).weights or ""
-            self._asked.setdefault(weights, []).append(asked)
+            self._asked.setdefault(weights, SampleQueue()).add(asked)
             return
         lane = self._models.get(asked.lane)
         if lane is None:
             lane = self._models[asked.lane] = _ModelLane(asked.owner, self._record.next_seq(asked.lane) or 0)
+        self._leaving.pop(asked.lane, None)
+        if asked.seq < lane.next:  # it could never be computed
+            why = f"seq_id {asked.seq} comes after {lane.next - 1}, which was settled without it"
+            self._orders.append(lambda: self._fail(asked, why, USER))
+            return
         lane.waiting[asked.seq] = asked
 
     # The thread
@@ -165,11 +190,10 @@ class Worker:
             ("model", id): [lane.owner] for id, lane in self._models.items() if lane.next in lane.waiting
         }
         for weights in {**self._asked, **self._samplings}:
-            owners = [asked.owner for asked in self._asked.get(weights, ())]
-            if weights in self._samplings:
-                owners += self._samplings[weights].owners
-            if owners:
-                ready["sampler", weights] = list(dict.fromkeys(owners))
+            open_ = self._samplings[weights].owners if weights in self._samplings else []
+            waiting = self._asked[weights].owners if weights in self._asked else []
+            if owners := open_ + [owner for owner in waiting if owner not in open_]:
+                ready["sampler", weights] = owners
         return ready
 
     def _turn(self, kind: str, name: str) -> None:
@@ -181,32 +205,41 @@ class Worker:
             asked = lane.waiting.get(lane.next)
         if asked is None:
             return
-        row = self._record.model(asked.lane)
+        row, times = self._record.model(asked.lane), self._record.begin(asked.id)
         assert row is not None, "a model is on record before its requests"
         try:
-            self._train(asked, row)
+            if times > _MOST_KILLS:
+                self.models.forget(asked.lane)  # restored from the record, where this has failed
+                self._fail(asked, _KILLED, SERVER)
+            else:
+                self._train(asked, row)
         finally:  # whatever happened: a request is never performed again in this process
             with self._wake:
                 lane.waiting.pop(asked.seq, None)
                 lane.next = asked.seq + 1
+                leaves = name in self._leaving and lane.next not in lane.waiting
+            if leaves:
+                self._retire(name, self._leaving[name])
 
     def _train(self, asked: Asked, row: ModelRow) -> None:
         """One request of a model: its effect, its result on record, and then the word that it is there."""
         try:
             live = self.models.live(row)
             if asked.kind in SAVES:
-                result, form, proof = self._saving.save(live, asked), "json", ""
+                changed, result = self._saving.save(live, asked)
+                form, proof = "json", ""
+                for place in changed:
+                    self._forget_engine(place.path)
             else:
                 result, form, proof = self.models.perform(live, asked)
             if asked.kind == LOAD:  # what it has loaded may be gone later
                 self.models.snapshot_if_due(live, row.id, now=True)
         except (RefusedRequest, StoreError, OSError) as error:
-            told = described(error) if isinstance(error, OSError) else str(error)
-            self._failed(asked, told, USER if isinstance(error, RefusedRequest) else SERVER)
+            self._failed(asked, _said(error), USER if isinstance(error, RefusedRequest) else SERVER)
             return
         except Exception as error:  # a bug, or a model that cannot compute this: its client is told, others go on
             log.exception("request %s failed", asked.id)
-            self._failed(asked, f"{type(error).__name__}: {error}", SERVER)
+            self._failed(asked, _said(error), SERVER)
             return
         keep = asked.kind in EFFECTS
         self._settle(asked, lambda: self._record.settle(asked.id, DONE, result, form, proof=proof, keep_body=keep))
@@ -228,6 +261,10 @@ class Worker:
         while True:
             try:
                 write()
+            except sqlite3.DataError as error:  # it is too large for a row, and stays so
+                self.models.forget(asked.lane)
+                body = msgspec.json.encode({"error": f"the result cannot be kept: {error}", "category": SERVER})
+                write = partial(self._record.settle, asked.id, FAILED, body, "json")
             except sqlite3.Error as error:  # any: the request is never performed again in this process
                 log.error("the record cannot be written, waiting: %s", error)
                 if self._stopping:
@@ -242,54 +279,111 @@ class Worker:
         self._settle(asked, lambda: self._record.settle(asked.id, FAILED, body, "json"))
 
     def _sample(self, weights: str) -> None:
-        with self._wake:
-            new = self._asked.pop(weights, [])
-            sampling = self._samplings.get(weights)
-        if sampling is None:
-            try:
-                folder = None if not weights else self._weights.folder(Place.of(weights))
-                sampling = Sampling(self._engines.of(weights, folder))
-            except (RefusedRequest, StoreError) as error:
-                for asked in new:
-                    self._fail(asked, f"the weights {weights} are not there: {error}", USER)
-                return
-        for asked in new:
-            try:
-                sampling.begin(asked)
-            except RefusedRequest as refused:
-                self._fail(asked, str(refused), USER)
-        for asked, result in sampling.turn():
-            if isinstance(result, StrettoError):
-                self._fail(asked, str(result), SERVER)
-            else:
-                self._settle(asked, partial(self._record.settle, asked.id, DONE, result, "proto"))
-        with self._wake:
-            if sampling.idle:
+        """A turn of some weights. Whatever fails, every request that it touched is settled."""
+        until = time.monotonic() + TURN_SECONDS
+        try:
+            sampling = self._sampling(weights)
+        except Exception as error:  # weights that are gone, torn, or too large: their requests are told, others go on
+            why = f"the weights {weights} are not there: {_said(error)}"
+            with self._wake:
+                waiting = list(self._asked.pop(weights, ()))
+            for one in waiting:
+                self._fail(one, why, USER if isinstance(error, RefusedRequest | StoreError) else SERVER)
+            return
+        while sampling.room and (asked := self._next(weights, sampling)) is not None:
+            self._begin(weights, sampling, asked)
+            if time.monotonic() > until:
+                break
+        opened = sampling.open()
+        try:
+            for asked, result in sampling.turn(until):
+                if isinstance(result, StrettoError):
+                    self._fail(asked, str(result), SERVER)
+                else:
+                    self._settle(asked, partial(self._record.settle, asked.id, DONE, result, "proto"))
+        except Exception as error:  # the engine cannot go on: all that it had is told, and a new one is made
+            log.exception("the engine of %s failed", weights or "the base model")
+            self._engines.discard(weights)
+            with self._wake:
                 self._samplings.pop(weights, None)
-            else:
-                self._samplings[weights] = sampling
+            for asked in opened:
+                self._fail(asked, _said(error), SERVER)
+        with self._wake:
+            ended = [name for name, one in self._samplings.items() if one.idle]
+            for name in ended:
+                del self._samplings[name]
+        if ended:
+            self._engines.trim()
+
+    def _sampling(self, weights: str) -> Sampling:
+        with self._wake:
+            found = self._samplings.get(weights)
+        if found is None:
+            folder = None if not weights else self._weights.folder(Place.of(weights))
+            found = Sampling(self._engines.of(weights, folder))
+            with self._wake:
+                self._samplings[weights] = found
+        return found
+
+    def _next(self, weights: str, sampling: Sampling) -> Asked | None:
+        """The request that is begun next: of the client that has the fewest open."""
+        with self._wake:
+            queue = self._asked.get(weights)
+            return None if queue is None else queue.next(Counter(sampling.owners))
+
+    def _begin(self, weights: str, sampling: Sampling, asked: Asked) -> None:
+        times = self._record.begin(asked.id)
+        with self._wake:
+            queue = self._asked[weights]
+            queue.remove(asked)
+            if not queue.owners:
+                del self._asked[weights]
+        if times > _MOST_KILLS:
+            self._fail(asked, _KILLED, SERVER)
+            return
+        try:
+            sampling.begin(asked)
+        except Exception as error:  # a prompt that this model cannot score, or a bug: its client is told
+            self._fail(asked, _said(error), USER if isinstance(error, RefusedRequest) else SERVER)
+
+    def _forget_engine(self, path: str) -> None:
+        """See `forget_engine`. What has begun goes on with the weights that it began with."""
+        self._engines.drop(path)
+        with self._wake:
+            if (sampling := self._samplings.pop(path, None)) is not None:
+                self._samplings[f"{path} ({id(sampling)})"] = sampling
 
     def _cancel(self, id: str, why: str = "its client gave it up") -> None:
         ended: list[Asked] = []
         with self._wake:
-            for waiting in self._asked.values():
-                for asked in [one for one in waiting if one.id == id]:
-                    waiting.remove(asked)
+            for weights, queue in list(self._asked.items()):
+                for asked in [one for one in queue if one.id == id]:
+                    queue.remove(asked)
                     ended.append(asked)
+                if not queue.owners:
+                    del self._asked[weights]
             ended += [found for one in self._samplings.values() if (found := one.abort(id)) is not None]
         for asked in ended:
             self._fail(asked, why, USER)
 
-    def _retire(self, model: str, why: str) -> None:
+    def _retire(self, model: str, ended: str) -> None:
+        """`ended`: why no request of the model will come any more; "": some may."""
         with self._wake:
             lane = self._models.get(model)
-            early = [] if lane is None else sorted(lane.waiting.values(), key=lambda asked: asked.seq)
             if lane is not None and lane.next in lane.waiting:
-                return  # what was acknowledged is computed first; the next sweep comes by again
-            for asked in early:
-                assert lane is not None
-                del lane.waiting[asked.seq]
-            self._models.pop(model, None)
+                self._leaving[model] = ended  # what was acknowledged is computed first
+                return
+            self._leaving.pop(model, None)
+            early = [] if lane is None or not ended else sorted(lane.waiting.values(), key=lambda asked: asked.seq)
+            if lane is not None and len(early) == len(lane.waiting):
+                del self._models[model]
         for asked in early:
-            self._fail(asked, f"{why}; the requests before it never came", USER)
+            self._fail(asked, f"{ended}; the requests before it never came", USER)
         self.models.retire(model)
+
+
+def _said(error: Exception) -> str:
+    """What a client is told of an error."""
+    if isinstance(error, OSError):
+        return described(error)
+    return str(error) if isinstance(error, StrettoError) else f"{type(error).__name__}: {error}"

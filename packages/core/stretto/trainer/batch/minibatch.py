@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.packing import shares
 from stretto.trainer.batch.paths import as_column, trajectory_of
-from stretto.trainer.batch.samples import Sample, scored_of
+from stretto.trainer.batch.samples import Sample, chosen_of, scored_of
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.objective.advantages import Column
 from stretto.trainer.objective.aggregation import Aggregation, coefficients
@@ -65,9 +65,9 @@ def minibatch(
 
     `longest`: ``sampling.max_tokens``. `trajectories`: mean number of trajectories per minibatch of the batch; None if
     these samples are the whole batch. Coefficients count the samples of all ranks, so the ranks' losses sum to the
-    exact mean.
+    exact mean. Several targets of one position are one token of the mean.
     """
-    lengths = [len(sample.loss_positions) for sample in samples]
+    lengths = [len(set(sample.loss_positions) if len(sample.targets) else sample.loss_positions) for sample in samples]
     own = iter(coefficients(aggregation, [n for n in lengths if n], trajectories or len(samples), longest))
     scales = [next(own) if length else 0.0 for length in lengths]
     tokens = [len(sample.token_ids) for sample in samples]
@@ -120,7 +120,6 @@ def _chosen(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
         return None
     chosen, start = [np.zeros(0, np.int64)], 0
     for sample in samples:
-        scored = scored_of(sample)
-        chosen.append(start + np.searchsorted(scored, sample.loss_positions))
-        start += len(scored)
+        chosen.append(start + chosen_of(sample))
+        start += len(scored_of(sample))
     return torch.from_numpy(np.concatenate(chosen)).to(device)

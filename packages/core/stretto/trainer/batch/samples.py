@@ -58,7 +58,7 @@ class Sample:
     id: str  # path id
     token_ids: Whole
     prompt_tokens: int
-    loss_positions: Whole  # [N], ascending, each at least 1
+    loss_positions: Whole  # [N], ascending, each at least 1; once for each of its targets
     behavior_logprobs: Column  # [N]
     staleness: Whole  # [N], version in training minus the version that sampled the token
     advantages: Column  # [N]
@@ -66,7 +66,7 @@ class Sample:
     returns: Column = ()  # [N], the critic's targets
     engine: str = ""  # that sampled the newest of its tokens (`PathTokens.engine`)
     weights: Column = ()  # [N], factors of the tokens in the loss; empty: all 1
-    scored: Whole = ()  # [M], positions whose log-probability is wanted, the loss's too; empty: these alone
+    scored: Whole = ()  # [M], positions whose log-probabilities are wanted, the loss's too; empty: these alone
     targets: Whole = ()  # [M], the tokens scored there; empty: those of the sequence
 
     def __post_init__(self) -> None:
@@ -85,6 +85,11 @@ class Sample:
 def scored_of(sample: Sample) -> Whole:
     """The positions whose log-probability is wanted, ascending."""
     return sample.scored if len(sample.scored) else sample.loss_positions
+
+
+def chosen_of(sample: Sample) -> npt.NDArray[np.int64]:
+    """The places [N] of the loss tokens among the scored ones; of a position with several targets all of them."""
+    return np.flatnonzero(np.isin(scored_of(sample), sample.loss_positions))
 
 
 @dataclass(frozen=True)

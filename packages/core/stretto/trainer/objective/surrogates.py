@@ -22,7 +22,7 @@ from pydantic import Field
 from stretto.doors.door import Door, Part, Section, declare, fact
 from stretto.trainer.objective.decoupled_ppo import Anchor, ClipHigh, ClipLow, Terms, clipped, ppo, proximal_ratio
 from stretto.trainer.objective.m2po import Selection, m2po_mask
-from stretto.trainer.objective.tokens import LossTokens, ratio_of
+from stretto.trainer.objective.tokens import LossTokens, bounded, ratio_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Surrogate: TypeAlias = "Callable[[Tensor, LossTokens], Terms]"
 Largest = Annotated[float, Field(gt=1, description="largest ratio of a token with a negative advantage")]
 Warmth = Annotated[float, Field(gt=0, description="temperature where the advantage is positive")]
+Tether = Annotated[float, Field(ge=0, description="weight of the squared distance from the anchor")]
 Elsewhere = Annotated[float, Field(gt=0, description="temperature elsewhere")]
 
 
@@ -108,6 +109,19 @@ def topr(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     return Terms(taper * tokens.advantages * policy_logprobs, ratio_of(log_ratio), negative & (log_sequence > 0))
 
 
+@declare(anchors=("behavior",))
+def dro(policy_logprobs: Tensor, tokens: LossTokens, *, beta: Tether = 0.05) -> Terms:
+    """The policy gradient, held near the policy that sampled by the square of the log-ratio.
+
+    A log policy - beta / 2 (log u)^2.
+
+    Direct reward optimisation, arXiv 2405.19107, section 3 (beta is its tau), with the advantage in place of r - V.
+    """
+    distance = bounded(policy_logprobs - tokens.anchor_logprobs)
+    objective = tokens.advantages * policy_logprobs - 0.5 * beta * distance.square()
+    return Terms(objective, distance.detach().exp(), distance.new_zeros(distance.shape).bool())
+
+
 @declare(anchors=("behavior",), selection=m2po_mask)
 def m2po(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     """No clip; the farthest tokens are left out until the second moment is small enough.
@@ -183,6 +197,7 @@ LOSSES = Door(
         "sapo": f"{_HERE}:sapo",
         "m2po": f"{_HERE}:m2po",
         "topr": f"{_HERE}:topr",
+        "dro": f"{_HERE}:dro",
         "policy_gradient": f"{_HERE}:policy_gradient",
     },
     section=LossSection,

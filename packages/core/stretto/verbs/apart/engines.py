@@ -105,7 +105,9 @@ class SourceApart:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            background().start(self._stop()).result(2 * _GRACE_SECONDS + 5)
+            stopping = background().start(self._stop())
+            if not background().here:  # the last reference may end in that thread, which all engines share
+                stopping.result(2 * _GRACE_SECONDS + 5)
 
     async def _stop(self, *, keep_logs: bool = False) -> None:
         await cancel_and_wait(self._tasks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import pickle
 import shutil
 import sys
@@ -26,7 +27,7 @@ from stretto.processes.role import RoleProcess
 from stretto.trainer.optimizer import OptimizerStep
 from stretto.verbs.apart.wire import CallResult, TrainerArguments, receive, send
 from stretto.verbs.background import background
-from stretto.verbs.datum import Data, Forward
+from stretto.verbs.datum import Data, Forward, listed
 from stretto.verbs.weights import PolicyWeights
 
 _NAME, _ROLE = "trainer", "stretto.verbs.role"
@@ -44,8 +45,9 @@ class TrainerApart:
         stretto.Engine.load("model").update(trainer.weights())
         trainer.close()
 
-    A call returns when its result is there; calls of several threads wait for each other. A process that was killed,
-    or hangs, is told by `RoleDied`: make the trainer again, and `load` what it saved last.
+    A call returns when its result is there; calls of several threads wait for each other. One that is interrupted while
+    it waits is carried out over there all the same: a gradient counts once `forward_backward` has begun. A process that
+    was killed, or hangs, is told by `RoleDied`: make the trainer again, and `load` what it saved last.
     """
 
     def __init__(self, model: Path, settings: Mapping[str, Any], threads: int, deadlines: DeadlinesConfig) -> None:
@@ -68,7 +70,7 @@ class TrainerApart:
             raise
 
     async def _start(self, threads: int) -> None:
-        arguments: TrainerArguments = (self._far.fileno(), threads, tuple(filter(None, sys.path)))
+        arguments: TrainerArguments = (self._far.fileno(), threads, tuple(folder or os.getcwd() for folder in sys.path))
         try:
             await self._process.start(msgspec.Raw(msgspec.json.encode(arguments)), threads, (self._far.fileno(),))
         finally:
@@ -86,7 +88,7 @@ class TrainerApart:
 
     def forward(self, data: Data) -> Forward:
         """See `stretto.Trainer`."""
-        found: Forward = self._call("forward", data)
+        found: Forward = self._call("forward", listed(data, "forward"))
         return found
 
     def forward_backward(
@@ -99,6 +101,7 @@ class TrainerApart:
         """
         if callable(loss):
             _check_function(loss)
+        data = listed(data, "forward_backward")
         found: Forward = self._call("forward_backward", data, loss, proximal=proximal, **algorithm)
         return found
 
@@ -140,6 +143,7 @@ class TrainerApart:
 
     def _call(self, method: str, *arguments: Any, seconds: float | None = None, **named: Any) -> Any:
         """A method of the trainer there; waits at most `seconds`."""
+        packed = pickle.dumps((arguments, named), pickle.HIGHEST_PROTOCOL)  # an error of which is that of this call
         with self._calls:
             if self._ended is not None:
                 raise self._ended
@@ -149,7 +153,7 @@ class TrainerApart:
                     self._result(self._owed, None)
                 self._owed = number
                 with self._message():
-                    send(self._near, (number, method, arguments, named))
+                    send(self._near, (number, method, packed))
                 _, version, value, error = self._result(number, seconds)
             except (EOFError, OSError):
                 self._ended = RoleDied(_NAME, background().call(self._process.last_words()), str(self._log))

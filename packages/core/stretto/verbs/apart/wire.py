@@ -2,6 +2,8 @@
 one program.
 
     call 0: the arguments of the trainer ─► result 0 ─► call 1: a method of it ─► result 1 ─► ...
+
+Arguments are pickled by themselves: those that the process cannot read are the error of their call.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import pickle
 from multiprocessing.connection import Connection
 from typing import Any
 
-#: A number, the name of a method, and its arguments, by place and by name.
-TrainerCall = tuple[int, str, tuple[Any, ...], dict[str, Any]]
+#: A number, the name of a method, and its arguments (by place and by name), pickled.
+TrainerCall = tuple[int, str, bytes]
 #: The number of the call, the version of the policy after it, what it returned, and what it raised.
 CallResult = tuple[int, int, Any, Exception | None]
 #: Of the process: the descriptor of its connection, threads, folders in which modules of the user are looked for.
@@ -22,7 +24,6 @@ def send(connection: Connection, message: TrainerCall | CallResult) -> None:
     """Write one.
 
     Raises:
-        pickle.PicklingError, AttributeError, TypeError: a part of it cannot be pickled; nothing was written.
         OSError: the other side has ended.
     """
     connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
