@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from stretto.core.errors import StrettoError
+from stretto.core.errors import Problem, RecipeError, StrettoError
 from stretto.processes.heartbeat import begin_role
 from stretto.verbs.apart.wire import TrainerArguments, TrainerCall, receive, send
 from stretto.verbs.trainer import LocalTrainer
@@ -32,7 +32,7 @@ def serve(connection: Connection) -> None:
         number, method, packed = call
         value, error = None, None
         try:
-            arguments, named = pickle.loads(packed)
+            arguments, named = _unpacked(method, packed)
             if trainer is None:
                 trainer = LocalTrainer(*arguments, **named)
             else:
@@ -44,6 +44,20 @@ def serve(connection: Connection) -> None:
             send(connection, (number, 0 if trainer is None else trainer.version, value, _portable(error)))
         if trainer is None:
             return
+
+
+def _unpacked(method: str, packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """
+    Raises:
+        RecipeError: they name something that this process cannot import.
+    """
+    try:
+        arguments, named = pickle.loads(packed)
+    except Exception as error:  # whatever a module of the user's does when it is imported
+        told = f"cannot be read in the process of the trainer: {type(error).__name__}: {error}"
+        remedy = "define functions and classes in a module that it can import"
+        raise RecipeError([Problem(f"{method}: an argument", told, remedy)]) from error
+    return arguments, named
 
 
 def _movable(value: Any) -> Any:

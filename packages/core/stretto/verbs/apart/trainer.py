@@ -143,7 +143,7 @@ class TrainerApart:
 
     def _call(self, method: str, *arguments: Any, seconds: float | None = None, **named: Any) -> Any:
         """A method of the trainer there; waits at most `seconds`."""
-        packed = pickle.dumps((arguments, named), pickle.HIGHEST_PROTOCOL)  # an error of which is that of this call
+        packed = _packed(method or "Trainer.apart", arguments, named)
         with self._calls:
             if self._ended is not None:
                 raise self._ended
@@ -187,6 +187,18 @@ class TrainerApart:
             told = "a call of the trainer was interrupted within a message; close it and make another"
             self._ended = StrettoError(told)
             raise
+
+
+def _packed(method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bytes:
+    """
+    Raises:
+        RecipeError: something of it cannot be pickled; nothing was sent.
+    """
+    try:
+        return pickle.dumps((arguments, dict(named)), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # whatever the class of a user's argument does when it is pickled
+        told, remedy = f"cannot be sent to another process: {error}", "give numbers, texts, tensors, stretto's own data"
+        raise RecipeError([Problem(f"{method}: an argument", told, remedy)]) from error
 
 
 def _check_function(loss: Any) -> None:
