@@ -16,7 +16,8 @@ import torch
 
 from stretto.core.errors import Problem, RecipeError, StrettoError
 from stretto.processes.heartbeat import begin_role
-from stretto.verbs.apart.wire import TrainerArguments, TrainerCall, receive, send
+from stretto.trainer.gradients import Gradient
+from stretto.verbs.apart.wire import UNDO, TrainerArguments, TrainerCall, receive, send
 from stretto.verbs.trainer import LocalTrainer
 from stretto.verbs.weights import PolicyWeights
 
@@ -24,6 +25,7 @@ from stretto.verbs.weights import PolicyWeights
 def serve(connection: Connection) -> None:
     """Make a trainer and do what is asked, call by call, until the caller is gone."""
     trainer: LocalTrainer | None = None
+    before: Gradient = []
     while True:
         try:
             call: TrainerCall = receive(connection)
@@ -35,7 +37,10 @@ def serve(connection: Connection) -> None:
             arguments, named = _unpacked(method, packed)
             if trainer is None:
                 trainer = LocalTrainer(*arguments, **named)
+            elif method == UNDO:
+                trainer.gradient = before
             else:
+                before = trainer.gradient if method == "forward_backward" else []
                 value = _movable(getattr(trainer, method)(*arguments, **named))
         except Exception as raised:  # of a user's loss, or of torch: it is raised where the call was made
             traceback.print_exc()
