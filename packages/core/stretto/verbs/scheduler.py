@@ -52,7 +52,7 @@ class GroupScheduler:
         scheduler = stretto.Scheduler([(2, 3), (4, 5)], batch_size=2, group_size=2, max_staleness=0)
         engine = stretto.Engine.load("model")
         while ticket := scheduler.admit():
-            completions = engine.sample(ticket.prompt.token_ids, seeds=ticket.seeds, max_tokens=4)
+            completions = engine.sample(ticket, max_tokens=4)
             scheduler.finish(ticket, completions, rewards=[len(one.text) for one in completions])
         print(len(scheduler.take().groups))
 
