@@ -4,7 +4,7 @@
 - Under adapters that share a model an engine says what one with the merged weights says.
 - Scores are the model's own log-probabilities; seeds, several completions, stop tokens and top log-probabilities.
 - An engine in a process of its own says the same as one in this process; dropped, it keeps nobody waiting, and ends.
-- A ticket's tokens are on record: after a kill its completions go on after them, and are those of a loop without a kill.
+- A ticket's tokens are on record: after a kill its completions go on after them, and are those of a loop without one.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def test_a_ticket_brings_its_prompt_and_its_seeds(engine: stretto.Engine, folder
     assert engine.sample(ticket, max_tokens=6) == engine.sample(PROMPT, seeds=ticket.seeds, max_tokens=6)
     for beside in ({"n": 2}, {"seed": 1}, {"seeds": [1]}):
         with pytest.raises(stretto.RefusedRequest, match="a ticket, beside n, seed or seeds; leave these out"):
-            engine.sample(ticket, **beside)  # type: ignore[arg-type]
+            engine.sample(ticket, **beside)
     with stretto.Ledger(tmp_path) as ledger, stretto.Engine.load(folder, cache_gib=0.05, ledger=ledger) as keeping:
         scheduler = stretto.Scheduler([PROMPT], batch_size=1, group_size=2, ledger=ledger)
         kept = admitted(scheduler)

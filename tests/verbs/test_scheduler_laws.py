@@ -120,7 +120,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestCallsInAnyOrder = AnyOrder.TestCase
-TestCallsInAnyOrder.settings = settings(max_examples=25, stateful_step_count=40)
+TestCallsInAnyOrder.settings = settings(max_examples=15, stateful_step_count=40)
 
 
 @st.composite
@@ -157,10 +157,10 @@ def test_a_ledger_goes_on_as_it_began_or_says_what_differs(
             for ticket in list(iter(scheduler.admit, None))[:finished]:
                 scheduler.finish(ticket, [said(0)] * 2, [1.0, 0.0])
             first = scheduler.take()
-        same = prompts == PROMPTS and {"seed": 0, **BOUNDS} == {"seed": 0, **BOUNDS, **given_settings}
+        same = prompts == PROMPTS and {"seed": 0, **BOUNDS, **given_settings} == {"seed": 0, **BOUNDS}
         with stretto.Ledger(folder) as ledger:
             if not same:
-                with pytest.raises(stretto.RunFolderError, match="was begun with .*; give .*, or another folder"):
+                with pytest.raises(stretto.RunFolderError, match=r"was begun with .*; give .*, or another folder"):
                     stretto.Scheduler(prompts, ledger=ledger, **{**BOUNDS, **given_settings})
             scheduler = stretto.Scheduler(PROMPTS, ledger=ledger, **BOUNDS)  # a refusal has changed nothing
             again = scheduler.take()

@@ -16,6 +16,7 @@ import types
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,13 +67,14 @@ def test_mistakes_are_told_as_here_and_leave_it_usable(
     elsewhere = types.ModuleType("nowhere_else")
     exec("def loss(logprobs, data): return logprobs[0].sum()", elsewhere.__dict__)
     monkeypatch.setitem(sys.modules, "nowhere_else", elsewhere)
-    with pytest.raises(stretto.RecipeError, match="forward_backward: an argument: cannot be read in .*nowhere_else"):
+    with pytest.raises(stretto.RecipeError, match=r"forward_backward: an argument: cannot be read in .*nowhere_else"):
         apart.forward_backward(data, elsewhere.loss)
     with pytest.raises(stretto.RecipeError, match="forward_backward: an argument: cannot be sent to another process"):
         apart.forward_backward(data, "ppo", advantages=threading.Lock())
-    for nothing in ([], iter(()), None, data[0]):
-        with pytest.raises(stretto.DataError, match="forward_backward: data: .*; give a list of stretto.Datum"):
-            apart.forward_backward(nothing)  # type: ignore[arg-type]
+    nothing: list[Any] = [[], iter(()), None, data[0]]
+    for one in nothing:
+        with pytest.raises(stretto.DataError, match=r"forward_backward: data: .*; give a list of stretto.Datum"):
+            apart.forward_backward(one)
     expected = apart.forward(data).logprobs
     assert apart.forward(one for one in data).logprobs == expected  # type: ignore[arg-type]
 

@@ -22,7 +22,6 @@ from stretto.trainer.optimizer import Learner
 from stretto.trainer.outcomes import TokenMeter
 from stretto.trainer.reference import Reference
 
-
 #: Of each trained parameter.
 Gradient = list[Tensor | None]
 

@@ -62,8 +62,8 @@ class LocalEngine:
         later = engine.submit("3+4=", n=4, max_tokens=8)  # goes on while this program does something else
         print(len(later.result()), engine.version)
 
-    A ticket of `Scheduler.admit` may be given in place of a prompt: it brings its seeds. With the scheduler's ledger its
-    tokens are on record while they are sampled, and after a kill they are gone on with.
+    A ticket of `Scheduler.admit` may be given in place of a prompt: it brings its seeds. With the scheduler's ledger
+    its tokens are on record while they are sampled, and after a kill they are gone on with.
     """
 
     def __init__(self, source: CompletionSource, tokenizer: Tokenizer, ledger: FolderLedger | None = None) -> None:

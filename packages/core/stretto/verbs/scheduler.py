@@ -95,8 +95,8 @@ class GroupScheduler:
         self._changed = asyncio.Event()
         self._restored = deque[Ticket]()
         self._out: Batch | None = None  # taken, and not trained yet
-        begun = {"seed": seed, _PROMPTS: _mark_of(asked), "group_size": config.group_size}
-        state = self._resume(ledger, version, begun) if ledger is not None else None
+        origin: dict[str, int | str] = {"seed": seed, _PROMPTS: _mark_of(asked), "group_size": config.group_size}
+        state = self._resume(ledger, version, origin) if ledger is not None else None
         self._controller = Controller(
             config,
             PromptStream(asked, seed, state.position if state is not None else None),
@@ -250,12 +250,12 @@ class GroupScheduler:
             raise DataError([Problem(place, told, "call `advance` after each batch, once the engine has its version")])
         return turn.segment
 
-    def _resume(self, ledger: FolderLedger, version: int, begun: Mapping[str, int | str]) -> ControllerState:
+    def _resume(self, ledger: FolderLedger, version: int, origin: Mapping[str, int | str]) -> ControllerState:
         """What a scheduler that was killed has left."""
         last = ledger.last_step()
         if ledger.balance().issued:
-            _check_same_run(ledger, begun)
-        for name, value in begun.items():
+            _check_same_run(ledger, origin)
+        for name, value in origin.items():
             ledger.put(name, value)
         if last is not None and last < version:
             found = f"its newest batch is that of version {last - 1}, and the trainer is at version {version}"
@@ -280,13 +280,13 @@ class GroupScheduler:
                 self._restored.append(ticket)
 
 
-def _check_same_run(ledger: FolderLedger, begun: Mapping[str, int | str]) -> None:
+def _check_same_run(ledger: FolderLedger, origin: Mapping[str, int | str]) -> None:
     """Refuse a ledger whose groups are of other prompts, or have other seeds or another number of members.
 
     Raises:
         RunFolderError: the first difference.
     """
-    for name, value in begun.items():
+    for name, value in origin.items():
         if (known := ledger.get(name, type(value))) in (None, value):
             continue
         told, remedy = f"was begun with {name} {known}, not {value}", f"give {name}={known}"
