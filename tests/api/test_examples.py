@@ -42,6 +42,7 @@ def test_an_example_is_short_and_imports_the_public_names_alone(name: str, most:
     text = (EXAMPLES / f"{name}.py").read_text()
     assert len(text.splitlines()) <= most
     assert re.findall(r"^\s*(?:import|from) (stretto\S*)", text, re.MULTILINE) == ["stretto"]
+    assert len(set(re.findall(r"\bstretto\.(\w+)", text))) <= 8  # concepts that its reader has to know
 
 
 def test_the_loop_on_one_page_learns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,16 +89,17 @@ def test_a_preference_for_short_replies_is_learnt(warm: Bench) -> None:
 
 
 @pytest.mark.long
-def test_a_student_is_held_against_its_teacher(warm: Bench) -> None:
-    log = warm.folder / "logs" / "rl" / "checkpoints.jsonl"
+def test_a_student_comes_nearer_to_its_teacher(bench: Bench) -> None:
+    """The teacher is what `sl_loop` left, the student begins with random weights."""
+    log = bench.folder / "logs" / "sl" / "checkpoints.jsonl"
     if not log.exists():
-        pytest.skip("rl_loop, whose policy is the teacher, has not run")
+        pytest.skip("sl_loop, whose policy is the teacher, has not run")
     teacher = json.loads(log.read_text().splitlines()[-1])["sampler_path"]
-    words = ("group_size=4", "groups_per_batch=8", "lora_rank=8", "max_tokens=12", "learning_rate=2e-3", "max_steps=2")
+    words = ("group_size=4", "groups_per_batch=8", "lora_rank=8", "max_tokens=12", "learning_rate=1e-2", "max_steps=10")
     told = (f"teacher_model={NAME}", f"teacher_checkpoint={teacher}", *words, *_SHORT)
-    divergence = curve(warm.recipe("distillation.on_policy_distillation", "distilled", *told), "teacher_kl")
-    assert len(divergence) == 2
-    assert divergence[0] > 0.01  # the teacher has learnt what the student has not
+    divergence = curve(bench.recipe("distillation.on_policy_distillation", "distilled", *told), "teacher_kl")
+    assert len(divergence) == 10
+    assert mean(divergence[-2:]) < divergence[0] / 2
 
 
 def test_dpo_learns(bench: Bench) -> None:

@@ -50,6 +50,21 @@ def serving(backend: Backend, folder: Path, keys: Sequence[str] = ()) -> Iterato
         server.close()
 
 
+@contextmanager
+def held(server: TinkerServer) -> Iterator[None]:
+    """The worker waits meanwhile, so that requests meet in one turn."""
+    gate = threading.Event()
+
+    def wait() -> None:
+        gate.wait(30)
+
+    server.worker._order(wait)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
 def tensor(message: Any, values: Any) -> None:
     """Write numbers into a message `Tensor`."""
     array = np.asarray(values)

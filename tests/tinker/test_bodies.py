@@ -1,4 +1,4 @@
-"""Bodies and downloads: no reply is a 5xx, few bytes make no large array, an archive is whole and nothing stays behind."""
+"""Bodies and downloads: no reply is a 5xx, few bytes make no large array, an archive leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.routing import Route
 
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.wire import schema
@@ -55,11 +56,12 @@ def test_no_body_on_any_path_is_an_error_of_the_server(server: tuple[str, Tinker
     client.save(model, 1, "x")
     known = st.sampled_from([client.session, model, sampler, f"tinker://{model}/weights/x", f"{model}:0"])
     bodies = st.dictionaries(st.sampled_from(_FIELDS), known | _ANY, max_size=5)
+    routes = [route for route in running.app._app.routes if isinstance(route, Route)]
     paths = [
         (method, route.path.replace("{run}", model).replace("{kind}", "weights").replace("{name}", "x"))
-        for route in running.app._app.routes
-        for method in sorted((route.methods or set()) - {"HEAD"})  # type: ignore[attr-defined]
-        if not route.path.endswith("/finish") and method != "DELETE"  # type: ignore[attr-defined]
+        for route in routes
+        for method in sorted((route.methods or set()) - {"HEAD"})
+        if not route.path.endswith("/finish") and method != "DELETE"
     ]
 
     @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.record.record import Asked
+from stretto_tinker.work.sampling import SampleQueue
 from stretto_tinker.work.turns import Turns
-from tests.tinker.speaking import Client, job, serving, tokens_of, told
+from tests.tinker.speaking import Client, held, job, serving, tokens_of, told
 from tests.tinker.test_training import data_for
 
 
@@ -182,3 +188,59 @@ def test_what_only_an_ended_session_knows_is_removed(backend: LocalBackend, tmp_
         assert client.output(asked).loss > 0
         server.record.forget_sessions(-1.0)
         assert client.fetch(asked).status_code == 410
+
+
+def test_nobody_waits_for_anothers_backlog_of_samples(backend: LocalBackend, tmp_path: Path) -> None:
+    """By the order of the results, so that no clock is asked."""
+    with serving(backend, tmp_path) as (address, server):
+        large, small = Client(address, "tml-large"), Client(address, "tml-small")
+        many, few = large.sampler(0), small.sampler(0)
+        with held(server):
+            backlog = [
+                large.sample(many, seq, [3, 4, 5, 6], n=100, params={"max_tokens": 20, "stop": []}) for seq in range(6)
+            ]
+            quick = small.sample(few, 0, [3, 4, 5, 6], params={"max_tokens": 2})
+        small.sampled(quick)
+        for one in backlog:
+            large.sampled(one)
+        places = {id: place for id, _, _, place in server.record.settled_after(few, 0, 0, 9)}
+        places |= {id: place for id, _, _, place in server.record.settled_after(many, 0, 0, 9)}
+        assert sum(places[one] < places[quick] for one in backlog) <= 2  # those that were open already
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
+def test_the_client_with_the_fewest_open_is_begun_next(owners: list[str]) -> None:
+    queue, open_ = SampleQueue(), dict[str, int]()
+    for seq, owner in enumerate(owners):
+        queue.add(Asked(str(seq), "lane", seq, owner, "sample", b""))
+    order = list[Asked]()
+    while (asked := queue.next(open_)) is not None:
+        assert open_.get(asked.owner, 0) == min(open_.get(owner, 0) for owner in queue.owners)
+        queue.remove(asked)
+        open_[asked.owner] = open_.get(asked.owner, 0) + 1
+        order.append(asked)
+    assert sorted(int(asked.id) for asked in order) == list(range(len(owners)))
+    for owner in set(owners):
+        own = [asked.seq for asked in order if asked.owner == owner]
+        assert own == sorted(own)
+
+
+def test_a_client_that_asks_for_a_result_or_sends_a_heartbeat_is_not_silent(
+    backend: LocalBackend, tmp_path: Path
+) -> None:
+    with serving(backend, tmp_path) as (address, server):
+        client = Client(address)
+        sampler = client.sampler(0)
+        asked = client.sample(sampler, 1, [3, 4, 5, 6])
+        signs: dict[str, Callable[[], Any]] = {
+            "heartbeat": lambda: client.post("session_heartbeat", {"session_id": client.session}),
+            "one future": lambda: client.sampled(asked),
+            "futures": lambda: client.post(
+                "retrieve_futures", {"target": {"sampling_session_id": sampler}, "timeout": 0}
+            ),
+        }
+        for sign in signs.values():
+            server._service._seen[client.session] = -1e9
+            sign()
+            server._service.look_after(60.0)
+            assert client.session in server._service._seen

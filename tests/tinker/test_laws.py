@@ -4,7 +4,7 @@
 - A sampler has the weights of its name as they were saved last.
 - What a client left behind, by silence or by an end, is computed, and leaves the memory and the disk.
 - A number has one body.
-- Nobody waits for another client's backlog; a request that kills the server is given up.
+- A request that kills the server is given up.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import sqlite3
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +21,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from stretto_tinker.compute import sampler as sampler_module
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.http.service import Service
-from stretto_tinker.record.record import Asked
 from stretto_tinker.serve import TinkerServer
-from stretto_tinker.work.sampling import SampleQueue
-from tests.tinker.speaking import Client, serving, told
+from tests.tinker.speaking import Client, held, serving, told
 from tests.tinker.test_training import data_for
 
 _FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 _NUMBERS = itertools.count(1)
 _PROMPT = [3, 4, 5, 6]
-
-
-@contextmanager
-def held(server: TinkerServer) -> Iterator[None]:
-    """The worker waits meanwhile, so that requests meet in one turn."""
-    gate = threading.Event()
-    server.worker._order(lambda: gate.wait(30) and None)
-    try:
-        yield
-    finally:
-        gate.set()
 
 
 def leaves(server: TinkerServer, model: str) -> bool:
@@ -147,40 +132,6 @@ def test_an_engine_that_fails_is_told_to_its_clients_and_replaced(
         assert client.sampled(client.sample(sampler, 2, _PROMPT)).sequences
 
 
-def test_nobody_waits_for_anothers_backlog_of_samples(backend: LocalBackend, tmp_path: Path) -> None:
-    """By the order of the results, so that no clock is asked."""
-    with serving(backend, tmp_path) as (address, server):
-        large, small = Client(address, "tml-large"), Client(address, "tml-small")
-        many, few = large.sampler(0), small.sampler(0)
-        with held(server):
-            backlog = [
-                large.sample(many, seq, _PROMPT, n=100, params={"max_tokens": 20, "stop": []}) for seq in range(6)
-            ]
-            quick = small.sample(few, 0, _PROMPT, params={"max_tokens": 2})
-        small.sampled(quick)
-        for one in backlog:
-            large.sampled(one)
-        places = {id: server.record._one("SELECT place FROM requests WHERE id = ?", id) for id in (quick, *backlog)}
-        assert sum(places[one] < places[quick] for one in backlog) <= 2  # those that were open already
-
-
-@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
-def test_the_client_with_the_fewest_open_is_begun_next(owners: list[str]) -> None:
-    queue, open_ = SampleQueue(), dict[str, int]()
-    for seq, owner in enumerate(owners):
-        queue.add(Asked(str(seq), "lane", seq, owner, "sample", b""))
-    order = list[Asked]()
-    while (asked := queue.next(open_)) is not None:
-        assert open_.get(asked.owner, 0) == min(open_.get(owner, 0) for owner in queue.owners)
-        queue.remove(asked)
-        open_[asked.owner] = open_.get(asked.owner, 0) + 1
-        order.append(asked)
-    assert sorted(int(asked.id) for asked in order) == list(range(len(owners)))
-    for owner in set(owners):
-        own = [asked.seq for asked in order if asked.owner == owner]
-        assert own == sorted(own)
-
-
 # Weights and names
 
 
@@ -228,6 +179,39 @@ def weights_after(server: tuple[str, TinkerServer], acts: list[str]) -> None:
         assert saved["path"] == path
         found = scores(client, client.sampler(next(samplers), path), 1)
         np.testing.assert_allclose(found, learnt(client, model, next_seq()), atol=1e-4)
+
+
+def test_engines_of_weights_that_nobody_samples_by_are_few(backend: LocalBackend, tmp_path: Path) -> None:
+    with serving(backend, tmp_path) as (address, server):
+        client = Client(address)
+        model = client.create()
+        paths = [client.save(model, seq, f"w{seq}", "save_weights_for_sampler")["path"] for seq in range(1, 6)]
+        samplers = [client.sampler(seq, path) for seq, path in enumerate(paths)]
+        with held(server):  # all of them are needed at once
+            asked = [client.sample(sampler, 0, _PROMPT) for sampler in samplers]
+        for one in asked:
+            client.sampled(one)
+        client.sampled(client.sample(client.sampler(20), 0, _PROMPT))
+        assert len(server.worker._engines._engines) <= 3 + 1
+
+
+def test_log_probabilities_of_a_long_prompt_are_made_a_part_at_a_time(
+    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module, "_ROWS", 4)
+    sampler, calls = backend.sampled(None), list[int]()
+    whole = sampler.likeliest(_PROMPT * 5, 1, 3)
+    head = sampler._forward().get_output_embeddings()
+    hook = head.register_forward_hook(lambda module, given, found: calls.append(len(given[0])))
+    rows = sampler._rows(_PROMPT * 5, 1)
+    next(rows)
+    assert calls == [4]
+    assert len(list(rows)) == 4
+    hook.remove()
+    monkeypatch.setattr(sampler_module, "_ROWS", 256)
+    again = sampler.likeliest(_PROMPT * 5, 1, 3)
+    assert (again.token_ids == whole.token_ids).all()
+    np.testing.assert_allclose(again.logprobs, whole.logprobs, atol=1e-5)
 
 
 def test_a_number_of_a_sampler_that_is_in_use_is_refused(address: str) -> None:
@@ -402,6 +386,32 @@ def test_a_request_under_which_the_server_was_killed_three_times_is_given_up(
         for id in (deadly, sample):
             failed = client.result(id)
             assert (failed["category"], failed["error"][:29]) == ("server", "the server was killed 3 times")
-        assert "before this step was given up" in client.result(step)["error"]
+        assert "a forward_backward before this step failed" in client.result(step)["error"]
         assert client.sampled(other).sequences
         assert client.output(client.forward_backward(model, 3, data_for("cross_entropy"))).loss > 0
+
+
+def test_a_result_that_no_row_can_hold_fails_its_request_and_is_no_part_of_the_gradient(
+    backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(backend, tmp_path) as (address, server):
+        client = Client(address)
+        model, data = client.create(), data_for("cross_entropy")
+        client.output(client.forward_backward(model, 1, data))
+        settle = server.record.settle
+
+        def failing(id: str, state: str, *more: Any, **named: Any) -> None:
+            if id.endswith(":2") and state == "done":
+                raise sqlite3.DataError("string or blob too big")
+            settle(id, state, *more, **named)
+
+        monkeypatch.setattr(server.record, "settle", failing)
+        failed = client.result(client.forward_backward(model, 2, data))
+        monkeypatch.undo()
+        assert "the result cannot be kept: string or blob too big" in failed["error"]
+        assert "before this step failed" in client.result(client.step(model, 3))["error"]
+        client.output(client.forward_backward(model, 4, data))
+        norm = client.result(client.step(model, 5))["metrics"]["grad_norm"]
+        calm = client.create(1)
+        client.output(client.forward_backward(calm, 1, data))
+        assert client.result(client.step(calm, 2))["metrics"]["grad_norm"] == norm

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.core.errors import RefusedRequest
+from stretto.core.errors import RecipeError, RefusedRequest
+from stretto_app.extensions.commands.tinker import tinker
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.http.exchange import LARGEST_BODY
 from stretto_tinker.wire.datums import parse_job
@@ -201,6 +202,24 @@ def test_what_is_not_served_says_its_name_and_why(address: str) -> None:
     assert "is not served here; the model is 'base'" in client.post("create_model", other).json()["detail"]
     age = client.save(id, 1, "x", "save_weights_external", age_encryption_recipients=["age1..."])
     assert "encryption (age) is not served" in age["error"]
+    kind = client.save(id, 2, None, "save_weights_for_sampler", sampling_session_seq_id=50, kind="tomorrow")
+    assert "kind: 'tomorrow' is not served; snapshot or inflight" in kind["error"]
+    token = {
+        "model_id": id,
+        "seq_id": 3,
+        "path": f"tinker://{id}/weights/x",
+        "optimizer": True,
+        "weights_access_token": "t",
+    }
+    assert "weights_access_token: is not served: " in client.post("load_weights", token).json()["detail"]
+    project = {"tags": [], "user_metadata": {}, "sdk_version": "test", "project_id": "p"}
+    assert "project_id: is not served: there are no projects" in client.post("create_session", project).json()["detail"]
+    both = {"model_id": id, "seq_id": 3, "adam_params": {"learning_rate": 1e-2}, "optimizer_params": {"type": "adamw"}}
+    assert (
+        "optimizer_params: beside adam_params"
+        in client.result(client.post("optim_step", both).json()["request_id"])["error"]
+    )
+    assert "unload_model is not served: models leave the memory" in client.post("unload_model").json()["detail"]
 
 
 def test_a_full_disk_fails_the_checkpoint_and_nothing_else(
@@ -238,3 +257,11 @@ def test_numbers_that_overflow_fail_the_request_and_leave_the_model(address: str
         "the loss is" in client.result(client.forward_backward(id, 2, [(tokens, wild)], "importance_sampling"))["error"]
     )
     assert client.output(client.forward_backward(id, 3, _GOOD, forward_only=True)).loss == before
+
+
+@pytest.mark.parametrize(
+    "setting", ["trainer.threads=4", "trainer.learning_rate=1", "engine.dtype=bfloat16", "engine.on_update=keep"]
+)
+def test_a_setting_that_nothing_reads_is_refused(setting: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="has no meaning for a server"):
+        tinker(model, host="127.0.0.1", port=0, folder=tmp_path, overrides=[setting])

@@ -56,15 +56,15 @@ class Datum:
         prompt, completion, logprobs = plain(prompt), plain(completion), plain(logprobs)
         before = len(prompt) - 1
         whole = (*prompt, *completion)
-        advantages = plain(advantages)
-        if isinstance(advantages, Real):
-            advantages = [float(advantages)] * len(completion)
+        given = plain(advantages)
+        if isinstance(given, Real):
+            given = [float(given)] * len(completion)
         return cls(
             token_ids=tuple(whole[:-1]),
             targets=tuple(whole[1:]),
             weights=(0.0,) * before + (float(weight),) * len(completion),
             logprobs=(0.0,) * before + tuple(logprobs) if logprobs else (),
-            advantages=(0.0,) * before + tuple(map(float, advantages)) if advantages is not None else (),
+            advantages=(0.0,) * before + tuple(map(float, given)) if given is not None else (),
         )
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from stretto.core.errors import RefusedRequest
 from stretto_tinker.http.exchange import Call, Handler, NotServed, told
 from stretto_tinker.http.service import Service
 from stretto_tinker.record.dates import written
@@ -69,6 +70,8 @@ class Sessions:
 
     async def _open(self, call: Call) -> Response:
         body = await call.parsed(OpenSession)
+        if body.project_id is not None:
+            raise RefusedRequest("project_id", "is not served: there are no projects", "null")
         asked = call.request.headers.get("x-idempotency-key") or uuid.uuid4().hex
         described = msgspec.json.encode(body)
         record = self._service.record
@@ -101,7 +104,7 @@ class Sessions:
             "session_id": row.id,
             "created_at": written(row.created),
             "owner": row.owner,
-            "project_id": opened.project_id or "",
+            "project_id": "",
             "status": {"type": "active"} if row.ended is None else None,
             "checkpoints_count": sum(
                 one.model.partition(":")[0] == row.id for one in self._service.record.checkpoints(owner=row.owner)

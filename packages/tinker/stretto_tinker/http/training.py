@@ -103,6 +103,9 @@ class Training:
         held = self._service.record.request(f"{known}:{0 if of_session else body.seq_id}")
         if held is not None and held.owner == call.owner:  # it comes again: what it loaded may be gone by now
             return self._accept(call, known, held.seq, LOAD, raw)
+        if body.weights_access_token is not None:
+            told = "is not served: what its owner has published is read without one"
+            raise RefusedRequest("weights_access_token", told, "null")
         source = self._service.checkpoint(body.path, call.owner)
         folder = self._service.weights.folder(Place.of(source.path))
         shape = self._service.worker.models.shape_at(folder)

@@ -119,15 +119,6 @@ class Models:
             live.behind += time.monotonic() - began
         return result, form, live.model.digest() if asked.kind == STEP else ""
 
-    def given_up(self, row: ModelRow, asked: Asked) -> None:
-        """A request is not computed: a step behind it has no whole gradient."""
-        if asked.kind in (CREATE, LOAD):
-            self.forget(row.id)
-            return
-        live = self.live(row)
-        live.seq = asked.seq
-        self._failed(live, asked.kind, f"{asked.kind} {asked.seq} before this step was given up")
-
     def _failed(self, live: Live, kind: str, why: str) -> None:
         if kind == BACKWARD:
             live.broken = live.broken or why
@@ -223,6 +214,8 @@ def _adam(body: OptimStep) -> Adam:
     Raises:
         RefusedRequest: they are not finite or out of their range, or are those of another optimizer.
     """
+    if body.adam_params is not None and body.optimizer_params is not None:
+        raise RefusedRequest("optimizer_params", "beside adam_params", "one of them")
     if body.adam_params is None:
         found = (body.optimizer_params or {}).get("type", "nothing")
         raise RefusedRequest("optimizer_params", f"the optimizer {found!r} is not served", "adamw")

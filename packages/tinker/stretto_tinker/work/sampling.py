@@ -66,6 +66,10 @@ class Engines:
         for name in idle[: max(0, len(idle) - _FEWEST_IDLE)]:
             del self._engines[name]
 
+    def discard(self, name: str) -> None:
+        """Forget an engine that has failed."""
+        self._engines.pop(name, None)
+
     def drop(self, name: str) -> None:
         """Forget the engine of some weights."""
         if name in self._engines and not self._engines[name].idle:

@@ -17,6 +17,7 @@ from stretto_tinker.work.models import Live
 SAVE, SAVE_FOR_SAMPLER, SAVE_EXTERNAL = "save_weights", "save_weights_for_sampler", "save_weights_external"
 _KINDS = {SAVE: TRAINING, SAVE_FOR_SAMPLER: SAMPLER, SAVE_EXTERNAL: EXTERNAL}
 SAVES = frozenset(_KINDS)
+_KEPT = ("snapshot", "inflight")  # what samplers of weights without a name have after the next save
 _UNNAMED = "unnamed-"
 _OPTIMIZER = "optimizer.*"
 
@@ -72,6 +73,8 @@ class Saving:
         if held is not None and held.request != asked.id and not body.overwrite:
             told = f"{place.path} is there already"
             raise RefusedRequest("path", told, "another name, or overwrite")
+        if body.kind not in _KEPT:
+            raise RefusedRequest("kind", f"{body.kind!r:.40} is not served", " or ".join(_KEPT))
         if body.age_encryption_recipients:
             told = "encryption (age) is not served: this server is the client's own"
             raise RefusedRequest("age_encryption_recipients", told, "none")

@@ -209,7 +209,7 @@ class Worker:
         assert row is not None, "a model is on record before its requests"
         try:
             if times > _MOST_KILLS:
-                self.models.given_up(row, asked)
+                self.models.forget(asked.lane)  # restored from the record, where this has failed
                 self._fail(asked, _KILLED, SERVER)
             else:
                 self._train(asked, row)
@@ -303,10 +303,11 @@ class Worker:
                     self._settle(asked, partial(self._record.settle, asked.id, DONE, result, "proto"))
         except Exception as error:  # the engine cannot go on: all that it had is told, and a new one is made
             log.exception("the engine of %s failed", weights or "the base model")
-            self._forget_engine(weights)
+            self._engines.discard(weights)
+            with self._wake:
+                self._samplings.pop(weights, None)
             for asked in begun:
                 self._fail(asked, _said(error), SERVER)
-                sampling.abort(asked.id)
         with self._wake:
             ended = [name for name, one in self._samplings.items() if one.idle]
             for name in ended:
