@@ -3,6 +3,7 @@
 - A call works, or is a `UserError` that changes nothing; what the ledger counts is what the scheduler has.
 - One batch is out at a time; after a kill at any moment it comes again, as do all that the trainer has lost, as they
   were. No trajectory is in two batches, and no token is trained beyond the bound.
+- A group that was finished is finished after a kill.
 - A ledger goes on with the prompts, the seed and the group size with which its groups began, or says what differs.
 """
 
@@ -100,8 +101,9 @@ class AnyOrder(RuleBasedStateMachine):
         old, self.lives = self.folder / str(self.lives), self.lives + 1
         shutil.copytree(old, self.folder / str(self.lives))
         self.ledger.close()
-        self.tickets = []
+        self.tickets, finished = [], self.scheduler.buffered
         self.live(max(0, self.scheduler.version - back))
+        assert self.scheduler.buffered == finished
 
     @invariant()
     def balanced(self) -> None:

@@ -35,9 +35,9 @@ class FolderLedger(Ledger):
             ledger.put("note", "one group is in flight")
             print(ledger.balance().in_flight, ledger.get("note", str))
 
-    Any thread may call it. A kill loses the changes of about the last second; never a batch, which is on record before
-    it is trained. Tokens of completions in flight are on record too where an engine has this ledger and samples the
-    scheduler's tickets (`Engine.load(..., ledger=...)`); others are sampled again from their first token.
+    Any thread may call it. A kill loses no batch that was taken and no group that was finished. Of completions in
+    flight it loses the tokens of the last second or two where an engine has this ledger and samples the scheduler's
+    tickets (`Engine.load(..., ledger=...)`); others are sampled again from their first token.
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:

@@ -147,7 +147,7 @@ class GroupScheduler:
     def finish(self, ticket: Ticket, answers: Sequence[Answer], rewards: Sequence[float | None]) -> None:
         """The answers of a group, one for each of its seeds, with their rewards; None: not to be judged. An answer of
         several turns is a list: what the engine returned, and between it token ids that were given, such as the result
-        of a tool.
+        of a tool. They are on record when this returns.
 
         Raises:
             DataError: they are too few or too many, lack log-probabilities, or come from a version that is not trained
@@ -171,7 +171,7 @@ class GroupScheduler:
             found.append(Trajectory(name, segments, verdict, text))
         with self._whole:
             self._controller.finish(ticket, found)
-        self._changed.set()
+        self._settled()
 
     def lose(self, ticket: Ticket, reason: str) -> None:
         """Give a group up whose completions did not come; its prompt is asked again. A group that is no longer in
@@ -179,7 +179,7 @@ class GroupScheduler:
         with self._whole:
             if self._is_in_flight(ticket):
                 self._controller.lose(ticket, reason)
-        self._changed.set()
+        self._settled()
 
     def take(self) -> Batch | None:
         """The next batch, on record before this returns; None while it has to wait for groups. Until `advance` it is
@@ -225,6 +225,11 @@ class GroupScheduler:
         self._controller.load(version)
         for ticket in self._controller.overdue():
             self._controller.expire(ticket)
+
+    def _settled(self) -> None:
+        if self._ledger is not None:
+            self._ledger.flush()
+        self._changed.set()
 
     def _is_in_flight(self, ticket: Ticket) -> bool:
         return any(one is ticket for one in self._controller.tickets)
