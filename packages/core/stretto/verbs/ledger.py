@@ -13,7 +13,7 @@ from typing import Any
 from stretto.core.errors import Problem, RefusedRequest, RunFolderError, StoreError
 from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, trajectory_id
 from stretto.doors.mistakes import checked
-from stretto.loop.engines.in_flight import Engines, GroupInFlight, InFlight
+from stretto.loop.engines.in_flight import Engines, InFlight
 from stretto.loop.engines.restoring import progress_of
 from stretto.store import lock
 from stretto.store.ledger.config import StoreConfig
@@ -23,79 +23,20 @@ from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unf
 _KEEP_SECONDS = 1.0
 
 
-class FolderLedger(Ledger):
-    """The ledger of a folder, which one process writes at a time; one that is there is gone on with.
+class _AnyThread(Ledger):
+    """A ledger that several threads call: one makes changes, another one writes the tokens in flight.
 
-    Example::
-
-        # What became of the trajectories of a loop, and a fact of its own that is kept with them.
-        with stretto.Ledger("loop") as ledger:
-            scheduler = stretto.Scheduler([(2, 3, 4)], batch_size=1, group_size=2, ledger=ledger)
-            ticket = scheduler.admit()
-            ledger.put("note", "one group is in flight")
-            print(ledger.balance().in_flight, ledger.get("note", str))
-
-    Any thread may call it. A kill loses no batch that was taken and no group that was finished. Of completions in
-    flight it loses the tokens of the last second or two where an engine has this ledger and samples the scheduler's
-    tickets (`Engine.load(..., ledger=...)`); others are sampled again from their first token.
+    `lock` is held while changes are made that belong together.
     """
 
-    def __init__(self, folder: str | Path, **settings: Any) -> None:
-        """`settings` are keys of a recipe's section ``[store]``.
-
-        Raises:
-            RunFolderError: another process writes there, or the folder cannot be made.
-            StoreError: what is there is no ledger, or is damaged.
-            RecipeError: a setting is not what it should be.
-        """
-        self.folder = Path(folder).expanduser()
-        config = checked(settings, "Ledger", StoreConfig)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            found = f"cannot be created: {error.strerror}"
-            raise RunFolderError([Problem(str(folder), found, "give another folder")]) from error
-        self._release = weakref.finalize(self, os.close, lock.acquire(self.folder))
-        #: Held while changes are made that belong together: an engine's thread writes what is between them.
-        self.lock, self._closed = threading.RLock(), False
-        self._file_of_all = self.folder / "ledger.sqlite"
-        try:
-            super().__init__(self._file_of_all, config)
-        except BaseException:
-            self._release()
-            raise
-
-    def batches(self, after: int) -> Sequence[Batch]:
-        """The batches of the steps after `after`, as they were trained on.
-
-        Raises:
-            StoreError: one of them is not on record with every token.
-        """
-        self.flush()
-        return list(read_batches(self._file_of_all, after, self.last_step() or after))
-
-    def unfinished(self) -> Sequence[UnfinishedGroup]:
-        """The groups in flight and in the buffer, in the order of their admission.
-
-        Raises:
-            StoreError: one of them is not whole.
-        """
-        self.flush()
-        return read_unfinished(self._file_of_all)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    def in_flight(self) -> dict[str, GroupInFlight]:
-        """The tokens on record of the groups in flight."""
-        return {group.id: progress_of(group) for group in self.unfinished() if not group.trajectories}
+    def __init__(self, path: Path, config: StoreConfig) -> None:
+        self.lock, self.closed = threading.RLock(), False
+        super().__init__(path, config)
 
     def awaits(self, group: str) -> bool:
         """Whether the group is in flight, and no result of it is on record."""
         row = self._live.get(trajectory_id(group, 0))
-        return not self._closed and row is not None and row.state is State.IN_FLIGHT
+        return not self.closed and row is not None and row.state is State.IN_FLIGHT
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None:
         """As in a run; of a trajectory that is no longer in flight, nothing."""
@@ -129,10 +70,69 @@ class FolderLedger(Ledger):
         with self.lock:
             super().flush()
 
+
+class FolderLedger(_AnyThread):
+    """The ledger of a folder, which one process writes at a time; one that is there is gone on with.
+
+    Example::
+
+        # What became of the trajectories of a loop, and a fact of its own that is kept with them.
+        with stretto.Ledger("loop") as ledger:
+            scheduler = stretto.Scheduler([(2, 3, 4)], batch_size=1, group_size=2, ledger=ledger)
+            ticket = scheduler.admit()
+            ledger.put("note", "one group is in flight")
+            print(ledger.balance().in_flight, ledger.get("note", str))
+
+    Any thread may call it. A kill loses no batch that was taken and no group that was finished. Of completions in
+    flight it loses the tokens of the last second or two where an engine has this ledger and samples the scheduler's
+    tickets (`Engine.load(..., ledger=...)`); others are sampled again from their first token.
+    """
+
+    def __init__(self, folder: str | Path, **settings: Any) -> None:
+        """`settings` are keys of a recipe's section ``[store]``.
+
+        Raises:
+            RunFolderError: another process writes there, or the folder cannot be made.
+            StoreError: what is there is no ledger, or is damaged.
+            RecipeError: a setting is not what it should be.
+        """
+        self.folder = Path(folder).expanduser()
+        config = checked(settings, "Ledger", StoreConfig)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            found = f"cannot be created: {error.strerror}"
+            raise RunFolderError([Problem(str(folder), found, "give another folder")]) from error
+        self._release = weakref.finalize(self, os.close, lock.acquire(self.folder))
+        self._file_of_all = self.folder / "ledger.sqlite"
+        try:
+            super().__init__(self._file_of_all, config)
+        except BaseException:
+            self._release()
+            raise
+
+    def batches(self, after: int) -> Sequence[Batch]:
+        """The batches of the steps after `after`, as they were trained on.
+
+        Raises:
+            StoreError: one of them is not on record with every token.
+        """
+        self.flush()
+        return list(read_batches(self._file_of_all, after, self.last_step() or after))
+
+    def unfinished(self) -> Sequence[UnfinishedGroup]:
+        """The groups in flight and in the buffer, in the order of their admission.
+
+        Raises:
+            StoreError: one of them is not whole.
+        """
+        self.flush()
+        return read_unfinished(self._file_of_all)
+
     def close(self) -> None:
         """Write what is left, and let other processes in."""
         with self.lock:
-            self._closed = True
+            self.closed = True
             try:
                 super().close()
             finally:
@@ -153,7 +153,8 @@ class TicketsInFlight:
     """
 
     def __init__(self, engines: Engines, ledger: FolderLedger) -> None:
-        self._ledger, known = ledger, ledger.in_flight()
+        self._ledger = ledger
+        known = {group.id: progress_of(group) for group in ledger.unfinished() if not group.trajectories}
         self._in_flight = InFlight(engines, ledger, known)
         self._known, self._open = set(known), set[str]()
 
