@@ -26,8 +26,7 @@ async def generate(engine: stretto.Engine, scheduler: stretto.Scheduler) -> None
     """Start each group as soon as the bound allows it, and judge those that have ended."""
 
     async def answer(ticket: stretto.Ticket) -> None:
-        sampled = engine.submit(ticket.prompt.token_ids, seeds=ticket.seeds, max_tokens=LENGTH)
-        answers = await asyncio.wrap_future(sampled)
+        answers = await asyncio.wrap_future(engine.submit(ticket, max_tokens=LENGTH))
         scheduler.finish(ticket, answers, [judge(ticket.prompt.text, one.text) for one in answers])
 
     async with asyncio.TaskGroup() as groups:
@@ -53,11 +52,12 @@ async def train(
 async def main(folder: Path, steps: int = 100) -> None:
     if not (folder / "model").exists():
         stretto.build_model(folder / "model", seed=1, alphabet="0123456789", hidden_size=32, layers=1, head_dim=16)
-    trainer, engine = stretto.Trainer(folder / "model", learning_rate=5e-3), stretto.Engine.load(folder / "model")
-    if (folder / "checkpoints").exists():
-        print(f"going on from version {trainer.load(folder)}")
-    engine.update(trainer.weights())
     with stretto.Ledger(folder) as ledger:
+        trainer = stretto.Trainer(folder / "model", learning_rate=5e-3)
+        engine = stretto.Engine.load(folder / "model", ledger=ledger)  # which puts its tokens on record, each second
+        if (folder / "checkpoints").exists():
+            print(f"going on from version {trainer.load(folder)}")
+        engine.update(trainer.weights())
         bounds: dict[str, Any] = {"batch_size": 8, "group_size": 8, "max_in_flight": 4, "max_staleness": 2}
         own: dict[str, Any] = {"tokenizer": engine.tokenizer, "ledger": ledger, "version": trainer.version}
         scheduler = stretto.Scheduler(list("0123456789"), **own, **bounds)

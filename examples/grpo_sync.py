@@ -27,7 +27,7 @@ def main(steps: int = 80) -> list[float]:
     scheduler = stretto.Scheduler(digits, tokenizer=engine.tokenizer, batch_size=8, group_size=8, max_staleness=0)
     while trainer.version < steps:
         tickets = list(iter(scheduler.admit, None))
-        sampled = [engine.submit(one.prompt.token_ids, seeds=one.seeds, max_tokens=LENGTH) for one in tickets]
+        sampled = [engine.submit(one, max_tokens=LENGTH) for one in tickets]
         for ticket, future in zip(tickets, sampled, strict=True):
             answers = future.result()
             scheduler.finish(ticket, answers, [judge(ticket.prompt.text, one.text) for one in answers])

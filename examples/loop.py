@@ -33,7 +33,7 @@ async def generate(engine: stretto.Engine, scheduler: stretto.Scheduler) -> None
     async def answer(ticket: stretto.Ticket) -> None:
         # The engine samples one token of everything that is under way, in a thread of its own: the trainer computes
         # meanwhile in another. The completions of one prompt are a group: they are compared with each other.
-        future = engine.submit(ticket.prompt.token_ids, seeds=ticket.seeds, max_tokens=LENGTH)
+        future = engine.submit(ticket, max_tokens=LENGTH)
         answers = await asyncio.wrap_future(future)
         scheduler.finish(ticket, answers, [judge(ticket.prompt.text, one.text) for one in answers])
 

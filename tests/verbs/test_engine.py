@@ -3,20 +3,28 @@
 - New weights interrupt a completion: its tokens name the version that sampled them, and have its log-probabilities.
 - Under adapters that share a model an engine says what one with the merged weights says.
 - Scores are the model's own log-probabilities; seeds, several completions, stop tokens and top log-probabilities.
-- An engine in a process of its own says the same as one in this process.
+- An engine in a process of its own says the same as one in this process; dropped, it keeps nobody waiting, and ends.
+- A ticket's tokens are on record: after a kill its completions go on after them, and are those of a loop without one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import stretto
 from stretto.verbs.background import background
+from tests.launch.running import wait_until
 from tests.verbs.plain import plain_model
 
 PROMPT = (5, 12, 8)
@@ -116,12 +124,114 @@ def test_completions_of_one_prompt(engine: stretto.Engine) -> None:
 def test_an_engine_in_a_process_of_its_own_says_the_same(
     engine: stretto.Engine, folder: Path, data: list[stretto.Datum], warm: None
 ) -> None:
-    with stretto.Engine.load(folder, apart=True, cache_gib=0.05) as apart:
-        told: dict[str, Any] = {"n": 3, "seed": 1, "max_tokens": 8}
-        assert [one.token_ids for one in apart.sample(PROMPT, **told)] == [
-            one.token_ids for one in engine.sample(PROMPT, **told)
-        ]
-        trainer = trained(folder, data, lora=4)
-        assert apart.update(trainer.weights()) == apart.version == 1
-        assert apart.score([(*PROMPT, 3, 4)])[0] == pytest.approx(scored(trainer, (*PROMPT, 3, 4)), abs=1e-4)
-        assert set(apart.sample(PROMPT, max_tokens=4)[0].versions) == {1}
+    apart = stretto.Engine.load(folder, apart=True, cache_gib=0.05)
+    told: dict[str, Any] = {"n": 3, "seed": 1, "max_tokens": 8}
+    assert [one.token_ids for one in apart.sample(PROMPT, **told)] == [
+        one.token_ids for one in engine.sample(PROMPT, **told)
+    ]
+    trainer = trained(folder, data, lora=4)
+    assert apart.update(trainer.weights()) == apart.version == 1
+    assert apart.score([(*PROMPT, 3, 4)])[0] == pytest.approx(scored(trainer, (*PROMPT, 3, 4)), abs=1e-4)
+    began = time.monotonic()
+    assert set(apart.sample(PROMPT, max_tokens=4)[0].versions) == {1}
+    once = time.monotonic() - began
+
+    # Its last reference is in the thread that all engines share, whose work goes on.
+    place = str(cast(Any, apart._source)._folder)
+    assert running(place)
+    future = apart.submit(PROMPT, max_tokens=4)
+    del apart
+    began = time.monotonic()
+    assert len(future.result(60)) == 1
+    background().call(asyncio.sleep(0))
+    assert time.monotonic() - began < once + 4
+    wait_until(lambda: not Path(place).exists() and not running(place), "the end of the engine's process")
+
+
+def running(mark: str) -> list[Path]:
+    """Processes with this text among their arguments."""
+    found = list[Path]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (process / "cmdline").read_text(errors="replace"):
+                found.append(process)
+    return found
+
+
+@given(tokens=st.integers(1, 370), changed=st.integers(0, 370), members=st.integers(1, 2))
+@settings(max_examples=6)
+def test_after_a_kill_a_ticket_goes_on_after_the_tokens_on_record(
+    folder: Path, data: list[stretto.Datum], tokens: int, changed: int, members: int
+) -> None:
+    """`tokens`: sampled when the loop is killed; `changed`: when the engine got new weights, if that was before."""
+    asked: dict[str, Any] = {"max_tokens": 185, "stop_token_ids": ()}
+    bounds: dict[str, Any] = {"batch_size": 1, "group_size": members, "version": 1}
+    weights = trained(folder, data).weights()
+    with tempfile.TemporaryDirectory() as place:
+        left = Path(place) / "left"
+        with stretto.Ledger(Path(place) / "run") as ledger:
+            engine = stretto.Engine.load(folder, cache_gib=0.05, ledger=ledger)
+            ticket = admitted(stretto.Scheduler([PROMPT], ledger=ledger, **bounds))
+            future = engine.submit(ticket, **asked)
+
+            async def live() -> None:
+                source, tickets = cast(Any, engine._source), cast(Any, engine._tickets)
+                for at in sorted({changed, tokens}):
+                    while source._generation.engine.health().generated < at and not future.done():
+                        await asyncio.sleep(0)
+                    if at == changed:
+                        await source.update(weights)
+                    if at == tokens:
+                        await tickets._kept()
+                        shutil.copytree(ledger.folder, left)  # what a kill leaves
+
+            background().call(live())
+            whole = future.result(60)
+            engine.close()
+        with stretto.Ledger(left) as ledger:
+            [group] = ledger.unfinished()
+            known = [group.members[member].segments[0] for member in range(members)]
+            assert 0 < sum(one.length for one in known) <= tokens + members
+            scheduler = stretto.Scheduler([PROMPT], ledger=ledger, **bounds)
+            with stretto.Engine.load(folder, cache_gib=0.05, ledger=ledger) as engine:
+                engine.update(weights)
+                ticket = admitted(scheduler)
+                found = engine.sample(ticket, **asked)
+                generated = cast(Any, engine._source)._generation.engine.health().generated
+                assert engine.sample(ticket, **asked) == found  # from the record
+            assert generated == sum(len(one.token_ids) for one in whole) - sum(one.length for one in known)
+            for one, before, uninterrupted in zip(found, known, whole, strict=True):
+                assert one.token_ids[: before.length] == before.token_ids
+                assert one.logprobs[: before.length] == before.behavior_logprobs
+                assert one.versions[: before.length] == before.versions
+                assert list(one.versions) == sorted(one.versions)
+                if changed <= tokens:  # the same weights at the same places
+                    assert one.token_ids == uninterrupted.token_ids
+            scheduler.finish(ticket, found, [1.0] * members)
+            assert scheduler.take() is not None
+            assert ledger.balance().trained == members
+
+
+def admitted(scheduler: stretto.Scheduler) -> stretto.Ticket:
+    ticket = scheduler.admit()
+    assert ticket is not None
+    return ticket
+
+
+def test_a_ticket_brings_its_prompt_and_its_seeds(engine: stretto.Engine, folder: Path, tmp_path: Path) -> None:
+    ticket = admitted(stretto.Scheduler([PROMPT], batch_size=1, group_size=2))
+    assert engine.sample(ticket, max_tokens=6) == engine.sample(PROMPT, seeds=ticket.seeds, max_tokens=6)
+    for beside in ({"n": 2}, {"seed": 1}, {"seeds": [1]}):
+        with pytest.raises(stretto.RefusedRequest, match="a ticket, beside n, seed or seeds; leave these out"):
+            engine.sample(ticket, **beside)
+    with stretto.Ledger(tmp_path) as ledger, stretto.Engine.load(folder, cache_gib=0.05, ledger=ledger) as keeping:
+        scheduler = stretto.Scheduler([PROMPT], batch_size=1, group_size=2, ledger=ledger)
+        kept = admitted(scheduler)
+        first = keeping.submit(kept, max_tokens=150, stop_token_ids=())
+        with pytest.raises(stretto.RefusedRequest, match=r"group 0\.0\.0 is being sampled already; one call"):
+            keeping.sample(kept)
+        scheduler.lose(kept, "nobody waits for it")
+        assert len(first.result(60)) == 2  # its tokens are on no record
+        assert keeping.sample(ticket, max_tokens=6) == engine.sample(ticket, max_tokens=6)  # of another ledger
+        cast(Any, background()).call(cast(Any, keeping._tickets)._kept())
+        assert ledger.balance().failed == 2

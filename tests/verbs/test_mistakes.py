@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -156,7 +157,35 @@ def test_answers_that_do_not_fit_their_group() -> None:
         scheduler.finish(ticket, [said(0), bare], [1.0, 1.0])
     with pytest.raises(stretto.DataError, match=r"rewards\[1\]: nan; a finite number, or None"):
         scheduler.finish(ticket, [said(0), said(0)], [1.0, float("nan")])
+    with pytest.raises(stretto.DataError, match=r"rewards\[0\]: 'right'; a number is needed"):
+        scheduler.finish(ticket, [said(0), said(0)], ["right", 1.0])  # type: ignore[list-item]
+    with pytest.raises(stretto.DataError, match=r"answers\[0\]\[1\]: is a text, '=4'; give its token ids"):
+        scheduler.finish(ticket, [[said(0), "=4", said(0)], said(0)], [1.0, 1.0])  # type: ignore[list-item]
+    for silent in ("3", [(2, 3)], []):
+        with pytest.raises(stretto.DataError, match=r"answers\[1\]: .* holds no completion; give what the engine"):
+            scheduler.finish(ticket, [said(0), silent], [1.0, 1.0])  # type: ignore[list-item]
+    with pytest.raises(stretto.DataError, match=r"advance: no batch was taken; call it once after each batch"):
+        scheduler.advance(1)
     scheduler.finish(ticket, [said(0), said(0)], [1.0, None])  # all of it can be said again
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    scheduler = stretto.Scheduler([np.array([2, 3])], batch_size=1, group_size=4, max_staleness=0)
+    ticket = scheduler.admit()
+    assert ticket is not None
+    turns: Any = [said(0), np.array([7, 8]), said(0)]
+    rewards: Any = [np.float32(0.5), torch.tensor(1.0), np.bool_(True), 0]
+    scheduler.finish(ticket, [turns, said(0), said(0), said(0)], rewards)
+    batch = scheduler.take()
+    assert batch is not None
+    assert [one.reward for one in batch.groups[0].trajectories] == [0.5, 1.0, 1.0, 0.0]
+    assert batch.groups[0].trajectories[0].token_ids == (4, 4, 7, 8, 4, 4)
+    with pytest.raises(stretto.DataError, match=r"advance: metrics\['loss'\]: 'low'; a number is needed"):
+        scheduler.advance(1, {"loss": "low"})  # type: ignore[dict-item]
+    scheduler.advance(1, {"loss": np.float32(0.5)})  # type: ignore[dict-item]
+    given: dict[str, Any] = {"logprobs": np.array([-1.0, -1.0]), "advantages": np.float32(1)}
+    datum = stretto.Datum.of(np.array([2, 3]), np.array([4, 5]), **given)  # type: ignore[arg-type]
+    assert (datum.token_ids, datum.advantages) == (SAMPLED.token_ids, SAMPLED.advantages)
 
 
 def test_a_closed_engine_and_weights_of_others(folder: Path, tmp_path: Path) -> None:
@@ -186,7 +215,7 @@ def test_two_writers_of_one_folder(folder: Path, tmp_path: Path) -> None:
     with stretto.Ledger(tmp_path), pytest.raises(stretto.RunFolderError, match="is in use by process"):
         stretto.Ledger(tmp_path)
     with stretto.Ledger(tmp_path) as ledger:
-        stretto.Scheduler([(2, 3)], ledger=ledger, seed=1)
+        assert stretto.Scheduler([(2, 3)], ledger=ledger, seed=1).admit() is not None
         with pytest.raises(stretto.RunFolderError, match="was begun with seed 1, not 2; give seed=1"):
             stretto.Scheduler([(2, 3)], ledger=ledger, seed=2)
 

@@ -1,19 +1,26 @@
 """`stretto.Trainer`.
 
 - A step is AdamW's with the numbers that are given for it; a gradient that is not finite changes nothing.
+- A gradient is that of whole calls, whatever ends a call in the middle; `load` forgets it.
 - Adapters of one model in memory are trained apart; what is saved goes on bit for bit; peft loads what is exported.
 - A version is what `weights` gives out, however many steps it took.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import stretto
@@ -56,6 +63,55 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, data: list[
     trainer.forward_backward(data, lambda logprobs, _: logprobs[0].sum() * math.inf)
     assert not trainer.optim_step().taken
     assert trainer.forward(data).logprobs == before
+
+
+def own(logprobs: Sequence[Tensor], data: Sequence[stretto.Datum]) -> Tensor:
+    return -sum((one * one).sum() for one in logprobs)  # type: ignore[return-value]
+
+
+@given(
+    loss=st.sampled_from(["cross_entropy", "ppo", own]),
+    at=st.integers(0, 5),
+    calls=st.integers(0, 2),
+    error=st.sampled_from([KeyboardInterrupt, MemoryError, RuntimeError]),
+)
+@settings(max_examples=12)
+def test_a_call_that_ends_in_the_middle_leaves_the_gradient_as_it_was(
+    folder: Path, data: list[stretto.Datum], loss: Any, at: int, calls: int, error: type[BaseException]
+) -> None:
+    """Repeated, it counts once, bit for bit; at whichever forward pass of its micro-batches it ended."""
+    trainer, other = (stretto.Trainer(folder, micro_batch_tokens=16) for _ in range(2))
+    for one in (trainer, other):
+        for _ in range(calls):
+            one.forward_backward(data[:2], "cross_entropy")
+    compute: Any = trainer._learner.logprobs
+    passes = itertools.count()
+
+    def broken(*arguments: Any, **named: Any) -> Any:
+        if next(passes) == at:
+            raise error
+        return compute(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(error):
+        patch.setattr(trainer._learner, "logprobs", broken)
+        trainer.forward_backward(data, loss)
+        patch.undo()
+        trainer.gradient = other.gradient  # so many passes it has not: it ended well, and counts
+    trainer.forward_backward(data, loss)
+    other.forward_backward(data, loss)
+    for ours, theirs in zip(trainer.gradient, other.gradient, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours, theirs)
+
+
+def test_what_is_loaded_has_no_gradient(folder: Path, data: list[stretto.Datum], tmp_path: Path) -> None:
+    trainer = stretto.Trainer(folder)
+    trainer.save(tmp_path)
+    trainer.forward_backward(data)
+    trainer.load(tmp_path)
+    with pytest.raises(stretto.DataError, match="optim_step: there is no gradient"):
+        trainer.optim_step()
 
 
 def test_adapters_of_one_model_are_trained_apart(folder: Path, data: list[stretto.Datum]) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,14 +55,28 @@ def test_its_weights_are_those_of_a_trainer_here(
         assert engine.update(theirs) == 1
 
 
-def test_mistakes_are_told_as_here_and_leave_it_usable(apart: TrainerApart, data: list[stretto.Datum]) -> None:
+def test_mistakes_are_told_as_here_and_leave_it_usable(
+    apart: TrainerApart, data: list[stretto.Datum], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(stretto.DataError, match="token"):
         apart.forward([stretto.Datum.of((99_999, 1), (2,))])
     with pytest.raises(stretto.RecipeError, match="learning_rate"):
         apart.optim_step(-1.0)
     with pytest.raises(stretto.RecipeError, match="cannot be imported by another process"):
         apart.forward_backward(data, lambda logprobs, _: logprobs[0].sum())
-    assert apart.forward(data).logprobs
+    elsewhere = types.ModuleType("nowhere_else")
+    exec("def loss(logprobs, data): return logprobs[0].sum()", elsewhere.__dict__)
+    monkeypatch.setitem(sys.modules, "nowhere_else", elsewhere)
+    with pytest.raises(stretto.RecipeError, match=r"forward_backward: an argument: cannot be read in .*nowhere_else"):
+        apart.forward_backward(data, elsewhere.loss)
+    with pytest.raises(stretto.RecipeError, match="forward_backward: an argument: cannot be sent to another process"):
+        apart.forward_backward(data, "ppo", advantages=threading.Lock())
+    nothing: list[Any] = [[], iter(()), None, data[0]]
+    for one in nothing:
+        with pytest.raises(stretto.DataError, match=r"forward_backward: data: .*; give a list of stretto.Datum"):
+            apart.forward_backward(one)
+    expected = apart.forward(data).logprobs
+    assert apart.forward(one for one in data).logprobs == expected  # type: ignore[arg-type]
 
 
 def test_what_cannot_start_is_told(folder: Path, tmp_path: Path) -> None:
@@ -88,6 +105,27 @@ def test_a_call_that_was_interrupted_while_it_waited_leaves_the_next_one_right(
         monkeypatch.setattr(TrainerApart, "_result", result)
         assert len(apart.forward(long).logprobs) == len(long)
     assert apart.forward(data).logprobs == expected
+
+
+def test_a_gradient_whose_call_was_interrupted_does_not_count(
+    apart: TrainerApart, data: list[stretto.Datum], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: TrainerApart, number: int, seconds: float | None) -> CallResult:
+        raise KeyboardInterrupt
+
+    norms = []
+    for broken in (0, 1, 2):
+        apart.forward_backward(data, "cross_entropy")
+        for _ in range(broken):
+            with monkeypatch.context() as patched:
+                patched.setattr(TrainerApart, "_result", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    apart.forward_backward(data, "cross_entropy")
+        apart.forward_backward(data, "cross_entropy")
+        norms.append(apart.optim_step(1e-30, weight_decay=0.0).grad_norm)
+    assert norms == [norms[0]] * 3
+    with pytest.raises(stretto.DataError, match="there is no gradient"):
+        apart.optim_step()
 
 
 def test_a_call_that_was_interrupted_within_a_message_ends_the_trainer(

@@ -22,25 +22,37 @@ from stretto.trainer.optimizer import Learner
 from stretto.trainer.outcomes import TokenMeter
 from stretto.trainer.reference import Reference
 
+#: Of each trained parameter.
+Gradient = list[Tensor | None]
+
+
+def gradient_of(model: nn.Module) -> Gradient:
+    """The gradient as it is now."""
+    return [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+
+
+def set_gradient(model: nn.Module, gradient: Gradient) -> None:
+    """Put another gradient in its place."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter, one in zip(trained, gradient, strict=True):
+        parameter.grad = one
+
 
 @contextmanager
 def whole_gradient(model: nn.Module) -> Iterator[None]:
     """Add the gradient that the block computes to the one before it. An error of the block, or what interrupts it,
     leaves that one as it was."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    held = [parameter.grad for parameter in trained]
+    held = gradient_of(model)
     try:
-        for parameter in trained:
-            parameter.grad = None
+        set_gradient(model, [None] * len(held))
         yield
-        new = [parameter.grad for parameter in trained]
+        new = gradient_of(model)
         sums = [b if a is None else a if b is None else a + b for a, b in zip(held, new, strict=True)]
     except BaseException:
         sums = held
         raise
     finally:
-        for parameter, gradient in zip(trained, sums, strict=True):
-            parameter.grad = gradient
+        set_gradient(model, sums)
 
 
 class Gradients:

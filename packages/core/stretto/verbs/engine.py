@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
+from msgspec.structs import replace
+
 from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest
 from stretto.core.records import Completion, GenerateRequest, Sampling, derive_seed
 from stretto.doors.mistakes import checked
@@ -20,15 +22,18 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.rollout.controller import Ticket
 from stretto.trainer.config import LoraConfig
 from stretto.verbs.apart.engines import SourceApart
 from stretto.verbs.background import background
 from stretto.verbs.completion import TextCompletion
+from stretto.verbs.ledger import FolderLedger, TicketsInFlight
 from stretto.verbs.prompts import Asked, prompt_of, prompts_of
 from stretto.verbs.shared_model import Lora, SharedModel, lora_of
 from stretto.verbs.source import CompletionSource, SourceHere
 from stretto.verbs.weights import PolicyWeights, mark_of
 
+_END_SECONDS = 7.0
 _CHAT = 'a conversation is a list of messages such as {"role": "user", "content": "3+4="}'
 
 
@@ -56,13 +61,18 @@ class LocalEngine:
             print(completion.text, sum(completion.logprobs))
         later = engine.submit("3+4=", n=4, max_tokens=8)  # goes on while this program does something else
         print(len(later.result()), engine.version)
+
+    A ticket of `Scheduler.admit` may be given in place of a prompt: it brings its seeds. With the scheduler's ledger
+    its tokens are on record while they are sampled, and after a kill they are gone on with.
     """
 
-    def __init__(self, source: CompletionSource, tokenizer: Tokenizer) -> None:
+    def __init__(self, source: CompletionSource, tokenizer: Tokenizer, ledger: FolderLedger | None = None) -> None:
         self._source, self.tokenizer = source, tokenizer
         self._requests = 0
         self._mark = ""
-        self._end = weakref.finalize(self, source.close)
+        self._tickets = None if ledger is None else TicketsInFlight(source.engines, ledger)
+        keeping = None if self._tickets is None else background().start(self._tickets.keep())
+        self._end = weakref.finalize(self, _end, source, keeping)
 
     @classmethod
     def load(
@@ -71,6 +81,7 @@ class LocalEngine:
         *,
         lora: Lora = None,
         apart: bool = False,
+        ledger: FolderLedger | None = None,
         deadlines: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Self:
@@ -78,6 +89,8 @@ class LocalEngine:
 
         Args:
             lora: the rank of the adapters that `update` will bring, for a shared model.
+            ledger: that of the scheduler whose tickets are sampled. A kill loses the tokens of the last second or two;
+                the same ticket, admitted again, goes on after those before, whose top log-probabilities alone are lost.
             apart: in a process of its own; so are several (`count`), and servers of other makes (`kind="vllm"`,
                 `python=...`; docs/how_to/servers.md).
             deadlines: keys of a recipe's section ``[deadlines]``, for engines that are apart.
@@ -94,12 +107,12 @@ class LocalEngine:
         adapters = lora_of(lora, "Engine.load: lora")
         _check_place(config, shared=isinstance(model, SharedModel), apart=apart, lora=adapters is not None)
         if isinstance(model, SharedModel):
-            return cls(SourceHere(_beside(model, adapters, config)), model.tokenizer)
+            return cls(SourceHere(_beside(model, adapters, config)), model.tokenizer, ledger)
         folder = Path(model).expanduser()
         tokenizer = load_tokenizer(folder)
         if apart:
-            return cls(SourceApart(folder, config, waits), tokenizer)
-        return cls(SourceHere(NativeEngine.load(folder, config)), tokenizer)
+            return cls(SourceApart(folder, config, waits), tokenizer, ledger)
+        return cls(SourceHere(NativeEngine.load(folder, config)), tokenizer, ledger)
 
     @property
     def version(self) -> int:
@@ -123,7 +136,7 @@ class LocalEngine:
 
     def sample(
         self,
-        prompt: Asked,
+        prompt: Asked | Ticket,
         n: int = 1,
         *,
         seed: int | None = None,
@@ -133,6 +146,7 @@ class LocalEngine:
         """Several completions of one prompt.
 
         Args:
+            prompt: a text, token ids, or a ticket of a scheduler.
             n: how many.
             seed: equal seeds give equal completions; without one, each call gives other ones.
             seeds: one seed for each completion, in place of `n` and `seed`.
@@ -145,12 +159,11 @@ class LocalEngine:
             EngineLost: the engine is closed.
             StrettoError: the model's logits are not finite.
         """
-        request = self._request(prompt_of("prompt", prompt), _seeds(n, seed, seeds), sampling)
-        return self._texts([request], background().call(self._source.generate([request])))
+        return background().call(self._sampled(self._asked(prompt, n, seed, seeds, sampling)))
 
     def submit(
         self,
-        prompt: Asked,
+        prompt: Asked | Ticket,
         n: int = 1,
         *,
         seed: int | None = None,
@@ -159,11 +172,22 @@ class LocalEngine:
     ) -> Future[list[TextCompletion]]:
         """As `sample`, without waiting: the result of the future are the completions. In a coroutine, wait for it by
         ``await asyncio.wrap_future(engine.submit(...))``."""
-        request = self._request(prompt_of("prompt", prompt), _seeds(n, seed, seeds), sampling)
-        return background().start(self._sampled(request))
+        return background().start(self._sampled(self._asked(prompt, n, seed, seeds, sampling)))
 
     async def _sampled(self, request: GenerateRequest) -> list[TextCompletion]:
+        if self._tickets is not None and request.id in self._tickets:
+            return self._texts([request], await self._tickets.generate(request))
         return self._texts([request], await self._source.generate([request]))
+
+    def _asked(
+        self, prompt: Any, n: int, seed: int | None, seeds: Sequence[int] | None, sampling: SamplingSettings
+    ) -> GenerateRequest:
+        if not isinstance(prompt, Ticket):
+            return self._request(prompt_of("prompt", prompt), _seeds(n, seed, seeds), sampling)
+        if n != 1 or seed is not None or seeds is not None:
+            raise RefusedRequest("prompt", "a ticket, beside n, seed or seeds", "leave these out: it brings its seeds")
+        request = self._request(prompt.prompt.token_ids, prompt.seeds, sampling)
+        return request if self._tickets is None else replace(request, id=prompt.group_id)
 
     def generate(
         self,
@@ -252,7 +276,9 @@ class LocalEngine:
 
     def close(self) -> None:
         """Give up what is sampled, and the memory of the engine."""
-        self._end()
+        ending = self._end()
+        if ending is not None and not background().here:
+            ending.result(_END_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -287,6 +313,8 @@ class LocalEngine:
         return [self._text(one) for one in sorted(found, key=lambda one: (places[one.request], one.member))]
 
     def _text(self, found: Completion) -> TextCompletion:
+        likeliest = found.top_logprobs
+        unknown = found.segment.length - len(likeliest) if likeliest else 0  # sampled before a kill
         return TextCompletion(
             text=self.tokenizer.decode(found.token_ids),
             token_ids=found.token_ids,
@@ -294,8 +322,15 @@ class LocalEngine:
             stop_reason=found.stop_reason,
             versions=found.versions,
             interrupted=found.interrupted,
-            top_logprobs=found.top_logprobs,
+            top_logprobs=((),) * unknown + likeliest,
         )
+
+
+def _end(source: CompletionSource, keeping: Future[None] | None) -> Future[None] | None:
+    """End an engine; not waited for, since the collector may call this in any thread."""
+    if keeping is not None:
+        keeping.cancel()
+    return source.close()
 
 
 def _beside(model: SharedModel, lora: LoraConfig | None, config: EngineConfig) -> NativeEngine:

@@ -2,22 +2,76 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.core.errors import Problem, RunFolderError
-from stretto.core.records import Batch
+from stretto.core.errors import Problem, RefusedRequest, RunFolderError, StoreError
+from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, trajectory_id
 from stretto.doors.mistakes import checked
+from stretto.loop.engines.in_flight import Engines, InFlight
+from stretto.loop.engines.restoring import progress_of
 from stretto.store import lock
 from stretto.store.ledger.config import StoreConfig
-from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.ledger import Ledger, Value
 from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unfinished
 
+_KEEP_SECONDS = 1.0
 
-class FolderLedger(Ledger):
+
+class _AnyThread(Ledger):
+    """A ledger that several threads call: one makes changes, another one writes the tokens in flight.
+
+    `lock` is held while changes are made that belong together.
+    """
+
+    def __init__(self, path: Path, config: StoreConfig) -> None:
+        self.lock, self.closed = threading.RLock(), False
+        super().__init__(path, config)
+
+    def awaits(self, group: str) -> bool:
+        """Whether the group is in flight, and no result of it is on record."""
+        row = self._live.get(trajectory_id(group, 0))
+        return not self.closed and row is not None and row.state is State.IN_FLIGHT
+
+    def journal(self, id: str, piece: Segment, node: int = 0) -> None:
+        """As in a run; of a trajectory that is no longer in flight, nothing."""
+        with self.lock:
+            if self.awaits(id.rpartition("/")[0]):
+                super().journal(id, piece, node)
+
+    def retract(self, id: str, count: int, node: int = 0) -> None:
+        """As in a run; of a trajectory that is no longer in flight, nothing."""
+        with self.lock:
+            if self.awaits(id.rpartition("/")[0]):
+                super().retract(id, count, node)
+
+    def put(self, name: str, value: object) -> None:
+        """Keep a JSON value under a name, beside the changes around it."""
+        with self.lock:
+            super().put(name, value)
+
+    def get(self, name: str, kind: type[Value]) -> Value | None:
+        """The value kept under `name`, or None."""
+        with self.lock:
+            return super().get(name, kind)
+
+    def event(self, name: str, detail: str) -> None:
+        """Record an event, such as a step that was skipped."""
+        with self.lock:
+            super().event(name, detail)
+
+    def flush(self) -> None:
+        """Write all changes in one transaction."""
+        with self.lock:
+            super().flush()
+
+
+class FolderLedger(_AnyThread):
     """The ledger of a folder, which one process writes at a time; one that is there is gone on with.
 
     Example::
@@ -28,6 +82,10 @@ class FolderLedger(Ledger):
             ticket = scheduler.admit()
             ledger.put("note", "one group is in flight")
             print(ledger.balance().in_flight, ledger.get("note", str))
+
+    Any thread may call it. A kill loses no batch that was taken and no group that was finished. Of completions in
+    flight it loses the tokens of the last second or two where an engine has this ledger and samples the scheduler's
+    tickets (`Engine.load(..., ledger=...)`); others are sampled again from their first token.
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
@@ -73,13 +131,72 @@ class FolderLedger(Ledger):
 
     def close(self) -> None:
         """Write what is left, and let other processes in."""
-        try:
-            super().close()
-        finally:
-            self._release()
+        with self.lock:
+            self.closed = True
+            try:
+                super().close()
+            finally:
+                self._release()
 
     def __enter__(self) -> FolderLedger:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class TicketsInFlight:
+    """Samples the tickets of a scheduler as the loop of a recipe does (`loop.engines.in_flight`): their tokens are on
+    record each second, and a completion goes on after those on record. All of it is called in one event loop.
+
+    A ticket that is asked again is answered from the record, until its scheduler has finished it.
+    """
+
+    def __init__(self, engines: Engines, ledger: FolderLedger) -> None:
+        self._ledger = ledger
+        known = {group.id: progress_of(group) for group in ledger.unfinished() if not group.trajectories}
+        self._in_flight = InFlight(engines, ledger, known)
+        self._known, self._open = set(known), set[str]()
+
+    def __contains__(self, group: str) -> bool:
+        """Whether the group is in flight: the tokens of others are not kept."""
+        return self._ledger.awaits(group)
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """All completions of a group.
+
+        Raises:
+            RefusedRequest: it is being sampled already, or an engine refused it.
+            EngineLost: as for `stretto.Engine.sample`.
+        """
+        if request.id in self._open:
+            told = f"group {request.id} is being sampled already"
+            raise RefusedRequest("ticket", told, "one call of `sample` or `submit` for a ticket")
+        self._known.add(request.id)
+        self._open.add(request.id)
+        try:
+            return [completion async for completion in self._in_flight.generate(request)]
+        finally:
+            self._open.discard(request.id)
+
+    async def keep(self) -> None:
+        """Put new tokens on record, each second, until the ledger is closed or cannot be written: then each further
+        call of it says so."""
+        while True:
+            await asyncio.sleep(_KEEP_SECONDS)
+            try:
+                if not await self._kept():
+                    return
+            except StoreError:
+                return
+
+    async def _kept(self) -> bool:
+        await self._in_flight.keep(_KEEP_SECONDS)
+        with self._ledger.lock:
+            if self._ledger.closed:
+                return False
+            for group in [id for id in self._known - self._open if not self._ledger.awaits(id)]:
+                self._known.discard(group)
+                self._in_flight.forget(group)
+            self._ledger.flush()
+        return True

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import torch
 
-from stretto.core.errors import StrettoError
+from stretto.core.errors import Problem, RecipeError, StrettoError
 from stretto.processes.heartbeat import begin_role
-from stretto.verbs.apart.wire import TrainerArguments, TrainerCall, receive, send
+from stretto.trainer.gradients import Gradient
+from stretto.verbs.apart.wire import UNDO, TrainerArguments, TrainerCall, receive, send
 from stretto.verbs.trainer import LocalTrainer
 from stretto.verbs.weights import PolicyWeights
 
@@ -24,6 +25,7 @@ from stretto.verbs.weights import PolicyWeights
 def serve(connection: Connection) -> None:
     """Make a trainer and do what is asked, call by call, until the caller is gone."""
     trainer: LocalTrainer | None = None
+    before: Gradient = []
     while True:
         try:
             call: TrainerCall = receive(connection)
@@ -32,10 +34,13 @@ def serve(connection: Connection) -> None:
         number, method, packed = call
         value, error = None, None
         try:
-            arguments, named = pickle.loads(packed)
+            arguments, named = _unpacked(method, packed)
             if trainer is None:
                 trainer = LocalTrainer(*arguments, **named)
+            elif method == UNDO:
+                trainer.gradient = before
             else:
+                before = trainer.gradient if method == "forward_backward" else []
                 value = _movable(getattr(trainer, method)(*arguments, **named))
         except Exception as raised:  # of a user's loss, or of torch: it is raised where the call was made
             traceback.print_exc()
@@ -44,6 +49,20 @@ def serve(connection: Connection) -> None:
             send(connection, (number, 0 if trainer is None else trainer.version, value, _portable(error)))
         if trainer is None:
             return
+
+
+def _unpacked(method: str, packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """
+    Raises:
+        RecipeError: they name something that this process cannot import.
+    """
+    try:
+        arguments, named = pickle.loads(packed)
+    except Exception as error:  # whatever a module of the user's does when it is imported
+        told = f"cannot be read in the process of the trainer: {type(error).__name__}: {error}"
+        remedy = "define functions and classes in a module that it can import"
+        raise RecipeError([Problem(f"{method}: an argument", told, remedy)]) from error
+    return arguments, named
 
 
 def _movable(value: Any) -> Any:

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # which loads transformers; token ids need none
 
 #: One answer to a prompt: a completion, or turns of a conversation, those that were given as token ids.
 Answer = TextCompletion | Sequence[TextCompletion | Sequence[int]]
+_PROMPTS = "mark of the prompts"
 
 
 class GroupScheduler:
@@ -50,7 +52,7 @@ class GroupScheduler:
         scheduler = stretto.Scheduler([(2, 3), (4, 5)], batch_size=2, group_size=2, max_staleness=0)
         engine = stretto.Engine.load("model")
         while ticket := scheduler.admit():
-            completions = engine.sample(ticket.prompt.token_ids, seeds=ticket.seeds, max_tokens=4)
+            completions = engine.sample(ticket, max_tokens=4)
             scheduler.finish(ticket, completions, rewards=[len(one.text) for one in completions])
         print(len(scheduler.take().groups))
 
@@ -89,11 +91,12 @@ class GroupScheduler:
         if not asked:
             raise DataError([Problem("Scheduler: prompts", "there is none", "give one at least")])
         self._ledger, self._again = ledger, deque[Batch]()
+        self._whole = nullcontext() if ledger is None else ledger.lock  # held while a change is made
         self._changed = asyncio.Event()
         self._restored = deque[Ticket]()
         self._out: Batch | None = None  # taken, and not trained yet
-        begun = {"seed": seed, "prompts": _mark_of(asked), "group_size": config.group_size}
-        state = self._resume(ledger, version, begun) if ledger is not None else None
+        origin: dict[str, int | str] = {"seed": seed, _PROMPTS: _mark_of(asked), "group_size": config.group_size}
+        state = self._resume(ledger, version, origin) if ledger is not None else None
         self._controller = Controller(
             config,
             PromptStream(asked, seed, state.position if state is not None else None),
@@ -128,7 +131,11 @@ class GroupScheduler:
         trained again."""
         if self._again:
             return None
-        return self._restored.popleft() if self._restored else self._controller.admit()
+        with self._whole:
+            while self._restored:
+                if self._is_in_flight(ticket := self._restored.popleft()):  # else it was overdue meanwhile
+                    return ticket
+            return self._controller.admit()
 
     async def tickets(self) -> AsyncIterator[Ticket]:
         """The groups that may start, as soon as each may; endless."""
@@ -140,7 +147,7 @@ class GroupScheduler:
     def finish(self, ticket: Ticket, answers: Sequence[Answer], rewards: Sequence[float | None]) -> None:
         """The answers of a group, one for each of its seeds, with their rewards; None: not to be judged. An answer of
         several turns is a list: what the engine returned, and between it token ids that were given, such as the result
-        of a tool.
+        of a tool. They are on record when this returns.
 
         Raises:
             DataError: they are too few or too many, lack log-probabilities, or come from a version that is not trained
@@ -155,24 +162,32 @@ class GroupScheduler:
         for member, (answer, reward) in enumerate(zip(answers, rewards, strict=True)):
             turns = [answer] if isinstance(answer, TextCompletion) else list(answer)
             where = f"{place}: answers[{member}]"
+            if isinstance(answer, str) or not any(isinstance(turn, TextCompletion) for turn in turns):
+                told = f"{answer!r:.80} holds no completion"
+                raise DataError([Problem(where, told, "give what the engine returned, with the turns between")])
             segments = tuple(self._segment(turn, f"{where}[{at}]") for at, turn in enumerate(turns))
             text = "".join(turn.text for turn in turns if isinstance(turn, TextCompletion))
             name, verdict = trajectory_id(ticket.group_id, member), _verdict(reward, f"{place}: rewards[{member}]")
             found.append(Trajectory(name, segments, verdict, text))
-        self._controller.finish(ticket, found)
-        self._changed.set()
+        with self._whole:
+            self._controller.finish(ticket, found)
+        self._settled()
 
     def lose(self, ticket: Ticket, reason: str) -> None:
-        """Give a group up whose completions did not come; its prompt is asked again."""
-        self._controller.lose(ticket, reason)
-        self._changed.set()
+        """Give a group up whose completions did not come; its prompt is asked again. A group that is no longer in
+        flight is passed over, as by `finish`."""
+        with self._whole:
+            if self._is_in_flight(ticket):
+                self._controller.lose(ticket, reason)
+        self._settled()
 
     def take(self) -> Batch | None:
         """The next batch, on record before this returns; None while it has to wait for groups. Until `advance` it is
         the same."""
         if self._again:
             return self._again[0]
-        self._out = self._out or self._controller.take()
+        with self._whole:
+            self._out = self._out or self._controller.take()
         return self._out
 
     async def batch(self) -> Batch:
@@ -192,20 +207,32 @@ class GroupScheduler:
         if version != self._version + 1:
             told = f"version {version}, and the batch that was taken last leads to version {self._version + 1}"
             raise DataError([Problem("advance", told, "call it once after each batch, with the trainer's version")])
+        measured = {name: _number(value, f"advance: metrics[{name!r}]") for name, value in (metrics or {}).items()}
+        with self._whole:
+            self._advance(version, measured)
+        self._changed.set()
+
+    def _advance(self, version: int, metrics: Mapping[str, float]) -> None:
         self._version = version
-        if not self._again:  # before the update is on record: a resume observes each step
-            self._controller.observe(version, metrics or {})
+        self._controller.observe(version, metrics)  # before the update is on record: a resume observes each step once
         if self._ledger is not None:
-            self._ledger.record_update(Update(version, version, 0, 0, dict(metrics or {})))
+            self._ledger.record_update(Update(version, version, 0, 0, dict(metrics)))
         if self._again:
             self._again.popleft()
-        else:
-            self._out = None
-            self._controller.publish(version)
-            self._controller.load(version)
-            for ticket in self._controller.overdue():
-                self._controller.expire(ticket)
+            return
+        self._out = None
+        self._controller.publish(version)
+        self._controller.load(version)
+        for ticket in self._controller.overdue():
+            self._controller.expire(ticket)
+
+    def _settled(self) -> None:
+        if self._ledger is not None:
+            self._ledger.flush()
         self._changed.set()
+
+    def _is_in_flight(self, ticket: Ticket) -> bool:
+        return any(one is ticket for one in self._controller.tickets)
 
     async def _change(self) -> None:
         await self._changed.wait()
@@ -228,16 +255,12 @@ class GroupScheduler:
             raise DataError([Problem(place, told, "call `advance` after each batch, once the engine has its version")])
         return turn.segment
 
-    def _resume(self, ledger: FolderLedger, version: int, begun: Mapping[str, int | str]) -> ControllerState:
+    def _resume(self, ledger: FolderLedger, version: int, origin: Mapping[str, int | str]) -> ControllerState:
         """What a scheduler that was killed has left."""
         last = ledger.last_step()
-        for name, value in begun.items():
-            if (known := ledger.get(name, type(value))) not in (None, value):
-                if name == "prompts":
-                    told, remedy = "was begun with other prompts, or in another order", "give those"
-                else:
-                    told, remedy = f"was begun with {name} {known}, not {value}", f"give {name}={known}"
-                raise RunFolderError([Problem(str(ledger.folder), told, f"{remedy}, or another folder")])
+        if ledger.balance().issued:
+            _check_same_run(ledger, origin)
+        for name, value in origin.items():
             ledger.put(name, value)
         if last is not None and last < version:
             found = f"its newest batch is that of version {last - 1}, and the trainer is at version {version}"
@@ -260,6 +283,21 @@ class GroupScheduler:
                 raise RunFolderError([Problem(str(ledger.folder), told, "give the prompts of that run")]) from None
             if not group.trajectories:
                 self._restored.append(ticket)
+
+
+def _check_same_run(ledger: FolderLedger, origin: Mapping[str, int | str]) -> None:
+    """Refuse a ledger whose groups are of other prompts, or have other seeds or another number of members.
+
+    Raises:
+        RunFolderError: the first difference.
+    """
+    for name, value in origin.items():
+        if (known := ledger.get(name, type(value))) in (None, value):
+            continue
+        told, remedy = f"was begun with {name} {known}, not {value}", f"give {name}={known}"
+        if name == _PROMPTS:
+            told, remedy = "was begun with other prompts, or in another order", "give the prompts of that run"
+        raise RunFolderError([Problem(str(ledger.folder), told, f"{remedy}, or another folder")])
 
 
 def _mark_of(prompts: Sequence[Prompt]) -> str:
@@ -301,7 +339,19 @@ def _prompt(given: Any, number: int, tokenizer: Tokenizer | None) -> Prompt:
 def _verdict(reward: object, place: str) -> Verdict:
     if reward is None:
         return Verdict(Outcome.UNDECIDED, None, "not judged")
-    reward = plain(reward)  # a number of numpy or torch is one
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise DataError([Problem(place, f"{reward!r}", "a finite number, or None")])
-    return Verdict(Outcome.RIGHT if reward > 0 else Outcome.WRONG, float(reward))
+    value = _number(reward, place)
+    if not math.isfinite(value):
+        raise DataError([Problem(place, f"{value}", "a finite number, or None")])
+    return Verdict(Outcome.RIGHT if value > 0 else Outcome.WRONG, value)
+
+
+def _number(given: object, place: str) -> float:
+    """A number of Python, numpy or torch.
+
+    Raises:
+        DataError: it is none.
+    """
+    value = plain(given)
+    if not isinstance(value, int | float):
+        raise DataError([Problem(place, f"{given!r:.80}", "a number is needed")])
+    return float(value)

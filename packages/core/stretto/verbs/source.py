@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from msgspec.structs import replace
 
 from stretto.core.errors import EngineLost
-from stretto.core.records import Completion, GenerateRequest
+from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import SharedGeneration
+from stretto.loop.engines.in_flight import Engines
 from stretto.verbs.background import background
 from stretto.verbs.weights import PolicyWeights
 
 
 class CompletionSource(Protocol):
-    """All of it is called in the thread of `background`."""
+    """All of it is called in the thread of `background`, but `close`."""
+
+    @property
+    def engines(self) -> Engines:
+        """What samples, one request at a time, each of which may go on after tokens that are known."""
+        ...
 
     async def version(self) -> int:
         """Of the weights that sample the next token."""
@@ -44,8 +51,8 @@ class CompletionSource(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """End it, from any thread."""
+    def close(self) -> Future[None] | None:
+        """Begin to end it, in any thread, that of the collector too; returns what ends with it, if that takes time."""
         ...
 
 
@@ -56,19 +63,29 @@ class SourceHere:
         self._generation = SharedGeneration(engine)
         self._steps = background().start(self._generation.run())
 
+    @property
+    def engines(self) -> Engines:
+        return _OneAtATime(self)
+
     async def version(self) -> int:
         return self._generation.engine.version
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        return [completion async for completion in self.stream(requests)]
+
+    async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
+        """As `generate`, each completion as it ends."""
         self._check_open()
         await self._generation.prepare(requests)
-        found = list[Completion]()
         with self._generation.streaming(requests, every_token=False) as stream:
             async for ended in stream:
                 for one in ended:
                     completion = Completion(one.request, one.member, one.segment)
-                    found.append(replace(completion, top_logprobs=tuple(one.top_logprobs)))
-        return found
+                    yield replace(completion, top_logprobs=tuple(one.top_logprobs))
+
+    def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
+        """Tokens of unfinished completions beyond the `known` ones."""
+        return self._generation.partials(known)
 
     async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
         self._check_open()
@@ -87,3 +104,16 @@ class SourceHere:
         if not self._steps.cancelled():
             self._steps.result()
         raise EngineLost("engine", "is closed; load another one")
+
+
+class _OneAtATime:
+    """The engine of this process as one of a run's (satisfies `loop.engines.in_flight.Engines`)."""
+
+    def __init__(self, source: SourceHere) -> None:
+        self._source = source
+
+    def generate(self, request: GenerateRequest, /, *, least: int = 0) -> AsyncIterator[Completion]:
+        return self._source.stream([request])
+
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
+        return self._source.partials(known)

@@ -27,7 +27,7 @@ from stretto.trainer import checkpoint
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.samples import Sample, chosen_of, samples_of, scored_of
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.gradients import Gradients, whole_gradient
+from stretto.trainer.gradients import Gradient, Gradients, gradient_of, set_gradient, whole_gradient
 from stretto.trainer.metrics import Meter
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import AdamNumbers, Learner, OptimizerStep
@@ -165,6 +165,15 @@ class LocalTrainer:
         """Of the policy as it is now."""
         return self._published + self._stepped
 
+    @property
+    def gradient(self) -> Gradient:
+        """What `optim_step` follows, of each trained parameter; another one may be put in its place."""
+        return gradient_of(self._learner.model)
+
+    @gradient.setter
+    def gradient(self, gradient: Gradient) -> None:
+        set_gradient(self._learner.model, gradient)
+
     # ── gradients ────────────────────────────────────────────────────────────────────────────────
 
     def forward(self, data: Data) -> Forward:
@@ -255,7 +264,7 @@ class LocalTrainer:
         numbers = AdamNumbers.of(now)
         if unclipped:
             numbers = AdamNumbers(numbers.betas, numbers.eps, numbers.weight_decay, math.inf)
-        if all(parameter.grad is None for parameter in self._learner.model.parameters()):
+        if all(one is None for one in self.gradient):
             raise DataError([Problem("optim_step", "there is no gradient", "call forward_backward before it")])
         step = self._learner.step(now.learning_rate, self.version, numbers)
         self._stepped = True

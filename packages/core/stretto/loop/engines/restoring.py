@@ -18,10 +18,10 @@ def restore(
     for group in unfinished:
         failures = state.failures.get(group.id, 0)
         controller.restore(group.id, group.admitted_version, group.trajectories, failures, group.max_staleness)
-    return {group.id: _in_flight(group) for group in unfinished if not group.trajectories}
+    return {group.id: progress_of(group) for group in unfinished if not group.trajectories}
 
 
-def _in_flight(group: UnfinishedGroup) -> GroupInFlight:
+def progress_of(group: UnfinishedGroup) -> GroupInFlight:
     """Progress of a group of single turns, one segment each."""
     known = {member: found.segments[0] for member, found in group.members.items() if found.segments}
     ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}

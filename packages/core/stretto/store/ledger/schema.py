@@ -108,7 +108,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     check_log(path)
     with ExitStack() as undo:
         try:
-            connection = sqlite3.connect(path, isolation_level=None)
+            # Threads that write one ledger take turns (`verbs.ledger`).
+            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             undo.callback(connection.close)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")

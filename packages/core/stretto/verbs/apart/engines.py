@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from stretto.core.tasks import cancel_and_wait
 from stretto.engine.config import EngineConfig
 from stretto.engine.spec import EngineSpec, socket_folder
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.in_flight import Engines, InFlight
 from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.folder import load_policy
 from stretto.verbs.background import background
@@ -77,6 +78,10 @@ class SourceApart:
         loops: list[Coroutine[Any, Any, Any]] = [self._pool.supervise(), self._pool.keep_loaded()]
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
+    @property
+    def engines(self) -> Engines:
+        return self._pool
+
     async def version(self) -> int:
         return self._pool.published
 
@@ -102,12 +107,11 @@ class SourceApart:
             self._pool.publish(weights.version)
             await self._pool.reach(weights.version)
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            stopping = background().start(self._stop())
-            if not background().here:  # the last reference may end in that thread, which all engines share
-                stopping.result(2 * _GRACE_SECONDS + 5)
+    def close(self) -> Future[None] | None:
+        if self._closed:
+            return None
+        self._closed = True
+        return background().start(self._stop())
 
     async def _stop(self, *, keep_logs: bool = False) -> None:
         await cancel_and_wait(self._tasks)

@@ -25,7 +25,7 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.role import RoleProcess
 from stretto.trainer.optimizer import OptimizerStep
-from stretto.verbs.apart.wire import CallResult, TrainerArguments, receive, send
+from stretto.verbs.apart.wire import UNDO, CallResult, TrainerArguments, receive, send
 from stretto.verbs.background import background
 from stretto.verbs.datum import Data, Forward, listed
 from stretto.verbs.weights import PolicyWeights
@@ -46,8 +46,8 @@ class TrainerApart:
         trainer.close()
 
     A call returns when its result is there; calls of several threads wait for each other. One that is interrupted while
-    it waits is carried out over there all the same: a gradient counts once `forward_backward` has begun. A process that
-    was killed, or hangs, is told by `RoleDied`: make the trainer again, and `load` what it saved last.
+    it waits is carried out over there all the same, but for `forward_backward`, whose gradient is taken back. A process
+    that was killed, or hangs, is told by `RoleDied`: make the trainer again, and `load` what it saved last.
     """
 
     def __init__(self, model: Path, settings: Mapping[str, Any], threads: int, deadlines: DeadlinesConfig) -> None:
@@ -59,6 +59,7 @@ class TrainerApart:
         self._near, self._far = multiprocessing.Pipe()
         self._calls, self._numbers = threading.Lock(), itertools.count()
         self._owed: int | None = None  # number of a call whose result has not been read
+        self._undo = False  # that call is `forward_backward`, of which nothing counts then
         self._ended: StrettoError | None = None
         self._version = 0
         self._end = weakref.finalize(self, _end, self._process, self._near, self._folder)
@@ -143,18 +144,14 @@ class TrainerApart:
 
     def _call(self, method: str, *arguments: Any, seconds: float | None = None, **named: Any) -> Any:
         """A method of the trainer there; waits at most `seconds`."""
-        packed = pickle.dumps((arguments, named), pickle.HIGHEST_PROTOCOL)  # an error of which is that of this call
+        packed = _packed(method or "Trainer.apart", arguments, named)
         with self._calls:
             if self._ended is not None:
                 raise self._ended
-            number = next(self._numbers)
             try:
-                if self._owed is not None:  # its caller was interrupted; the process may wait for a reader
-                    self._result(self._owed, None)
-                self._owed = number
-                with self._message():
-                    send(self._near, (number, method, packed))
-                _, version, value, error = self._result(number, seconds)
+                self._catch_up()
+                _, version, value, error = self._result(self._begin(method, packed), seconds)
+                self._undo = False
             except (EOFError, OSError):
                 self._ended = RoleDied(_NAME, background().call(self._process.last_words()), str(self._log))
                 self._end.detach()  # its log stays
@@ -164,6 +161,21 @@ class TrainerApart:
         if error is not None:
             raise error
         return value
+
+    def _catch_up(self) -> None:
+        """Read the result of a call whose caller was interrupted, for which the process may wait, and take its gradient
+        back."""
+        if self._owed is not None:
+            self._result(self._owed, None)
+        if self._undo:
+            self._result(self._begin(UNDO, _packed(UNDO, (), {})), None)
+
+    def _begin(self, method: str, packed: bytes) -> int:
+        number = next(self._numbers)
+        self._owed, self._undo = number, method == "forward_backward"
+        with self._message():
+            send(self._near, (number, method, packed))
+        return number
 
     def _result(self, number: int, seconds: float | None) -> CallResult:
         """That of a call; those of calls whose caller was interrupted are passed over."""
@@ -187,6 +199,18 @@ class TrainerApart:
             told = "a call of the trainer was interrupted within a message; close it and make another"
             self._ended = StrettoError(told)
             raise
+
+
+def _packed(method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bytes:
+    """
+    Raises:
+        RecipeError: something of it cannot be pickled; nothing was sent.
+    """
+    try:
+        return pickle.dumps((arguments, dict(named)), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # whatever the class of a user's argument does when it is pickled
+        told, remedy = f"cannot be sent to another process: {error}", "give numbers, texts, tensors, stretto's own data"
+        raise RecipeError([Problem(f"{method}: an argument", told, remedy)]) from error
 
 
 def _check_function(loss: Any) -> None:

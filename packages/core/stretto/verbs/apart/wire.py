@@ -14,6 +14,8 @@ from typing import Any
 
 #: A number, the name of a method, and its arguments (by place and by name), pickled.
 TrainerCall = tuple[int, str, bytes]
+#: In place of a method: the gradient is that of before the last call again.
+UNDO = "undo"
 #: The number of the call, the version of the policy after it, what it returned, and what it raised.
 CallResult = tuple[int, int, Any, Exception | None]
 #: Of the process: the descriptor of its connection, threads, folders in which modules of the user are looked for.
