@@ -55,7 +55,13 @@ _MOST_MULTIPLICATIONS = 1 << 26  # larger products use the choice for the larges
 _FEWEST_MULTIPLICATIONS = 3 << 18  # multiplications of the largest product, below which nothing is measured
 _COLD_BYTES = 4 << 20  # a step reads each weight from beyond the core's own cache
 _ROUNDS = 2
-_GAINS = {"onednn": 1.05, "columns": 1.03, "packed": 1.15, "panels": 1.15, "widened": 1.15}  # a copy costs memory and time
+_GAINS = {
+    "onednn": 1.05,
+    "columns": 1.03,
+    "packed": 1.15,
+    "panels": 1.15,
+    "widened": 1.15,
+}  # a copy costs memory and time
 _LOCK_SECONDS = 20.0
 _CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@
     2 2 2 2 2 2                                           in the last panel are zeros
     . . .
 
-Libraries are made for products of hundreds of rows; a decode step has few, and reads every weight from memory. Here each
-is read once for up to 96 tokens, and while a panel is multiplied the next one is fetched. A bfloat16 weight costs half
-the bytes of a float32 one, also on processors that cannot multiply bfloat16. All sums are float32, and the same for any
-number of tokens.
+Libraries are made for products of hundreds of rows; a decode step has few, and reads every weight from memory. Here
+each is read once for up to 96 tokens, and while a panel is multiplied the next one is fetched. A bfloat16 weight costs
+half the bytes of a float32 one, also on processors that cannot multiply bfloat16. All sums are float32, and the same
+for any number of tokens.
 
 Axes: T token, K input width, N output width, P panel, W outputs of a panel.
 """
@@ -94,7 +94,22 @@ def _multiply(x: Any, weight: Any, bias: Any, out: Any, rows: Any, depth: Any, w
                 stride = width * size
                 if (place + 1) * WIDE > width:
                     to, stride, whole = np.int64(spare.ctypes.data), WIDE * size, False
-                tile((0 if many else count, half, at, depth * 4, now, panel, depth, bias_of_panel, to, stride, ahead, pace))
+                tile(
+                    (
+                        0 if many else count,
+                        half,
+                        at,
+                        depth * 4,
+                        now,
+                        panel,
+                        depth,
+                        bias_of_panel,
+                        to,
+                        stride,
+                        ahead,
+                        pace,
+                    )
+                )
                 if not whole:
                     _cut(to, out + row * width * size, count, width, place * WIDE, half)
                 row += count
@@ -119,7 +134,5 @@ def multiply_panels(x: Tensor, weight_PKW: Tensor, bias_N: Tensor | None, width:
     out = x.new_empty((*x.shape[:-1], width))
     bias = 0 if bias_N is None else bias_N.data_ptr()
     half = int(x.dtype is torch.bfloat16)
-    _multiply(
-        x.data_ptr(), weight_PKW.data_ptr(), bias, out.data_ptr(), x.numel() // depth, depth, width, half
-    )
+    _multiply(x.data_ptr(), weight_PKW.data_ptr(), bias, out.data_ptr(), x.numel() // depth, depth, width, half)
     return out

@@ -44,8 +44,9 @@ def _weights(builder: Any, address: Any, half: bool) -> list[Any]:
     if not half:
         return [_read(builder, builder.add(address, _number(place)), floating) for place in (0, 4 * LANES)]
     both = _read(builder, address, whole)
-    parts = builder.shl(both, ir.Constant(whole, [16] * LANES)), builder.and_(
-        both, ir.Constant(whole, [0xFFFF0000] * LANES)
+    parts = (
+        builder.shl(both, ir.Constant(whole, [16] * LANES)),
+        builder.and_(both, ir.Constant(whole, [0xFFFF0000] * LANES)),
     )
     return [builder.bitcast(part, floating) for part in parts]
 
@@ -112,8 +113,8 @@ def _tiles(builder: Any, rows: Any, half: Any, *places: Any) -> None:
 
 
 #: In a loop, ``tile((rows, half, x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace))`` multiplies
-#: `rows` rows of `depth` float32 inputs at address `x`, `stride` bytes apart, by the panel at address `weight`, adds the
-#: float32 numbers at address `bias` and writes rows of WIDE outputs to address `out`, `out_stride` bytes apart. `rows`
-#: 0: one row by MANY panels of `panel` bytes. `half` 1: weights and outputs are bfloat16. `ahead`, and with each input
-#: `pace` bytes more: an address that is wanted next.
+#: `rows` rows of `depth` float32 inputs at address `x`, `stride` bytes apart, by the panel at address `weight`, adds
+#: the float32 numbers at address `bias` and writes rows of WIDE outputs to address `out`, `out_stride` bytes apart.
+#: `rows` 0: one row by MANY panels of `panel` bytes. `half` 1: weights and outputs are bfloat16. `ahead`, and with each
+#: input `pace` bytes more: an address that is wanted next.
 tile: Any = written(_tiles, 12)
