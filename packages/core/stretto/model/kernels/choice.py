@@ -171,7 +171,7 @@ def fits(kernel: str, dtype: torch.dtype) -> bool:
 @torch.inference_mode()
 def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> KernelChoice:
     """Time the kernels in turn, for a few and for many tokens."""
-    copies = max(1, min(2, _COLD_BYTES // (math.prod(shape) * dtype.itemsize)))
+    copies = max(1, min(8, _COLD_BYTES // (math.prod(shape) * dtype.itemsize)))
     plain = [torch.randn(shape).to(dtype) for _ in range(copies)]
     weights = {kernel: [prepare(kernel, weight) for weight in plain] for kernel in ("linear", *kernels)}
     counts = [count for count in _TOKENS if count == 1 or count * math.prod(shape) <= _MOST_MULTIPLICATIONS]
