@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from stretto.model.kernels.compiled import AVAILABLE, abilities
+from stretto.model.kernels.compiled import AVAILABLE
 from stretto.model.kernels.panels import in_panels, multiply_panels
-from stretto.model.kernels.tile import LANES, WIDE
+from stretto.model.kernels.tile import WIDE
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="numba is not installed")
@@ -61,7 +61,3 @@ def test_a_copy_in_given_memory_is_the_copy(width: int) -> None:
     first, fresh = in_panels(other, copy), in_panels(other)
     assert first.data_ptr() == copy.data_ptr()
     assert torch.equal(first, fresh)
-
-
-def test_vectors_are_those_of_the_processor() -> None:
-    assert LANES == (16 if "+avx512f" in abilities() else 8)
