@@ -66,7 +66,7 @@ def rates(
             for dtype in dtypes:
                 for system in systems:
                     asked = [count for count in sequences if count <= MOST.get(system, count)]
-                    row = {"model": model, "dtype": dtype, "system": system, "tokens": tokens}
+                    row: dict[str, Any] = {"model": model, "dtype": dtype, "system": system, "tokens": tokens}
                     row |= _rate(system, path, dtype, asked, tokens)
                     rows.append(row)
                     cells = [row["rates"].get(str(count), row.get("failed", "")[:40]) for count in sequences]
