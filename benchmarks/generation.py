@@ -6,11 +6,11 @@
     python -m benchmarks.generation pause                 what an update of the weights costs running answers
     python -m benchmarks.generation all
 
-The peers: transformers' `generate` and `generate_batch`, and vLLM's CPU build (its own environment, made by the
-benchmark; skipped with a word where it cannot be made). Each system runs alone, one after the other, in this one run,
-and answers everything three times: the fastest pass counts, as memory that was never touched costs more than what is
-measured. A pass with another number of tokens than was asked for is no result; where the passes differ by half or more,
-all of them stand in the result as well.
+The peers: transformers' `generate` and `generate_batch`, and in environments of their own, made by the benchmark,
+vLLM's CPU build, OpenVINO GenAI and llama.cpp; one that cannot be made is skipped with a word. Each system runs alone,
+one after the other, in this one run, and answers everything three times: the fastest pass counts, as memory that was
+never touched costs more than what is measured. A pass with another number of tokens than was asked for is no result;
+where the passes differ by half or more, all of them stand in the result as well.
 """
 
 from __future__ import annotations
@@ -44,16 +44,18 @@ from stretto.model.hf.folder import load_policy
 TOKENS = 192
 SEQUENCES = (1, 16, 64, 128, 256)
 DTYPES = ("float32", "bfloat16")
-EVERY_SYSTEM = (*SYSTEMS, "vllm")
+#: Scripts of systems that run in an environment of their own.
+APART = {"vllm": "vllm_generate.py", "openvino": "openvino_generate.py", "llamacpp": "llamacpp_generate.py"}
+EVERY_SYSTEM = (*SYSTEMS, *APART)
 TAIL_REQUESTS, TAIL_AT_ONCE, TAIL_MEDIAN, TAIL_LONGEST = 1000, 64, 50, 500
 RUNNING = 64
 SECONDS = 1500
 #: The most sequences at once that a slow system is asked for: a minute says enough.
-MOST = {"transformers generate_batch": 64}
+MOST = {"transformers generate_batch": 64, "llamacpp": 16}
 
 
 def rates(
-    models: Sequence[str], dtypes: Sequence[str], sequences: Sequence[int], systems: Sequence[str]
+    models: Sequence[str], dtypes: Sequence[str], sequences: Sequence[int], systems: Sequence[str], tokens: int
 ) -> list[dict[str, Any]]:
     """Tokens per second of each system, model, type and number of sequences."""
     rows: list[dict[str, Any]] = []
@@ -64,7 +66,8 @@ def rates(
             for dtype in dtypes:
                 for system in systems:
                     asked = [count for count in sequences if count <= MOST.get(system, count)]
-                    row = {"model": model, "dtype": dtype, "system": system} | _rate(system, path, dtype, asked)
+                    row: dict[str, Any] = {"model": model, "dtype": dtype, "system": system, "tokens": tokens}
+                    row |= _rate(system, path, dtype, asked, tokens)
                     rows.append(row)
                     cells = [row["rates"].get(str(count), row.get("failed", "")[:40]) for count in sequences]
                     table.add(model, dtype, system, *cells)
@@ -72,10 +75,10 @@ def rates(
     return rows
 
 
-def _rate(system: str, model: Path, dtype: str, sequences: Sequence[int]) -> dict[str, Any]:
-    words = [str(model), "--dtype", dtype, "--tokens", str(TOKENS), "--sequences", *map(str, sequences)]
+def _rate(system: str, model: Path, dtype: str, sequences: Sequence[int], tokens: int) -> dict[str, Any]:
+    words = [str(model), "--dtype", dtype, "--tokens", str(tokens), "--sequences", *map(str, sequences)]
     try:
-        rows = _vllm(words) if system == "vllm" else _ours(system, words)
+        rows = _apart(system, words) if system in APART else _ours(system, words)
     except (PeerUnavailable, subprocess.TimeoutExpired) as failure:
         return {"rates": {}, "failed": str(failure)[-300:]}
     rates = {str(row["sequences"]): round(row["tokens"] / row["seconds"], 1) for row in rows}
@@ -85,8 +88,8 @@ def _rate(system: str, model: Path, dtype: str, sequences: Sequence[int]) -> dic
     return {"rates": rates} | ({"unsteady_seconds": unsteady} if unsteady else {})
 
 
-def _vllm(words: list[str]) -> list[dict[str, Any]]:
-    measured = Environment("vllm").measure(PEERS / "vllm_generate.py", *words, threads=1, seconds=SECONDS)
+def _apart(system: str, words: list[str]) -> list[dict[str, Any]]:
+    measured = Environment(system).measure(PEERS / APART[system], *words, threads=1, seconds=SECONDS)
     rows: list[dict[str, Any]] = measured["rows"]
     return rows
 
@@ -230,12 +233,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--sequences", nargs="+", type=int, default=SEQUENCES)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer of `rates`")
     parser.add_argument("--systems", nargs="+", choices=EVERY_SYSTEM, default=EVERY_SYSTEM)
     words = parser.parse_args()
     torch.set_num_threads(1)
     if words.part in ("rates", "all"):
         for model in words.models:
-            save(f"generation-rates-{model}", rates([model], words.dtypes, words.sequences, words.systems))
+            save(
+                f"generation-rates-{model}", rates([model], words.dtypes, words.sequences, words.systems, words.tokens)
+            )
     if words.part in ("tail", "all"):
         save("generation-tail", [tail(model) for model in words.models])
     if words.part in ("pause", "all"):

@@ -4,7 +4,8 @@ Peers never share stretto's environment: their pins are theirs, and a comparison
 
     python benchmarks/peers/environment.py PEER    makes it and prints its interpreter
 
-PEER is one of trl, vllm, sglang, verifiers, agents, worlds, outlets, ray and tinker.
+PEER is one of trl, vllm, sglang, openvino, llamacpp, verifiers, agents, worlds, outlets, ray and tinker. llamacpp is
+built from source, which takes a C++ compiler and ten minutes of two cores.
 
 Beside this file: ``requirements-<peer>.txt``; ``requirements-<peer>-alone.txt``, packages whose own pins are wrong for
 this machine, installed without what they ask for; ``overlay/<peer>``, files laid over the installed packages.
@@ -30,7 +31,9 @@ from stretto.core.machine import cache_folder
 HERE = Path(__file__).resolve().parent
 TORCH = "2.13.0"
 UV = "0.13.9"
-_WITHOUT_TORCH = frozenset({"agents", "outlets", "ray", "verifiers", "worlds"})
+_WITHOUT_TORCH = frozenset({"agents", "llamacpp", "outlets", "ray", "verifiers", "worlds"})
+#: What is left out of a library that is built.
+_BUILT = {"CMAKE_ARGS": " ".join(f"-D{part}=OFF" for part in ("LLAVA_BUILD", "MTMD_BUILD", "LLAMA_BUILD_TOOLS"))}
 _PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 #: Packages whose bytecode is written when the environment is made.
 _COMPILED = ("vllm", "sglang", "transformers", "torch", "sympy", "fastapi", "pydantic", "openai", "numba")
@@ -148,7 +151,7 @@ class Environment:
         ]
         surroundings = {"UV_DEFAULT_INDEX": index[-1]} if index else {}
         uv = [str(self.folder / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(self.python)]
-        _run([*uv, *arguments], surroundings={**surroundings, **os.environ})
+        _run([*uv, *arguments], surroundings={**surroundings, **_BUILT, **os.environ})
 
 
 @contextmanager

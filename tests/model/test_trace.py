@@ -94,6 +94,8 @@ def test_in_bfloat16_traced_calls_round_as_the_module_does(monkeypatch: pytest.M
         ("columns", "float32"),
         ("packed", "float32"),
         ("packed", "bfloat16"),
+        ("panels", "float32"),
+        ("panels", "bfloat16"),
         ("widened", "bfloat16"),
     ],
 )
@@ -108,7 +110,7 @@ def test_traced_calls_multiply_by_the_kernels_of_the_module(
     assert torch.equal(two_steps(traced), two_steps(called))
 
 
-@pytest.mark.parametrize("kernel", ["linear", "columns", "packed"])
+@pytest.mark.parametrize("kernel", ["linear", "columns", "packed", "panels"])
 def test_weights_that_are_copied_into_the_model_are_seen(kernel: Name) -> None:
     policy = model(QWEN)
     use_onednn(policy, chooser=always(kernel))

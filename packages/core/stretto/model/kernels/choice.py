@@ -4,6 +4,7 @@
     onednn     oneDNN, on the weight as it is
     columns    torch's matmul, on a column-major weight
     packed     oneDNN, on a copy of the weight in oneDNN's own layout
+    panels     the compiled loop of `kernels.panels`, on a copy of the weight in its layout
     widened    for bfloat16: torch's float32 matmul on a column-major float32 copy of the weight
 
 A measurement takes milliseconds per shape. Results are cached for the user by processor, cores, threads, torch version
@@ -34,17 +35,19 @@ from torch.nn import functional
 
 from stretto.core.machine import cache_folder, cores, processor
 from stretto.core.records import Record
+from stretto.model.kernels.compiled import computes
+from stretto.model.kernels.panels import in_panels, multiply_panels
 
 log = logging.getLogger(__name__)
 
 Shape = tuple[int, int]
-Name = Literal["linear", "onednn", "columns", "packed", "widened"]
+Name = Literal["linear", "onednn", "columns", "packed", "panels", "widened"]
 
 #: Kernels for a trainer, whose weights change in every step and are saved and sharded in their own layout.
 TRAINING: tuple[Name, ...] = ("onednn",)
 #: Kernels for a weight with other readers, such as an embedding.
-SHARED: tuple[Name, ...] = ("onednn", "packed", "widened")
-GENERATION: tuple[Name, ...] = ("onednn", "columns", "packed", "widened")
+SHARED: tuple[Name, ...] = ("onednn", "packed", "panels", "widened")
+GENERATION: tuple[Name, ...] = ("onednn", "columns", "packed", "panels", "widened")
 
 FILE = "kernels.json"
 _TOKENS = (1, 16, 64, 256)
@@ -52,8 +55,15 @@ _MOST_MULTIPLICATIONS = 1 << 26  # larger products use the choice for the larges
 _FEWEST_MULTIPLICATIONS = 3 << 18  # multiplications of the largest product, below which nothing is measured
 _COLD_BYTES = 4 << 20  # a step reads each weight from beyond the core's own cache
 _ROUNDS = 2
-_GAINS = {"onednn": 1.05, "columns": 1.03, "packed": 1.15, "widened": 1.15}  # a copy costs memory, and time per version
+_GAINS = {
+    "onednn": 1.05,
+    "columns": 1.03,
+    "packed": 1.15,
+    "panels": 1.15,
+    "widened": 1.15,
+}  # a copy costs memory and time
 _LOCK_SECONDS = 20.0
+_CPU = torch.device("cpu")
 
 
 class KernelChoice(Record, frozen=True):
@@ -76,8 +86,11 @@ def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> 
     return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left_MK, right_NK, bias_N, "none", [], ""))
 
 
-def prepare(kernel: str, weight_NK: Tensor) -> Tensor:
-    """The weight in a kernel's layout; the weight itself if no copy is needed."""
+def prepare(kernel: str, weight_NK: Tensor, copy: Tensor | None = None) -> Tensor:
+    """The weight in a kernel's layout; the weight itself if no copy is needed. `copy` is an earlier one, whose memory
+    may be used again."""
+    if kernel == "panels":
+        return in_panels(weight_NK, copy)
     if kernel == "columns":
         return weight_NK.t().contiguous().t()
     if kernel == "packed":
@@ -85,8 +98,10 @@ def prepare(kernel: str, weight_NK: Tensor) -> Tensor:
     return prepare("columns", weight_NK.float()) if kernel == "widened" else weight_NK
 
 
-def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None) -> Tensor:
-    """x · weightᵀ + bias, with a prepared weight."""
+def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None, width: int) -> Tensor:
+    """x · weightᵀ + bias, with a prepared weight of `width` outputs."""
+    if kernel == "panels":
+        return multiply_panels(x_TK, prepared, bias_N, width)
     if kernel in ("onednn", "packed"):
         return product(x_TK, prepared, bias_N)
     if kernel == "widened":
@@ -111,12 +126,13 @@ class Kernel:
 
     def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """As `multiply`, for a number of tokens for which the kernel is used."""
-        if self.choice.kernel not in ("packed", "widened"):
-            return multiply(self.choice.kernel, x, weight, bias)
+        kernel, width = self.choice.kernel, weight.shape[0]
+        if kernel not in ("packed", "panels", "widened"):
+            return multiply(kernel, x, weight, bias, width)
         version = (id(weight), weight._version)
         if self._prepared is None or version != self._version:
-            self._prepared, self._version = prepare(self.choice.kernel, weight.detach()), version
-        return multiply(self.choice.kernel, x, self._prepared, bias)
+            self._prepared, self._version = prepare(kernel, weight.detach(), self._prepared), version
+        return multiply(kernel, x, self._prepared, bias, width)
 
 
 def choose(
@@ -146,6 +162,8 @@ def fits(kernel: str, dtype: torch.dtype) -> bool:
         return False
     if kernel == "packed" and dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
+    if kernel == "panels":
+        return computes(_CPU, dtype)
     wanted = {"columns": (torch.float32,), "onednn": (torch.float32,), "widened": (torch.bfloat16,)}
     return dtype in wanted.get(kernel, (torch.float32, torch.bfloat16))
 
@@ -153,11 +171,11 @@ def fits(kernel: str, dtype: torch.dtype) -> bool:
 @torch.inference_mode()
 def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> KernelChoice:
     """Time the kernels in turn, for a few and for many tokens."""
-    copies = max(1, min(2, _COLD_BYTES // (math.prod(shape) * dtype.itemsize)))
+    copies = max(1, min(8, _COLD_BYTES // (math.prod(shape) * dtype.itemsize)))
     plain = [torch.randn(shape).to(dtype) for _ in range(copies)]
     weights = {kernel: [prepare(kernel, weight) for weight in plain] for kernel in ("linear", *kernels)}
     counts = [count for count in _TOKENS if count == 1 or count * math.prod(shape) <= _MOST_MULTIPLICATIONS]
-    seconds = [_seconds(torch.randn(count, shape[1]).to(dtype), weights) for count in counts]
+    seconds = [_seconds(torch.randn(count, shape[1]).to(dtype), weights, shape[0]) for count in counts]
     seconds += [seconds[-1]] * (len(_TOKENS) - len(counts))
 
     def gain(kernel: Name, fewest: int) -> float:
@@ -170,7 +188,7 @@ def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> Kernel
     return best if best.gain >= _GAINS[best.kernel] else KernelChoice()
 
 
-def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]]) -> dict[Name, float]:
+def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]], width: int) -> dict[Name, float]:
     """Seconds of one pass over the weights by each kernel, the best of a few."""
     # With one thread its CPU time is measured, undisturbed by other work.
     clock: Callable[[], float] = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -178,7 +196,7 @@ def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]]) -> dict[Name, f
     for turn, kernel in itertools.product(range(_ROUNDS + 1), weights):
         start = clock()
         for weight in weights[kernel]:
-            multiply(kernel, x_TK, weight, None)
+            multiply(kernel, x_TK, weight, None, width)
         if turn:  # the first call compiles
             best[kernel] = min(best[kernel], clock() - start)
     return best

@@ -16,6 +16,8 @@ import torch
 _numba: Any
 try:
     import numba as _numba
+    import numba.core.cgutils
+    import numba.core.registry
     import numba.extending  # noqa: F401
 except ImportError:  # optional on a machine with a GPU
     _numba = None
@@ -30,6 +32,37 @@ U = np.uint64  # numba treats signed indices as possibly negative, and then does
 
 # Sums may be reordered; infinities and NaN keep their meaning.
 _OPTIONS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}
+
+
+#: What writes code of LLVM, for what numba has no words for; None without numba.
+code: Any = _numba.core.cgutils if AVAILABLE else None
+
+
+def abilities() -> str:
+    """The instruction sets of the processor that loops are compiled for, as LLVM names them; empty without numba."""
+    return str(_numba.core.registry.cpu_target.target_context.codegen().magic_tuple()[2]) if AVAILABLE else ""
+
+
+def written(write: Callable[..., None], arguments: int) -> Any:
+    """A part of the loops that is written as code of LLVM and has no result.
+
+    Args:
+        write: appends the code; gets LLVM's builder and the values of the arguments.
+        arguments: their number; each is a whole number of 64 bits.
+    """
+    if not AVAILABLE:
+        return None
+
+    def typed(context: Any, given: Any) -> Any:
+        """What numba asks: the types, and who writes the code."""
+
+        def emit(target: Any, builder: Any, signature: Any, values: Any) -> Any:
+            write(builder, *code.unpack_tuple(builder, values[0], arguments))
+            return target.get_dummy_value()
+
+        return _numba.void(_numba.types.UniTuple(_numba.int64, arguments)), emit
+
+    return _numba.extending.intrinsic(typed)
 
 
 def inlined(function: Callable[..., Any]) -> Any:

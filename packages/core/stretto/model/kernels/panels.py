@@ -1,0 +1,138 @@
+"""Products with a weight that lies in panels, for few and for many tokens.
+
+    weight [N, K]         panels [N / 16, K, 16]
+    0 0 0 0 0 0           0 1 2 3 ...     0 1 2 3 ...     the inputs of 16 outputs, one after the other, as
+    1 1 1 1 1 1    ─►                                     `kernels.tile` reads them; outputs that are missing
+    2 2 2 2 2 2                                           in the last panel are zeros
+    . . .
+
+Libraries are made for products of hundreds of rows; a decode step has few, and reads every weight from memory. Here
+each is read once for up to 96 tokens, and while a panel is multiplied the next one is fetched. A bfloat16 weight costs
+half the bytes of a float32 one, also on processors that cannot multiply bfloat16. All sums are float32, and the same
+for any number of tokens.
+
+Axes: T token, K input width, N output width, P panel, W outputs of a panel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.model.kernels.compiled import F, U, compiled, floats, halves, inlined, widened
+from stretto.model.kernels.tile import LANES, MANY, ROWS, WIDE, tile
+
+_BLOCK = 96  # tokens whose inputs stay in the core's cache while a panel is read
+
+
+@compiled
+def _pack(weight: Any, out: Any, depth: Any, width: Any, half: Any) -> None:
+    """In bfloat16 output n of the first half of a panel stands before output n of its second half."""
+    size, panels = width * depth, (width + WIDE - 1) // WIDE
+    numbers, outs = floats(weight, size), floats(out, panels * depth * WIDE)
+    narrow, narrow_outs = halves(weight, size), halves(out, panels * depth * WIDE)
+    for panel in range(panels):
+        for k in range(depth):
+            to, first = U((panel * depth + k) * WIDE), panel * WIDE
+            for lane in range(WIDE):
+                place = U((first + lane) * depth + k)
+                if half:
+                    at = to + U(lane % LANES * 2 + lane // LANES)
+                    narrow_outs[at] = narrow[place] if first + lane < width else np.uint16(0)
+                else:
+                    outs[to + U(lane)] = numbers[place] if first + lane < width else F(0.0)
+
+
+@inlined
+def _cut(numbers: Any, out: Any, rows: Any, width: Any, start: Any, half: Any) -> None:
+    """Copy the first columns of rows of WIDE to columns `start` and following of rows of `width`, at addresses."""
+    narrow, narrow_outs = halves(numbers, rows * WIDE), halves(out, rows * width)
+    wide, outs = floats(numbers, rows * WIDE), floats(out, rows * width)
+    for row in range(U(rows)):
+        for n in range(U(width - start)):
+            at, to = row * U(WIDE) + n, row * U(width) + U(start) + n
+            if half:
+                narrow_outs[to] = narrow[at]
+            else:
+                outs[to] = wide[at]
+
+
+@inlined
+def _biases(bias: Any, panels: Any, width: Any, half: Any) -> Any:
+    """The bias in float32, zeros where there is none."""
+    added = np.zeros(panels * WIDE, np.float32)
+    if bias != 0:
+        for n in range(U(width)):
+            added[n] = widened(halves(bias, width)[n]) if half else floats(bias, width)[n]
+    return added
+
+
+@compiled
+def _multiply(x: Any, weight: Any, bias: Any, out: Any, rows: Any, depth: Any, width: Any, half: Any) -> None:
+    """`bias` 0: none is added."""
+    size, panels = 2 if half else 4, (width + WIDE - 1) // WIDE
+    panel, added, spare = WIDE * depth * size, _biases(bias, panels, width, half), np.empty(ROWS * WIDE, np.float32)
+    wide = np.empty(min(rows, _BLOCK) * depth if half else 0, np.float32)
+    for first in range(0, rows, _BLOCK):
+        end, inputs = min(first + _BLOCK, rows), x + first * depth * 4
+        if half:
+            narrow = halves(x, rows * depth)
+            for n in range(U((end - first) * depth)):
+                wide[n] = widened(narrow[U(first * depth) + n])
+            inputs = np.int64(wide.ctypes.data)
+        tiles, place = (end - first + ROWS - 1) // ROWS, 0
+        while place < panels:
+            many = rows == 1 and (place + MANY) * WIDE <= width
+            now, row, bias_of_panel = weight + place * panel, first, np.int64(added.ctypes.data) + place * WIDE * 4
+            for left in range(tiles, 0, -1):
+                count = (end - row + left - 1) // left  # tiles of about equal height
+                at, to = inputs + (row - first) * depth * 4, out + (row * width + place * WIDE) * size
+                ahead, pace, whole = now + panel + (tiles - left) * (panel // tiles), WIDE * size // tiles, True
+                stride = width * size
+                if (place + 1) * WIDE > width:
+                    to, stride, whole = np.int64(spare.ctypes.data), WIDE * size, False
+                tile(
+                    (
+                        0 if many else count,
+                        half,
+                        at,
+                        depth * 4,
+                        now,
+                        panel,
+                        depth,
+                        bias_of_panel,
+                        to,
+                        stride,
+                        ahead,
+                        pace,
+                    )
+                )
+                if not whole:
+                    _cut(to, out + row * width * size, count, width, place * WIDE, half)
+                row += count
+            place += MANY if many else 1
+
+
+def in_panels(weight_NK: Tensor, out_PKW: Tensor | None = None) -> Tensor:
+    """The weight, float32 or bfloat16, in panels [P, K, W], written to `out_PKW` if it is given."""
+    weight_NK = weight_NK.contiguous()
+    width, depth = weight_NK.shape
+    if out_PKW is None:
+        out_PKW = weight_NK.new_empty((-(-width // WIDE), depth, WIDE))
+    half = int(weight_NK.dtype is torch.bfloat16)
+    _pack(weight_NK.data_ptr(), out_PKW.data_ptr(), depth, width, half)
+    return out_PKW
+
+
+def multiply_panels(x: Tensor, weight_PKW: Tensor, bias_N: Tensor | None, width: int) -> Tensor:
+    """x · weightᵀ + bias, [..., N], in the type of the weight, which is that of `x`; `width` is N."""
+    x = x.contiguous()
+    depth = x.shape[-1]
+    out = x.new_empty((*x.shape[:-1], width))
+    bias = 0 if bias_N is None else bias_N.data_ptr()
+    half = int(x.dtype is torch.bfloat16)
+    _multiply(x.data_ptr(), weight_PKW.data_ptr(), bias, out.data_ptr(), x.numel() // depth, depth, width, half)
+    return out

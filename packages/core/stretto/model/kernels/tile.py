@@ -1,0 +1,120 @@
+"""A tile of a product, in registers: a few rows of inputs by a panel of outputs, written as code of LLVM.
+
+    inputs [6, K]        panel [K, 16]          sums [6, 16]
+    a . . . . .  row     b b b b ... one input  a·b a·b a·b ...      12 vectors of sums, two of weights, one input:
+    a . . . . .          . . . .                a·b a·b a·b ...      15 of the 16 registers of AVX2
+
+numba's loops cannot say which numbers stay in registers. Each weight is read once for all rows of a tile. A bfloat16
+weight is widened in its register: 32 bits hold a number of the first vector in their lower half, one of the second in
+their upper half. A sum takes one input after the other, so it does not depend on the tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stretto.model.kernels.compiled import abilities, code, written
+
+#: Numbers of a vector.
+LANES = 16 if "+avx512f" in abilities() else 8
+#: Outputs of a panel.
+WIDE = 2 * LANES
+#: The most rows of a tile.
+ROWS = 6
+#: Panels of the tile for one row: alone, a panel would wait for its own sums.
+MANY = 4
+
+
+def _broadcast(builder: Any, number: Any) -> Any:
+    """A vector of one number."""
+    ir = code.ir
+    empty = ir.Constant(ir.VectorType(ir.FloatType(), LANES), ir.Undefined)
+    first = builder.insert_element(empty, number, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
+def _read(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+
+
+def _weights(builder: Any, address: Any, half: bool) -> list[Any]:
+    """The two vectors of a panel for one input."""
+    ir = code.ir
+    floating, whole = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), ir.IntType(32)))
+    if not half:
+        return [_read(builder, builder.add(address, _number(place)), floating) for place in (0, 4 * LANES)]
+    both = _read(builder, address, whole)
+    parts = (
+        builder.shl(both, ir.Constant(whole, [16] * LANES)),
+        builder.and_(both, ir.Constant(whole, [0xFFFF0000] * LANES)),
+    )
+    return [builder.bitcast(part, floating) for part in parts]
+
+
+def _fetch(builder: Any, address: Any) -> None:
+    """Ask for what is at an address, which may be any."""
+    ir = code.ir
+    word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+    fetch = code.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(fetch, [builder.inttoptr(address, pointer), *(ir.Constant(word, n) for n in (0, 3, 1))])
+
+
+def _number(number: int) -> Any:
+    return code.ir.Constant(code.ir.IntType(64), number)
+
+
+def _tile(builder: Any, places: list[Any], rows: int, panels: int, half: bool) -> None:
+    """The code of one size of tile; `places` as for `tile`."""
+    ir = code.ir
+    x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace = places
+    floating = ir.VectorType(ir.FloatType(), LANES)
+    added = [_read(builder, builder.add(bias, _number(4 * LANES * part)), floating) for part in range(2 * panels)]
+    sums = [[code.alloca_once_value(builder, start) for start in added] for _ in range(rows)]
+    inputs = [builder.add(x, builder.mul(stride, _number(row))) for row in range(rows)]
+    with code.for_range(builder, depth) as loop:
+        if panels == 1:
+            _fetch(builder, builder.add(ahead, builder.mul(loop.index, pace)))
+        first = builder.add(weight, builder.mul(loop.index, _number(WIDE * (2 if half else 4))))
+        starts = [builder.add(first, builder.mul(panel, _number(number))) for number in range(panels)]
+        vectors = [vector for start in starts for vector in _weights(builder, start, half)]
+        for row, sums_of_row in zip(inputs, sums, strict=True):
+            place = builder.add(row, builder.mul(loop.index, _number(4)))
+            one = _broadcast(builder, _read(builder, place, ir.FloatType()))
+            for vector, held in zip(vectors, sums_of_row, strict=True):
+                product = builder.fmul(one, vector, flags=("contract",))
+                builder.store(builder.fadd(builder.load(held), product, flags=("contract",)), held)
+    for row, sums_of_row in enumerate(sums):
+        start = builder.add(out, builder.mul(out_stride, _number(row)))
+        for part, held in enumerate(sums_of_row):
+            place = builder.add(start, _number(part * LANES * (2 if half else 4)))
+            _write(builder, builder.load(held), place, half)
+
+
+def _write(builder: Any, numbers: Any, address: Any, half: bool) -> None:
+    """Store a vector, in bfloat16 rounded to the nearest number, the even one of two."""
+    ir = code.ir
+    if half:
+        whole = ir.VectorType(ir.IntType(32), LANES)
+        bits, shift = builder.bitcast(numbers, whole), ir.Constant(whole, [16] * LANES)
+        odd = builder.and_(builder.lshr(bits, shift), ir.Constant(whole, [1] * LANES))
+        up = builder.add(builder.add(bits, odd), ir.Constant(whole, [0x7FFF] * LANES))
+        numbers = builder.trunc(builder.lshr(up, shift), ir.VectorType(ir.IntType(16), LANES))
+    builder.store(numbers, builder.inttoptr(address, numbers.type.as_pointer()), align=2 if half else 4)
+
+
+def _tiles(builder: Any, rows: Any, half: Any, *places: Any) -> None:
+    """The code of all tiles, and the choice of one."""
+    for kind in (False, True):
+        with builder.if_then(builder.icmp_signed("==", half, _number(int(kind)))):
+            for number in range(ROWS + 1):
+                with builder.if_then(builder.icmp_signed("==", rows, _number(number))):
+                    _tile(builder, list(places), max(number, 1), 1 if number else MANY, kind)
+
+
+#: In a loop, ``tile((rows, half, x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace))`` multiplies
+#: `rows` rows of `depth` float32 inputs at address `x`, `stride` bytes apart, by the panel at address `weight`, adds
+#: the float32 numbers at address `bias` and writes rows of WIDE outputs to address `out`, `out_stride` bytes apart.
+#: `rows` 0: one row by MANY panels of `panel` bytes. `half` 1: weights and outputs are bfloat16. `ahead`, and with each
+#: input `pace` bytes more: an address that is wanted next.
+tile: Any = written(_tiles, 12)
