@@ -137,7 +137,9 @@ def test_a_checkpoint_that_is_read_by_other_ranks_gives_the_same_weights(folder:
 
 def test_moments_in_host_memory_give_the_same_weights(folder: Path) -> None:
     """To the last bit, of two ranks that go on from one checkpoint: `1-3-2` has its moments there."""
-    host, device = (torch.load(folder / f"{name}.pt", weights_only=True)["weights"] for name in ("1-3-2", "1-3-2-device"))
+    host, device = (
+        torch.load(folder / f"{name}.pt", weights_only=True)["weights"] for name in ("1-3-2", "1-3-2-device")
+    )
     assert all(torch.equal(weight, device[key]) for key, weight in host.items())
 
 
