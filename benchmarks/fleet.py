@@ -170,7 +170,7 @@ class _Engine:
         self.counts.completions += 1
         self.generated += self.spec.tokens
         whole = msgspec.structs.replace(self.piece(0, self.spec.tokens, version), stop_reason=StopReason.STOP)
-        return frame(Completion(id, member, whole))
+        return bytes(frame(Completion(id, member, whole)))
 
     def generate(self, requests: list[GenerateRequest], send: Callable[[bytes, bool], None]) -> None:
         """Send each completion when it has ended, as the engine's server does: `send(frames, whether more come)`."""

@@ -151,7 +151,9 @@ VALUES = [[0.5, 0.0, 2.0][:n] for _, n in FLAT]
 def with_critic(after: list[float]) -> list[list[float]]:
     """Of answers that end, or that go on with a value of theirs."""
     rewards = [[0.0] * (n - 1) + [r] for r, n in FLAT]
-    return [advantages.gae(one, values + after, 1.0, 0.95) for one, values in zip(rewards, VALUES, strict=True)]
+    return [
+        advantages.gae(one, values + after, 1.0, 0.95).tolist() for one, values in zip(rewards, VALUES, strict=True)
+    ]
 
 
 #: What each function says about these answers, one number for each.

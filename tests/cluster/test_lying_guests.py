@@ -47,7 +47,7 @@ def flipped() -> Completion:
 
 
 @asynccontextmanager
-async def answering(body: bytes, status: int = 200) -> AsyncIterator[str]:
+async def answering(body: bytes | bytearray, status: int = 200) -> AsyncIterator[str]:
     """A server that gives every request this body; its address."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,7 +63,9 @@ async def answering(body: bytes, status: int = 200) -> AsyncIterator[str]:
         yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-def heard(folder: Path, body: bytes, ask: Callable[[GuestEngine], Awaitable[object]], status: int = 200) -> None:
+def heard(
+    folder: Path, body: bytes | bytearray, ask: Callable[[GuestEngine], Awaitable[object]], status: int = 200
+) -> None:
     async def work() -> None:
         async with answering(body, status) as address, guest_at(address, folder) as (guest, _):
             await ask(guest)

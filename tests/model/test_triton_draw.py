@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from stretto.engine.native import sampling
-from stretto.engine.native.sampling import Filtered, draw_by_torch, sample, tempered
+from stretto.engine.native.sampling import Filtered, draw_by_torch, draws, sample, tempered
 from stretto.model.kernels import triton_draw
-from stretto.model.kernels.triton_draw import draw_on_device, draws
+from stretto.model.kernels.triton_draw import draw_on_device
 from stretto.model.truncation import Truncation
 from tests.tolerances import near
 from tests.trainer.scale.counting import LiveBytes

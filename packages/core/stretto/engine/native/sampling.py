@@ -17,7 +17,7 @@ from torch import Tensor
 from stretto.core.records import Likeliest, Sampling
 from stretto.model.kernels.compiled import computes
 from stretto.model.kernels.draw import draw
-from stretto.model.kernels.triton_draw import draw_on_device, draws
+from stretto.model.kernels.triton_draw import DRAWS, draw_on_device
 from stretto.model.truncation import Truncation, truncate
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -127,6 +127,11 @@ def sample(
     if computes(logits_RV.device, logits_RV.dtype):
         return draw(logits_RV, greedy, targets)
     return draw_by_torch(logits_RV, greedy, targets)
+
+
+def draws(device: torch.device) -> bool:
+    """Whether logits of this device are drawn from by its own kernel."""
+    return DRAWS and device.type == "cuda"
 
 
 def draw_by_torch(

@@ -34,6 +34,9 @@ try:
 except ImportError:  # optional on a machine without a GPU
     triton = tl = None
 
+#: Whether the kernel can be launched.
+DRAWS = triton is not None
+
 _BLOCK = 2048
 _BITS = 32
 _SETTINGS = 5
@@ -41,11 +44,6 @@ _SETTINGS = 5
 
 def _kernel(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function)
-
-
-def draws(device: torch.device) -> bool:
-    """Whether the kernel is used for logits of this device."""
-    return triton is not None and device.type == "cuda"
 
 
 @_kernel
