@@ -97,6 +97,10 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
                 return as_letter
             several = isinstance(answer.content, Listing) and not answer.content.opening and not _is_several(gold)
             return False if several else same(gold, answer.content)  # a choice stands for one value
+        case Relation(sides=(_, Listing(opening="(" | "[") | Union() as values), signs=(r"\in",)), Relation() if (
+            not is_naming(answer)
+        ):
+            return name(gold.sides[0]) in map(name, answer.sides) and same(values, answer)
         case Relation(), Relation():
             return same_relation(gold, answer, same)
         case Relation(), _:
@@ -159,9 +163,15 @@ def _same_words(gold: Node, answer: Node) -> Opinion:
     first, second = letters(gold), letters(answer)
     if not first or not second:
         return None
-    if first == second:
+    if first == second or (len(_members(gold)) > 1 and _members(gold) == _members(answer)):
         return True
     return sorted(first) == sorted(second) and is_product(gold) and is_product(answer)
+
+
+def _members(given: Node) -> list[str]:
+    """Members of a list in words, in any order: "Bob and Alice" as "Alice, Bob"."""
+    parts = _JOINT.split(given.text) if isinstance(given, Words) else []
+    return sorted(letters(part) for part in parts)
 
 
 def is_product(given: Node) -> bool:
@@ -179,6 +189,7 @@ def _is_letter(gold: Node) -> bool:
     return isinstance(gold, Scalar | Words) and len(letters(gold)) == 1 and letters(gold) in "abcdefghij"
 
 
+_JOINT = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
 _LETTERS = re.compile(r"[a-zA-Z0-9 ]+")
 
 

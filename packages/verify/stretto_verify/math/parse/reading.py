@@ -275,6 +275,7 @@ def _made(sides: list[str], signs: list[str]) -> Node:
         _check_near(sides[first:])
         beside, sides, signs = tuple(sides[first + 1 :]), sides[: first + 1], signs[:first]
     elif signs[0] == r"\approx" and len(signs) == 1 and not re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", sides[0])):
+        _check_near(sides)
         return _beside(node(sides[0]), sides[1:])
     signs = ["=" if sign == r"\approx" else sign for sign in signs]
     if not all(side.strip() for side in sides[1:]):
@@ -288,7 +289,7 @@ def _made(sides: list[str], signs: list[str]) -> Node:
 def _check_near(sides: list[str]) -> None:
     """Check that numbers may approximate each other; "41 ≈ 37" is a list of candidates."""
     values = [found.value for side in sides if (found := number(without_unit(side)[0])) is not None]
-    if values and max(values) - min(values) > 1 and abs(max(values) - min(values)) * 10 > max(map(abs, values)):
+    if values and max(values) - min(values) >= 1 and abs(max(values) - min(values)) * 10 > max(map(abs, values)):
         raise Unreadable("approximations that are far apart")
 
 
