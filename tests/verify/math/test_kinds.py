@@ -52,6 +52,16 @@ RIGHT = [
     # Words: a list in any order, a limit that is missing.
     (r"\text{Alice and Bob}", r"\boxed{\text{Bob and Alice}}"),
     ("DNE", r"\boxed{\text{does not exist}}"),
+    (r"\text{No solution}", "The equation has no solution."),
+    ("D", "I would choose D."),
+    # Points with a name, brackets of less and greater, a membership by two equations, the function of a line.
+    ("(2,3)", r"\boxed{A(2,3)}"),
+    ("(2,3)", r"\boxed{\text{vertex } (2,3)}"),
+    (r"\langle 1,2 \rangle", "<1,2>"),
+    ("2,3", r"\boxed{x=2 \lor x=3}"),
+    ("y = 2x + 1", "f(x) = 2x+1"),
+    ("5", r"\boxed{5^\circ\text{C}}"),
+    ("5", r"\boxed{\text{exactly } 5}"),
     # The final box.
     ("34", r"first \boxed{12}; final \boxed{34}"),
 ]
@@ -75,6 +85,10 @@ WRONG = [
     (r"\frac{\pi}{4} + k\pi", r"\boxed{\frac{\pi}{4} + 2n\pi}"),
     (r"\text{Alice and Bob}", r"\boxed{\text{Alice and Carol}}"),
     ("5", r"\boxed{x^{-1}(2) = 5}"),
+    ("A", r"\boxed{A(2,3)}"),
+    ("B(2,3)", r"\boxed{A(2,3)}"),
+    ("y = 2x + 1", "g(x) = 2x+1"),
+    ("42", r"\boxed{x=0 \land y=42}"),
     ("5", '{"answer": "6", "next": "5"}'),
 ]
 

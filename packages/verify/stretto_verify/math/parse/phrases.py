@@ -15,7 +15,8 @@ from stretto_verify.math.parse.units import SPOKEN, amount
 _INTO_WORDS = re.compile(r"\\text\{([^{}]*)\}")
 _NOTHING = re.compile(
     r"\\emptyset|\\\{\s*\\\}"
-    r"|(?:there (?:is|are|exists?) )?no (?:(?:real|integer|positive|such|possible) )*"
+    r"|(?:there (?:is|are|exists?) |(?:(?:the|this) )?"
+    r"(?:equation|system|inequality|problem)s? (?:has|have) )?no (?:(?:real|integer|positive|such|possible) )*"
     r"(?:solutions?|roots?)(?: exists?)?",
     re.IGNORECASE,
 )

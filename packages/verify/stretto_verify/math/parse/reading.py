@@ -62,10 +62,13 @@ _NOT_READ = re.compile(
 )
 _SIDE_BY_SIDE = re.compile(r"(?<![^-+*/=(,\s])[0-9.]++\s+[0-9]++(?!\s*/)|[0-9]\.\s|[0-9]\.[0-9]+\.[0-9]")
 _POINT = re.compile(r"^[K-Z]'*\s*(?=\(.*,.*\)$)")  # P(1,2)
+_NAMED_POINT = re.compile(r"([A-J]'*)(\(.*,.*\))")  # A(1,2); P(1,2) needs no name, since P is no choice
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
     r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
-    r"|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval)\s*\}\s*(?=[(\[\\])"
+    r"|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval|vert(?:ex|ices)|cent(?:er|re)|coordinates|vector)\s*\}"
+    r"\s*(?=[(\[\\])"
+    r"|^\\text\{\s*exactly\s*\}\s*(?=[-0-9\\])"
 )
 _MAGNITUDE = re.compile(rf"(?<=[0-9}}\s{{])(?:{'|'.join(MAGNITUDES)})s?\b")
 _DEGREES = re.compile(r"([0-9.]+)\s*\^\s*\{?\\circ\}?")
@@ -100,6 +103,8 @@ def node(text: str) -> Node:
         return told
     if (chosen := _CHOICE.fullmatch(text)) is not None:
         return _chosen(chosen)
+    if (point := _NAMED_POINT.fullmatch(text)) is not None and closing_at(point[2], 0) == len(point[2]) - 1:
+        return Relation((Words(point[1]), node(point[2])), ("=",))
     if _GROUPED.fullmatch(without_unit(text)[0].rstrip("% ")):
         return _scalar(text)
     if (found := _MATRIX.fullmatch(text)) is not None and r"\begin" not in found[2]:
