@@ -67,6 +67,10 @@ RIGHT = [
 ]
 WRONG = [
     ("5", "5 or about 9"),
+    ("42", "42 or about 41"),
+    ("42", "This is not the final answer: 42"),
+    ("42", "Wrong answer: 42"),
+    ("42", r"Final answer: 0\$42"),
     ("7", "The number is 7 (about 42)."),
     ("42", "The number is 7 (about 42)."),
     ("0.167", "The probability is 1/6 (about 0.167)."),

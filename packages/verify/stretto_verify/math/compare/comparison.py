@@ -101,6 +101,11 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
             not is_naming(answer)
         ):
             return name(gold.sides[0]) in map(name, answer.sides) and same(values, answer)
+        case Relation(), Relation(sides=(called, Listing(opening="(" | "[") | Union() as values), signs=(r"\in",)) if (
+            not is_naming(gold)
+        ):
+            asked = as_range(gold)
+            return None if asked is None else name(called) in map(name, gold.sides) and same(asked, values)
         case Relation(), Relation():
             return same_relation(gold, answer, same)
         case Relation(), _:

@@ -284,7 +284,7 @@ def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, Fin
     for found in reversed(list(mark.finditer(text))):
         rest = re.sub(r'^(?:[\s*_"“:：#]|\\")+', "", text[found.end() :])
         lead = text[max(0, found.start() - 40) : found.end()]
-        if not rest.strip() or is_denying(re.split(r"[.,;:!?\n](?=\s)", lead)[-1]):
+        if not rest.strip() or is_denying(re.split(r"[.,;:!?\n](?=\s)", lead.rstrip(" :："))[-1]):
             continue
         if re.match(r"(?:not|never)\b", rest):
             _, but, rest = _sentence(rest).partition(" but ")

@@ -16,7 +16,7 @@ from typing import Final
 
 from stretto_verify.math.limits import check_piece
 from stretto_verify.math.parse.account import accounts_for
-from stretto_verify.math.parse.expressions import number
+from stretto_verify.math.parse.expressions import Number, number
 from stretto_verify.math.parse.forms import reformed
 from stretto_verify.math.parse.phrases import in_words, phrase
 from stretto_verify.math.parse.spelling import closing_at, spelled, unwrapped
@@ -293,9 +293,17 @@ def _made(sides: list[str], signs: list[str]) -> Node:
 
 def _check_near(sides: list[str]) -> None:
     """Check that numbers may approximate each other; "41 ≈ 37" is a list of candidates."""
-    values = [found.value for side in sides if (found := number(without_unit(side)[0])) is not None]
-    if values and max(values) - min(values) >= 1 and abs(max(values) - min(values)) * 10 > max(map(abs, values)):
+    found = [value for side in sides if (value := number(without_unit(side)[0])) is not None]
+    places = [_places(value) for value in found if value.places is not None]
+    values = [value.value for value in found]
+    if places and max(values) - min(values) >= Fraction(10) ** -min(places):
         raise Unreadable("approximations that are far apart")
+
+
+def _places(decimal: Number) -> int:
+    """The last place that a decimal may be rounded to: 2 for 1.25, -2 for 1300."""
+    digits = str(abs(decimal.value.numerator)) if decimal.value.denominator == 1 and decimal.value else ""
+    return decimal.places or len(digits.rstrip("0")) - len(digits)
 
 
 def _side(text: str) -> Node:
