@@ -97,17 +97,8 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
                 return as_letter
             several = isinstance(answer.content, Listing) and not answer.content.opening and not _is_several(gold)
             return False if several else same(gold, answer.content)  # a choice stands for one value
-        case Relation(sides=(_, Listing(opening="(" | "[") | Union() as values), signs=(r"\in",)), Relation() if (
-            not is_naming(answer)
-        ):
-            return name(gold.sides[0]) in map(name, answer.sides) and same(values, answer)
-        case Relation(), Relation(sides=(called, Listing(opening="(" | "[") | Union() as values), signs=(r"\in",)) if (
-            not is_naming(gold)
-        ):
-            asked = as_range(gold)
-            return None if asked is None else name(called) in map(name, gold.sides) and same(asked, values)
         case Relation(), Relation():
-            return same_relation(gold, answer, same)
+            return _same_relations(gold, answer)
         case Relation(), _:
             asked = as_asked(gold)
             return None if asked is None and isinstance(answer, Union) else asked is not None and same(asked, answer)
@@ -147,6 +138,17 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
         case (Matrix() | Union(), _) | (Listing(), Matrix() | Union()):
             return None
     return False
+
+
+def _same_relations(gold: Relation, answer: Relation) -> Opinion:
+    r"""Compare two relations; ``x \in (0, 3)`` is ``0 < x < 3``."""
+    if is_naming(gold) != is_naming(answer):
+        member, bounded = (gold, answer) if is_naming(gold) else (answer, gold)
+        match member:
+            case Relation(sides=(called, Listing(opening="(" | "[") | Union() as values), signs=(r"\in",)):
+                asked = as_range(bounded)
+                return None if asked is None else name(called) in map(name, bounded.sides) and same(asked, values)
+    return same_relation(gold, answer, same)
 
 
 def _same_as_named(gold: Node, answer: Relation) -> Opinion:
