@@ -98,7 +98,7 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
             several = isinstance(answer.content, Listing) and not answer.content.opening and not _is_several(gold)
             return False if several else same(gold, answer.content)  # a choice stands for one value
         case Relation(), Relation():
-            return same_relation(gold, answer, same)
+            return _same_relations(gold, answer)
         case Relation(), _:
             asked = as_asked(gold)
             return None if asked is None and isinstance(answer, Union) else asked is not None and same(asked, answer)
@@ -140,6 +140,17 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
     return False
 
 
+def _same_relations(gold: Relation, answer: Relation) -> Opinion:
+    r"""Compare two relations; ``x \in (0, 3)`` is ``0 < x < 3``."""
+    if is_naming(gold) != is_naming(answer):
+        member, bounded = (gold, answer) if is_naming(gold) else (answer, gold)
+        match member:
+            case Relation(sides=(called, Listing(opening="(" | "[") | Union() as values), signs=(r"\in",)):
+                asked = as_range(bounded)
+                return None if asked is None else name(called) in map(name, bounded.sides) and same(asked, values)
+    return same_relation(gold, answer, same)
+
+
 def _same_as_named(gold: Node, answer: Relation) -> Opinion:
     """Whether `gold` is the value that the answer names."""
     first, last = answer.sides[0], answer.sides[-1]
@@ -159,9 +170,15 @@ def _same_words(gold: Node, answer: Node) -> Opinion:
     first, second = letters(gold), letters(answer)
     if not first or not second:
         return None
-    if first == second:
+    if first == second or (len(_members(gold)) > 1 and _members(gold) == _members(answer)):
         return True
     return sorted(first) == sorted(second) and is_product(gold) and is_product(answer)
+
+
+def _members(given: Node) -> list[str]:
+    """Members of a list in words, in any order: "Bob and Alice" as "Alice, Bob"."""
+    parts = _JOINT.split(given.text) if isinstance(given, Words) else []
+    return sorted(letters(part) for part in parts)
 
 
 def is_product(given: Node) -> bool:
@@ -179,6 +196,7 @@ def _is_letter(gold: Node) -> bool:
     return isinstance(gold, Scalar | Words) and len(letters(gold)) == 1 and letters(gold) in "abcdefghij"
 
 
+_JOINT = re.compile(r"\s*,\s*(?:and\s)?|\s+and\s+")
 _LETTERS = re.compile(r"[a-zA-Z0-9 ]+")
 
 

@@ -58,7 +58,11 @@ def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
     """Compare by values if the names are equal (``x = 5``); other equations are the same if one is a multiple of the
     other."""
     one, other = name(gold.sides[0]), name(answer.sides[0])
-    if one is not None and other is not None and (one == other or _is_called(one, other) or _is_called(other, one)):
+    if (
+        one is not None
+        and other is not None
+        and ({one, other} == {"y", "f(x)"} or one == other or _is_called(one, other) or _is_called(other, one))
+    ):
         return same(gold.sides[-1], answer.sides[-1])
     if (renamed := _same_definition(gold, answer)) is not None:
         return renamed

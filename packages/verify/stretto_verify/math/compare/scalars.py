@@ -5,6 +5,7 @@ A decimal is exact, unless it is the whole answer: then it may be a rounded exac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from fractions import Fraction
 
@@ -19,6 +20,9 @@ Opinion = bool | None
 
 _PLACES = 6  # decimal places that an approximation of an exact value needs, as in math-verify
 _SIGNIFICANT = 5
+_CONSTANT = re.compile(r"(.*\+\s*)([Cc])\s*", re.DOTALL)
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_VARIABLES = frozenset("tuvwxyz")
 
 
 def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
@@ -49,6 +53,7 @@ def _factor(exact: Fraction) -> sympy.Rational:
 
 def _same_latex(gold: str, answer: str, factor: sympy.Expr) -> Opinion:
     """Whether gold = factor · answer."""
+    answer = _with_constant(gold, answer)
     if gold == answer and factor == 1:
         return True
     first, second = number(gold), number(answer)
@@ -64,6 +69,15 @@ def _same_latex(gold: str, answer: str, factor: sympy.Expr) -> Opinion:
     if found is False:
         return _rounded(first, other) or _rounded(second, one) or _same_letter(gold, answer)
     return found if found is not None else (True if _arranged(one) == _arranged(other) else None)
+
+
+def _with_constant(gold: str, answer: str) -> str:
+    """The answer with the gold answer's name of a constant of integration: ``x + c`` for ``x + C``."""
+    one, other = _CONSTANT.fullmatch(gold), _CONSTANT.fullmatch(answer)
+    if one is None or other is None:
+        return answer
+    names = set(_COMMAND.sub("", one[1] + other[1]))
+    return f"{other[1]}{one[2]}" if names & _VARIABLES and not names & {"C", "c"} else answer
 
 
 def _arranged(found: sympy.Basic) -> str:

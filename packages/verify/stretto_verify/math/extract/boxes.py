@@ -18,9 +18,11 @@ _PARTED = re.compile(
     re.IGNORECASE,
 )
 _LATER = re.compile(  # one box after the other, where nothing joins them
-    r"\b(?:finally|lastly|then|next|later|so|hence|thus|therefore)\b|最[后後终終]|然[后後]|所以|因此|故",
+    r"\b(?:final(?:ly)?|lastly|then|next|later|so|hence|thus|therefore)\b|最[后後终終]|然[后後]|所以|因此|故",
     re.IGNORECASE,
 )
+_LAST = re.compile(r"\bfinal(?:ly)?\b", re.IGNORECASE)
+_WORD = re.compile(r"\b(?:and|or)\b")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
@@ -90,9 +92,11 @@ def _boxes(text: str) -> Iterator[Box]:
 def _brace_end(text: str, start: int) -> int:
     level = 0
     for at in range(start, len(text)):
-        if text[at] == "{" and text[at - 1] != "\\":
+        if text[at] in "{}" and (at - len(text[:at].rstrip("\\"))) % 2:
+            continue  # \{, but not the brace behind \\
+        if text[at] == "{":
             level += 1
-        elif text[at] == "}" and text[at - 1] != "\\":
+        elif text[at] == "}":
             level -= 1
             if level == 0:
                 return at
@@ -100,7 +104,7 @@ def _brace_end(text: str, start: int) -> int:
 
 
 def _belong_together(between: str) -> bool:
-    if _PARTED.search(between):
+    if _PARTED.search(between) or (_LAST.search(between) and not _WORD.search(between)):
         return False
     if _JOINED.search(between) is not None:
         return len(between) < 70

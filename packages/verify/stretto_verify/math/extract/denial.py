@@ -12,6 +12,10 @@ _BEFORE = re.compile(
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$",
     re.IGNORECASE,
 )
+_LABELLED = re.compile(  # "This is not the final answer: 42"
+    r"(?:\b(?:not|never|wrong|false|incorrect)|n't)\b[^.,;:\n!?0-9$]{0,30}\banswer\b[^.,;:\n!?0-9$]{0,10}[:：]\s*[$(*]{0,3}$",
+    re.IGNORECASE,
+)
 _BESIDE = re.compile(  # the answer is another number, described by this one
     r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than"
     r"|exceed(?:s|ing)?"
@@ -36,7 +40,10 @@ def denied(text: str, start: int, end: int) -> bool:
     """Whether the text denies that its part from `start` to `end` is the answer, or only uses it to describe another
     number."""
     before, after = text[max(0, start - _SEEN[0]) : start], text[end : end + _SEEN[1]]
-    return any(found is not None for found in (_BEFORE.search(before), _BESIDE.search(before), _AFTER.search(after)))
+    return any(
+        found is not None
+        for found in (_BEFORE.search(before), _LABELLED.search(before), _BESIDE.search(before), _AFTER.search(after))
+    )
 
 
 def is_open(answer: str) -> bool:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from stretto_verify.math.extract.boxes import boxed, last_box
 from stretto_verify.math.extract.denial import denied, is_denying
+from stretto_verify.math.extract.rewriting import unquoted
 from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.limits import LONGEST_TAIL
 from stretto_verify.math.parse.account import candidates, says_nothing
@@ -58,7 +59,7 @@ _ANSWERS = (
     "r[ée]ponse|respuesta|antwort|lösung|resposta|risposta|antwoord|svaret|odpowiedź|odpověď|cevap|jawaban(?:nya)?"
     "|đáp (?:án|số)|ответ|відповідь|الجواب|الإجابة|پاسخ|התשובה|उत्तर"
 )
-_ARE = "est|es|ist|lautet|é|è|är|to|brzmi|je|adalah|là|это|هي|هو|היא"
+_ARE = "est|es|ist|lautet|é|è|är|(?<=odpowiedź )to|brzmi|je|adalah|là|это|هي|هو|היא"
 _ANSWER = re.compile(
     rf"(?:\b(?:ans(?:wer)?|{_ANSWERS}|(?:correct|right) (?:option|choice|one))\b|答案|答え|解答|正解|정답|답)"
     rf"(?:[^.\n$]{{0,100}}?)(?:\b(?:is|are|{_ARE})\b|是|为|は|은|[:=：])\s*:?"
@@ -71,7 +72,8 @@ _CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
 _HEDGE = r"(?:perhaps|maybe|probably|presumably|surely|clearly|I (?:think|believe|guess)(?: that)?)"
 _CHOSEN = re.compile(
     rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)"
-    rf"(?:\s+(?:answer|option|choice|one))?|I\s+(?:choose|pick|select)\s+{_CHOICE.format('c')})[.!]?$",
+    rf"(?:\s+(?:answer|option|choice|one))?"
+    rf"|I(?:(?:\s+would|\s+will|'d|'ll)\s+|\s+)(?:choose|pick|select|go with)\s+{_CHOICE.format('c')})[.!]?$",
     re.IGNORECASE,
 )
 _LETTERED = re.compile(r"(?:\([A-J]\)|[A-J][).:])\s*[$\\\w(-]")  # (D) $5$
@@ -99,8 +101,9 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 _BETWEEN = re.compile(r"\s*(?:,|;|,?\s*(?:and|or)|\\quad|\\text\{\s*(?:and|or)\s*\})\s*")
+_NEAR = re.compile(r"\s*(?:≈|\\approx)\s*")
 _NUMBER = re.compile(
-    r"(?<![0-9A-Za-z_^{\\.,])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?[$€£¥]?"
+    r"(?<![0-9A-Za-z_^{\\.,])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?(?:\\?\$|[€£¥])?"
     r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
     rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|(?:percent(?:age)?|{'|'.join(MAGNITUDES)})\b))?(?![0-9])"
 )
@@ -117,7 +120,7 @@ _SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
 _PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?:(?::| : )[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
 _TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
 _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
-_ASIDE = re.compile(r",?\s+(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s")
+_ASIDE = re.compile(r",?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s")
 _TITLED = re.compile(
     r"(?P<title>\W*[A-Za-z]{2,}.*)\b(?:is|are|equals)\b[\s:]*(?P<value>\S.*)", re.DOTALL
 )  # the sum of 2 and 3 is 5
@@ -150,7 +153,7 @@ _NOTATION = re.compile(
 )
 _SHORT_WORDS = re.compile(
     r"is|it|of|the|at|to|we|so|if|no|by|an|as|be|do|he|in|me|my|up|us|but|not|for|get|has|was|are|had|his|her|him|its"
-    r"|our|out|who|why|how|all|any|can|did|now|own|per|she|too|use|via|yes|you|am|pm|go|oh|ok|let|say|see|two|one|six|ten"
+    r"|our|out|who|why|how|all|any|can|did|now|own|per|she|too|use|via|yes|you|am|pm|go|oh|ok|let|say|see|two|one|six|ten|got|may|new|old|off|put|run|try|yet|few|buy|pay|add|end|way|won|saw"
 )
 _WHOLE_WORDS = re.compile(
     r"(?<=[0-9)])or(?=[A-Za-z(])|(?<![A-Za-z\\])(?:and|or|pi|sqrt|exp|log|ln|sin|cos|tan|arcsin|arccos|arctan|inf|infinity|frac|in|mod|abs|minus|negative|to)(?![A-Za-z])"
@@ -159,7 +162,7 @@ _WHOLE_WORDS = re.compile(
 
 def without_frame(completion: str, prompt: str = "") -> str:
     """Text after rule 1."""
-    text = _MIXED.sub(_in_parts, _in_digits(said(completion, prompt)[-LONGEST_TAIL:]))
+    text = unquoted(_MIXED.sub(_in_parts, _in_digits(said(completion, prompt)[-LONGEST_TAIL:])))
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
@@ -279,9 +282,9 @@ def _are_symbols(letters: str) -> bool:
 def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, FinalAnswer] | None:
     """The last marked answer that is not denied, with its start. `is_all` as in `final_answer`."""
     for found in reversed(list(mark.finditer(text))):
-        rest = re.sub(r'^(?:[\s*_"“:#]|\\")+', "", text[found.end() :])
+        rest = re.sub(r'^(?:[\s*_"“:：#]|\\")+', "", text[found.end() :])
         lead = text[max(0, found.start() - 40) : found.end()]
-        if not rest.strip() or is_denying(re.split(r"[.,;:!?\n](?=\s)", lead)[-1]):
+        if not rest.strip() or is_denying(re.split(r"[.,;:!?\n](?=\s)", lead.rstrip(" :："))[-1]):
             continue
         if re.match(r"(?:not|never)\b", rest):
             _, but, rest = _sentence(rest).partition(" but ")
@@ -336,7 +339,7 @@ def _sentence(text: str) -> str:
 def _told(rest: str) -> str:
     """First sentence, without asides and denials at its end."""
     sentence = _ASIDE.split(_sentence(rest.strip()))[0]
-    return sentence.strip(' "“”*`')
+    return re.sub(r"^'([^']*)'$", r"\1", sentence.strip(' "“”*`'))
 
 
 # Answers without a mark.
@@ -354,7 +357,8 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
     spans += _apart(terms(text), spans)
     numbers = _found(_NUMBER, text, spans)
     spans += [(start, end, _COMMA_DECIMAL.sub(r"\1.\2", content)) for start, end, content in numbers]
-    kept = [span for span in sorted(spans, reverse=True) if not denied(text, span[0], span[1])]
+    spans = _approximated(text, sorted(spans))
+    kept = [span for span in reversed(spans) if not denied(text, span[0], span[1])]
     if not kept:
         return FinalAnswer("", certain=True) if spans else _letter(text)
     joined = _with_neighbours(text, kept)
@@ -365,6 +369,17 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
         return FinalAnswer(text, certain=False)
     contents = ",".join(content for _, _, content in reversed(joined))
     return FinalAnswer(contents, certain=kept[0][:2] in formulas)
+
+
+def _approximated(text: str, spans: Sequence[Span]) -> list[Span]:
+    """The spans, with a value and its approximation as one: ``1/6 ≈ 0.167``."""
+    joined: list[Span] = []
+    for start, end, content in spans:
+        if joined and _NEAR.fullmatch(text[joined[-1][1] : start]) is not None:
+            first = joined.pop()
+            start, content = first[0], rf"{first[2]} \approx {content}"
+        joined.append((start, end, content))
+    return joined
 
 
 def _is_title(words: str, of_choice: bool) -> bool:

@@ -29,6 +29,8 @@ _DECLARED = re.compile(
     rf"|[,;\s(]+(?:where|with|for) {_SEVERAL}(?: \w+)?(?: integers?| constants?| numbers?)? ([a-zA-Z])[\s)]*$"
 )
 
+_PERIOD = re.compile(r"(?:[+-]|\\pm(?![a-z]))\s*[0-9]*\s*([kmn])\s*\\pi(?![a-zA-Z])")
+_NAME = re.compile(r"[a-zA-Z]+")
 _CONDITION = re.compile(
     r"(?:[,;(]\s*|\s+(?=where|with|for|if|when))(?:(?:where|with|for|if|when|and)\s+)*(?:all\s+)?([a-zA-Z])\s*"
     r"(?:(?:<|>|\\(?:le|ge|neq)(?![a-z]))\s*-?[0-9]+|=\s*-?[0-9]+(?:\s*,\s*-?[0-9]+)*\s*,\s*\\ldots)[\s)]*$"
@@ -45,7 +47,14 @@ def reformed(text: str) -> str:
         text = _SYSTEM.sub(_system, _TWO_SYSTEMS.sub(r"\1;", text))
     if r"\begin" not in text:
         text = text.replace(r"\\", ",")
-    return text if (declared := _declaration(text)) is None else declared
+    return _periodic(text) if (declared := _declaration(text)) is None else declared
+
+
+def _periodic(text: str) -> str:
+    r"""The text with k for the integer of a period, ``\frac{\pi}{4}+n\pi``; unchanged if it has other names."""
+    found = _PERIOD.search(text)
+    names = set(_NAME.findall(_COMMAND.sub(" ", text.partition("=")[2] or text)))
+    return _alone(found[1]).sub("k", text) if found is not None and names == {found[1]} else text
 
 
 def _system(found: re.Match[str]) -> str:

@@ -15,7 +15,8 @@ from stretto_verify.math.parse.units import SPOKEN, amount
 _INTO_WORDS = re.compile(r"\\text\{([^{}]*)\}")
 _NOTHING = re.compile(
     r"\\emptyset|\\\{\s*\\\}"
-    r"|(?:there (?:is|are|exists?) )?no (?:(?:real|integer|positive|such|possible) )*"
+    r"|(?:there (?:is|are|exists?) |(?:(?:the|this) )?"
+    r"(?:equation|system|inequality|problem)s? (?:has|have) )?no (?:(?:real|integer|positive|such|possible) )*"
     r"(?:solutions?|roots?)(?: exists?)?",
     re.IGNORECASE,
 )
@@ -23,6 +24,12 @@ _REALS: Final = r"(?:\\mathbb\s*\{?\s*R\s*\}?|\\mathbf\{R\}|\\Bbb\{R\}|\\R|R)"
 _ALL_REALS = re.compile(rf"{_REALS[:-3]})|(?:the set of )?(?:all )?(?:the )?real numbers|all reals", re.IGNORECASE)
 _POINT = r"-?(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?|\\frac\{[0-9]+\}\{[0-9]+\}|\\pi|\\sqrt\{[0-9]+\})"
 _POINTS = rf"(?:x\s*=\s*)?({_POINT}(?:\s*,\s*{_POINT})*)"
+_HALF_LINE = re.compile(
+    rf"{_REALS}\s*(?:\^\s*\{{?\s*\+\s*\}}?|_\s*\{{?\s*(?P<sign>\+|>|\\ge)\s*0?\s*\}}?)"
+    r"|(?:the set of )?(?:all )?(?P<word>positive|non-?negative) (?:real numbers|reals)",
+    re.IGNORECASE,
+)
+_MISSING = re.compile(r"(?:the limit |it )?(?:DNE|does not exist)", re.IGNORECASE)
 _ALL_BUT = re.compile(
     rf"(?:x\s*\\in\s*)?{_REALS}\s*(?:\\setminus|\\backslash|\\|-)\s*\\?\{{\s*{_POINTS}\s*\\?\}}"
     rf"|(?:all )?(?:the )?(?:real numbers|reals)(?: x)?,? (?:except|but|other than)(?: for)?\s*{_POINTS}",
@@ -41,6 +48,11 @@ def phrase(text: str) -> Node | None:
         return Words("no solution")
     if _ALL_REALS.fullmatch(bare):
         return Listing("(", ")", (Scalar(r"-\infty"), Scalar(r"\infty")))
+    if _MISSING.fullmatch(bare):
+        return Words("does not exist")
+    if (half := _HALF_LINE.fullmatch(bare)) is not None:
+        is_closed = half["sign"] == r"\ge" or (half["word"] or "").lower().startswith("non")
+        return Listing("[" if is_closed else "(", ")", (Scalar("0"), Scalar(r"\infty")))
     if (told := amount(bare)) is not None:
         return Scalar(told[0], unit=told[1], beside=(bare,))
     if SPOKEN.fullmatch(bare):

@@ -16,7 +16,7 @@ from typing import Final
 
 from stretto_verify.math.limits import check_piece
 from stretto_verify.math.parse.account import accounts_for
-from stretto_verify.math.parse.expressions import number
+from stretto_verify.math.parse.expressions import Number, number
 from stretto_verify.math.parse.forms import reformed
 from stretto_verify.math.parse.phrases import in_words, phrase
 from stretto_verify.math.parse.spelling import closing_at, spelled, unwrapped
@@ -62,10 +62,13 @@ _NOT_READ = re.compile(
 )
 _SIDE_BY_SIDE = re.compile(r"(?<![^-+*/=(,\s])[0-9.]++\s+[0-9]++(?!\s*/)|[0-9]\.\s|[0-9]\.[0-9]+\.[0-9]")
 _POINT = re.compile(r"^[K-Z]'*\s*(?=\(.*,.*\)$)")  # P(1,2)
+_NAMED_POINT = re.compile(r"([A-J]'*)(\(.*,.*\))")  # A(1,2); P(1,2) needs no name, since P is no choice
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
     r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
-    r"|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval)\s*\}\s*(?=[(\[\\])"
+    r"|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval|vert(?:ex|ices)|cent(?:er|re)|coordinates|vector)\s*\}"
+    r"\s*(?=[(\[\\])"
+    r"|^\\text\{\s*exactly\s*\}\s*(?=[-0-9\\])"
 )
 _MAGNITUDE = re.compile(rf"(?<=[0-9}}\s{{])(?:{'|'.join(MAGNITUDES)})s?\b")
 _DEGREES = re.compile(r"([0-9.]+)\s*\^\s*\{?\\circ\}?")
@@ -100,6 +103,8 @@ def node(text: str) -> Node:
         return told
     if (chosen := _CHOICE.fullmatch(text)) is not None:
         return _chosen(chosen)
+    if (point := _NAMED_POINT.fullmatch(text)) is not None and closing_at(point[2], 0) == len(point[2]) - 1:
+        return Relation((Words(point[1]), node(point[2])), ("=",))
     if _GROUPED.fullmatch(without_unit(text)[0].rstrip("% ")):
         return _scalar(text)
     if (found := _MATRIX.fullmatch(text)) is not None and r"\begin" not in found[2]:
@@ -275,6 +280,7 @@ def _made(sides: list[str], signs: list[str]) -> Node:
         _check_near(sides[first:])
         beside, sides, signs = tuple(sides[first + 1 :]), sides[: first + 1], signs[:first]
     elif signs[0] == r"\approx" and len(signs) == 1 and not re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", sides[0])):
+        _check_near(sides)
         return _beside(node(sides[0]), sides[1:])
     signs = ["=" if sign == r"\approx" else sign for sign in signs]
     if not all(side.strip() for side in sides[1:]):
@@ -287,9 +293,17 @@ def _made(sides: list[str], signs: list[str]) -> Node:
 
 def _check_near(sides: list[str]) -> None:
     """Check that numbers may approximate each other; "41 ≈ 37" is a list of candidates."""
-    values = [found.value for side in sides if (found := number(without_unit(side)[0])) is not None]
-    if values and max(values) - min(values) > 1 and abs(max(values) - min(values)) * 10 > max(map(abs, values)):
+    found = [value for side in sides if (value := number(without_unit(side)[0])) is not None]
+    places = [_places(value) for value in found if value.places is not None]
+    values = [value.value for value in found]
+    if places and max(values) - min(values) >= Fraction(10) ** -min(places):
         raise Unreadable("approximations that are far apart")
+
+
+def _places(decimal: Number) -> int:
+    """The last place that a decimal may be rounded to: 2 for 1.25, -2 for 1300."""
+    digits = str(abs(decimal.value.numerator)) if decimal.value.denominator == 1 and decimal.value else ""
+    return decimal.places or len(digits.rstrip("0")) - len(digits)
 
 
 def _side(text: str) -> Node:

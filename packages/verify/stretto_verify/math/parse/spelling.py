@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from math import gcd
 from typing import Final
 
 _LETTERS: Final = str.maketrans(
@@ -37,10 +38,20 @@ _LETTERS: Final = str.maketrans(
         "…": r"\ldots ",
         "∅": r"\emptyset ",
         "％": "%",
-        "½": r"\frac{1}{2}",
-        "¼": r"\frac{1}{4}",
-        "¾": r"\frac{3}{4}",
-        "θ": r"\theta ",
+        **{
+            sign: rf"\frac{{{above}}}{{{below}}}"
+            for below, signs in {2: "½", 3: "⅓⅔", 4: "¼¾", 5: "⅕⅖⅗⅘", 6: "⅙⅚", 8: "⅛⅜⅝⅞"}.items()
+            for above, sign in zip((n for n in range(1, below) if gcd(n, below) == 1), signs, strict=True)
+        },
+        "⁄": "/",
+        "ℝ": r"\mathbb{R}",
+        "∖": r"\setminus ",
+        **{
+            letter: rf"\{name} "
+            for letter, name in zip(
+                "αβγδθλφω", ["alpha", "beta", "gamma", "delta", "theta", "lambda", "phi", "omega"], strict=True
+            )
+        },
         "，": ",",
         "（": "(",
         "）": ")",
@@ -74,11 +85,31 @@ def _aligned(found: re.Match[str]) -> str:
     return f"{'_' if found[0] <= '₉' and found[0] >= '₀' else '^'}{{{found[0].translate(_DIGITS)}}}"
 
 
+def _per(found: re.Match[str]) -> str:
+    """``\\text{m}\\cdot\\text{s}^{-2}`` as ``\\text{m/s}^{2}``."""
+    return rf"\text{{{found[1].strip()}/{found[2].strip()}}}" + (f"^{{{found[3]}}}" if found[3] != "1" else "")
+
+
+def _both(found: re.Match[str]) -> str:
+    """``x>0 and x<3`` as ``0<x<3``; unchanged if both bounds are on one side."""
+    name, sign, bound, other_sign, other = found.groups()
+    is_lower, other_is_lower = (_GREATER.fullmatch(one) is not None for one in (sign, other_sign))
+    if is_lower == other_is_lower:
+        return found[0]
+    (below, low), (above, high) = ((sign, bound), (other_sign, other))[:: 1 if is_lower else -1]
+    return f"{low}{'<' if below == '>' else _AT_MOST}{name}{'<' if above == '<' else _AT_MOST}{high}"
+
+
 def _french(found: re.Match[str]) -> str:
     """French open interval ``]0,1[`` as ``(0,1)``."""
     return {"[": "[", "]": "("}[found[1]] + found[2] + {"[": ")", "]": "]"}[found[3]]
 
 
+_AT_MOST: Final = r"\le "
+_GREATER = re.compile(r">=?|\\(?:gt|ge|geq|geqslant)")
+_INEQUALITY: Final = r"([<>]=?|\\(?:lt|gt|leqslant|geqslant|leq|geq|le|ge)(?![a-z]))"
+_BOUND: Final = r"(-?\s*(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?|\\[dt]?frac\{[^{}]+\}\{[^{}]+\}|\\sqrt\{[^{}]+\}|\\pi(?![a-z])))"
+_FONT: Final = r"\\math(?:bf|it|rm|sf|tt|normal)"
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -88,6 +119,24 @@ _REPLACED: Final = tuple(
         ),
         (r"\\!", ""),
         (r"^\s*\\(?:bf|it|rm|sf|tt|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])", ""),
+        (r"^\s*(?:[→⇒∴]|[-=]>|\\(?:[Rr]ightarrow|Longrightarrow|implies|therefore|to)(?![a-zA-Z]))\s*", ""),
+        (r"^\s*<([^<>]*,[^<>]*)>\s*$", r"(\1)"),
+        (
+            r"(?<=\^\\circ)\s*\\(?:text|mathrm)\s*\{\s*([CF])\s*\}|(?<=\^\{\\circ\})\s*\\(?:text|mathrm)\s*\{\s*([CF])\s*\}",
+            r"\1\2",
+        ),
+        (rf"{_FONT}\s+([0-9]+|[a-zA-Z])", r"\\text{\1}"),
+        (rf"{_FONT}\s*(?=\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\\[a-zA-Z])|\\mathbf\s*(?=\{{[^{{}}]*[\^=+])", ""),
+        (r"\\text\s*\{\s*([-+=])?\s*\}", r" \1"),
+        (r"\^\s*\{?\s*\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?\s*$", ""),
+        (r"\\text\s*\{\s*([0-9]+)(?:st|nd|rd|th)\s*\}", r"\1"),
+        (r"\\text\s*\{\s*\(?\s*(?:since|because)\s[^{}]*\}\s*$", ""),
+        (r"^\s*(?:USD|EUR|GBP|INR|Rs\.?)\s*(?=[0-9])", ""),
+        (
+            rf"^\s*([a-zA-Z])\s*{_INEQUALITY}\s*{_BOUND}\s*(?:\\text\s*\{{\s*and\s*\}}|and|\\(?:land|wedge)(?![a-z]))"
+            rf"\s*\1\s*{_INEQUALITY}\s*{_BOUND}\s*$",
+            _both,
+        ),
         (r"\{([^{}]+)\\choose(?![a-z])([^{}]+)\}", r"\\binom{\1}{\2}"),
         (r"\{,\}", ","),
         (r"\\m?(?:left|right|middle)\s*(?![a-zA-Z])\.?", ""),
@@ -104,10 +153,12 @@ _REPLACED: Final = tuple(
         (r"\\text\s+\{", r"\\text{"),
         (rf"\\text\s*\{{\s*({_NAMES})\s*\}}", r"\\\1 "),
         (r"\\?(?:text\s*\{\s*(arc)?(c)?tg\s*\}|(?<=\\)(arc)?(c)?tg(?![a-z]))", _russian),
+        (r"\\text\s*\{\s*(gcd|lcm|max|min)\s*\}(?=\s*\()", r"\\\1 "),
         (r"\\lg(?![a-z])", r"\\log_{10}"),
         (r"\\log\s*_\s*(?:e|\{\s*(?:e|\\text\{\s*e\s*\})\s*\})(?![a-z])", r"\\ln "),
         (r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
         (r"\\text\{([^{}]*)\}\s*/\s*\\text\{\s*([^{}]*)\}", r"\\text{\1/\2}"),
+        (r"\\text\{([^{}]*)\}\s*(?:\\cdot)?\s*\\text\{([^{}]*)\}\s*\^\s*\{?\s*-\s*([1-3])\s*\}?", _per),
         (r"(?<![A-Za-z0-9}\\])C\s*_\s*\{?([0-9a-z]+)\}?\s*\^\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
         (r"\{?\}?[_^]\s*\{?([0-9a-z]+)\}?\s*C\s*_\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
         (r"([\[\]])(\s*[^\[\],;\s][^\[\],;]*[,;]\s*[^\[\],;\s][^\[\],;]*)([\[\]])", _french),
@@ -116,7 +167,7 @@ _REPLACED: Final = tuple(
         (r"\\text\s*\{\s*\(?([A-J]|[0-9]+)\)?\s+(?:and|or)\s+\(?([A-J]|[0-9]+)\)?\s*\}", r"\1,\2"),
         (r"\\text\s*\{\s*\$?\s*,?\s*(?:and|or|oder|und)\s*\}", ","),
         (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])\s*,?", ","),
-        (r"(?<=[0-9)])\s*or(?=[A-Za-z(])", ","),
+        (r"(?<=[0-9)])\s*or(?=[A-Za-z(])|\\(?:(?:land|wedge|lor|vee)(?![a-z])|&)", ","),
         (r"\\(?:d|t|c)frac", r"\\frac"),
         (r"\\(?:d|t)binom", r"\\binom"),
         (r"(?<![0-9a-zA-Z.])([0-9]+)\s+choose\s+([0-9]+)(?![0-9a-zA-Z.])", r"\\binom{\1}{\2}"),
@@ -134,8 +185,8 @@ _REPLACED: Final = tuple(
         (r"\\(?:overline|widehat|overleftrightarrow|overrightarrow)\s*\{\s*([A-Z]{2})\s*\}", r"\1"),
         (r"\\(?:varnothing|empty)(?![a-z])", r"\\emptyset "),
         (r"\\degree(?:s)?(?![a-z])|\^\s*\{\s*\\circ\s*\}|\^\s*\{\s*o\s*\}", r"^\\circ "),
-        (r"\\\$\s*([0-9][0-9.,]*)(?!\s*\\text)$", r"\1\\text{ dollars}"),
-        (r"\\\$", ""),
+        (r"\\\$\s*([0-9][0-9.,]*)(?!\s*\\text)$", r" \1\\text{ dollars}"),
+        (r"\\\$", " "),
         (r"\\(?:euro|pounds|yen)(?![a-z])(?:\{\})?", ""),
         (r"\\%", "%"),
         (r"\\pmod\s*(?:\{[^{}]*\}|[0-9a-z])|\(\s*\\?(?:b?mod|text\s*\{\s*mod\s*\})[^()]*\)", ""),
@@ -151,7 +202,7 @@ _REPLACED: Final = tuple(
         (r"\\frac\s*([0-9a-z])\s*([0-9a-z])", r"\\frac{\1}{\2}"),
         (r"\\frac\s*([0-9a-z])\s*\{", r"\\frac{\1}{"),
         (rf"\\frac\s*{_GROUP}\s*([0-9a-z])", r"\\frac{\1}{\2}"),
-        (r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}"),
+        (r"\\sqrt\s*(\[[^\[\]]*\])?\s*([0-9a-zA-Z])", r"\\sqrt\1{\2}"),
         (r"(?<![0-9])\.(?=[0-9])", "0."),
         (r"(?<=[0-9])\s*(?:percent(?:age)?|pct)(?![a-z])|\\text\{\s*(?:percent(?:age)?|pct)\s*\}", "%"),
         (r"^\s*(?:minus|negative)\s+(?=[0-9\\(])", "-"),
