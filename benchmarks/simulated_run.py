@@ -101,6 +101,9 @@ class _Trainer:
         tokens = sum(len(trajectory.token_ids) for group in batch.groups for trajectory in group.trajectories)
         return Update(batch.step, batch.step, trained_tokens=tokens, masked_tokens=0, metrics={"loss": 0.5})
 
+    async def published(self, version: int) -> None:
+        """Its versions are nothing that has to be written."""
+
     async def save_checkpoint(self, folder: Path, on_copied: Callable[[], None]) -> None:
         on_copied()
         (folder / "state").write_text("whole")

@@ -50,7 +50,7 @@ def room_beside_a_trainer(cards: int = 1) -> tuple[Room, str]:
 
 def test_a_shared_gpu_is_split_as_the_dry_run_says(model: str) -> None:
     room, note = room_beside_a_trainer()
-    assert note == "GPU 0 is shared: rank 0 at most 39%, engine-0 at most 58% of its memory"
+    assert note == "GPU 0 is shared: engine-0 at most 58%, rank 0 at most 39% of its memory"
     assert 0.575 < float(flags(config("vllm"), model, room)["--gpu-memory-utilization"]) <= room.share
     told = flags(config("sglang"), model, room)
     assert float(told["--mem-fraction-static"]) * room.share * room.memory >= 30 * GIB, "weights and cache fit"
