@@ -87,7 +87,7 @@ class LiveBytes(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """FSDP empties and fills storages again; count that too. What is in host memory is counted apart."""
+        """Count storages that FSDP empties and fills again. Host memory is counted apart."""
         resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:

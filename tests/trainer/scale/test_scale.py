@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from stretto.model.hf.shape import ModelShape
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.memory import RankMemory, rank_memory
-from stretto.trainer.parallel.traffic import step_traffic
 from tests.trainer.scale.counting import Counted, step_bytes
+from tests.trainer.scale.traffic import step_traffic
 
 TOKENS = 32_768
 #: (width, MLP, heads, key heads, tied) of Qwen3.

@@ -82,8 +82,8 @@ class Ready(Record, frozen=True, tag=True):
 
 
 class Published(Record, frozen=True, tag=True):
-    """Notice: the version can be loaded by engines. `canary`: their proof text, if the run has one. `span`: of the
-    writing, with the bytes of the version; it was beside later work."""
+    """Notice: engines can load the version. `canary`: the text by which they prove it, if the run has one. `span`: time
+    and bytes of the writing, which later work did not wait for."""
 
     version: int
     canary: Canary | None = None

@@ -165,7 +165,7 @@ class Trainer:
     def publish(
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Canary | None:
-        """Publish the policy now; as `copied`, and what it returns is called."""
+        """Copy the policy and publish the copy, before returning. Arguments: see `copied`."""
         canary, _ = self.copied(publisher, text, held)()
         return canary
 

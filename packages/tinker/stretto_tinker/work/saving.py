@@ -62,7 +62,8 @@ class Saving:
         return [place, *outdated], encode({"sampling_session_id": sampler, "type": asked.kind})
 
     def _outdated(self, model: str) -> list[Place]:
-        """Weights that followers of a model were given and will not sample by again: all but the last two."""
+        """In-flight weights of a model that can be deleted: all but the newest two. None while a sampler that follows the
+        model has a request in the queue."""
         if self._record.followers_wait(model):
             return []
         rows = [row for row in self._record.checkpoints(model=model) if msgspec.json.decode(row.body).get("inflight")]

@@ -166,7 +166,7 @@ def usable_gpus(recipe: Recipe, *, dry: bool = False) -> tuple[Gpu, ...]:
 
 
 def assumed_gpus(text: str) -> tuple[Gpu, ...]:
-    """GPUs from words such as "8x80" or "2x80,1x24@570.86": their number, the GiB and the driver of each.
+    """GPUs written as "8x80" or "2x80,1x24@570.86": a number of them, the GiB of each, and a driver version.
 
     Raises:
         RecipeError: it is something else.

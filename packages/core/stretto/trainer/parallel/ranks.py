@@ -246,7 +246,7 @@ class ShardedRanks:
         return self._on_host(zeros_on_host(own_part(tensor)), tensor)
 
     def _on_host(self, part: Tensor, tensor: Tensor) -> Tensor:
-        """A part in host memory, sharded as `tensor`."""
+        """A tensor of the same sharding as `tensor`, whose own part is this one in host memory."""
         if not isinstance(tensor, DTensor):
             return part
         mesh, shape, stride = self._second_meshes[tensor.device_mesh.ndim], tensor.shape, tensor.stride()

@@ -1,4 +1,4 @@
-"""Bytes that ranks send each other in a training step: the least that its division asks for.
+"""Bytes that ranks send each other in a training step: the ideal that the trainer's collectives are held against.
 
     gather      parameters in the dtype that is computed in, forward and backward (FSDP2); an embedding of its own goes
                 backward without
@@ -8,8 +8,7 @@
     exchange    query, key and value of each layer for heads, the attention's result for tokens, and back (DeepSpeed-
                 Ulysses, arXiv 2309.14509, section 3)
 
-Activation checkpointing repeats what goes forward in a layer, but for its last result. `tests/trainer/scale` holds the
-trainer's collectives against this.
+Activation checkpointing repeats what goes forward in a layer, but for its last result. `test_scale.py` compares.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from stretto.trainer.memory import adapter_weights
 
 
 def step_traffic(shape: ModelShape, config: TrainerConfig, tokens: int, micro_batches: int = 1) -> Mapping[str, int]:
-    """Bytes of one optimizer step on one of several ranks: those of each whole tensor that is gathered, summed or
-    exchanged. `tokens`: of one micro-batch."""
+    """Bytes of one optimizer step on one of several ranks, by kind. A tensor counts whole, however many ranks share it.
+    `tokens`: of one micro-batch."""
     tensor, context, item = config.tensor_parallel, config.context_parallel, BYTES[config.dtype]
     adapters = 0 if config.lora is None else adapter_weights(shape, config) // tensor
     whole = shape.body // tensor + (shape.parameters - shape.body) + adapters
