@@ -62,8 +62,8 @@ class Saving:
         return [place, *outdated], encode({"sampling_session_id": sampler, "type": asked.kind})
 
     def _outdated(self, model: str) -> list[Place]:
-        """In-flight weights of a model that can be deleted: all but the newest two. None while a sampler that follows the
-        model has a request in the queue."""
+        """In-flight weights of a model that can be deleted: all but the newest two. None while a sampler that follows
+        the model has a request in the queue."""
         if self._record.followers_wait(model):
             return []
         rows = [row for row in self._record.checkpoints(model=model) if msgspec.json.decode(row.body).get("inflight")]
