@@ -22,14 +22,15 @@ import pytest
 from stretto.doors.door import Door
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.filters import filters
-from stretto.trainer.objective import advantages, aggregation
+from stretto.trainer.objective import advantages, aggregation, returns
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.decoupled_ppo import interpolated
-from stretto.trainer.objective.estimators import ESTIMATORS, EstimatorSection, RewardedCompletion, advantages_of
+from stretto.trainer.objective.estimators import ESTIMATORS, EstimatorSection, RewardedCompletion
 from stretto.trainer.objective.losses import evaluate, objective
 from stretto.trainer.objective.shaping import Shaping, overlong, shaped
 from stretto.trainer.objective.surrogates import LOSSES
+from stretto.trainer.objective.token_estimators import advantages_of
 from stretto.trainer.trainer import Trainer
 from tests.test_docs import names_in
 
@@ -104,7 +105,7 @@ def estimating(row: Row, estimator: EstimatorSection) -> str:
     ran: set[str] = set()
 
     def look(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.endswith("trainer/objective/advantages.py"):
+        if event == "call" and frame.f_code.co_filename.endswith(("objective/advantages.py", "objective/returns.py")):
             ran.add(frame.f_code.co_name)
 
     sys.setprofile(look)
@@ -144,16 +145,14 @@ def flat(groups: list[list[float]]) -> list[float]:
 
 REWARDS, TOKENS, EPS = [[1.0, 0.0], [4.0, 4.0, 1.0]], [[2, 1], [3, 1, 1]], 1e-6
 FLAT = [(r, n) for group, counts in zip(REWARDS, TOKENS, strict=True) for r, n in zip(group, counts, strict=True)]
-TERMINAL = [advantages.terminal(r, n, range(n), 1.0) for r, n in FLAT]
+TERMINAL = [returns.terminal(r, n, range(n), 1.0) for r, n in FLAT]
 VALUES = [[0.5, 0.0, 2.0][:n] for _, n in FLAT]
 
 
 def with_critic(after: list[float]) -> list[list[float]]:
     """Of answers that end, or that go on with a value of theirs."""
     rewards = [[0.0] * (n - 1) + [r] for r, n in FLAT]
-    return [
-        advantages.gae(one, values + after, 1.0, 0.95).tolist() for one, values in zip(rewards, VALUES, strict=True)
-    ]
+    return [returns.gae(one, values + after, 1.0, 0.95).tolist() for one, values in zip(rewards, VALUES, strict=True)]
 
 
 #: What each function says about these answers, one number for each.
@@ -164,10 +163,10 @@ SAID: dict[str, list[float]] = {
     "leave_one_out": flat(advantages.leave_one_out(REWARDS)),
     "lite_ppo": flat(advantages.lite_ppo(REWARDS, EPS)),
     "batch_normalised": flat(advantages.batch_normalised(REWARDS, TOKENS, EPS)),
-    "reinforce_pp": [answer[0] for answer in advantages.reinforce_pp(TERMINAL, EPS)],
+    "reinforce_pp": [answer[0] for answer in returns.reinforce_pp(TERMINAL, EPS)],
     "reinforce_pp_baseline": flat(advantages.reinforce_pp_baseline(REWARDS, TOKENS, EPS)),
     "terminal": [answer[0] for answer in TERMINAL],
-    "gae": [answer[0] for answer in advantages.reinforce_pp(with_critic([]), EPS)],
+    "gae": [answer[0] for answer in returns.reinforce_pp(with_critic([]), EPS)],
     "gae, bootstrapped": [answer[0] for answer in with_critic([3.0])],
 }
 
@@ -223,6 +222,7 @@ def test_every_word_of_a_recipe_has_its_row() -> None:
         "trainer/objective/decoupled_ppo.py",
         "trainer/objective/corrections.py",
         "trainer/objective/advantages.py",
+        "trainer/objective/returns.py",
         "trainer/objective/shaping.py",
         "trainer/objective/kl.py",
         "rollout/filters.py",

@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 
 from stretto.trainer.objective.advantages import (
     batch_normalised,
-    gae,
     group_centred,
     group_normalised,
     leave_one_out,
     lite_ppo,
-    reinforce_pp,
     reinforce_pp_baseline,
-    terminal,
 )
+from stretto.trainer.objective.returns import gae, reinforce_pp, terminal
 
 REWARDS = st.lists(st.lists(st.floats(-5, 5), min_size=1, max_size=6), min_size=1, max_size=6)
 

@@ -9,7 +9,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from stretto.trainer.objective.estimators import ESTIMATORS as DOOR
-from stretto.trainer.objective.estimators import EstimatorSection, RewardedCompletion, TokenScores, advantages_of
+from stretto.trainer.objective.estimators import EstimatorSection, RewardedCompletion, TokenScores
+from stretto.trainer.objective.token_estimators import advantages_of
 
 ESTIMATORS: TypeAdapter[EstimatorSection] = TypeAdapter(Annotated[EstimatorSection, DOOR])
 GROUPS = [

@@ -22,7 +22,8 @@ from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective import kl
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import ESTIMATORS as DOOR
-from stretto.trainer.objective.estimators import EstimatorSection, RewardedCompletion, advantages_of
+from stretto.trainer.objective.estimators import EstimatorSection, RewardedCompletion
+from stretto.trainer.objective.token_estimators import advantages_of
 from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from tests.tolerances import LOGITS, assert_close, near

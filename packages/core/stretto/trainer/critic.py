@@ -25,7 +25,7 @@ from stretto.trainer.batch.minibatch import Minibatch
 from stretto.trainer.batch.paths import PathTokens
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, TrainerConfig
-from stretto.trainer.objective.advantages import Column, Doubles
+from stretto.trainer.objective.returns import Column, Doubles
 from stretto.trainer.optimizer import Optimizer, OptimizerStep, learning_rate
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 

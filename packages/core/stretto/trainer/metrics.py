@@ -15,8 +15,8 @@ from torch import Tensor
 from stretto.core.canary import Agreement
 from stretto.trainer.batch.minibatch import MicroBatch
 from stretto.trainer.critic import explained_variance
-from stretto.trainer.objective.advantages import Column
 from stretto.trainer.objective.losses import DIAGNOSTICS, Loss
+from stretto.trainer.objective.returns import Column
 from stretto.trainer.optimizer import OptimizerStep
 from stretto.trainer.parallel.ranks import Ranks
 

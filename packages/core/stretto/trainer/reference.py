@@ -12,7 +12,7 @@ from stretto.core.records import Batch, Sampling
 from stretto.model.packed.logprobs import PackedTokens
 from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.objective.advantages import Doubles
+from stretto.trainer.objective.returns import Doubles
 from stretto.trainer.optimizer import Learner, Policy
 from stretto.trainer.parallel.adapters import without_adapters
 from stretto.trainer.parallel.ranks import ALONE, Ranks

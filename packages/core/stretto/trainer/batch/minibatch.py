@@ -18,8 +18,8 @@ from stretto.trainer.batch.packing import shares
 from stretto.trainer.batch.paths import as_column, trajectory_of
 from stretto.trainer.batch.samples import Sample, chosen_of, scored_of
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.objective.advantages import Column
 from stretto.trainer.objective.aggregation import Aggregation, coefficients
+from stretto.trainer.objective.returns import Column
 from stretto.trainer.objective.tokens import Sequences
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 

@@ -22,9 +22,9 @@ from stretto.core.records import Batch
 from stretto.core.states import LARGEST_REWARD
 from stretto.trainer.batch.credit import ScoredPath, ScoredTrajectory, advantages_by_path, rewarded
 from stretto.trainer.batch.paths import PathTokens, as_column, paths_of
-from stretto.trainer.objective.advantages import Column, Doubles, Whole
 from stretto.trainer.objective.algorithm import AlgorithmConfig
-from stretto.trainer.objective.estimators import targets
+from stretto.trainer.objective.returns import Column, Doubles, Whole
+from stretto.trainer.objective.token_estimators import targets
 
 #: A score for each own sampled token of each path, by its id (`scoring.py`).
 TokenScores = Mapping[str, Column]
