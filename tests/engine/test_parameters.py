@@ -148,13 +148,13 @@ def test_adapters_that_are_not_held_differ(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"first.lora_A": A}, "it lacks ['first.lora_B'], has unknown []"),
-        ({"first.lora_B": B}, "it lacks [], has unknown ['first.lora_B']"),
-        ({"third.lora_A": A, "third.lora_B": B}, "has unknown ['third.lora_A', 'third.lora_B']"),
-        ({"first.lora_A": A, "first.lora_B": B, "first.weight": torch.zeros(2, 3)}, "has unknown ['first.weight']"),
+        ({"first.lora_A": A}, "it lacks first.lora_B"),
+        ({"first.lora_B": B}, "its first.lora_B is unknown"),
+        ({"third.lora_A": A, "third.lora_B": B}, "its third.lora_A (and 1 more) is unknown"),
+        ({"first.lora_A": A, "first.lora_B": B, "first.weight": torch.zeros(2, 3)}, "its first.weight is unknown"),
         ({"first.lora_A": A[:, :2], "first.lora_B": B}, "first.lora_A is (1, 2), the model has (1, 3)"),
         ({"first.lora_A": A, "first.lora_B": B[:1]}, "first.lora_B is (1, 1), the model has (2, 1)"),
-        ({"first.weight": torch.zeros(2, 3)}, "it lacks ['first.bias', 'second.weight'], has unknown []"),
+        ({"first.weight": torch.zeros(2, 3)}, "it lacks first.bias (and 1 more)"),
     ],
 )
 def test_what_is_not_of_the_model_is_refused_with_its_name(tensors: dict[str, Tensor], words: str) -> None:

@@ -4,7 +4,7 @@
     ├── UserError                a mistake of the user; exit code 2, one message, no traceback
     │   ├── RecipeError          a recipe file or an override; lists every problem of the file at once
     │   ├── DataError            a dataset file or one of its rows
-    │   ├── ModelFolderError     a Hugging Face folder that cannot be loaded
+    │   ├── ModelFolderError     a Hugging Face folder that cannot be loaded or written
     │   ├── RewardFunctionError  a reward that is not what a reward must be
     │   ├── RunFolderError       a run folder that is missing, in use, or of another run
     │   └── WorkflowError        a workflow that is not what a workflow must be
@@ -120,7 +120,7 @@ class DataError(UserError):
 
 
 class ModelFolderError(UserError):
-    """A model folder that cannot be loaded.
+    """A model folder that cannot be loaded, or a folder that cannot be replaced by one.
 
     Example::
 

@@ -49,6 +49,7 @@ _POLL_SECONDS = 0.1
 _PARAMETER, _STEPS = "parameter", "steps"
 
 #: Errors of torch and safetensors for an invalid file, or one that cannot be written.
+_SHOWN = 4  # names in a message
 _ERRORS = (OSError, RuntimeError, ValueError, SafetensorError, CheckpointException)
 
 
@@ -269,8 +270,9 @@ def _refuse_another_model(folder: Path, theirs: Mapping[str, object], wanted: Ma
     found = {name: _whole_shape(meta) for name, meta in theirs.items()}
     if found != wanted:
         names = {name.removeprefix(f"{_PARAMETER}.") for name in dict(found.items() ^ wanted.items())}
-        differing = ", ".join(sorted(name for name in names if not name.startswith((_STEPS, *MOMENTS))))
-        raise StoreError(f"checkpoint {folder} is of another model; these parameters differ: {differing}")
+        differing = sorted(name for name in names if not name.startswith((_STEPS, *MOMENTS)))
+        shown = ", ".join(differing[:_SHOWN]) + (f" and {len(differing) - _SHOWN} more" * (len(differing) > _SHOWN))
+        raise StoreError(f"checkpoint {folder} is of another model; these parameters differ: {shown}")
 
 
 def _whole_shape(meta: object) -> torch.Size:

@@ -13,7 +13,8 @@ import numpy as np
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Batch
 from stretto.trainer.batch.samples import Sample
-from stretto.verbs.prompts import plain
+from stretto.verbs.arguments import plain
+from stretto.verbs.completion import mark_on
 
 #: One number for each position, or a row of K: one for each of its targets.
 Targets = tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -52,8 +53,15 @@ class Datum:
         logprobs: Sequence[float] = (),
         advantages: float | Sequence[float] | None = None,
     ) -> Self:
-        """A completion behind its prompt; `logprobs` and `advantages` are those of the completion's tokens."""
+        """A completion behind its prompt; `logprobs` and `advantages` are those of the completion's tokens.
+
+        Raises:
+            DataError: the prompt is empty.
+        """
         prompt, completion, logprobs = plain(prompt), plain(completion), plain(logprobs)
+        if not len(prompt):
+            remedy = "give a token at least: nothing foretells the first one"
+            raise DataError([Problem("Datum.of: prompt", "0 tokens", remedy)])
         before = len(prompt) - 1
         whole = (*prompt, *completion)
         given = plain(advantages)
@@ -133,6 +141,26 @@ def sample_of(datum: Datum, number: int, *, sampled: bool) -> Sample:
     )
 
 
+def datum_of(sample: Sample) -> Datum:
+    """A path of a batch as a datum: its loss tokens have the weight 1, and their numbers at their positions."""
+    positions, at = len(sample.token_ids) - 1, np.asarray(sample.loss_positions) - 1
+
+    def spread(values: Sequence[float] | np.ndarray[Any, Any], kind: type) -> tuple[Any, ...]:
+        column: np.ndarray[Any, Any] = np.zeros(positions, kind)
+        column[at] = values
+        return tuple(column.tolist())
+
+    tokens = tuple(np.asarray(sample.token_ids).tolist())
+    return Datum(
+        token_ids=tokens[:-1],
+        targets=tokens[1:],
+        weights=spread(np.ones(len(at)), np.float64),
+        logprobs=spread(sample.behavior_logprobs, np.float64),
+        advantages=spread(sample.advantages, np.float64),
+        staleness=spread(sample.staleness, np.int64),
+    )
+
+
 def _row(value: Any) -> Sequence[Any]:
     """The numbers of one position."""
     return value if isinstance(value, Sequence) else (value,)
@@ -176,13 +204,16 @@ def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
         raise DataError(problems)
 
 
-def check_batch(batch: Batch, version: int, vocabulary: int, place: str) -> None:
+def check_batch(batch: Batch, version: int, vocabulary: int, mark: str, place: str) -> None:
     """Refuse a batch that a trainer at this version cannot have: of later versions, or of another tokenizer.
 
     Raises:
         DataError: with everything that is wrong.
     """
     problems = list[Problem]()
+    if mark not in ("", mark_on(batch)) and mark_on(batch):
+        told = "its tokens are of another tokenizer than this trainer's model"
+        problems.append(Problem(f"{place}: batch", told, "engine, scheduler and trainer begin with one model folder"))
     if batch.version > version:
         told = f"is for version {batch.version}, and this trainer has come to version {version}"
         problems.append(Problem(f"{place}: batch", told, "load the checkpoint of that version first"))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
 from msgspec.structs import replace
 
-from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest
+from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest, nearest
 from stretto.core.records import Completion, GenerateRequest, Sampling, derive_seed
 from stretto.doors.mistakes import checked
+from stretto.engine.capabilities import capabilities_of
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.loop.config import DeadlinesConfig
@@ -25,15 +28,40 @@ from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rollout.controller import Ticket
 from stretto.trainer.config import LoraConfig
 from stretto.verbs.apart.engines import SourceApart
+from stretto.verbs.arguments import (
+    COUNT,
+    LIST,
+    NUMBER,
+    SEEDS,
+    WHOLE,
+    ArgumentKind,
+    Asked,
+    check,
+    instance,
+    prompt_of,
+    prompts_of,
+)
 from stretto.verbs.background import background
-from stretto.verbs.completion import TextCompletion
+from stretto.verbs.completion import TextCompletion, mark_of
 from stretto.verbs.ledger import FolderLedger, TicketsInFlight
-from stretto.verbs.prompts import Asked, prompt_of, prompts_of
-from stretto.verbs.shared_model import Lora, SharedModel, lora_of
+from stretto.verbs.shared_model import MODEL, Lora, SharedModel, lora_of
 from stretto.verbs.source import CompletionSource, SourceHere
-from stretto.verbs.weights import PolicyWeights, mark_of
+from stretto.verbs.weights import PolicyWeights
 
 _END_SECONDS = 7.0
+_LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none
+_WEIGHTS = instance(PolicyWeights, "what `weights` of a stretto.Trainer returns")
+_SETTINGS: Mapping[str, ArgumentKind] = {
+    "max_tokens": WHOLE,
+    "temperature": NUMBER,
+    "top_p": NUMBER,
+    "top_k": WHOLE,
+    "min_p": NUMBER,
+    "stop": ArgumentKind("a text, or a list of texts", lambda one: isinstance(one, str) or _are(one, str)),
+    "stop_token_ids": ArgumentKind("a list of token ids", lambda one: _are(one, Integral)),
+    "grammar": instance(str, "a text"),
+    "top_logprobs": WHOLE,
+}
 _CHAT = 'a conversation is a list of messages such as {"role": "user", "content": "3+4="}'
 
 
@@ -66,10 +94,15 @@ class LocalEngine:
     its tokens are on record while they are sampled, and after a kill they are gone on with.
     """
 
+    def __new__(cls, *given: Any, **named: Any) -> Self:
+        if given and MODEL.fits(given[0]):
+            raise RecipeError([Problem("Engine", f"{given[0]!r:.80}", "write stretto.Engine.load(...)")])
+        return super().__new__(cls)
+
     def __init__(self, source: CompletionSource, tokenizer: Tokenizer, ledger: FolderLedger | None = None) -> None:
         self._source, self.tokenizer = source, tokenizer
+        self._mark = mark_of(tokenizer)
         self._requests = 0
-        self._mark = ""
         self._tickets = None if ledger is None else TicketsInFlight(source.engines, ledger)
         keeping = None if self._tickets is None else background().start(self._tickets.keep())
         self._end = weakref.finalize(self, _end, source, keeping)
@@ -101,6 +134,7 @@ class LocalEngine:
             RecipeError: a setting is not what it should be.
             RoleError: an engine that is apart has not come up.
         """
+        check("Engine.load", model=(model, MODEL), ledger=(ledger, _LEDGER))
         config = checked(settings, "Engine.load", EngineConfig)
         waits = checked(deadlines or {}, "Engine.load: deadlines", DeadlinesConfig)
         apart = apart or config.count > 1 or config.kind != "native"
@@ -123,11 +157,11 @@ class LocalEngine:
         """Sample by these weights from the next token on, in completions under way too; returns their version.
 
         Raises:
-            DataError: they are of a model with another tokenizer.
+            DataError: they are no weights of a trainer, or of a model with another tokenizer.
             RefusedRequest: they are older than those in use.
             TornPublication: they are of another model.
         """
-        self._mark = self._mark or mark_of(self.tokenizer)
+        check("update", weights=(weights, _WEIGHTS))
         if weights.tokenizer and weights.tokenizer != self._mark:
             remedy = "engine and trainer begin with one model folder"
             raise DataError([Problem("update", "these weights are of a model with another tokenizer", remedy)])
@@ -150,10 +184,13 @@ class LocalEngine:
             n: how many.
             seed: equal seeds give equal completions; without one, each call gives other ones.
             seeds: one seed for each completion, in place of `n` and `seed`.
-            **sampling: see `SamplingSettings`.
+            **sampling: `max_tokens` (256), `temperature` (1; 0 takes the likeliest token), `top_p`, `top_k`, `min_p`,
+                `stop` (texts that end a completion), `stop_token_ids` (by default those of the model), `grammar`,
+                `top_logprobs` (likeliest tokens to return at each place).
 
         Raises:
-            DataError: the prompt holds characters that the tokenizer does not know.
+            DataError: the prompt holds characters that the tokenizer does not know, an argument is of the wrong kind,
+                or there is no such setting.
             RefusedRequest: the prompt is something else, a number is out of its range, or the prompt has no room in the
                 context.
             EngineLost: the engine is closed.
@@ -182,9 +219,13 @@ class LocalEngine:
     def _asked(
         self, prompt: Any, n: int, seed: int | None, seeds: Sequence[int] | None, sampling: SamplingSettings
     ) -> GenerateRequest:
+        check("sample", n=(n, COUNT), seed=(seed, WHOLE.or_none), seeds=(seeds, SEEDS.or_none))
+        alone = n == 1 and seed is None
         if not isinstance(prompt, Ticket):
+            if seeds is not None and not alone:
+                raise RefusedRequest("seeds", "beside n or seed", "leave these out: seeds are one for each completion")
             return self._request(prompt_of("prompt", prompt), _seeds(n, seed, seeds), sampling)
-        if n != 1 or seed is not None or seeds is not None:
+        if seeds is not None or not alone:
             raise RefusedRequest("prompt", "a ticket, beside n, seed or seeds", "leave these out: it brings its seeds")
         request = self._request(prompt.prompt.token_ids, prompt.seeds, sampling)
         return request if self._tickets is None else replace(request, id=prompt.group_id)
@@ -227,6 +268,7 @@ class LocalEngine:
             "min_p": min_p,
             "stop": stop,
         }
+        check("generate", seed=(seed, WHOLE.or_none))
         first = secrets.randbits(63) if seed is None else seed
         asked = enumerate(prompts_of(prompts))
         requests = [self._request(prompt, (derive_seed(first, at),), sampling) for at, prompt in asked]
@@ -292,6 +334,7 @@ class LocalEngine:
     def _request(
         self, prompt: str | tuple[int, ...], seeds: Sequence[int], settings: SamplingSettings
     ) -> GenerateRequest:
+        _check_settings(settings)
         stop = settings.get("stop", ())
         sampling = Sampling(
             max_tokens=settings.get("max_tokens", 256),
@@ -323,7 +366,12 @@ class LocalEngine:
             versions=found.versions,
             interrupted=found.interrupted,
             top_logprobs=((),) * unknown + likeliest,
+            tokenizer=self._mark,
         )
+
+
+def _are(given: object, kind: type) -> bool:
+    return isinstance(given, Sequence) and LIST.fits(given) and all(isinstance(one, kind) for one in given)
 
 
 def _end(source: CompletionSource, keeping: Future[None] | None) -> Future[None] | None:
@@ -360,15 +408,29 @@ def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool)
     elif find_spec("stretto_servers") is None:
         told, remedy = f"{config.kind!r} is part of a package that is not installed", "pip install stretto-servers"
         found.append(Problem("Engine.load: kind", told, remedy))
+    elif config.python is None and not config.addresses and (make := capabilities_of(config.kind)).packages:
+        remedy = f"name the interpreter of an environment that has {make.needed}, or give addresses"
+        found.append(Problem("Engine.load: python", f'missing, and kind is "{config.kind}"', remedy))
+    elif config.python is not None and not os.access(config.python, os.X_OK):
+        found.append(Problem("Engine.load: python", f"{config.python!r} is no program", "give that of an interpreter"))
     if found:
         raise RecipeError(found)
+
+
+def _check_settings(settings: SamplingSettings) -> None:
+    """Refuse sampling settings that there are not, or of the wrong kind.
+
+    Raises:
+        DataError: with each of them.
+    """
+    if unknown := [name for name in settings if name not in _SETTINGS]:
+        raise DataError([Problem(f"sample: {name}", "unknown key", nearest(name, _SETTINGS)) for name in unknown])
+    check("sample", **{name: (value, _SETTINGS[name]) for name, value in settings.items()})
 
 
 def _seeds(n: int, seed: int | None, seeds: Sequence[int] | None) -> tuple[int, ...]:
     """One for each completion."""
     if seeds is not None:
         return tuple(seeds)
-    if n < 1:
-        raise RefusedRequest("n", str(n), "at least 1")
     first = secrets.randbits(63) if seed is None else seed
     return tuple(derive_seed(first, at) for at in range(n))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
 import weakref
@@ -10,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stretto.core.errors import Problem, RefusedRequest, RunFolderError, StoreError
+import msgspec
+
+from stretto.core.errors import DataError, Problem, RefusedRequest, RunFolderError, StoreError
 from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, trajectory_id
 from stretto.doors.mistakes import checked
 from stretto.loop.engines.in_flight import Engines, InFlight
@@ -19,6 +22,7 @@ from stretto.store import lock
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger, Value
 from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unfinished
+from stretto.verbs.arguments import FOLDER, check
 
 _KEEP_SECONDS = 1.0
 
@@ -32,6 +36,15 @@ class _AnyThread(Ledger):
     def __init__(self, path: Path, config: StoreConfig) -> None:
         self.lock, self.closed = threading.RLock(), False
         super().__init__(path, config)
+
+    def check_open(self) -> None:
+        """Refuse further use of a ledger that was closed.
+
+        Raises:
+            RunFolderError: it was.
+        """
+        if self.closed:
+            raise RunFolderError([Problem(str(self._path.parent), "the ledger is closed", "make it again")])
 
     def awaits(self, group: str) -> bool:
         """Whether the group is in flight, and no result of it is on record."""
@@ -53,21 +66,34 @@ class _AnyThread(Ledger):
     def put(self, name: str, value: object) -> None:
         """Keep a JSON value under a name, beside the changes around it."""
         with self.lock:
+            self.check_open()
+            try:
+                json.dumps(msgspec.to_builtins(value), allow_nan=False)
+            except (TypeError, ValueError) as error:
+                told, remedy = f"{value!r:.80}", f"a JSON value is needed: {error}"
+                raise DataError([Problem(f"put: {name}", told, remedy)]) from None
             super().put(name, value)
 
     def get(self, name: str, kind: type[Value]) -> Value | None:
         """The value kept under `name`, or None."""
         with self.lock:
-            return super().get(name, kind)
+            self.check_open()
+            try:
+                return super().get(name, kind)
+            except msgspec.ValidationError as error:
+                told = f"holds no {getattr(kind, '__name__', kind)}: {error}"
+                raise DataError([Problem(f"get: {name}", told, "ask for the type that was put")]) from None
 
     def event(self, name: str, detail: str) -> None:
         """Record an event, such as a step that was skipped."""
         with self.lock:
+            self.check_open()
             super().event(name, detail)
 
     def flush(self) -> None:
         """Write all changes in one transaction."""
         with self.lock:
+            self.check_open()
             super().flush()
 
 
@@ -96,6 +122,7 @@ class FolderLedger(_AnyThread):
             StoreError: what is there is no ledger, or is damaged.
             RecipeError: a setting is not what it should be.
         """
+        check("Ledger", folder=(folder, FOLDER))
         self.folder = Path(folder).expanduser()
         config = checked(settings, "Ledger", StoreConfig)
         try:
@@ -104,6 +131,7 @@ class FolderLedger(_AnyThread):
             found = f"cannot be created: {error.strerror}"
             raise RunFolderError([Problem(str(folder), found, "give another folder")]) from error
         self._release = weakref.finalize(self, os.close, lock.acquire(self.folder))
+        self.scheduler: object = None  # the newest one that has this ledger; its changes alone are taken
         self._file_of_all = self.folder / "ledger.sqlite"
         try:
             super().__init__(self._file_of_all, config)
@@ -132,10 +160,11 @@ class FolderLedger(_AnyThread):
     def close(self) -> None:
         """Write what is left, and let other processes in."""
         with self.lock:
-            self.closed = True
             try:
-                super().close()
+                if not self.closed:
+                    super().close()
             finally:
+                self.closed = True
                 self._release()
 
     def __enter__(self) -> FolderLedger:

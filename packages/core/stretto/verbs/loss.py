@@ -3,6 +3,7 @@ log-probabilities."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from stretto.trainer.batch.samples import Sample, scored_of
 from stretto.trainer.objective.aggregation import Aggregation
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import Learner
+from stretto.verbs.arguments import plain
 
 #: Maximum likelihood, for which nothing but tokens and weights is needed.
 CROSS_ENTROPY = "cross_entropy"
@@ -94,9 +96,14 @@ def own_gradient(
     logprobs = [columns[sample.id] for sample in samples]
     if not once:
         logprobs = [one.detach().requires_grad_() for one in logprobs]
+    for one in logprobs:
+        if one.requires_grad:
+            one.retain_grad()
     seen = [_by_position(one, sample) for one, sample in zip(logprobs, samples, strict=True)]
     value, metrics = _valued(loss, seen, data, place)
     value.backward()
+    if all(one.grad is None for one in logprobs):
+        raise _no_loss(loss, place, value)
     if not once:
         slopes = {sample.id: _slope(one) for sample, one in zip(samples, logprobs, strict=True)}
         for micro in part.micro_batches:
@@ -120,12 +127,22 @@ def _valued(
 ) -> tuple[Tensor, dict[str, float]]:
     assert loss.own is not None, "it is the user's"
     found: Any = loss.own(logprobs, data)  # whatever a user's function returns
-    value, metrics = found if isinstance(found, tuple) else (found, {})
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        told = f"{loss.name} returned {value!r:.80}"
-        remedy = "one number is needed, a tensor that was computed from the log-probabilities"
-        raise RecipeError([Problem(f"{place}: loss", told, remedy)])
-    return value.reshape(()), {name: float(number) for name, number in metrics.items()}
+    value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad or value.is_complex():
+        raise _no_loss(loss, place, value)
+    numbers: dict[str, Any] = {"": None}
+    if isinstance(metrics, Mapping):
+        numbers = {name: plain(number) for name, number in metrics.items()}
+    if odd := [name for name, number in numbers.items() if not isinstance(number, int | float)]:
+        told = f"{loss.name} returned beside the loss {metrics!r:.80}"
+        at = f"; {odd[0]!r} is no number" if odd[0] else ""
+        raise RecipeError([Problem(f"{place}: loss", told, f"metrics are a dict of numbers{at}")])
+    return value.reshape(()), {name: float(number) for name, number in numbers.items()}
+
+
+def _no_loss(loss: Wanted, place: str, value: object) -> RecipeError:
+    remedy = "one number is needed, a tensor that was computed from the log-probabilities"
+    return RecipeError([Problem(f"{place}: loss", f"{loss.name} returned {value!r:.80}", remedy)])
 
 
 def check_own(loss: Wanted, proximal: object, place: str) -> None:
@@ -134,6 +151,14 @@ def check_own(loss: Wanted, proximal: object, place: str) -> None:
     Raises:
         RecipeError: with each of them.
     """
+    assert loss.own is not None, "it is the user's"
+    try:
+        inspect.signature(loss.own).bind((), ())
+    except TypeError as error:
+        remedy = "it is called with (logprobs, data), the log-probabilities of each sequence and the sequences"
+        raise RecipeError([Problem(f"{place}: loss", f"{loss.name}: {error}", remedy)]) from None
+    except ValueError:  # written in C, without a signature
+        pass
     unheeded = {
         "proximal": proximal is not None,
         "reference": loss.algorithm.divergence("loss") is not None,

@@ -31,9 +31,20 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import CONTROLLER, Controller, ControllerState, Ticket
 from stretto.rollout.pacing import pacing_of
 from stretto.rollout.prompts import PromptStream
-from stretto.verbs.completion import TextCompletion
+from stretto.verbs.arguments import (
+    LIST,
+    PROMPTS,
+    TOKENIZER,
+    VERSION,
+    WHOLE,
+    Asked,
+    check,
+    instance,
+    plain,
+    prompt_of,
+)
+from stretto.verbs.completion import TextCompletion, mark_of, marked
 from stretto.verbs.ledger import FolderLedger
-from stretto.verbs.prompts import Asked, plain, prompt_of
 
 if TYPE_CHECKING:  # which loads transformers; token ids need none
     from stretto.model.hf.tokenizer import Tokenizer
@@ -41,6 +52,10 @@ if TYPE_CHECKING:  # which loads transformers; token ids need none
 #: One answer to a prompt: a completion, or turns of a conversation, those that were given as token ids.
 Answer = TextCompletion | Sequence[TextCompletion | Sequence[int]]
 _PROMPTS = "mark of the prompts"
+_TICKET, _REASON = instance(Ticket, "a ticket of this scheduler"), instance(str, "a text")
+_LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none
+_LARGEST_LOGPROB = 1e-3  # 0, and what rounding may add to it
+_AS_RETURNED = "give the completion as the engine returned it"
 
 
 class GroupScheduler:
@@ -81,20 +96,33 @@ class GroupScheduler:
                 group), `max_staleness`, `max_in_flight`, `filter`, …
 
         Raises:
-            DataError: something is no prompt.
+            DataError: something is no prompt, or an argument is of the wrong kind.
             RecipeError: a setting is not what it should be.
-            RunFolderError: the ledger is of another run: other prompts, another order of them, seed or group_size.
+            RunFolderError: the ledger is closed, or of another run: other prompts, another order of them, seed or
+                group_size.
             StoreError: the ledger is behind the trainer, or not whole.
         """
+        check(
+            "Scheduler",
+            prompts=(prompts, PROMPTS),
+            tokenizer=(tokenizer, TOKENIZER.or_none),
+            ledger=(ledger, _LEDGER),
+            version=(version, VERSION),
+            seed=(seed, WHOLE),
+        )
         config = checked(settings, "Scheduler", RolloutConfig)
+        self._mark = "" if tokenizer is None else mark_of(tokenizer)
         asked = [_prompt(one, at, tokenizer) for at, one in enumerate(prompts)]
         if not asked:
             raise DataError([Problem("Scheduler: prompts", "there is none", "give one at least")])
         self._ledger, self._again = ledger, deque[Batch]()
         self._whole = nullcontext() if ledger is None else ledger.lock  # held while a change is made
-        self._changed = asyncio.Event()
+        self._changed, self._claim = asyncio.Event(), object()
         self._restored = deque[Ticket]()
         self._out: Batch | None = None  # taken, and not trained yet
+        self._shown: Batch | None = None  # the same, with the mark of its tokenizer
+        if ledger is not None:
+            ledger.check_open()
         origin: dict[str, int | str] = {"seed": seed, _PROMPTS: _mark_of(asked), "group_size": config.group_size}
         state = self._resume(ledger, version, origin) if ledger is not None else None
         self._controller = Controller(
@@ -110,6 +138,7 @@ class GroupScheduler:
         if ledger is not None and state is not None:
             self._restore(ledger, state)
             ledger.watch(CONTROLLER, self._controller.state)
+            ledger.scheduler = self._claim
 
     @property
     def version(self) -> int:
@@ -129,6 +158,7 @@ class GroupScheduler:
     def admit(self) -> Ticket | None:
         """The next group that may start; None while it would break the bound, or while batches of a killed run are
         trained again."""
+        self._check_newest()
         if self._again:
             return None
         with self._whole:
@@ -150,9 +180,12 @@ class GroupScheduler:
         of a tool. They are on record when this returns.
 
         Raises:
-            DataError: they are too few or too many, lack log-probabilities, or come from a version that is not trained
-                yet.
+            DataError: they are too few or too many, lack log-probabilities or have impossible ones, are of another
+                tokenizer, or come from a version that is not trained yet.
+            RunFolderError: another scheduler has the ledger since, or it is closed.
         """
+        check("finish", ticket=(ticket, _TICKET), answers=(answers, LIST), rewards=(plain(rewards), LIST))
+        self._check_newest()
         place = f"finish: group {ticket.group_id}"
         wanted = len(ticket.seeds)
         for name, given in (("answers", answers), ("rewards", rewards)):
@@ -160,9 +193,9 @@ class GroupScheduler:
                 raise DataError([Problem(f"{place}: {name}", f"{len(given)} are given", f"{wanted} are needed")])
         found = list[Trajectory]()
         for member, (answer, reward) in enumerate(zip(answers, rewards, strict=True)):
-            turns = [answer] if isinstance(answer, TextCompletion) else list(answer)
+            turns = [answer] if isinstance(answer, TextCompletion) else [*answer] if LIST.fits(answer) else []
             where = f"{place}: answers[{member}]"
-            if isinstance(answer, str) or not any(isinstance(turn, TextCompletion) for turn in turns):
+            if not any(isinstance(turn, TextCompletion) for turn in turns):
                 told = f"{answer!r:.80} holds no completion"
                 raise DataError([Problem(where, told, "give what the engine returned, with the turns between")])
             segments = tuple(self._segment(turn, f"{where}[{at}]") for at, turn in enumerate(turns))
@@ -176,6 +209,8 @@ class GroupScheduler:
     def lose(self, ticket: Ticket, reason: str) -> None:
         """Give a group up whose completions did not come; its prompt is asked again. A group that is no longer in
         flight is passed over, as by `finish`."""
+        check("lose", ticket=(ticket, _TICKET), reason=(reason, _REASON))
+        self._check_newest()
         with self._whole:
             if self._is_in_flight(ticket):
                 self._controller.lose(ticket, reason)
@@ -184,11 +219,16 @@ class GroupScheduler:
     def take(self) -> Batch | None:
         """The next batch, on record before this returns; None while it has to wait for groups. Until `advance` it is
         the same."""
-        if self._again:
-            return self._again[0]
-        with self._whole:
-            self._out = self._out or self._controller.take()
-        return self._out
+        self._check_newest()
+        if not self._again:
+            with self._whole:
+                self._out = self._out or self._controller.take()
+        found = self._again[0] if self._again else self._out
+        if found is None or not self._mark:
+            return found
+        if self._shown is None or self._shown.version != found.version:
+            self._shown = marked(found, self._mark)
+        return self._shown
 
     async def batch(self) -> Batch:
         """The next batch, as soon as there is one."""
@@ -202,6 +242,8 @@ class GroupScheduler:
         Raises:
             DataError: no batch was taken that leads to this version.
         """
+        check("advance", version=(version, VERSION))
+        self._check_newest()
         if not (self._again or self._out):
             raise DataError([Problem("advance", "no batch was taken", "call it once after each batch that is trained")])
         if version != self._version + 1:
@@ -226,6 +268,19 @@ class GroupScheduler:
         for ticket in self._controller.overdue():
             self._controller.expire(ticket)
 
+    def _check_newest(self) -> None:
+        """Refuse changes by a scheduler whose ledger is closed, or has gone to another one.
+
+        Raises:
+            RunFolderError: with what to do.
+        """
+        if self._ledger is None:
+            return
+        self._ledger.check_open()
+        if self._ledger.scheduler is not self._claim:
+            told = "another scheduler has this ledger since"
+            raise RunFolderError([Problem(str(self._ledger.folder), told, "use the newest one, or a folder for each")])
+
     def _settled(self) -> None:
         if self._ledger is not None:
             self._ledger.flush()
@@ -248,7 +303,8 @@ class GroupScheduler:
         tokens = len(turn.token_ids)
         if not len(turn.logprobs) == len(turn.versions) == tokens:
             told = f"{tokens} tokens, {len(turn.logprobs)} log-probabilities, {len(turn.versions)} versions"
-            raise DataError([Problem(place, told, "give the completion as the engine returned it")])
+            raise DataError([Problem(place, told, _AS_RETURNED)])
+        _check_numbers(turn, self._mark, place)
         trained = self._version + bool(self._out or self._again)  # the engine may have it before `advance` is called
         if (newest := max(turn.versions, default=0)) > trained:
             told = f"was sampled by version {newest}, and the scheduler is at version {self._version}"
@@ -283,6 +339,21 @@ class GroupScheduler:
                 raise RunFolderError([Problem(str(ledger.folder), told, "give the prompts of that run")]) from None
             if not group.trajectories:
                 self._restored.append(ticket)
+
+
+def _check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
+    """Refuse a completion whose numbers no engine gives, or of another tokenizer than that with this mark.
+
+    Raises:
+        DataError: with the first of them.
+    """
+    if odd := [one for one in turn.logprobs if not one <= _LARGEST_LOGPROB]:  # NaN is none either
+        raise DataError([Problem(place, f"a log-probability of {odd[0]}", _AS_RETURNED)])
+    if min(turn.token_ids, default=0) < 0 or min(turn.versions, default=0) < 0:
+        raise DataError([Problem(place, "a negative token or version", _AS_RETURNED)])
+    if mark and turn.tokenizer not in ("", mark):
+        told = "was sampled with another tokenizer than that of the prompts"
+        raise DataError([Problem(place, told, "give tokenizer=engine.tokenizer to the scheduler")])
 
 
 def _check_same_run(ledger: FolderLedger, origin: Mapping[str, int | str]) -> None:

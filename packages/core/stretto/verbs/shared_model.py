@@ -12,12 +12,14 @@ from transformers import PreTrainedModel
 from stretto.core.errors import Problem, RecipeError
 from stretto.doors.mistakes import checked
 from stretto.model.hf.folder import load_policy
+from stretto.model.hf.layers import linear_layers
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.kernels.choice import TRAINING
 from stretto.model.kernels.matmul import OneDnnLinear, use_onednn
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import LoraConfig
 from stretto.trainer.parallel.lora import adapt
+from stretto.verbs.arguments import FOLDER, ArgumentKind, check
 
 #: The rank of the adapters, or all of their settings; None: no adapters.
 Lora = int | LoraConfig | dict[str, Any] | None
@@ -40,6 +42,7 @@ class SharedModel:
         Raises:
             ModelFolderError: the folder cannot be loaded.
         """
+        check("SharedModel", folder=(folder, FOLDER))
         self.folder = Path(folder).expanduser()
         self._model = load_policy(self.folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=device)
         self._model.requires_grad_(False)
@@ -56,6 +59,24 @@ class SharedModel:
         if lora is not None:
             adapt(model, lora, **adapters)
         return model
+
+
+MODEL = ArgumentKind(
+    "the folder of a model, or a stretto.SharedModel", lambda one: FOLDER.fits(one) or isinstance(one, SharedModel)
+)
+
+
+def check_targets(model: PreTrainedModel, lora: LoraConfig, place: str) -> None:
+    """Refuse adapters of which no layer would have one.
+
+    Raises:
+        RecipeError: with the names that there are.
+    """
+    names = linear_layers(model)
+    if not any(lora.targets(name) for name in names):
+        allowed = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+        told = f"{lora.target_modules!r:.80} names no layer of this model"
+        raise RecipeError([Problem(f"{place}: target_modules", told, f"allowed: {allowed}")])
 
 
 def lora_of(given: Lora, place: str) -> LoraConfig | None:

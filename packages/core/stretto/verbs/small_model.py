@@ -8,10 +8,12 @@ from typing import Any
 from stretto.doors.mistakes import checked
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
+from stretto.verbs.arguments import FOLDER, WHOLE, check
 
 
 def build_model(folder: str | Path, *, seed: int = 0, **settings: Any) -> Path:
     """Write a new model with random weights, one token a character, as a Hugging Face folder; returns the folder.
+    A model that is there is replaced.
 
     Example::
 
@@ -22,9 +24,11 @@ def build_model(folder: str | Path, *, seed: int = 0, **settings: Any) -> Path:
         **settings: keys of a recipe's section ``[model.build]``: `alphabet`, `layers`, `hidden_size`, `heads`, …
 
     Raises:
+        ModelFolderError: something that is no part of a model is in its place.
         RecipeError: a setting is not what it should be.
         OSError: the folder cannot be written.
     """
+    check("build_model", folder=(folder, FOLDER), seed=(seed, WHOLE))
     place = Path(folder).expanduser()
     build_policy(checked(settings, "build_model", BuildConfig), place, seed)
     return place

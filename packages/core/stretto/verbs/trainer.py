@@ -6,6 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from stretto.core.errors import DataError, Problem, RecipeError, RunFolderError
-from stretto.core.records import Batch, Sampling
+from stretto.core.records import Batch
 from stretto.doors.mistakes import checked
 from stretto.loop.config import DeadlinesConfig
-from stretto.model.hf.folder import load_policy, save_policy, saved_dtype, whole_folder
+from stretto.model.hf.folder import check_replaceable, load_policy, save_policy, saved_dtype, whole_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.kernels.choice import TRAINING
 from stretto.model.kernels.matmul import use_onednn
@@ -42,7 +43,9 @@ from stretto.trainer.parallel.lora import adapt, gather_adapters
 from stretto.trainer.parallel.ranks import ALONE
 from stretto.trainer.reference import Reference, ReferencePolicy, WithoutAdapters
 from stretto.verbs.apart.trainer import TrainerApart
-from stretto.verbs.datum import Data, Forward, check_batch, check_data, check_sampled, listed, sample_of
+from stretto.verbs.arguments import FOLDER, ArgumentKind, check, instance, sampling_of
+from stretto.verbs.completion import mark_of
+from stretto.verbs.datum import Data, Forward, check_batch, check_data, check_sampled, datum_of, listed, sample_of
 from stretto.verbs.loss import (
     CROSS_ENTROPY,
     Loss,
@@ -54,9 +57,14 @@ from stretto.verbs.loss import (
     own_gradient,
     wanted,
 )
-from stretto.verbs.shared_model import Lora, SharedModel, lora_of
-from stretto.verbs.weights import PolicyWeights, mark_of
+from stretto.verbs.shared_model import MODEL, Lora, SharedModel, check_targets, lora_of
+from stretto.verbs.weights import PolicyWeights
 
+_LOSS = ArgumentKind(
+    "the name of a loss, a dict with its kind and numbers, or a function",
+    lambda given: given is None or isinstance(given, str | Mapping) or callable(given),
+)
+_FORWARD = instance(Forward, "what `forward` returned for the same data").or_none
 _CHECKPOINTS = "checkpoints"  # the folder inside of that of a run
 
 
@@ -98,9 +106,10 @@ class LocalTrainer:
             ModelFolderError: the folder cannot be loaded, or not be trained.
             RecipeError: a setting is not what it should be.
         """
+        check("Trainer", model=(model, MODEL))
         self._settings = checked(settings, "Trainer", OptimizerConfig)
         self._lora = lora_of(lora, "Trainer: lora")
-        self._sampling = _sampling(sampling)
+        self._sampling = sampling_of(sampling)
         if "threads" in settings:
             torch.set_num_threads(self._settings.threads)
         trained: Any
@@ -115,6 +124,7 @@ class LocalTrainer:
             trained = self._load(self._folder)
             self.tokenizer = load_tokenizer(self._folder)
             if self._lora is not None:
+                check_targets(trained, self._lora, "Trainer: lora")
                 adapt(trained, self._lora)
         self._learner = Learner(trained, self._settings, self._sampling)
         self._adapted = adapted_layers(trained)
@@ -124,7 +134,7 @@ class LocalTrainer:
         self._published, self._stepped = 0, False
         self._references: dict[str, Reference] = {}
         self._held: dict[Path, int] = {}
-        self._mark = ""
+        self._mark = mark_of(self.tokenizer)
         self._release = weakref.finalize(self, _release, self._held)
 
     @classmethod
@@ -196,8 +206,9 @@ class LocalTrainer:
         Args:
             data: a batch of `Scheduler.take`, or a list of `Datum`.
             loss: "cross_entropy", a loss of a recipe by its name (docs/explanation/algorithm.md), or as a dict with
-                its numbers, or a function of yours: it gets the log-probabilities of each sequence, and the sequences,
-                and returns the loss. By default "decoupled_ppo" for a batch, "cross_entropy" for data.
+                its numbers, or a function of yours: it gets the log-probabilities of each sequence, and the sequences
+                (`Datum`s, those of a batch too), and returns the loss. By default "decoupled_ppo" for a batch,
+                "cross_entropy" for data.
             proximal: what `forward` gave before the first of several steps over the same data, for losses that are
                 anchored there; by default the policy as it is now.
             **algorithm: further keys of a recipe's section ``[algorithm]``: `advantages`, `correction`, `aggregation`
@@ -209,15 +220,22 @@ class LocalTrainer:
             RecipeError: there is no such loss, or a setting is not what it should be.
         """
         place = "forward_backward"
+        check(place, loss=(loss, _LOSS), proximal=(proximal, _FORWARD))
         data = listed(data, place)
         if not isinstance(data, Batch):
             check_data_settings(algorithm, place)
-        chosen = wanted(loss or ("decoupled_ppo" if isinstance(data, Batch) else CROSS_ENTROPY), algorithm, place)
+        usual = "decoupled_ppo" if isinstance(data, Batch) else CROSS_ENTROPY
+        chosen = wanted(usual if loss is None else loss, algorithm, place)
         samples = self._samples(data, chosen, place, sampled=chosen.sampled)
-        part = self._part(samples, chosen.aggregation)
+        seen: Any = data
         if chosen.own is not None:
             check_own(chosen, proximal, place)
-            seen = samples if isinstance(data, Batch) else data
+            if isinstance(data, Batch):
+                seen = tuple(datum_of(one) for one in samples)
+                ids = [one.id for one in samples]
+                samples = [replace(sample_of(one, 0, sampled=False), id=id) for one, id in zip(seen, ids, strict=True)]
+        part = self._part(samples, chosen.aggregation)
+        if chosen.own is not None:
             with whole_gradient(self._learner.model):
                 value, metrics, found = own_gradient(self._learner, part, samples, seen, chosen, place)
             return Forward(_plain(found), value, metrics | _rewards(data), tuple(sample.id for sample in samples))
@@ -229,7 +247,7 @@ class LocalTrainer:
         metrics = meter.metrics(ALONE)
         measured = metrics if chosen.sampled else {name: metrics[name] for name in ("entropy",) if name in metrics}
         measured = {name: value for name, value in measured.items() if name != "bad_steps"} | _rewards(data)
-        value = metrics.get("loss", math.nan)
+        value = metrics.get("loss", math.nan) if part.loss_tokens else 0.0
         return self._forward(part, samples, columns, value, {**measured, "tokens": float(part.loss_tokens)})
 
     def optim_step(
@@ -278,7 +296,6 @@ class LocalTrainer:
         model = self._learner.model
         named = adapter_parameters(model) if self._adapted else model.named_parameters()
         tensors = {name: scaled(self._adapted, name, one.detach()).clone() for name, one in named}
-        self._mark = self._mark or mark_of(self.tokenizer)
         return PolicyWeights(self._published, tensors, self._mark)
 
     def save(self, folder: str | Path) -> Path:
@@ -289,6 +306,7 @@ class LocalTrainer:
             RunFolderError: another trainer saves there, or the folder cannot be written.
             StoreError: the disk is full.
         """
+        check("save", folder=(folder, FOLDER))
         self._settle()
         place = Path(folder).expanduser() / _CHECKPOINTS
         self._hold(place)
@@ -304,6 +322,7 @@ class LocalTrainer:
             RunFolderError: nothing was saved there.
             StoreError: nothing there is whole, or it is of another model, or of other adapters.
         """
+        check("load", folder=(folder, FOLDER))
         place = Path(folder).expanduser() / _CHECKPOINTS
         found = Checkpoints(place).latest()
         if found is None:
@@ -321,8 +340,10 @@ class LocalTrainer:
 
         Raises:
             RecipeError: there are no adapters.
+            ModelFolderError: something that is no part of a model is in its place.
             OSError: the folder cannot be written.
         """
+        check("export", folder=(folder, FOLDER))
         model, place = self._learner.model, Path(folder).expanduser()
         if self._lora is None:
             if adapters_only:
@@ -331,6 +352,7 @@ class LocalTrainer:
             save_policy(model, self._folder, place, dtype=self._dtype)
             return
         if adapters_only:
+            check_replaceable(place)
             with whole_folder(place) as partial:
                 gather_adapters(model, self._lora, ALONE, "")(partial)
             return
@@ -376,7 +398,7 @@ class LocalTrainer:
         return [sample_of(one, number, sampled=sampled) for number, one in enumerate(data)]
 
     def _of_batch(self, batch: Batch, loss: Wanted, place: str) -> list[Sample]:
-        check_batch(batch, self.version, self._vocabulary, place)
+        check_batch(batch, self.version, self._vocabulary, self._mark, place)
         longest = self._sampling.max_tokens
         reference = self._reference(loss.algorithm, place)
         if loss.algorithm.divergence("reward") is not None and reference is not None:
@@ -440,19 +462,6 @@ def _of_loss(sample: Sample, scored: Sequence[float]) -> list[float]:
 
 def _plain(columns: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(column.flatten().tolist()) for column in columns)
-
-
-def _sampling(given: Mapping[str, Any] | None) -> Sampling:
-    """The distribution of the completions that are trained on."""
-    settings = {"max_tokens": 1, **(given or {})}
-    allowed = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-    if unknown := [name for name in settings if name not in allowed]:
-        raise RecipeError([Problem(f"Trainer: sampling.{unknown[0]}", "unknown key", f"allowed: {', '.join(allowed)}")])
-    sampling = Sampling(**settings)
-    if not sampling.temperature > 0:
-        told, remedy = f"{sampling.temperature}", "greater than 0: nothing is learnt of what is certain"
-        raise RecipeError([Problem("Trainer: sampling.temperature", told, remedy)])
-    return sampling
 
 
 def _release(held: dict[Path, int]) -> None:

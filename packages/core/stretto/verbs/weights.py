@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from stretto.core.errors import TornPublication
-from stretto.model.hf.tokenizer import Tokenizer
 from stretto.weights.mailbox import LORA_A, LORA_B
 
 
@@ -48,9 +45,3 @@ def merged(base: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping
         raise TornPublication(f"these adapters are not of this model: it has no layer {missing[0]}")
     sums = {f"{one}.weight": base[f"{one}.weight"] + tensors[one + LORA_B] @ tensors[one + LORA_A] for one in layers}
     return {**base, **sums}
-
-
-def mark_of(tokenizer: Tokenizer) -> str:
-    """A text that is the same for tokenizers with the same vocabulary, and another one for others."""
-    vocabulary = json.dumps(sorted(tokenizer.vocabulary.items()))
-    return hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()

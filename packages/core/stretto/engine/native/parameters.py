@@ -12,7 +12,7 @@ detects any loss or change since the publication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -108,8 +108,10 @@ class Parameters:
             shapes = _adapter_shapes(tensors, shapes)
         missing, unknown = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
         if missing or unknown:
-            found = f"lacks {sorted(missing)[:3]}, has unknown {sorted(unknown)[:3]}"
-            raise TornPublication(f"version {version} is not of this model: it {found}")
+            found = ([f"it lacks {_some(missing)}"] if missing else []) + (
+                [f"its {_some(unknown)} is unknown"] if unknown else []
+            )
+            raise TornPublication(f"version {version} is not of this model: {', '.join(found)}")
         for name, shape in shapes.items():
             if tensors[name].shape != shape:
                 told = f"{name} is {tuple(tensors[name].shape)}, the model has {shape}"
@@ -156,3 +158,8 @@ def _adapter_shapes(tensors: Mapping[str, Tensor], weights: Mapping[str, _Shape]
             rank = len(tensors[layer + LORA_A])
             shapes |= {layer + LORA_A: (rank, *width_in), layer + LORA_B: (width_out, rank)}
     return shapes
+
+
+def _some(names: Collection[str]) -> str:
+    """The first name, and how many more there are."""
+    return min(names) + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")

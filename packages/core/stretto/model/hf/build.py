@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from stretto.model.hf.config import EOS, PAD, BuildConfig
-from stretto.model.hf.folder import quiet_transformers, whole_folder
+from stretto.model.hf.folder import check_replaceable, quiet_transformers, whole_folder
 
 
 def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
@@ -36,6 +36,7 @@ def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
+    check_replaceable(Path(path))
     with whole_folder(Path(path)) as folder, quiet_transformers():
         model.save_pretrained(folder)
         character_tokenizer(vocabulary, config.context_length).save_pretrained(folder)

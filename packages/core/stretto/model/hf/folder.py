@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ __all__ = [
 #: Prefix of the names of our attention paths.
 OURS = "stretto_"
 
+#: What may be in a model folder.
+_PARTS = (
+    *("*.safetensors", "pytorch_model*", "*.index.json", "config.json", "generation_config.json", "adapter*"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
+    *("*.model", "preprocessor_config.json", "processor_config.json", "*.md", "LICENSE*", ".git*"),
+)
 _WEIGHTS = ("model*.safetensors", "pytorch_model*", "*.index.json", "config.json", "generation_config.json")
 
 
@@ -108,8 +115,10 @@ def save_policy(
     beside its place and renamed; before that `add` may write more into it.
 
     Raises:
+        ModelFolderError: something that is no part of a model is in its place.
         OSError: the folder cannot be written.
     """
+    check_replaceable(Path(path), [file.name for file in Path(tokenizer_folder).iterdir()])
     with whole_folder(Path(path)) as folder:
         keep_out = shutil.ignore_patterns(*_WEIGHTS)
         for file in Path(tokenizer_folder).iterdir():
@@ -156,6 +165,23 @@ def _say_dtype(config: Path, dtype: str) -> None:
     for section in sections:
         section |= {key: dtype for key in ("dtype", "torch_dtype") if key in section}
     config.write_text(json.dumps(tree | {"dtype": dtype}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def check_replaceable(path: Path, known: Iterable[str] = ()) -> None:
+    """Refuse to replace what is no model folder: only files that a model has may go. `known`: further names of them.
+
+    Raises:
+        ModelFolderError: with what is there.
+    """
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise ModelFolderError([Problem(str(path), "is there, and no folder", "give a new folder, or an empty one")])
+    names, known = sorted(entry.name for entry in path.iterdir()), set(known)
+    if others := [name for name in names if name not in known and not any(fnmatch(name, one) for one in _PARTS)]:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        found = f"holds {others[0]}{more}, no part of a model, which would be lost"
+        raise ModelFolderError([Problem(str(path), found, "give a new folder, or an empty one")])
 
 
 @contextmanager

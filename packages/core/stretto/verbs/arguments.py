@@ -1,0 +1,134 @@
+"""What a verb may be given: an argument of another kind is refused by its name, before anything begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest
+from stretto.core.records import Sampling
+
+#: A text, or token ids: a list, a tuple, or an array of numpy or torch.
+Asked = Any
+_PROMPT = "a prompt is a text, or a list of token ids; `chat` takes messages"
+#: Completions of one call; more are more calls.
+MOST_COMPLETIONS = 65_536
+
+
+@dataclass(frozen=True)
+class ArgumentKind:
+    """What is allowed, in words, and the test for it."""
+
+    allowed: str
+    fits: Callable[[Any], bool]
+
+    @property
+    def or_none(self) -> ArgumentKind:
+        """The same, or left out."""
+        return ArgumentKind(self.allowed, lambda given: given is None or self.fits(given))
+
+
+def instance(kind: type | tuple[type, ...], allowed: str) -> ArgumentKind:
+    """Objects of a class."""
+    return ArgumentKind(allowed, lambda given: isinstance(given, kind))
+
+
+def integer(least: int, most: int | None = None) -> ArgumentKind:
+    """Whole numbers in a range."""
+    allowed = f"a whole number of at least {least}" + ("" if most is None else f" and at most {most}")
+    return ArgumentKind(allowed, lambda one: _is_integer(one) and one >= least and (most is None or one <= most))
+
+
+def _is_integer(given: Any) -> bool:
+    return isinstance(given, Integral) and not isinstance(given, bool)
+
+
+FOLDER = ArgumentKind("the path of a folder", lambda given: isinstance(given, str | os.PathLike) and given != "")
+WHOLE = ArgumentKind("a whole number", _is_integer)
+NUMBER = ArgumentKind("a number", lambda given: isinstance(given, Real) and not isinstance(given, bool))
+LIST = ArgumentKind("a list", lambda given: isinstance(given, Sequence) and not isinstance(given, str | bytes))
+SEEDS = ArgumentKind(
+    "a list of whole numbers, one for each completion",
+    lambda given: LIST.fits(given) and 0 < len(given) <= MOST_COMPLETIONS and all(map(_is_integer, given)),
+)
+COUNT = integer(1, MOST_COMPLETIONS)
+VERSION = integer(0)
+PROMPTS = ArgumentKind(
+    "a list of prompts", lambda given: hasattr(given, "__iter__") and not isinstance(given, str | bytes | Mapping)
+)
+TOKENIZER = ArgumentKind("engine.tokenizer", lambda given: hasattr(given, "encode") and hasattr(given, "vocabulary"))
+
+
+def check(place: str, **given: tuple[object, ArgumentKind]) -> None:
+    """Refuse arguments of another kind.
+
+    Raises:
+        DataError: with each of them; `place` names the verb.
+    """
+    found = [
+        Problem(f"{place}: {name}", f"{value!r:.80}", f"give {kind.allowed}")
+        for name, (value, kind) in given.items()
+        if not kind.fits(value)
+    ]
+    if found:
+        raise DataError(found)
+
+
+def prompts_of(given: Asked | Sequence[Asked]) -> list[str | tuple[int, ...]]:
+    """All prompts; a text, or a list that begins with a token, is one.
+
+    Raises:
+        RefusedRequest: something is no prompt.
+    """
+    found = plain(given)
+    if isinstance(found, str):
+        return [found]
+    if not isinstance(found, list | tuple):
+        raise _no_prompt("prompts", given)
+    if found and isinstance(found[0], Integral):
+        return [prompt_of("prompts", found)]
+    return [prompt_of(f"prompts[{at}]", one) for at, one in enumerate(found)]
+
+
+def prompt_of(place: str, given: Asked) -> str | tuple[int, ...]:
+    """One prompt.
+
+    Raises:
+        RefusedRequest: it is none; `place` says where it was given.
+    """
+    given = plain(given)
+    if isinstance(given, str):
+        return given
+    ids: list[Any] = [plain(one) for one in given] if isinstance(given, list | tuple) else [None]
+    if not all(isinstance(one, Integral) and not isinstance(one, bool) for one in ids):
+        raise _no_prompt(place, given)
+    return tuple(int(one) for one in ids)
+
+
+def plain(given: Any) -> Any:
+    """An array of numpy or torch as lists of numbers."""
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
+def _no_prompt(place: str, given: object) -> RefusedRequest:
+    return RefusedRequest(place, f"{given!r:.80} is of the type {type(given).__name__}", _PROMPT)
+
+
+def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
+    """The distribution of the completions that are trained on.
+
+    Raises:
+        RecipeError: there is no such setting, or it is out of its range.
+    """
+    settings = {"max_tokens": 1, **(given or {})}
+    allowed = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+    if unknown := [name for name in settings if name not in allowed]:
+        raise RecipeError([Problem(f"Trainer: sampling.{unknown[0]}", "unknown key", f"allowed: {', '.join(allowed)}")])
+    sampling = Sampling(**settings)
+    if not sampling.temperature > 0:
+        told, remedy = f"{sampling.temperature}", "greater than 0: nothing is learnt of what is certain"
+        raise RecipeError([Problem("Trainer: sampling.temperature", told, remedy)])
+    return sampling
