@@ -43,6 +43,10 @@ WORDS = (
     (["train", str(TINY), "algorithm.loss=pppo"], "algorithm.loss"),
     (["train", str(TINY), "--dry-run", "engine.slots=0"], "engine.slots"),
     (["plan", str(TINY), "trainer.step=3", "--gpu", "h100"], "did you mean 'steps'"),
+    (["plan", str(TINY), "--gpu", "h900"], "did you mean 'h200'"),
+    (["plan", str(TINY), "--gpu", "h100", "--gpus", "0"], "at least 2"),
+    (["plan", str(TINY), "--gpu", "h100", "--network", "fast"], "such as 400gbit"),
+    (["plan", str(TINY), "--gpu", "h100", "--lengths", "lognormal:mean=-1"], "lognormal has mean and sigma"),
     (["train", "from_hf.toml", "model.path=nosuch"], "no such folder"),
 )
 

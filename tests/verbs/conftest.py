@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
 
 import stretto
 from stretto.model.hf.build import build_policy
-from stretto.processes.spawn import FreshSpawner
+from stretto.processes.spawn import FreshSpawner, RunningProcess, Spawn
 from tests.launch.warm import session_server
 from tests.tiny_policy import TINY
 
@@ -24,7 +25,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of their own are forked from one that has imported what they need; a fresh one takes seconds for it."""
-    monkeypatch.setattr(FreshSpawner, "start", lambda _, spawn: session_server().start(spawn))
+    fresh, forking = FreshSpawner.start, ContextVar("forking", default=False)
+
+    async def start(spawner: FreshSpawner, spawn: Spawn) -> RunningProcess:
+        if forking.get():  # a server that hangs leaves it to a fresh interpreter
+            return await fresh(spawner, spawn)
+        forking.set(True)
+        try:
+            return await session_server().start(spawn)
+        finally:
+            forking.set(False)
+
+    monkeypatch.setattr(FreshSpawner, "start", start)
 
 
 @pytest.fixture(scope="session")

@@ -92,7 +92,7 @@ def test_every_argument_of_a_wrong_kind_is_told_by_its_name(
         for at, wrong in enumerate(WRONG):
             if at in RIGHT.get(name, ()):
                 continue
-            with pytest.raises((stretto.UserError, stretto.RefusedRequest), match=".") as told:
+            with pytest.raises((stretto.UserError, stretto.RefusedRequest)) as told:
                 act(wrong)
             assert name in str(told.value), (wrong, told.value)
     assert not list(tmp_path.iterdir())
@@ -191,7 +191,8 @@ def test_of_two_schedulers_with_one_ledger_the_newest_has_it_and_none_has_a_clos
         first, ticket = scheduler(ledger=ledger)
         second, again = scheduler(ledger=ledger)
         assert again.group_id == ticket.group_id
-        for act in (first.admit, first.take, lambda: first.finish(ticket, [said(0)], [1.0])):
+        acts: list[Callable[[], object]] = [first.admit, first.take, lambda: first.finish(ticket, [said(0)], [1.0])]
+        for act in acts:
             with pytest.raises(stretto.RunFolderError, match="another scheduler has this ledger since"):
                 act()
         second.finish(again, [said(0)], [1.0])
@@ -200,7 +201,8 @@ def test_of_two_schedulers_with_one_ledger_the_newest_has_it_and_none_has_a_clos
         ledger.put("x", "a text")
         with pytest.raises(stretto.DataError, match="get: x: holds no int"):
             ledger.get("x", int)
-    for act in (second.admit, second.take, lambda: ledger.put("x", 1), lambda: ledger.get("x", int)):
+    acts = [second.admit, second.take, lambda: ledger.put("x", 1), lambda: ledger.get("x", int)]
+    for act in acts:
         with pytest.raises(stretto.RunFolderError, match="the ledger is closed; make it again"):
             act()
     with pytest.raises(stretto.RunFolderError, match="the ledger is closed; make it again"):

@@ -64,10 +64,14 @@ def plan(
         raise typer.BadParameter("give a RECIPE.toml, or --calibrate")
     if machine is None:
         raise typer.BadParameter("give --machine FILE (of `stretto plan --calibrate`) or --gpu NAME, such as h100")
-    refuse_recipe(recipe, overrides or [])
-    from stretto_app.extensions.commands.plan import PlanChoice, as_json, plan_recipe, table
+    from stretto_app.extensions.commands.plan_choice import PlanChoice, machine_chosen
 
-    found = plan_recipe(recipe, overrides or [], PlanChoice(machine, gpus, nodes, network, goal, lengths, run), _tell)
+    choice = PlanChoice(machine, gpus, nodes, network, goal, lengths, run)
+    machine_chosen(choice)
+    refuse_recipe(recipe, overrides or [])
+    from stretto_app.extensions.commands.plan import as_json, plan_recipe, table
+
+    found = plan_recipe(recipe, overrides or [], choice, _tell)
     if picture is not None:
         from stretto_app.extensions.commands.plan_picture import draw
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import msgspec
 
-from stretto.core.errors import Problem, RecipeError, RunFolderError, nearest
+from stretto.core.errors import Problem, RunFolderError
 from stretto.launch.preflight.encoding import encode_demonstrations
 from stretto.launch.preflight.paper import outline
 from stretto.launch.preflight.plan import Outline
@@ -21,12 +19,13 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.store.files import write_atomically
 from stretto.store.folder.run_folder import RunFolder
 from stretto.worlds.data.task import Question
+from stretto_app.extensions.commands.plan_choice import PlanChoice, machine_chosen
 from stretto_foresight.planner.costs import Costs
 from stretto_foresight.planner.job import Job
 from stretto_foresight.planner.layouts import own_layout
 from stretto_foresight.planner.lengths import Lengths, LogNormalLengths, alone, lengths_of
-from stretto_foresight.planner.machine import MachineProfile, machine_of
-from stretto_foresight.planner.predict import GOALS, LayoutPrediction, RunPlan, plan
+from stretto_foresight.planner.machine import machine_of
+from stretto_foresight.planner.predict import LayoutPrediction, RunPlan, plan
 from stretto_report.dashboard.prediction import check_digest, run_digest, settings_digest
 
 _LEGEND = (
@@ -35,23 +34,7 @@ _LEGEND = (
 )
 _ANY = "h100"  # weights and activations are the same on every machine
 _SHOWN = 4096  # demonstrations whose lengths are taken
-_UNITS = {"mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-_REACHED = 0.8  # of a network's rate
 _ASSUMED_MEAN, _ASSUMED_SIGMA = 1 / 3, 0.8  # assumed mean length without data, as a share of sampling.max_tokens
-
-
-@dataclass(frozen=True)
-class PlanChoice:
-    """Command line options beside the recipe. `gpus` None: the recipe's own layout. `run`: folder of the predicted run,
-    which gets the plan."""
-
-    machine: str
-    gpus: int | None = None
-    nodes: int | None = None
-    network: str | None = None
-    goal: str = "time"
-    lengths: str | None = None
-    run: Path | None = None
 
 
 def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: Callable[[str], None]) -> RunPlan:
@@ -60,9 +43,7 @@ def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: C
     Raises:
         UserError: a mistake in the recipe or in the choice; a model that fits in no layout.
     """
-    if choice.goal not in GOALS:
-        raise RecipeError([Problem(f"--goal {choice.goal}", "no such goal", nearest(choice.goal, GOALS))])
-    machine = _connected(machine_of(choice.machine), choice)
+    machine = machine_chosen(choice)
     asked = outline(load_recipe(path, overrides))
     own = settings_digest(tomllib.loads(to_toml(asked.recipe))) if choice.gpus is None else None
     if choice.run is not None:
@@ -146,26 +127,6 @@ def _lengths(asked: Outline, words: str | None, say: Callable[[str], None]) -> L
         "assumed, a third of sampling.max_tokens; --lengths gives others"
     )
     return LogNormalLengths(max(1.0, most * _ASSUMED_MEAN), _ASSUMED_SIGMA, most, prompt)
-
-
-def _connected(machine: MachineProfile, choice: PlanChoice) -> MachineProfile:
-    """The machine with the chosen nodes and network."""
-    changes: dict[str, object] = {}
-    if choice.gpus is not None and choice.gpus < 2:
-        raise RecipeError([Problem(f"--gpus {choice.gpus}", "one trains and one generates", "at least 2")])
-    if choice.nodes is not None:
-        gpus = choice.gpus or 0
-        if choice.nodes < 1 or gpus % choice.nodes or not gpus:
-            found = f"{gpus or 'no'} GPUs cannot be shared out to {choice.nodes} nodes"
-            raise RecipeError([Problem(f"--nodes {choice.nodes}", found, "give --gpus as a multiple of --nodes")])
-        changes["node_devices"] = gpus // choice.nodes
-    if choice.network is not None:
-        rate = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit|tbit)", choice.network.lower())
-        if rate is None or not float(rate[1]):
-            remedy = "bits per second of one device, such as 400gbit"
-            raise RecipeError([Problem(f"--network {choice.network}", "is no rate", remedy)])
-        changes["network_bandwidth"] = _REACHED * float(rate[1]) * _UNITS[rate[2]] / 8
-    return msgspec.structs.replace(machine, **changes)
 
 
 def as_json(found: RunPlan) -> str:

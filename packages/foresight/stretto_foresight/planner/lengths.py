@@ -88,6 +88,19 @@ def alone(lengths: Iterable[int], prompt_tokens: int, max_tokens: int) -> Measur
     return MeasuredLengths(tuple((max(1, min(length, max_tokens)),) for length in lengths), prompt_tokens)
 
 
+def check_lengths(words: str) -> None:
+    """Refuse what is no choice of lengths, without reading a file or a run.
+
+    Raises:
+        DataError: it is no distribution, and there is no such file or run folder.
+    """
+    kind, _, rest = words.partition(":")
+    if kind in _DISTRIBUTIONS:
+        _named(words, kind, rest, 1, 1)
+    elif not Path(words).exists():
+        raise _refused(words, "no such file or folder")
+
+
 def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
     """Parse the user's choice of lengths.
 

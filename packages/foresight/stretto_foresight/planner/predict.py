@@ -33,7 +33,6 @@ _PATIENCE = 30.0  # processor seconds, after which no simulation begins and none
 _CHANCE = 1.0  # factor on the best simulated step; a longer estimate cannot win
 _DRAWN = 4  # steps of a timeline
 _BUSY = 0.9  # share of a step; the trainer is what it waits for
-GOALS = ("time", "cost", "staleness")
 
 
 class Staleness(Record, frozen=True):

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from stretto.core.errors import ModelFolderError, Problem, naming
+from stretto.core.errors import ModelFolderError, Problem, RecipeError, naming
 from stretto.model.attention_support import check_attention
 from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_model_folder, weights_dtype
 from stretto.model.hf.writing import write_weights
@@ -63,6 +63,7 @@ def load_policy(
     Raises:
         ModelFolderError: transformers cannot load the folder; weights are missing or not finite; or our attention paths
             do not support the model (`stretto.model.attention_support`).
+        RecipeError: torch sees no such device.
     """
     if not Path(path).is_dir():
         raise ModelFolderError([Problem(str(path), "no such folder", "a Hugging Face model folder is needed")])
@@ -97,6 +98,8 @@ def load_policy(
 def _device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise RecipeError([Problem("device", f"{name!r}, and torch sees no GPU here", '"auto" or "cpu"')])
     return name
 
 
