@@ -28,9 +28,11 @@ def is_right(expected: str, answer: str) -> bool:
         return False
 
 
-def test_no_pair_is_accepted_falsely_and_at_most_two_percent_are_rejected_falsely() -> None:
-    found = [(pair["right"], is_right(pair["gold"], pair["answer"])) for pair in PAIRS]
-    assert len(found) > 1_900
+@pytest.mark.parametrize("part", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_no_pair_is_accepted_falsely_and_at_most_two_percent_are_rejected_falsely(part: int) -> None:
+    """Of every third pair, and in the long tests of all."""
+    found = [(pair["right"], is_right(pair["gold"], pair["answer"])) for pair in PAIRS[::part]]
+    assert len(found) > 1_900 // part
     assert (False, True) not in found
     wanted = [accepted for expected, accepted in found if expected]
     assert wanted.count(False) <= 0.02 * len(wanted)
