@@ -1,5 +1,4 @@
-"""Toy engines and trainers that are forked: an interpreter of its own for each takes a fifth of a second of a processor.
-"""
+"""Toy engines and trainers that are forked: an interpreter for each takes a fifth of a second of a processor."""
 
 from __future__ import annotations
 

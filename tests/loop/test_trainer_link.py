@@ -60,9 +60,7 @@ def linked(
 
     async def main(run: RunFolder) -> T:
         settings = DeadlinesConfig.model_validate({"start": 20.0, "step": 20.0} | deadlines)
-        link = TrainerLink(
-            folder / "log.txt", settings, Recovery(run, 2), role=TRAINER, spawner=spawner or server
-        )
+        link = TrainerLink(folder / "log.txt", settings, Recovery(run, 2), role=TRAINER, spawner=spawner or server)
         link.report_to(say)
         try:
             await link.start(spec)

@@ -55,11 +55,11 @@ RECIPES: dict[str, Mapping[str, object]] = {
 }
 TOKENWISE = {"advantages": {"kind": "gae", "gamma": 0.9, "lam": 0.9}}
 LOSSES = ("dual_clip", "gspo", "cispo", "sapo", "m2po", "topr", "dro", "policy_gradient", "ppo")
-#: Of a token, of a whole answer, and of a choice among the tokens of a minibatch; the others are of a token as well, and
-#: their equations are held above.
+#: Of a token, of a whole answer, and of a choice among the tokens of a minibatch; the others are of a token as well,
+#: and their equations are held above.
 DAILY_LOSSES = ("dual_clip", "gspo", "m2po", "topr")
-#: What sums over an answer, a minibatch or a batch; the other recipes' terms are of a token, and that those are the same
-#: packed is in their equations above, which know no packing.
+#: What sums over an answer, a minibatch or a batch; the terms of other recipes are of a token, and those of a packed
+#: row are held to their equations above, which know no packing.
 DAILY_PACKINGS = ("decoupled PPO", "GSPO", "M2PO", "Dr. GRPO", "geometric rejection", "GAE", "KL and entropy")
 
 

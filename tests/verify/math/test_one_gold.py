@@ -123,7 +123,7 @@ def test_boxes_one_after_the_other_are_no_list(between: str, right_for: str) -> 
 numbers = st.integers(10, 10**6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(numbers, numbers, st.sampled_from(["{} but {}", "{} as in {}", "{} (see {})", r"{}\text{{, {}}}", "{}; {}"]))
 def test_a_second_number_is_never_passed_over(one: int, other: int, form: str) -> None:
     assume(one != other)
