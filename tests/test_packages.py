@@ -31,6 +31,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = sorted((ROOT / "packages").glob("*/pyproject.toml"))
 ARITHMETIC = ROOT / "recipes" / "arithmetic.toml"
 SMALL = {
+    "task.prompts": 64,
+    "task.held_out": 8,
+    "task.demonstrations": 64,
     "model.build.hidden_size": 16,
     "model.build.head_dim": 4,
     "model.build.intermediate_size": 16,
@@ -48,12 +51,13 @@ SMALL = {
 }
 TRAINED = f"""
 import importlib.util, json, stretto
+from stretto.doors.packages import check_packages
 run = stretto.train({str(ARITHMETIC)!r}, run_dir="run", **{SMALL!r})
 steps = [step.step for step in run]
 run.wait()
 others = ("app", "report", "gateway", "servers", "cluster", "foresight")
 try:
-    stretto.train({str(ARITHMETIC)!r}, **{{"engine.kind": "vllm"}})
+    check_packages("engine.kind", "stretto_servers")
 except stretto.RecipeError as error:
     refused = str(error)
 print(json.dumps([steps, [name for name in others if importlib.util.find_spec(f"stretto_{{name}}")], refused]))
