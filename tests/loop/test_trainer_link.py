@@ -27,7 +27,7 @@ from stretto.processes import fork_server
 from stretto.processes.spawn import Spawner
 from stretto.store.folder.run_folder import RunFolder
 from stretto.trainer.spec import TrainerSpec
-from tests.launch.running import children
+from tests.launch.running import children, wait_until
 from tests.launch.warm import children_of
 from tests.loop.forking import TRAINER, toys
 
@@ -73,7 +73,7 @@ def linked(
             return asyncio.run(asyncio.wait_for(main(run), 60))
     finally:
         assert set(children()) <= set(before)  # a spawner that hangs is ended too
-        assert children_of(server.pid) == played
+        wait_until(lambda: children_of(server.pid) == played, "the end of the trainers")
 
 
 def still_to_play(folder: Path) -> list[str]:
