@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verify test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
+.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verify core-learning core-rest test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -42,8 +42,8 @@ types: .venv/ready-test
 
 # Three processes: two cores are what has to be there, a run of its own has several processes already, and tests wait now
 # and then. Each has rooms of its own, about as long as those of the others: workers of xdist would each collect all.
-RUNS := launch faults complaints cli canary outlets study watch worlds cluster
-MODELS := trainer engine api model verbs tinker rewards planner servers processes
+RUNS := launch faults complaints cli canary outlets study watch worlds cluster api
+MODELS := trainer engine model verbs tinker planner servers
 PARTS := tests-runs tests-models tests-others
 below = $(addprefix tests/,$(1))
 
@@ -69,8 +69,19 @@ core := core conversation doors engine loop measures model processes rewards rol
 report := audit dashboard outlets watch
 foresight := planner simulator
 
-test-core test-report test-gateway test-servers test-cluster test-foresight test-verify: test-%: .venv/ready-test  ## the tests of packages/% alone
+test-report test-gateway test-servers test-cluster test-foresight test-verify: test-%: .venv/ready-test  ## the tests of packages/% alone
 	$(PYTEST) $(addprefix tests/,$(or $($*),$*)) packages/$*
+
+# Of the core, which takes as long as all others, in two processes: a worker of xdist collects all.
+test-core: .venv/ready-test  ## the tests of packages/core alone
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target core-learning core-rest
+
+learning := trainer verbs processes rewards
+core-learning core-rest: core-%:
+	$(RUN) pytest -o cache_dir=.cache/pytest/core-$* $(CORE_$*)
+
+CORE_learning = $(call below,$(learning))
+CORE_rest = $(call below,$(filter-out $(learning),$(core))) packages/core
 
 test-long: .venv/ready-test  ## what takes long and breaks rarely
 	$(RUN) pytest -m long tests

@@ -43,7 +43,7 @@ async def train(
         trainer.optim_step()
         engine.update(trainer.weights())  # in mid-completion: the next token is by these
         scheduler.advance(trainer.version, learnt.metrics)
-        if trainer.version % 10 == 0:
+        if trainer.version % 5 == 0:
             trainer.save(folder)
             made = [len(set(one.versions)) > 1 for group in batch.groups for one in group.trajectories]
             print(f"step {trainer.version}: {learnt.metrics['reward_mean']:.1%} right; {sum(made)} by several versions")

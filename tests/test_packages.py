@@ -14,6 +14,7 @@ import re
 import subprocess
 import tomllib
 import venv
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,18 @@ import pytest
 import torch
 
 import stretto
+import stretto_servers
+from stretto.core.errors import UserError
+from stretto.doors import packages
+from stretto.launch.commands.train import check
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted((ROOT / "packages").glob("*/pyproject.toml"))
 ARITHMETIC = ROOT / "recipes" / "arithmetic.toml"
 SMALL = {
+    "task.prompts": 64,
+    "task.held_out": 8,
+    "task.demonstrations": 64,
     "model.build.hidden_size": 16,
     "model.build.head_dim": 4,
     "model.build.intermediate_size": 16,
@@ -43,27 +51,16 @@ SMALL = {
 }
 TRAINED = f"""
 import importlib.util, json, stretto
+from stretto.doors.packages import check_packages
 run = stretto.train({str(ARITHMETIC)!r}, run_dir="run", **{SMALL!r})
 steps = [step.step for step in run]
 run.wait()
 others = ("app", "report", "gateway", "servers", "cluster", "foresight")
-print(json.dumps([steps, [name for name in others if importlib.util.find_spec(f"stretto_{{name}}")]]))
-"""
-REFUSED = f"""
-import json, sys
-from pathlib import Path
-from stretto.core.errors import UserError
-from stretto.launch.commands.train import check
-
-def told(*overrides):
-    try:
-        check(Path({str(ARITHMETIC)!r}), overrides)
-    except UserError as error:
-        return str(error)
-
-missing = [told(override) for override in json.loads(sys.argv[1])]
-sys.path.insert(0, sys.argv[2])
-print(json.dumps([missing, told('engine.kind="vllm"')]))
+try:
+    check_packages("engine.kind", "stretto_servers")
+except stretto.RecipeError as error:
+    refused = str(error)
+print(json.dumps([steps, [name for name in others if importlib.util.find_spec(f"stretto_{{name}}")], refused]))
 """
 
 
@@ -90,9 +87,10 @@ def ask(python: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str
 def test_the_core_alone_trains_the_recipe_of_the_demo(core_alone: Path, tmp_path: Path) -> None:
     done = ask(core_alone, tmp_path, "-c", TRAINED)
     assert done.returncode == 0, done.stderr
-    steps, others = json.loads(done.stdout.splitlines()[-1])
+    steps, others, refused = json.loads(done.stdout.splitlines()[-1])
     assert steps == [1, 2]
     assert others == []
+    assert "needs stretto-servers, which is not installed; pip install 'stretto[servers]'" in refused
 
 
 def test_the_command_of_the_core_alone_says_how_to_install_the_application(core_alone: Path, tmp_path: Path) -> None:
@@ -101,25 +99,34 @@ def test_the_command_of_the_core_alone_says_how_to_install_the_application(core_
     assert done.stderr == "stretto: python -m stretto: needs stretto, which is not installed; pip install stretto\n"
 
 
+def told(*overrides: str) -> str:
+    """The refusal of a recipe."""
+    with pytest.raises(UserError) as refused:
+        check(ARITHMETIC, overrides)
+    return str(refused.value)
+
+
 def test_a_missing_package_is_refused_with_its_extra_and_another_version_with_both(
-    core_alone: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """As in the environment above, whose packages are all that `find_spec` finds."""
     asked = {
         'engine.kind="vllm"': ("engine.kind", "stretto-servers", "'stretto[servers]'"),
         'cluster.listen="127.0.0.1:0"': ("cluster", "stretto and stretto-cluster", "'stretto[cluster]'"),
         'logging.to="tensorboard"': ("logging.to", "stretto-report", "stretto"),
         'workflow={kind="agent"}': ("workflow.kind", "stretto and stretto-gateway", "'stretto[gateway]'"),
     }
-    (older := tmp_path / "older" / "stretto_servers").mkdir(parents=True)
-    (older / "__init__.py").write_text('__version__ = "0.0.9"\n')
-    done = ask(core_alone, tmp_path, "-c", REFUSED, json.dumps([*asked]), str(older.parent))
-    assert done.returncode == 0, done.stderr
-    missing, of_another_version = json.loads(done.stdout.splitlines()[-1])
-    for told, (place, package, brought_by) in zip(missing, asked.values(), strict=True):
-        assert place in told
+    ours = {"stretto", "stretto_verify"}
+    monkeypatch.setattr(packages, "find_spec", lambda name: find_spec(name) if name in ours else None)
+    for override, (place, package, brought_by) in asked.items():
+        refused = told(override)
+        assert place in refused
         are = "are" if " and " in package else "is"
-        assert told.endswith(f"needs {package}, which {are} not installed; pip install {brought_by}")
-    assert f"stretto-servers is version 0.0.9, and stretto-core is version {stretto.__version__}" in of_another_version
+        assert refused.endswith(f"needs {package}, which {are} not installed; pip install {brought_by}")
+    monkeypatch.undo()
+    monkeypatch.setattr(stretto_servers, "__version__", "0.0.9")
+    versions = f"stretto-servers is version 0.0.9, and stretto-core is version {stretto.__version__}"
+    assert versions in told('engine.kind="vllm"')
 
 
 def test_all_packages_have_one_version_and_depend_on_exactly_this_one() -> None:

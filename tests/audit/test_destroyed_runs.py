@@ -88,43 +88,43 @@ def names(found: Evidence) -> set[str]:
     return {alarm.name for alarm in findings_of(found).alarms}
 
 
-@settings(max_examples=300, derandomize=True)  # noise that looks for a false alarm would find one
+@settings(max_examples=100, derandomize=True)  # noise that looks for a false alarm would find one
 @given(histories())
 def test_a_healthy_run_raises_no_alarm(made: Made) -> None:
     assert names(made.evidence) == set()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(histories(), st.floats(0.0, 1e-6))
 def test_a_gradient_that_dies_is_an_alarm(made: Made, left: float) -> None:
     assert "dead_gradient" in names(ill(made, trainer__grad_norm=left, accuracy=0.0))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(histories(), st.floats(1e4, 1e9))
 def test_a_gradient_that_explodes_is_an_alarm(made: Made, norm: float) -> None:
     assert "exploding_gradient" in names(ill(made, trainer__grad_norm=norm))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(histories(), st.floats(5.0, 100.0), st.sampled_from(["trainer__kl_behavior", "trainer__kl_reference"]))
 def test_a_policy_that_runs_away_is_an_alarm(made: Made, nats: float, series: str) -> None:
     assert "policy_apart" in names(ill(made, **{series: nats}))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(histories(), st.integers(1, 8))
 def test_steps_that_are_left_out_are_an_alarm(made: Made, steps: int) -> None:
     assert "bad_steps" in names(ill(made, trainer__bad_steps=steps))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(histories(), st.floats(0.6, 1.0))
 def test_completions_that_do_not_end_are_an_alarm(made: Made, share: float) -> None:
     assert "truncated" in names(ill(made, truncated=share, accuracy=0.1))
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(histories(), st.sampled_from([64, 500]))
 def test_accuracy_and_reward_that_fall_together_are_an_alarm(made: Made, prompts: int) -> None:
     lowest = float(np.min(made.evidence.series["reward"]))

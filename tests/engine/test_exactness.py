@@ -180,21 +180,30 @@ def mixed() -> list[GenerateRequest]:
     ]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"slots": 1}, marks=pytest.mark.long),
-        {"slots": 3},
-        {"slots": 64},
-        {"slots": 64, "max_prefill_tokens": 1},
-        {"cache_gib": 7e-5},
-    ],
-    ids=["alone", "few", "many", "one prompt at a time", "a small cache"],
-)
-def test_logprobs_are_those_of_the_full_forward_at_every_batch_composition(
-    pair: Pair, settings: dict[str, Any]
-) -> None:
-    requests = mixed()
+COMPOSITIONS: dict[str, dict[str, Any]] = {
+    "alone": {"slots": 1},
+    "few": {"slots": 3},
+    "many": {"slots": 64},
+    "one prompt at a time": {"slots": 64, "max_prefill_tokens": 1},
+    "a small cache": {"cache_gib": 7e-5},
+}
+#: Each family and each composition twice, in other company; all of them in the long tests.
+DAILY = {
+    "qwen3": ("few", "a small cache"),
+    "mistral": ("many", "a small cache"),
+    "gemma3_text": ("few", "one prompt at a time"),
+    "qwen3_moe": ("many", "one prompt at a time"),
+}
+COMPOSED = [
+    pytest.param(family, name, marks=[] if name in DAILY.get(family, ()) else [pytest.mark.long])
+    for family in FAMILIES
+    for name in COMPOSITIONS
+]
+
+
+@pytest.mark.parametrize(("pair", "composition"), COMPOSED, indirect=["pair"])
+def test_logprobs_are_those_of_the_full_forward_at_every_batch_composition(pair: Pair, composition: str) -> None:
+    requests, settings = mixed(), COMPOSITIONS[composition]
     engine = pair.engine(**settings)
     assert worst(pair, requests, finish(engine, *requests)) < EXACT
     assert (engine.health().preempted > 0) == ("cache_gib" in settings)

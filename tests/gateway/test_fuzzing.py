@@ -46,7 +46,7 @@ async def test_nothing_that_the_description_allows_makes_it_fail(tmp_path: Path,
         def check() -> None:
             with httpx.Client(base_url=session["base_url"].removesuffix("/v1"), trust_env=False) as client:
 
-                @settings(max_examples=20, suppress_health_check=QUIET, deadline=None, database=None)
+                @settings(max_examples=10, suppress_health_check=QUIET, deadline=None, database=None)
                 @given(case=operation.as_strategy(), known=st.booleans())
                 def ask(case: schemathesis.Case[Any], known: bool) -> None:
                     body: Any = {**case.body, **SMALL} if isinstance(case.body, dict) and known else case.body
@@ -69,7 +69,8 @@ async def test_no_bytes_make_it_fail(tmp_path: Path) -> None:
         session = await gateway.open()
         for path in paths:
             for content in odd:
-                for base in (session["base_url"].removesuffix("/v1"), "", f"/s/{'x' * 4000}"):
+                elsewhere = ("", f"/s/{'x' * 4000}") if content in odd[:2] else ()
+                for base in (session["base_url"].removesuffix("/v1"), *elsewhere):
                     reply = await gateway.client.post(f"{base}{path}", content=content)
                     assert_refused_in_its_form(path, reply.status_code, reply.json())
         for content in odd[2:]:

@@ -27,7 +27,9 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.spec import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool
-from tests.launch.running import children
+from tests.launch.running import wait_until
+from tests.launch.warm import children_of
+from tests.loop.forking import ENGINE, toys
 from tests.loop.toy_engine import ANSWER, DIE, HANG_UP, STAY_SILENT, TURN_DEAF, TURN_MUTE, UNFINISHED
 
 T = TypeVar("T")
@@ -57,11 +59,12 @@ def in_fleet(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], N
         )
         for number in range(count)
     ]
-    before = children()
+    server = toys()
+    before = engines()
 
     async def main() -> T:
         settings = DeadlinesConfig.model_validate({"start": 20.0, "answer": 5.0} | deadlines)
-        fleet = EnginePool(specs, folder, settings, role="tests.loop.toy_engine")
+        fleet = EnginePool(specs, folder, settings, role=ENGINE, spawner=server)
         fleet.report_to(say)
         try:
             await fleet.start(0)
@@ -72,12 +75,12 @@ def in_fleet(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], N
     try:
         return asyncio.run(asyncio.wait_for(main(), 60))
     finally:
-        assert children() == before
+        wait_until(lambda: engines() == before, "the end of the engines")  # a start that was cancelled ends by itself
 
 
 def engines() -> list[int]:
     """The processes of engines."""
-    return [pid for pid in children() if b"toy_engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return sorted(children_of(toys().pid))
 
 
 def request(name: str, what: int = ANSWER, answers: int = 2) -> GenerateRequest:

@@ -24,10 +24,12 @@ from stretto.loop.config import DeadlinesConfig
 from stretto.loop.learner.link import TrainerLink
 from stretto.loop.learner.recovery import Recovery
 from stretto.processes import fork_server
-from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.spawn import Spawner
 from stretto.store.folder.run_folder import RunFolder
 from stretto.trainer.spec import TrainerSpec
-from tests.launch.running import children
+from tests.launch.running import children, wait_until
+from tests.launch.warm import children_of
+from tests.loop.forking import TRAINER, toys
 
 T = TypeVar("T")
 BATCH = Batch(step=1, version=0, groups=(), oldest_trainable=0)
@@ -39,7 +41,7 @@ def linked(
     parts: list[str],
     work: Callable[[TrainerLink], Awaitable[T]],
     say: Callable[[str], None] = print,
-    spawner: Spawner = FRESH,
+    spawner: Spawner | None = None,
     **deadlines: float,
 ) -> T:
     """Start a trainer that plays the first of the parts (see `toy_trainer`), whose replacements play the others."""
@@ -53,13 +55,12 @@ def linked(
         sampling=Sampling(max_tokens=4),
         threads=1,
     )
-    before = children()
+    server = toys()
+    before, played = children(), children_of(server.pid)
 
     async def main(run: RunFolder) -> T:
         settings = DeadlinesConfig.model_validate({"start": 20.0, "step": 20.0} | deadlines)
-        link = TrainerLink(
-            folder / "log.txt", settings, Recovery(run, 2), role="tests.loop.toy_trainer", spawner=spawner
-        )
+        link = TrainerLink(folder / "log.txt", settings, Recovery(run, 2), role=TRAINER, spawner=spawner or server)
         link.report_to(say)
         try:
             await link.start(spec)
@@ -72,6 +73,7 @@ def linked(
             return asyncio.run(asyncio.wait_for(main(run), 60))
     finally:
         assert set(children()) <= set(before)  # a spawner that hangs is ended too
+        wait_until(lambda: children_of(server.pid) == played, "the end of the trainers")
 
 
 def still_to_play(folder: Path) -> list[str]:

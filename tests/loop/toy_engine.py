@@ -124,8 +124,8 @@ def mistaken(place: Path) -> None:
     raise DataError([Problem(str(place), "lacks a weight", "mend it"), Problem("a: b", "another one")])
 
 
-async def main() -> None:
-    spec = msgspec.json.decode(sys.argv[1], type=ToySpec)
+async def play(text: str) -> None:
+    spec = msgspec.json.decode(text, type=ToySpec)
     begin_role()
     print(f"listens at {spec.address}", flush=True)
     socket = spec.address.removeprefix("unix:")
@@ -144,5 +144,10 @@ async def main() -> None:
     await server.serve_forever()
 
 
+def main(arguments: list[str]) -> int:
+    asyncio.run(play(arguments[0]))
+    return 0
+
+
 if __name__ == "__main__":
-    asyncio.run(main())
+    sys.exit(main(sys.argv[1:]))

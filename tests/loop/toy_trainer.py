@@ -67,8 +67,8 @@ def step(part: str, version: int) -> Trained:
     )
 
 
-def main() -> None:
-    spec = msgspec.json.decode(sys.argv[1], type=ToySpec)
+def play(text: str) -> None:
+    spec = msgspec.json.decode(text, type=ToySpec)
     begin_role()
     part = take_a_line(Path(spec.model))
     version = int(part == "goes on")
@@ -117,5 +117,10 @@ def main() -> None:
                 return
 
 
+def main(arguments: list[str]) -> int:
+    play(arguments[0])
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -49,7 +49,7 @@ def close(found: Tensor, expected: Tensor, width: int) -> None:
     assert_close(found, expected, width if found.dtype is torch.float32 else 1, dtype=found.dtype)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 99), **SIZES)
 def test_norms_and_gates_give_what_torch_gives(seed: int, tokens: int, width: int, dtype: torch.dtype) -> None:
     chance = torch.Generator().manual_seed(seed)
@@ -61,7 +61,7 @@ def test_norms_and_gates_give_what_torch_gives(seed: int, tokens: int, width: in
     close(fused.gate(10 * x, y), functional.silu(10 * x) * y, 16)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 99), heads=st.integers(1, 3), norm=st.booleans(), **SIZES)
 def test_heads_are_normed_and_rotated_as_by_torch(
     seed: int, tokens: int, heads: int, width: int, norm: bool, dtype: torch.dtype

@@ -54,7 +54,7 @@ def test_two_tokens_are_mixed_by_the_exponentials_of_their_scores() -> None:
         assert_close(taken, torch.tensor([[[5.0, 0.0]]]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     ends=st.lists(st.integers(0, SLOT - 1), min_size=1, max_size=6),

@@ -75,7 +75,7 @@ def dense(query: Tensor, held: list[Tensor], buckets: list[list[int]], rule: Rul
     return torch.cat(parts)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     seed=st.integers(0, 1000),
     buckets=st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=2), min_size=1, max_size=2),

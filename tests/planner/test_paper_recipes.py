@@ -24,6 +24,14 @@ TENSOR = {"1.5b": 1, "7b": 1, "14b": 2, "32b": 4}
 PARAMETERS = {"1.5b": 1_777_088_000, "7b": 7_615_616_512, "14b": 14_770_033_664, "32b": 32_763_876_352}
 
 
+@pytest.fixture
+def judged_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reward and no reader of gold answers are tried, which takes seconds: those of mathematics are in the dry run
+    of the memory, those of programs in the long one below."""
+    monkeypatch.setattr(paper, "try_reward", lambda config, questions: [])
+    monkeypatch.setattr(paper, "sift", lambda config, questions: Sifted(questions))
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_three_quarters_of_the_nodes_generate(name: str) -> None:
     """With the batch, the answers, the bound and the optimizer of table 3."""
@@ -37,7 +45,7 @@ def test_three_quarters_of_the_nodes_generate(name: str) -> None:
 
 
 def test_a_dry_run_counts_heads_that_devices_share_as_often_as_they_are_kept(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], judged_by_others: None
 ) -> None:
     """28 layers of 2 heads of 128 numbers, keys and values in bfloat16, are 28 KiB a token; each of 4 devices has one
     of the heads, which is on two of them."""
@@ -58,13 +66,15 @@ def test_a_dry_run_says_the_memory_of_a_device(capsys: pytest.CaptureFixture[str
     assert "nothing was started" in told
 
 
+@pytest.mark.long
+def test_the_reward_of_programs_is_tried_too(capsys: pytest.CaptureFixture[str]) -> None:
+    check(PAPER / "code_14b.toml", ["rewards.workers=1"])
+    assert "nothing was started" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", NODES)
-def test_the_planner_takes_a_recipe_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices are those of its nodes, and the memory of an H100 suffices. One reward and one reader of gold answers are
-    tried, by the dry runs above, for all recipes of mathematics: what they judge is the same."""
-    if name.startswith("math"):
-        monkeypatch.setattr(paper, "try_reward", lambda config, questions: [])
-        monkeypatch.setattr(paper, "sift", lambda config, questions: Sifted(questions))
+def test_the_planner_takes_a_recipe_as_it_is(name: str, judged_by_others: None) -> None:
+    """Devices are those of its nodes, and the memory of an H100 suffices."""
     job = job_of(PAPER / f"{name}.toml", ["rewards.workers=1"], None, lambda text: None)
     layout = own_layout(job)
     assert job.shape.parameters == PARAMETERS[name.partition("_")[2]]

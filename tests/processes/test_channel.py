@@ -185,3 +185,13 @@ def test_a_wire_that_is_closed_while_it_is_being_opened_is_a_dead_role_at_once()
         wire.close()
 
     run(conduct())
+
+
+def test_a_channel_that_is_closed_before_it_is_opened_is_a_dead_role() -> None:
+    async def conduct() -> None:
+        end: ConductorEnd[FromTrainer] = ConductorEnd("trainer", FROM_TRAINER)
+        end.close()
+        with pytest.raises(RoleDied, match="was given up while it was started"):
+            await end.open(asyncio.Event().wait)
+
+    run(conduct())

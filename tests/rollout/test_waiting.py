@@ -143,7 +143,7 @@ EVENTS = [
 CHANGES = [*EVENTS, Story.change]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     batch_size=st.integers(1, 3),
     max_staleness=st.integers(0, 3),
@@ -159,7 +159,7 @@ def test_no_batch_breaks_the_bound_and_there_is_one_when_the_oldest_are_finished
         story.check()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     batch_size=st.integers(1, 3),
     events=st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 30)), min_size=60, max_size=200),

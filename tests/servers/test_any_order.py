@@ -194,5 +194,5 @@ class AnyOrder(RuleBasedStateMachine):
         self.tokens[wanted.id] = self.tokens.get(wanted.id, 0) + len(completion.token_ids)
 
 
-AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+AnyOrder.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestAnyOrder = AnyOrder.TestCase

@@ -251,7 +251,7 @@ def test_what_no_worker_tells_of_its_memory_is_an_error(tmp_path: Path, text: st
         compare(tmp_path, digests(published()), [{"model.norm.weight": text}])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 9),
     words=st.integers(1, 3),

@@ -319,7 +319,7 @@ def test_a_load_that_goes_on_is_waited_for_and_ordered_once(kind: str, tmp_path:
     async def scenario(grows: bool) -> Asked:
         asked: Asked = []
         order = "/collective_rpc" if kind == "vllm" else "/update_weights_from_disk"
-        late = {order: 10 * seconds}
+        late = {order: 3 * seconds}
         async with serving({order: OK, "/update_weight_version": OK}, asked, late=late) as address:
             http = JsonServer("engine-0", address, seconds=5, token_seconds=5)
             make = make_of(kind, http, seconds)

@@ -52,7 +52,7 @@ bounded: st.SearchStrategy[BeyondBound] = st.sampled_from(["wait", "mask", "expi
 any_policy: st.SearchStrategy[BeyondBound] = st.sampled_from(["train", "wait", "mask", "expire"])
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     config=configs(bounded).filter(lambda c: c.group_size > 1 or c.filter == "none"),
     workload=workloads,
@@ -64,7 +64,7 @@ def test_no_token_older_than_the_bound_is_trained_on(config: RolloutConfig, work
     assert report.worst_staleness <= config.staleness_bounds[1]
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     config=configs(any_policy).filter(lambda c: c.group_size > 1 or c.filter == "none"),
     bounds=st.tuples(st.integers(0, 3), st.integers(0, 9)),

@@ -217,7 +217,7 @@ def pieces_of(segment: Segment, cut: int) -> Iterator[Segment]:
     yield segment.after(cut)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(journals())
 def test_any_interleaving_over_any_crashes_is_read_as_the_segments_that_were_journaled(
     journal: tuple[list[Segment], list[Piece | None]],
@@ -266,7 +266,7 @@ def told(ledger: Ledger, event: tuple[str, int, Segment, bool]) -> None:
 
 
 @given(sessions(), st.integers(0, 8))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_a_crash_loses_what_came_after_the_last_flush_and_nothing_before_it(
     events: list[tuple[str, int, Segment, bool]], crashes_after: int
 ) -> None:

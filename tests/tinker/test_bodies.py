@@ -68,7 +68,7 @@ def test_no_body_on_any_path_is_an_error_of_the_server(server: tuple[str, Tinker
         if not route.path.endswith("/finish") and method != "DELETE"
     ]
 
-    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         st.sampled_from(paths), bodies, st.integers(0, 40), st.sampled_from(["", "?limit=" + "9" * 5000, "?offset=-1"])
     )

@@ -130,37 +130,54 @@ def test_a_snapshot_and_the_requests_behind_it_are_the_state(
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("broken", ["settle", "snapshotted", "model"])
-def test_a_record_that_is_malformed_for_a_while_costs_no_step_and_takes_none_twice(
-    broken: str, backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SQLite says so of a page that it cannot read (a `DatabaseError` that is no `OperationalError`)."""
+@pytest.fixture
+def _snapshots_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(models, "_LEAST_SECONDS", 0.0)
     monkeypatch.setattr(models, "_RATIO", 0.0)
-    ends = list[Any]()
-    for times in (0, 3):
-        with serving(backend, tmp_path / str(times)) as (address, server):
-            client = Client(address)
-            id = client.create()
-            results(client, train(client, id, 0, 1))
-            whole, left = getattr(server.record, broken), times
 
-            def failing(*words: Any, whole: Any = whole, **named: Any) -> Any:
+
+def played(backend: LocalBackend, folder: Path, broken: str = "") -> Any:
+    """The numbers of steps before and after a restart; `broken` of the record fails three times of the worker."""
+    with serving(backend, folder) as (address, server), pytest.MonkeyPatch.context() as patch:
+        client = Client(address)
+        id = client.create()
+        results(client, train(client, id, 0, 1))
+        left = 3 if broken else 0
+        if broken:
+            whole = getattr(server.record, broken)
+
+            def failing(*words: Any, **named: Any) -> Any:
                 nonlocal left
                 if left and threading.current_thread().name == "tinker-worker":
                     left -= 1
                     raise sqlite3.DatabaseError("database disk image is malformed")
                 return whole(*words, **named)
 
-            monkeypatch.setattr(server.record, broken, failing)
-            numbers = results(client, train(client, id, 1, 4))
-            ends.append((numbers, client.output(client.forward_backward(id, 9, data_for("cross_entropy"))).metrics))
-            assert left == 0
-        with serving(backend, tmp_path / str(times)) as (address, _):
-            client.address = address
-            ends[-1] += (client.result(client.step(id, 10))["metrics"],)
-    assert ends[0] == ends[1]
+            patch.setattr(server.record, broken, failing)
+        numbers = results(client, train(client, id, 1, 4))
+        end = client.output(client.forward_backward(id, 9, data_for("cross_entropy"))).metrics
+        assert left == 0
+    with serving(backend, folder) as (address, _):
+        client.address = address
+        return numbers, end, client.result(client.step(id, 10))["metrics"]
+
+
+@pytest.fixture(scope="module")
+def calm() -> list[Any]:
+    """The numbers where nothing is broken, once they are there."""
+    return []
+
+
+@pytest.mark.usefixtures("_snapshots_at_once")
+@pytest.mark.parametrize("broken", ["settle", "snapshotted", "model"])
+def test_a_record_that_is_malformed_for_a_while_costs_no_step_and_takes_none_twice(
+    broken: str, backend: LocalBackend, tmp_path: Path, calm: list[Any]
+) -> None:
+    """SQLite says so of a page that it cannot read (a `DatabaseError` that is no `OperationalError`)."""
+    if not calm:
+        calm.append(played(backend, tmp_path / "calm"))
+    assert played(backend, tmp_path / "broken", broken) == calm[0]
 
 
 def test_requests_that_come_again_or_out_of_order_are_taken_once(address: str) -> None:

@@ -29,7 +29,7 @@ from stretto_tinker.serve import TinkerServer
 from tests.tinker.speaking import Client, held, serving, told
 from tests.tinker.test_training import data_for
 
-_FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 _NUMBERS = itertools.count(1)
 _PROMPT = [3, 4, 5, 6]
 
@@ -143,7 +143,7 @@ def test_a_sampler_has_the_weights_that_its_name_has(server: tuple[str, TinkerSe
 
 
 @pytest.mark.long
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(_ACTS), min_size=3, max_size=6))
 def test_a_sampler_has_the_weights_of_its_name_in_any_order(server: tuple[str, TinkerServer], acts: list[str]) -> None:
     weights_after(server, acts)
@@ -258,7 +258,7 @@ def test_what_a_client_left_is_computed_and_leaves_the_memory(how: str, backend:
 
 
 @pytest.mark.long
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sent=st.sets(st.integers(1, 8), min_size=1), how=st.sampled_from(_WAYS))
 def test_whatever_a_client_left_is_computed(backend: LocalBackend, tmp_path: Path, sent: set[int], how: str) -> None:
     whole_after_a_leave(backend, tmp_path / str(next(_NUMBERS)), sent, how)

@@ -89,14 +89,19 @@ def adapters_of(client: Client, model: str, seq: int, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"])
-def test_ten_steps_of_each_loss_equal_those_of_a_plain_loop(
-    loss: str, address: str, model: Path, tmp_path: Path
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+RUNS = [("cross_entropy", 10), *((loss, 2) for loss in LOSSES[1:])]
+RUNS_LONG = [pytest.param(loss, 10, marks=pytest.mark.long) for loss in LOSSES[1:]]
+
+
+@pytest.mark.parametrize(("loss", "steps"), [*RUNS, *RUNS_LONG])
+def test_steps_of_each_loss_equal_those_of_a_plain_loop(
+    loss: str, steps: int, address: str, model: Path, tmp_path: Path
 ) -> None:
     client = Client(address)
     id = client.create()
     plain = Plain(model, adapters_of(client, id, 1, tmp_path / "adapters"))
-    for step in range(10):
+    for step in range(steps):
         data = data_for(loss, step)
         found = client.forward_backward(id, 2 * step + 2, data, loss)
         stepped = client.step(id, 2 * step + 3)

@@ -1,5 +1,5 @@
 """Promises of several ranks: 1, 2 and 3 of them give the same losses, and the same weights, to rounding;
-so do two with a critic, a reference, adapters and the rest, over fewer steps; the gradients of one batch agree for
+so do two with a critic, a reference, adapters and the rest; the gradients of one batch agree for
 some losses; each rank holds only its part; all of them measure and decide alike. A checkpoint is written while the
 training goes on, and any number of ranks goes on from it.
 """
@@ -107,9 +107,9 @@ def test_a_step_that_is_not_finite_on_one_rank_is_taken_by_none(folder: Path) ->
 
 
 def test_each_rank_holds_its_part_of_the_parameters(folder: Path) -> None:
-    whole = seen(folder, 1, "few")["own"]
-    for count in PLAYED:
-        parts = [seen(folder, count, "few", rank)["own"] for rank in range(count)]
+    for count, (scenario, *_) in PLAYED.items():
+        whole = seen(folder, 1, scenario)["own"]
+        parts = [seen(folder, count, scenario, rank)["own"] for rank in range(count)]
         assert sum(parts) == whole
         assert max(parts) < 1.4 * whole / count  # a row of a matrix is never divided, and 13 rows not evenly
 

@@ -159,7 +159,7 @@ def running(mark: str) -> list[Path]:
 
 
 @given(tokens=st.integers(1, 370), changed=st.integers(0, 370), members=st.integers(1, 2))
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_after_a_kill_a_ticket_goes_on_after_the_tokens_on_record(
     folder: Path, data: list[stretto.Datum], tokens: int, changed: int, members: int
 ) -> None:

@@ -303,7 +303,7 @@ for version in itertools.count():
 """
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.004, 0.009])
+@pytest.mark.parametrize("delay", [0.004, *(pytest.param(delay, marks=pytest.mark.long) for delay in (0.0, 0.009))])
 def test_a_publisher_killed_in_the_middle_leaves_only_whole_versions(tmp_path: Path, delay: float) -> None:
     command = [sys.executable, "-c", PUBLISH_FOR_EVER, str(tmp_path)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

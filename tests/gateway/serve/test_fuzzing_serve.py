@@ -42,7 +42,7 @@ BODIES = st.builds(
 )
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     body=BODIES.map(lambda tree: json.dumps(tree).encode()) | st.binary(max_size=40),
     path=st.sampled_from([COMPLETIONS, CHAT]),
@@ -76,7 +76,7 @@ MESSAGES = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     body=(MESSAGES | st.lists(MESSAGES, max_size=2)).map(msgspec.msgpack.encode) | st.binary(max_size=40),
     path=st.sampled_from(["/generate", "/generate", "/generate", "/update_weights", "/abort"]),

@@ -38,8 +38,15 @@ JOINTS = _JOINTS.split()
 FRAMES = [r"\boxed{%s}", "The answer is $x = %s$."]
 
 
-@pytest.mark.parametrize("frame", FRAMES)
-@pytest.mark.parametrize("joint", JOINTS)
+#: Each in one of the frames, in turn, and in the long tests in the other one as well.
+FRAMED = [
+    pytest.param(joint, frame, marks=[] if (number + other) % 2 == 0 else [pytest.mark.long])
+    for number, joint in enumerate(JOINTS)
+    for other, frame in enumerate(FRAMES)
+]
+
+
+@pytest.mark.parametrize(("joint", "frame"), FRAMED)
 def test_candidates_are_right_for_none_of_them_whatever_joins_them(joint: str, frame: str) -> None:
     for text in (joint, f" {joint} "):
         completion = frame % text.join(["41", "37", "52"])

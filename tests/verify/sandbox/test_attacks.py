@@ -25,12 +25,15 @@ ROOT = os.getuid() == 0
 USERS = [pytest.param(None, id="root" if ROOT else "ordinary")]
 if ROOT:
     USERS.append(pytest.param(ORDINARY, id="ordinary"))
-#: Warm rungs for both users, and cold ones, which cost a process for each attack, for one of the two in turn. The first
-#: rung of who runs the tests is attacked by `probe` below.
+#: Every level, cold guests, and root beside the ordinary user, each once; the first rung of who runs the tests is
+#: attacked by `probe` below. Cold rungs cost a process for each attack.
+DAILY = frozenset({"A-warm-ordinary", "B-cold-ordinary", "C-warm-ordinary", "D-warm-root"})
+#: Warm rungs for both users, and cold ones for one of the two in turn.
 RUNGS = [
-    pytest.param(walls, *user.values, id=f"{walls.level}-{'warm' if walls.warm else 'cold'}-{user.id}")
+    pytest.param(walls, *user.values, id=name, marks=[] if name in DAILY else [pytest.mark.long])
     for place, walls in enumerate(ladder(True))
     for user in (USERS if walls.warm else [USERS[place // 2 % len(USERS)]])
+    for name in [f"{walls.level}-{'warm' if walls.warm else 'cold'}-{user.id}"]
     if walls.level is not Level.E and (place, user) != (0, USERS[0])
 ]
 

@@ -35,10 +35,16 @@ def offered(*, warm: bool) -> list[Walls]:
 
 
 OFFERED = offered(warm=True)
-IDS = [f"{walls.level}-{'warm' if walls.warm else 'cold'}" for walls in OFFERED]
+NAMES = [f"{walls.level}-{'warm' if walls.warm else 'cold'}" for walls in OFFERED]
+#: The strongest, one that makes a new guest for each program, and one without namespaces.
+DAILY = frozenset({NAMES[0], "B-cold", "D-warm"})
+EACH = [
+    pytest.param(walls, id=name, marks=[] if name in DAILY else [pytest.mark.long])
+    for walls, name in zip(OFFERED, NAMES, strict=True)
+]
 
 
-@pytest.fixture(scope="module", params=OFFERED, ids=IDS)
+@pytest.fixture(scope="module", params=EACH)
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     with Sandbox(request.param, CONFIG) as sandbox:
         yield sandbox

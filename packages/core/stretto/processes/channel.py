@@ -93,7 +93,13 @@ class ConductorEnd(Generic[Received]):
 
     async def open(self, ended: Callable[[], Awaitable[object]]) -> None:
         """Start reading; call it after the role has received its end. `ended` returns when the role's process has
-        ended."""
+        ended.
+
+        Raises:
+            RoleDied: the channel was closed while the role's process was being started.
+        """
+        if self._closed:
+            raise RoleDied(self.role, "was given up while it was started", self._log)
         self.far.close()
         self._opening = True
         try:
