@@ -39,6 +39,7 @@ def _line(text: str, place: str, fields: type[Fields]) -> Line[Fields]:
         json.loads(text, object_pairs_hook=once)
         return Line(place, row, msgspec.convert(row, fields))
     except msgspec.ValidationError as error:
-        raise mistake(place, str(error), "needed: " + ", ".join(fields.__struct_fields__)) from None
+        needed = getattr(fields, "NEEDED", ", ".join(fields.__struct_fields__))
+        raise mistake(place, str(error), f"needed: {needed}") from None
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise mistake(place, f"broken JSON ({error})", "one object a line is needed") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
@@ -17,6 +18,8 @@ from stretto.rewards.service.wire import ScoreItem
 
 class MathLine(msgspec.Struct, frozen=True):
     """Required fields of a line; others are kept. `answer` is another name of `completion`."""
+
+    NEEDED: ClassVar[str] = "gold, completion"
 
     gold: str | int | float
     completion: str | msgspec.UnsetType = msgspec.UNSET
