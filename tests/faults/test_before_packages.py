@@ -76,12 +76,12 @@ def test_it_is_inspected_checked_and_exported_as_before(run: Path, unpacked: Pat
     assert_only_keys_were_added(laboratory.run("inspect", run, "--json").out, (OLD / "inspect.json").read_text())
     added = [line for line in laboratory.run("inspect", run).out.splitlines() if line.split()[:1] == ["state"]]
     assert [line.split() for line in added] == [["state", "finished"]]
-    for words, file in (
-        (["inspect", run], "inspect"),
-        (["inspect", run, "--ledger"], "ledger"),
-        (["check", run], "check"),
+    for command, options, file in (
+        ("inspect", [], "inspect"),
+        ("inspect", ["--ledger"], "ledger"),
+        ("check", [], "check"),
     ):
-        ended = laboratory.run(*words)
+        ended = laboratory.run(command, run, *options)
         assert ended.code == 0
         now = [line.rstrip() for line in ended.out.splitlines() if line.strip() and line not in added]
         then = [line.rstrip() for line in (OLD / f"{file}.txt").read_text().splitlines() if line.strip()]

@@ -30,11 +30,14 @@ from stretto.verbs.completion import TextCompletion
 from stretto.verbs.ledger import FolderLedger, TicketsInFlight
 from stretto.verbs.prompts import Asked, prompt_of, prompts_of
 from stretto.verbs.shared_model import Lora, SharedModel, lora_of
-from stretto.verbs.source import CompletionSource, SourceHere
+from stretto.verbs.source import SourceHere
 from stretto.verbs.weights import PolicyWeights, mark_of
 
 _END_SECONDS = 7.0
 _CHAT = 'a conversation is a list of messages such as {"role": "user", "content": "3+4="}'
+
+#: What samples: the engine of this process, or engines of their own.
+CompletionSource = SourceHere | SourceApart
 
 
 class SamplingSettings(TypedDict, total=False):
