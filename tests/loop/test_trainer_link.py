@@ -136,7 +136,7 @@ def test_steps_go_on_while_a_version_is_written(tmp_path: Path) -> None:
 
 
 def test_a_version_that_a_dead_trainer_had_not_written_is_written_by_its_replacement(tmp_path: Path) -> None:
-    class WithoutCheckpoint(Recovery):
+    class WithoutCheckpoint:
         def newest(self, version: int) -> None:
             assert version == 1
 
@@ -144,7 +144,7 @@ def test_a_version_that_a_dead_trainer_had_not_written_is_written_by_its_replace
             raise AssertionError(step)
 
     async def work(link: TrainerLink) -> tuple[bool, int]:
-        link._recovery = WithoutCheckpoint(RunFolder(tmp_path), keep=1)  # there is no ledger
+        link._recovery = WithoutCheckpoint()  # there is no ledger
         await link.train(BATCH)
         waiting = asyncio.create_task(link.published(1))
         await asyncio.sleep(0.05)
