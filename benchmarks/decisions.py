@@ -36,8 +36,9 @@ from stretto.core.records import (
     Verdict,
     trajectory_id,
 )
+from stretto.core.states import Journal
 from stretto.rollout.config import BeyondBound, RolloutConfig
-from stretto.rollout.controller import Controller, Journal, Ticket
+from stretto.rollout.controller import Controller, Ticket
 from stretto.rollout.prompts import PromptStream
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger

@@ -105,6 +105,13 @@ def test_recipe_keys_and_commands_are_counted_and_only_fall() -> None:
     assert f"A recipe has {keys} keys, the command line {commands} commands." in text
 
 
+def test_ten_files_tell_the_whole_story_in_3_000_lines() -> None:
+    text = (CORE.parent / "README.md").read_text(encoding="utf-8")
+    files = re.findall(r"^\| \d+ \| `(\S+)` \| ", text, flags=re.MULTILINE)
+    assert len(files) == 10
+    assert sum(len((CORE / file).read_text(encoding="utf-8").splitlines()) for file in files) < 3_000
+
+
 def test_the_loop_reaches_few_modules_and_no_torch() -> None:
     names = [name for name in law.loaded_by(CORE, "stretto.loop.conductor") if name.startswith("stretto.")]
     modules = [name for name in names if not (CORE.parent / name.replace(".", "/")).is_dir()]

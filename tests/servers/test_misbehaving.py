@@ -97,7 +97,7 @@ def test_a_client_hears_that_the_server_has_lied_though_the_engine_ends_at_once(
         engine = engine_over(Scripted([good(4), Delta((7,), (math.nan,))]))
         await engine.update(3)
         address = f"unix:{tmp_path}/engine.sock"
-        serving = asyncio.create_task(serve_app(EngineApp(engine, LARGEST_FRAME, ""), address, engine))
+        serving = asyncio.create_task(serve_app(EngineApp(engine, LARGEST_FRAME, ""), address, engine.run))
         while not (tmp_path / "engine.sock").exists():
             await asyncio.sleep(0.01)
         client = HttpEngine("engine-0", address)

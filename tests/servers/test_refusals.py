@@ -51,7 +51,7 @@ def test_what_the_server_refuses_is_refused_with_its_words_and_the_engine_goes_o
         server, address = Refusing(the_rest=the_rest), f"unix:{tmp_path}/engine.sock"
         engine = engine_over(server)
         await engine.update(1)
-        serving = asyncio.create_task(serve_app(EngineApp(engine), address, engine))
+        serving = asyncio.create_task(serve_app(EngineApp(engine), address, engine.run))
         client = HttpEngine("engine-0", address)
         await until_up(client)
         wanted = [asyncio.create_task(generated(client, name)) for name in ("good", AT_FAULT)]

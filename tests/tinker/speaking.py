@@ -39,7 +39,7 @@ def serving(backend: Backend, folder: Path, keys: Sequence[str] = ()) -> Iterato
     bound = bind("127.0.0.1", 0, "port")
     server = TinkerServer(backend, folder, frozenset(keys))
     http = GracefulServer(server.app, server, keep_alive_seconds=60, patience=1.0, signals=False)
-    thread = threading.Thread(target=lambda: asyncio.run(run_app(http, [bound], server)))
+    thread = threading.Thread(target=lambda: asyncio.run(run_app(http, [bound], server.run)))
     bound.listen()
     thread.start()
     try:

@@ -125,7 +125,7 @@ class Agent:
         self._site = site
         self.ranks: list[RoleProcess] = []
 
-    async def start(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
+    async def __call__(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
         if self.ranks:
             await self.ranks[-1].stop(0.0)
         rank = RoleProcess("rank 1", RANK_ROLE, self._site.there / "rank.txt", spawner=self._site.far.spawner)

@@ -1,4 +1,4 @@
-"""Trainer ranks on machines that have joined for them (satisfies `loop.learner.link.RankStarter`)."""
+"""Trainer ranks on machines that have joined for them (a `loop.learner.link.StartRanks`)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class RemoteRanks:
         self._machines.append(machine)
         self._came.set()
 
-    async def start(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
-        """See `RankStarter.start`."""
+    async def __call__(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
+        """See `loop.learner.link.StartRanks`."""
         await gather_to_the_end(*(rank.stop(0.0) for rank in self._ranks))
         self._ranks = []
         places = await self._places(len(awaited.ranks))

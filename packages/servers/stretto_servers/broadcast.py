@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,25 +49,6 @@ Post = Callable[[str, Mapping[str, object] | None], Awaitable[Any]]
 Named = Sequence[tuple[str, Tensor]]
 
 
-class Orders(Protocol):
-    """HTTP orders for one make of server; `group` is the group's name on both sides (Protocol)."""
-
-    @property
-    def group(self) -> str: ...
-
-    def join(self, host: str, port: int, world_size: int) -> Order: ...
-
-    def begin(self) -> Order: ...
-
-    def receive(self, tensors: Named, version: int | None) -> Order:
-        """Order to receive tensors; `version` is given with the last ones."""
-        ...
-
-    def end(self, version: int) -> Order: ...
-
-    def leave(self) -> Order: ...
-
-
 @dataclass(frozen=True)
 class SglangOrders:
     """Orders for SGLang since 0.5.23, where an update has a begin and an end. `flush_cache`: drop the KV cache."""
@@ -84,6 +65,7 @@ class SglangOrders:
         return "/begin_weight_update", {}
 
     def receive(self, tensors: Named, version: int | None) -> Order:
+        """Order to receive tensors; `version` is given with the last ones."""
         names, dtypes, shapes = _described(tensors)
         order: dict[str, object] = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": self.group}
         order["flush_cache"] = self.flush_cache and version is not None
@@ -121,6 +103,10 @@ class VllmOrders:
 
     def leave(self) -> Order:
         return "/shutdown_weight_transfer_engine", None
+
+
+#: HTTP orders for one make of server; `group` is the group's name on both sides.
+Orders = SglangOrders | VllmOrders
 
 
 class Broadcast:

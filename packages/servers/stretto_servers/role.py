@@ -76,7 +76,7 @@ async def play(spec: EngineSpec) -> None:
         await until_ready(server, wire, spec.publication_seconds or spec.start_seconds)
         engine = await _engine(spec, config, wire)
         app = EngineApp(engine, LARGEST_FRAME, os.environ.pop(ENGINE_KEY, ""))
-        await serve_app(app, spec.address, _Life(engine, server, wire), spec.tls)
+        await serve_app(app, spec.address, _Life(engine, server, wire).run, spec.tls)
     finally:
         await server.stop()
 

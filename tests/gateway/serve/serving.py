@@ -52,7 +52,7 @@ async def served_engine(
     server = GracefulServer(app, generation, keep_alive_seconds=60, patience=patience)
     listening = bind("127.0.0.1", 0, "--port")
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    running = asyncio.create_task(run_app(server, [listening], generation))
+    running = asyncio.create_task(run_app(server, [listening], generation.run))
     try:
         while not server.started:
             await asyncio.sleep(0)

@@ -213,7 +213,7 @@ async def _serve(
         bound.listen()  # from here on connections wait instead of being refused
         host, port = bound.getsockname()[:2]
         say(f"gateway at http://{f'[{host}]' if ':' in host else host}:{port}")
-        await run_app(server, [bound], turns)
+        await run_app(server, [bound], turns.run)
     finally:
         await engines.stop(_STOP_SECONDS)
         shutil.rmtree(sockets, ignore_errors=True)

@@ -152,7 +152,7 @@ def serve(
     if api_key is None and not is_loopback(bound):
         say("warning: other machines may use this server without a key; give --api-key (docs/how_to/gateway.md)")
     say(f"serving at http://{shown}:{bound.getsockname()[1]}/v1")
-    event_loop.run(run_app(server, [bound], generation))
+    event_loop.run(run_app(server, [bound], generation.run))
 
 
 def rule_of(

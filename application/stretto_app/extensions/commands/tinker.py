@@ -76,7 +76,7 @@ def tinker(
         f"export TINKER_BASE_URL=http://{shown}:{bound.getsockname()[1]} TINKER_API_KEY={keys[0] if keys else 'tml-me'}"
     )
     try:
-        event_loop.run(run_app(http, [bound], server))
+        event_loop.run(run_app(http, [bound], server.run))
     finally:
         server.close()
 

@@ -56,18 +56,10 @@ class TurnRequest:
     least: int = 0
 
 
-class Sampler(Protocol):
-    """Samples turns, and records their tokens under their nodes, as `loop.engines.in_flight` does. A turn that was
-    interrupted continues after its recorded tokens."""
-
-    async def __call__(self, request: TurnRequest, /) -> Segment:
-        """Sample the turn; returns the whole segment, including the tokens of `request.prefix`, with its parent and
-        cause.
-
-        Raises:
-            EngineLost, RefusedRequest, DeadlineExceeded: it cannot be sampled.
-        """
-        ...
+#: Samples turns, and records their tokens under their nodes, as `loop.engines.in_flight` does. Returns the whole
+#: segment, including the tokens of `TurnRequest.prefix`, with its parent and cause: an interrupted turn continues after
+#: its recorded tokens. Raises EngineLost, RefusedRequest or DeadlineExceeded.
+Sampler = Callable[[TurnRequest], Awaitable[Segment]]
 
 
 class RecordedCall(Protocol):

@@ -6,7 +6,7 @@ The HTTP client of the native engine (`engine.http.client`) satisfies it; client
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from stretto.core.canary import Ask, Loaded
@@ -61,10 +61,8 @@ class Progress(NamedTuple):
     top_logprobs: Sequence[Likeliest] = ()  # empty if not wanted
 
 
-class Generate(Protocol):
-    """Yields completions as they end, in any order; requests passed together start in the same step."""
-
-    def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]: ...
+#: Yields completions as they end, in any order; requests passed together start in the same step.
+Generate = Callable[[*tuple[GenerateRequest, ...]], AsyncIterator[Completion]]
 
 
 class Engine(Protocol):

@@ -1,5 +1,5 @@
-"""States of a trajectory with their allowed transitions, and the check of rewards from outside. The ledger, the
-simulator and the audit share these rules.
+"""States of a trajectory with their allowed transitions, the journal that gets each of them, and the check of rewards
+from outside. The ledger, the simulator and the audit share these rules.
 
     in_flight ─► buffered ─► trained
         │           └──────► expired
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
-from stretto.core.records import State
+from stretto.core.admission import BoundChange
+from stretto.core.records import Batch, Group, Prompt, State, Trajectory
 
 #: Bound on the size of a reward, so that sums and squares over a batch stay finite.
 LARGEST_REWARD = 1e6
@@ -47,3 +49,23 @@ def why_no_reward(value: object) -> str:
 def bounded_reward(value: float) -> float:
     """The nearest valid reward, for records from before the bound existed."""
     return min(max(value, -LARGEST_REWARD), LARGEST_REWARD)
+
+
+class Journal(Protocol):
+    """Gets each state change before it takes effect: the ledger, or a simulation's accounts."""
+
+    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
+        """Record that `members` trajectories of the group are in flight."""
+
+    def buffer(self, group: Group) -> None:
+        """Record that the group's trajectories are finished and wait for a batch."""
+
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
+        """Record that a trajectory ends untrained: filtered, expired or failed. `trajectory`: its record, if it has
+        one."""
+
+    def commit_batch(self, batch: Batch) -> None:
+        """Record that the batch is about to be trained on; durable when this returns."""
+
+    def change_bound(self, change: BoundChange) -> None:
+        """Record a new bound for groups issued from now on."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -24,6 +24,7 @@ from stretto.core.records import (
     trajectory_id,
 )
 from stretto.core.tasks import cancel_and_wait, gather_or_cancel
+from stretto.loop.best import BestPolicy
 from stretto.loop.engines.router import attempts
 from stretto.loop.records.evaluation import Evaluation, QuestionResult
 from stretto.loop.records.recorder import Recorder
@@ -46,17 +47,6 @@ def is_evaluation(request: str) -> bool:
 
 #: Runs the workflow once for a prompt, by (id, prompt, member, seed); returns the judged trajectory.
 Converse = Callable[[str, Prompt, int, int], Coroutine[Any, Any, Trajectory]]
-
-
-class FollowsBest(Protocol):
-    """Keeps the best policy and decides when to stop early (`loop.best`)."""
-
-    keeps: bool
-
-    @property
-    def why(self) -> str: ...
-    def hold(self, step: int) -> None: ...
-    def measured(self, step: int, evaluation: Evaluation) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -170,7 +160,7 @@ class PeriodicEvaluation:
         every: int,
         minutes: float = 0.0,
         name: str = "",
-        best: FollowsBest | None = None,
+        best: BestPolicy | None = None,
     ) -> None:
         self._evaluate, self._recorder, self._every, self._seconds = evaluate, recorder, every, 60.0 * minutes
         self._name, self._best = name, best
@@ -221,7 +211,7 @@ class PeriodicEvaluation:
 class Evaluations:
     """All evaluations of a run: the held-out questions and further sets. `best` tracks one of them."""
 
-    def __init__(self, evaluations: Sequence[PeriodicEvaluation], best: FollowsBest | None = None) -> None:
+    def __init__(self, evaluations: Sequence[PeriodicEvaluation], best: BestPolicy | None = None) -> None:
         self._all, self._best = tuple(evaluations), best
 
     @property

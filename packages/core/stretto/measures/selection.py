@@ -17,12 +17,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 import msgspec
 
 from stretto.core.admission import BoundChange
 from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory
+from stretto.core.states import Journal
 
 MEASURES = ("length", "difficulty", "latency")
 WINDOW = 256  #: groups that are compared
@@ -155,20 +155,6 @@ def _with_signal(groups: Sequence[EndedGroup]) -> int:
     return sum(group.signal for group in groups)
 
 
-class WatchedJournal(Protocol):
-    """Journal calls that a `SelectionWatch` observes and forwards (Protocol)."""
-
-    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None: ...
-
-    def buffer(self, group: Group) -> None: ...
-
-    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None: ...
-
-    def commit_batch(self, batch: Batch) -> None: ...
-
-    def change_bound(self, change: BoundChange) -> None: ...
-
-
 class SelectionWatch:
     """Journal between a controller and the journal of its run; observes all lost and trained groups.
 
@@ -177,7 +163,7 @@ class SelectionWatch:
 
     def __init__(
         self,
-        journal: WatchedJournal,
+        journal: Journal,
         clock: Callable[[], float],
         known: SelectionBias | None = None,
         say: Callable[[str], None] = lambda sentence: None,

@@ -54,8 +54,8 @@ class NotTracedError(Exception):
     """A module's forward cannot be traced; the text says why."""
 
 
-class AttentionPlan(Protocol):
-    """Attention of one step (`model.decode.steps.StepPlan`)."""
+class Attends(Protocol):
+    """Attention of one step (`model.decode.steps.StepPlan`), or that of some of its rows."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, /) -> Tensor:
         """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
@@ -63,7 +63,7 @@ class AttentionPlan(Protocol):
 
 
 #: (token ids [1, T], positions [1, T], plan, T, -R) -> logits [1, R, V] of the last R tokens.
-Forward = Callable[[Tensor, Tensor, AttentionPlan, int, int], Tensor]
+Forward = Callable[[Tensor, Tensor, Attends, int, int], Tensor]
 
 
 def trace(model: PreTrainedModel) -> Forward:
@@ -87,7 +87,7 @@ def trace(model: PreTrainedModel) -> Forward:
 def module_forward(model: PreTrainedModel) -> Forward:
     """The module's own forward, with the plan passed to its attention function."""
 
-    def forward(token_ids: Tensor, positions: Tensor, plan: AttentionPlan, tokens: int, last: int) -> Tensor:
+    def forward(token_ids: Tensor, positions: Tensor, plan: Attends, tokens: int, last: int) -> Tensor:
         inputs = {"input_ids": token_ids, "position_ids": positions, "stretto_step": plan}
         logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=-last).logits
         return logits

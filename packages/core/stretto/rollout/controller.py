@@ -19,11 +19,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from stretto.core.admission import BoundChange, Staleness, admits, due
 from stretto.core.errors import StrettoError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory, derive_seed, trajectory_id
+from stretto.core.states import Journal
 from stretto.rollout.adaptive import AdaptiveBound, adapted
 from stretto.rollout.batching import QueueState, assert_within_bound, choose
 from stretto.rollout.config import RolloutConfig
@@ -37,26 +37,6 @@ CONTROLLER = "standing"  #: the fact of a ledger that holds the `ControllerState
 
 class TooManyFailures(StrettoError):
     """More groups failed in a row than `rollout.max_failures_in_a_row` allows."""
-
-
-class Journal(Protocol):
-    """Gets each state change before it takes effect: the ledger, or a simulation's accounts."""
-
-    def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
-        """Record that `members` trajectories of the group are in flight."""
-
-    def buffer(self, group: Group) -> None:
-        """Record that the group's trajectories are finished and wait for a batch."""
-
-    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """Record that a trajectory ends untrained: filtered, expired or failed. `trajectory`: its record, if it has
-        one."""
-
-    def commit_batch(self, batch: Batch) -> None:
-        """Record that the batch is about to be trained on; durable when this returns."""
-
-    def change_bound(self, change: BoundChange) -> None:
-        """Record a new bound for groups issued from now on."""
 
 
 class ControllerState(Record, frozen=True):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -17,18 +15,6 @@ from stretto.trainer.optimizer import Learner, Policy
 from stretto.trainer.parallel.adapters import without_adapters
 from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.parallel.sharding import shard
-
-
-class Reference(Protocol):
-    """A reference policy, as the trainer uses it."""
-
-    def logprobs(self, packed: PackedTokens) -> Tensor:
-        """log p of the wanted tokens, [N], without a gradient."""
-        ...
-
-    def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
-        """log p of each sampled token of the batch, including masked ones, by path id."""
-        ...
 
 
 class ReferencePolicy:
@@ -45,9 +31,11 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logprobs(self, packed: PackedTokens) -> Tensor:
+        """log p of the wanted tokens, [N], without a gradient."""
         return self._policy(packed).logprobs  # type: ignore[no-any-return]
 
     def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
+        """log p of each sampled token of the batch, including masked ones, by path id."""
         device = self._policy.model.device
         return score_tokens(batch, self._config.micro_batch_tokens, device, self.logprobs, ranks=self._ranks)
 
@@ -60,9 +48,15 @@ class WithoutAdapters:
 
     @torch.no_grad()
     def logprobs(self, packed: PackedTokens) -> Tensor:
+        """log p of the wanted tokens, [N], without a gradient."""
         with without_adapters(self._learner.model):
             return self._learner.logprobs(packed).logprobs
 
     def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
+        """log p of each sampled token of the batch, including masked ones, by path id."""
         config, device = self._learner.config, self._learner.model.device
         return score_tokens(batch, config.micro_batch_tokens, device, self.logprobs, ranks=self._learner.ranks)
+
+
+#: A reference policy, as the trainer uses it.
+Reference = ReferencePolicy | WithoutAdapters

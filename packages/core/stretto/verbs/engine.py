@@ -45,7 +45,7 @@ from stretto.verbs.background import background
 from stretto.verbs.completion import TextCompletion, mark_of
 from stretto.verbs.ledger import FolderLedger, TicketsInFlight
 from stretto.verbs.shared_model import MODEL, Lora, SharedModel, lora_of
-from stretto.verbs.source import CompletionSource, SourceHere
+from stretto.verbs.source import SourceHere
 from stretto.verbs.weights import PolicyWeights
 
 _END_SECONDS = 7.0
@@ -63,6 +63,9 @@ _SETTINGS: Mapping[str, ArgumentKind] = {
     "top_logprobs": WHOLE,
 }
 _CHAT = 'a conversation is a list of messages such as {"role": "user", "content": "3+4="}'
+
+#: What samples: the engine of this process, or engines of their own.
+CompletionSource = SourceHere | SourceApart
 
 
 class SamplingSettings(TypedDict, total=False):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -17,17 +15,21 @@ from stretto.verbs.background import background
 from stretto.verbs.weights import PolicyWeights
 
 
-class CompletionSource(Protocol):
-    """All of it is called in the thread of `background`, but `close`."""
+class SourceHere:
+    """The native engine, stepped in the thread of `background`. All methods but `close` are called in that thread."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._generation = SharedGeneration(engine)
+        self._steps = background().start(self._generation.run())
 
     @property
     def engines(self) -> Engines:
         """What samples, one request at a time, each of which may go on after tokens that are known."""
-        ...
+        return _OneAtATime(self)
 
     async def version(self) -> int:
         """Of the weights that sample the next token."""
-        ...
+        return self._generation.engine.version
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """All completions, in no order; requests that are given together begin in the same step.
@@ -36,41 +38,6 @@ class CompletionSource(Protocol):
             RefusedRequest: one of them will not be served, and so none.
             EngineLost: it was closed, or the logits of a request are not finite.
         """
-        ...
-
-    async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """The log-probabilities of all tokens of each text but the first."""
-        ...
-
-    async def update(self, weights: PolicyWeights) -> None:
-        """Interrupt what is sampled, and go on by these weights.
-
-        Raises:
-            RefusedRequest: they are older than those in use.
-            TornPublication: they are of another model.
-        """
-        ...
-
-    def close(self) -> Future[None] | None:
-        """Begin to end it, in any thread, that of the collector too; returns what ends with it, if that takes time."""
-        ...
-
-
-class SourceHere:
-    """The native engine, stepped in the thread of `background` (satisfies `CompletionSource`)."""
-
-    def __init__(self, engine: NativeEngine) -> None:
-        self._generation = SharedGeneration(engine)
-        self._steps = background().start(self._generation.run())
-
-    @property
-    def engines(self) -> Engines:
-        return _OneAtATime(self)
-
-    async def version(self) -> int:
-        return self._generation.engine.version
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         return [completion async for completion in self.stream(requests)]
 
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
@@ -88,14 +55,22 @@ class SourceHere:
         return self._generation.partials(known)
 
     async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """The log-probabilities of all tokens of each text but the first."""
         self._check_open()
         return self._generation.engine.score(texts)
 
     async def update(self, weights: PolicyWeights) -> None:
+        """Interrupt what is sampled, and go on by these weights.
+
+        Raises:
+            RefusedRequest: they are older than those in use.
+            TornPublication: they are of another model.
+        """
         self._check_open()
         self._generation.engine.update(weights.version, weights.tensors)
 
     def close(self) -> None:
+        """Begin to end it, in any thread, that of the collector too."""
         self._steps.cancel()
 
     def _check_open(self) -> None:

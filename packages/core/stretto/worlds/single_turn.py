@@ -3,29 +3,22 @@ group."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, Trajectory, Verdict, trajectory_id
 from stretto.rollout.controller import Ticket
 from stretto_verify.thoughts import with_opening
 
-
-class Score(Protocol):
-    """Judges completions: one verdict for each, in order. An undecided verdict is returned, not raised."""
-
-    async def __call__(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]: ...
-
-
+#: Judges completions, by (prompt, completions, gold answer): one verdict for each, in order. An undecided verdict is
+#: returned, not raised.
+Score = Callable[[str, Sequence[str], str], Awaitable[Sequence[Verdict]]]
 #: Decodes token ids to text, without special tokens other than those that mark thoughts.
 Detokenize = Callable[[Sequence[int]], str]
 
 
-class GroupWorkflow(Protocol):
-    """Generates and judges the group of one ticket; returns its trajectories."""
-
-    async def __call__(self, ticket: Ticket, /) -> Sequence[Trajectory]: ...
+#: Generates and judges the group of one ticket; returns its trajectories.
+GroupWorkflow = Callable[[Ticket], Awaitable[Sequence[Trajectory]]]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 from stretto.core.errors import DataError, Problem
 from stretto.store.export import read_trajectories
@@ -21,17 +20,6 @@ _DISTRIBUTIONS: Mapping[str, frozenset[str]] = {
     "lognormal": frozenset({"mean", "sigma"}),
     "constant": frozenset({"tokens"}),
 }
-
-
-class Lengths(Protocol):
-    """Lengths of prompts and completions in tokens (Protocol)."""
-
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def mean(self) -> float: ...
-    def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
-        """Infinite iterator over groups: tokens of each completion, at least one."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +41,7 @@ class LogNormalLengths:
         return self.untruncated * _normal(at - self.sigma) + self.max_tokens * (1 - _normal(at))
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
+        """Infinite iterator over groups: tokens of each completion, at least one."""
         middle = math.log(self.untruncated) - self.sigma**2 / 2
         while True:
             drawn = (chance.lognormvariate(middle, self.sigma) for _ in range(members))
@@ -81,6 +70,10 @@ class MeasuredLengths:
             lengths = (group[0] for group in shuffled)
             return (tuple(islice(lengths, members)) for _ in count())
         return (group if len(group) == members else tuple(chance.choices(group, k=members)) for group in shuffled)
+
+
+#: Lengths of prompts and completions in tokens.
+Lengths = LogNormalLengths | MeasuredLengths
 
 
 def alone(lengths: Iterable[int], prompt_tokens: int, max_tokens: int) -> MeasuredLengths:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -29,6 +29,10 @@ def server_of(
     config.load()
     config.ssl = server_context(tls)
     return HttpServer(config, strangers=STRANGERS if has_key else _BACKLOG)
+
+
+#: Works until cancelled; an error ends all requests and is raised.
+Run = Callable[[], Coroutine[Any, Any, None]]
 
 
 class OpenWork(Protocol):
@@ -80,22 +84,14 @@ class GracefulServer(HttpServer):
         return True
 
 
-class Runner(Protocol):
-    """The stepping loop of an engine, run beside its server."""
-
-    async def run(self) -> None:
-        """Work until cancelled; an error ends all requests and is raised."""
-        ...
-
-
-async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, runner: Runner) -> None:
-    """Serve and step until the server ends or the engine fails; cancelling it ends both.
+async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, run: Run) -> None:
+    """Serve, and `run` the engine's loop beside, until the server ends or the engine fails; cancelling it ends both.
 
     Raises:
         Exception: the error that ended the engine's loop, after open requests were broken off.
     """
     serving = asyncio.create_task(server.serve(None if sockets is None else list(sockets)))
-    steps = asyncio.create_task(runner.run())
+    steps = asyncio.create_task(run())
     try:
         # Without a deadline: a healthy engine serves until it is told to end.
         await asyncio.wait((serving, steps), return_when=asyncio.FIRST_COMPLETED)

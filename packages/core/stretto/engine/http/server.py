@@ -27,7 +27,7 @@ from stretto.core.events import Span
 from stretto.core.frames import LARGEST_FRAME
 from stretto.core.records import GenerateRequest, Partials
 from stretto.engine.backend import Backend
-from stretto.engine.http.lifecycle import Runner, bind, run_app, server_of
+from stretto.engine.http.lifecycle import Run, bind, run_app, server_of
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
 from stretto.engine.wire import (
@@ -193,10 +193,10 @@ async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str, 
         engine.update(newest, subscriber.load(newest))
     generation = Generation(engine, subscriber)
     # Bodies are large: lost groups come with all their tokens, rounds with all their groups.
-    await serve_app(EngineApp(generation, LARGEST_FRAME, key), listen, generation, tls)
+    await serve_app(EngineApp(generation, LARGEST_FRAME, key), listen, generation.run, tls)
 
 
-async def serve_app(app: EngineApp, listen: str, runner: Runner, tls: str = "") -> None:
+async def serve_app(app: EngineApp, listen: str, run: Run, tls: str = "") -> None:
     """Serve at an address and run the engine until either ends.
 
     Raises:
@@ -205,11 +205,11 @@ async def serve_app(app: EngineApp, listen: str, runner: Runner, tls: str = "") 
     """
     unix_path, host, port = split_address(listen)
     if unix_path is not None:
-        await run_app(server_of(app, _KEEP_ALIVE_SECONDS, unix_path), None, runner)
+        await run_app(server_of(app, _KEEP_ALIVE_SECONDS, unix_path), None, run)
     else:
         bound = bind(host, port, "engine.base_port")
         asked = OwnNames(app, HostNames(host, loopback=True)) if is_loopback(bound) and not app.has_key else app
-        await run_app(server_of(asked, _KEEP_ALIVE_SECONDS, tls=tls, has_key=app.has_key), [bound], runner)
+        await run_app(server_of(asked, _KEEP_ALIVE_SECONDS, tls=tls, has_key=app.has_key), [bound], run)
 
 
 async def _reply(send: Send, status: int, message: object) -> None:

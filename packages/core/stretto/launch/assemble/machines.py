@@ -13,7 +13,7 @@ from stretto.launch.assemble.specs import Endpoints
 from stretto.launch.preflight.checks import medium_of
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.learner.link import RankStarter
+from stretto.loop.learner.link import StartRanks
 from stretto.loop.records.tenure import Tenure
 from stretto.processes.spawn import Spawner
 from stretto.store.folder.run_folder import RunFolder
@@ -26,7 +26,7 @@ class Machines(Protocol):
     (Protocol)."""
 
     @property
-    def ranks(self) -> RankStarter | None:
+    def ranks(self) -> StartRanks | None:
         """Starter of trainer ranks on other machines; None if there are none."""
         ...
 

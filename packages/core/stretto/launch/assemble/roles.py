@@ -178,7 +178,7 @@ async def running_roles(
         asked = (rewards.start,) if workflows is None else (rewards.start, workflows.start)
         trainer.report_to(report)
         engines.report_to(report)
-        trainer.tell_canaries(proving)
+        trainer.tell_canaries(proving.published, proving.agreed)
         proving.expect(report)
         # Steps that are done again may take longer than an engine waits for its first weights.
         train = partial(trainer.start, trainer_spec(plan, model, endpoints, folder.tokens), version)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,16 +18,21 @@ from stretto.loop.engines.sessions import TrajectorySessions, sessions_of_evalua
 from stretto.loop.evaluation import Converse
 from stretto.rewards.service.judging import verdict_of
 from stretto.rewards.service.wire import Worth
+from stretto.rollout.controller import Ticket
 from stretto.store.folder.run_folder import RunFolder
-from stretto.worlds.single_turn import GroupWorkflow, Score
+from stretto.worlds.single_turn import Score
 from stretto.worlds.workflows.exchange import Services
 from stretto.worlds.workflows.group import WorkflowGroups
 from stretto.worlds.workflows.pool import WorkflowPool
 from stretto.worlds.workflows.rendering import PlainRendering, TemplateRendering
 
 
-class Conversations(GroupWorkflow, Protocol):
+class Conversations(Protocol):
     """Generates trajectories by a workflow or by agents (Protocol)."""
+
+    async def __call__(self, ticket: Ticket, /) -> Sequence[Trajectory]:
+        """Generate and judge the group of a ticket."""
+        ...
 
     async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
         """Generate one trajectory of an evaluation."""

@@ -59,6 +59,7 @@ _MAY_CHANGE = (
 
 _JOIN = "join.json"  # of a run folder: other machines could join it, and another conductor may have a copy
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
+_RECORDED = ("id", "token_ids", "text", "answer")  # fields of a prompt in the digest of the questions
 _HOPELESS = 2.0  # times the available memory
 _CONTAINERS = 1_000_000
 
@@ -276,7 +277,7 @@ def _new(path: Path, plan: Plan) -> RunFolder:
     folder = RunFolder.create(path)
     folder.write("recipe.toml", to_toml(plan.recipe))
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:  # from now on the run can be resumed
-        ledger.put(_QUESTIONS, _fingerprint(plan))
+        ledger.put(_QUESTIONS, _fingerprints(plan)[0])
         ledger.put(_HELD_OUT, plan.kept_apart_digest)
         record_recipe(ledger, plan.recipe)
         ledger.put(_MODEL, _model_fingerprint(plan))
@@ -287,9 +288,13 @@ def _new(path: Path, plan: Plan) -> RunFolder:
     return folder
 
 
-def _fingerprint(plan: Plan) -> str:
-    """Digest of the training prompts."""
-    return digest(msgspec.json.encode(plan.training))
+def _fingerprints(plan: Plan) -> tuple[str, str]:
+    """Digests of the training prompts: the one to record, and that of versions which recorded `Prompt.opens` too.
+
+    The first one knows the four fields of the first versions alone, since the tokens decide all later ones.
+    """
+    recorded = [{name: getattr(prompt, name) for name in _RECORDED} for prompt in plan.training]
+    return digest(msgspec.json.encode(recorded)), digest(msgspec.json.encode(plan.training))
 
 
 def _check_moved(folder: RunFolder, before: Recipe, plan: Plan) -> tuple[str, ...]:
@@ -320,17 +325,17 @@ def _check_questions(folder: RunFolder, plan: Plan) -> None:
         RunFolderError: they have changed.
     """
     for kind, key, found in (
-        ("training", _QUESTIONS, _fingerprint(plan)),
-        ("held-out", _HELD_OUT, plan.kept_apart_digest),
+        ("training", _QUESTIONS, _fingerprints(plan)),
+        ("held-out", _HELD_OUT, (plan.kept_apart_digest,)),
     ):
         with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
             known = ledger.get(key, str)
             if known is None:  # the run was killed when its ledger was still empty, or an earlier stretto began it
-                ledger.put(key, found)
-        if known is not None and known != found:
+                ledger.put(key, found[0])
+        if known is not None and known not in found:
             changed = (
                 f"the {kind} questions are not those of the run (the data or the tokenizer has changed: their digest "
-                f"is {found}, on record is {known})"
+                f"is {found[0]}, on record is {known})"
             )
             raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:

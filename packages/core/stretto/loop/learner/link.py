@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
@@ -58,31 +58,17 @@ _SHORT = (
 Reply = TypeVar("Reply", RanksAwaited, Ready, Trained, Copied, PolicySaved)
 
 
-class RankStarter(Protocol):
-    """Starts the trainer's ranks on other machines."""
-
-    async def start(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
-        """Start the ranks of `awaited.spec` for this trainer. When this returns, ranks of an earlier trainer are gone
-        or killed.
-
-        Raises:
-            RoleDied: no machine takes one of them (named).
-        """
-        ...
+#: Starts the ranks of `RanksAwaited.spec` on other machines, for this trainer. When it returns, ranks of an earlier
+#: trainer are gone or killed. Raises RoleDied: no machine takes one of them (named).
+StartRanks = Callable[[RanksAwaited, TrainerSpec], Awaitable[None]]
 
 
 class RunPast(Protocol):
-    """The run's checkpoints and batches, to restore a trainer (`loop.learner.recovery.Recovery`)."""
+    """The run's checkpoints and batches, to restore a trainer (`loop.learner.recovery.Recovery`); the loop knows no
+    ledger."""
 
     def newest(self, version: int) -> Checkpoint | None: ...
     def batch(self, step: int) -> Batch: ...
-
-
-class CanaryListener(Protocol):
-    """Receives the canary of each published version (`loop.engines.proving.Proving`)."""
-
-    def published(self, canary: Canary | None) -> None: ...
-    def agreed(self, agreement: Sequence[Agreement]) -> None: ...
 
 
 class TrainerLink:
@@ -95,7 +81,7 @@ class TrainerLink:
         recovery: RunPast | None = None,
         role: str = TRAINER_ROLE,
         spawner: Spawner = FRESH,
-        elsewhere: RankStarter | None = None,
+        elsewhere: StartRanks | None = None,
     ) -> None:
         """`recovery` None: a trainer that dies is not replaced. `role`: module that its process runs; `elsewhere`:
         starts its ranks on other machines, if any."""
@@ -122,7 +108,8 @@ class TrainerLink:
         self._began: float | None = None  # when the order under way was given
         self._turn = asyncio.Lock()
         self._say: Callable[[str], None] = lambda text: None
-        self._listener: CanaryListener | None = None
+        self._canary_published: Callable[[Canary | None], None] = lambda canary: None
+        self._canary_agreed: Callable[[Sequence[Agreement]], None] = lambda agreement: None
         self.replayed: list[Update] = []  # of steps repeated at the start of a resumed run
         self._new_process()
 
@@ -136,9 +123,11 @@ class TrainerLink:
         """Set `say`: gets a log line for every replaced trainer."""
         self._say = say
 
-    def tell_canaries(self, listener: CanaryListener) -> None:
-        """Set `listener`: gets the canary of each published version; after a replacement, again."""
-        self._listener = listener
+    def tell_canaries(
+        self, published: Callable[[Canary | None], None], agreed: Callable[[Sequence[Agreement]], None]
+    ) -> None:
+        """Set what gets the canary of each published version (after a replacement, again), and its agreement."""
+        self._canary_published, self._canary_agreed = published, agreed
 
     async def start(self, spec: TrainerSpec, version: int = 0, *, publish: bool = True) -> None:
         """Start the process and bring it to `version`; returns when that is published, or trained if not `publish`.
@@ -166,8 +155,7 @@ class TrainerLink:
 
     def _noted(self, published: Published) -> None:
         """Tell the listener first: an engine that loads the version is asked for a proof of it."""
-        if self._listener is not None:
-            self._listener.published(published.canary)
+        self._canary_published(published.canary)
         if published.span is not None:
             self._spans.append(published.span)  # beside its orders, so no part of its busy seconds
         self._published = published.version
@@ -204,7 +192,7 @@ class TrainerLink:
         self._replies = TrainerReplies(self._channel, self._noted)
         if self._elsewhere is not None:
             awaited = await self._receive(RanksAwaited, "to say where its ranks join", self._deadlines.start)
-            await self._elsewhere.start(awaited, spec)
+            await self._elsewhere(awaited, spec)
         ready = await self._receive(Ready, "to be ready", self._deadlines.start)
         updates: list[Update] = []
         if recovery is None:
@@ -224,8 +212,7 @@ class TrainerLink:
                 Train(batch=batch, publish=publish), Trained, f"to finish step {batch.step}", self._deadlines.step
             )
             self._keep(trained.spans)
-            if self._listener is not None:
-                self._listener.agreed(trained.agreement)
+            self._canary_agreed(trained.agreement)
             self._version = trained.update.version
             self._supervisor.restarts.progressed()
         return trained.update

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from stretto.model.kernels.compiled import computes
 from stretto.model.kernels.decode_attention import ragged_attention
 from stretto.model.layout import Packing
 from stretto.model.packed.attention import attend_packed, attention_by_products
+from stretto.model.trace import Attends
 
 CACHED_ATTENTION = "stretto_cached"
 Ints = npt.NDArray[np.int64]
@@ -72,20 +73,12 @@ class DecodeStep:
         return self.positions[self.start :]
 
 
-class StepRows(Protocol):
-    """Some rows of a step, for all layers."""
-
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
-        """Write the step's KV entries of these rows, then attend from their newest tokens; returns [rows, H, D]."""
-        ...
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """Attention of one step, planned once for all layers."""
 
     contexts: Packing | None
-    rows: tuple[StepRows, ...]
+    rows: tuple[Attends, ...]  # each takes [T, H, D] and [T, K, D], and writes the KV entries of its rows first
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Attend: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""

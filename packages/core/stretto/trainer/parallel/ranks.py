@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -40,92 +40,17 @@ from stretto.trainer.config import TrainerConfig
 _SHARDED, _TENSOR = "sharded", "tensor"
 
 
-class Ranks(Protocol):
-    """Collectives of a rank. All ranks must call the same methods in the same order."""
+class Ranks:
+    """Collectives of a rank; these are of a process that trains alone. All ranks must call the same methods in the same
+    order.
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def share(self) -> int:
-        """Which part of a minibatch this rank computes, perhaps with others."""
-        ...
-
-    @property
-    def shares(self) -> int: ...
-
-    @property
-    def context(self) -> ProcessGroup | None:
-        """The ranks that divide the tokens of a row with this one; None: there are none."""
-        ...
-
-    @property
-    def tensor(self) -> DeviceMesh | None:
-        """The ranks that divide the matrices of a layer with this one; None: there are none."""
-        ...
-
-    @property
-    def second_group(self) -> ProcessGroup | None:
-        """A gloo group for CPU collectives in another thread, beside training."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """Where parameters are, "cpu" or "cuda"."""
-        ...
-
-    def fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
-        """Shard the parameters of `root`, a module around `model`, with FSDP2 (`sharding_units`); gradients are summed
-        over ranks. `exact`: units that compute in float32."""
-        ...
-
-    def reduces(self, root: nn.Module, *, last: bool) -> None:
-        """Say whether the next backward pass is the last one before a step: gradients may be summed then only."""
-        ...
-
-    def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over the shares, bitwise equal on all ranks."""
-        ...
-
-    def all_gather(self, own: Tensor) -> tuple[Tensor, int]:
-        """The vectors of all shares concatenated, and the offset of this rank's; lengths may differ."""
-        ...
-
-    def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Gather a sharded tensor; others are returned unchanged."""
-        ...
-
-    def copy_to_cpu(self, tensor: Tensor) -> Tensor:
-        """A copy of this rank's shard on the CPU, sharded as before."""
-        ...
-
-    def zeros_on_host(self, tensor: Tensor) -> Tensor:
-        """Zeros for this rank's shard in host memory, sharded as `tensor`; page-locked beside a GPU."""
-        ...
-
-    def broadcast(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers, by the second group."""
-        ...
-
-    def all_reduce_number(self, number: int) -> int:
-        """Sum over the ranks, by the second group."""
-        ...
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """The whole of a tensor sharded on the CPU, on rank 0, by the second group; other ranks get their shard
-        back."""
-        ...
-
-    def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:
-        """Fill each rank's shard of `tensor` from rank 0's `whole`; the reverse of `gather`."""
-        ...
-
-
-class SingleRank:
-    """The collectives of a process that trains alone."""
+    Attributes:
+        share: which part of a minibatch this rank computes, perhaps with others, of `shares`.
+        device: where parameters are, "cpu" or "cuda".
+        second_group: a gloo group for CPU collectives in another thread, beside training.
+        context: the ranks that divide the tokens of a row with this one; None: there are none.
+        tensor: the ranks that divide the matrices of a layer with this one; None: there are none.
+    """
 
     rank, count, share, shares, device = 0, 1, 0, 1, "cpu"
     second_group: ProcessGroup | None = None
@@ -133,44 +58,55 @@ class SingleRank:
     tensor: DeviceMesh | None = None
 
     def fully_shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module]) -> None:
-        pass
+        """Shard the parameters of `root`, a module around `model`, with FSDP2 (`sharding_units`); gradients are summed
+        over ranks. `exact`: units that compute in float32."""
 
     def reduces(self, root: nn.Module, *, last: bool) -> None:
-        pass
+        """Say whether the next backward pass is the last one before a step: gradients may be summed then only."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
+        """Sum over the shares, bitwise equal on all ranks."""
         return values
 
     def all_gather(self, own: Tensor) -> tuple[Tensor, int]:
+        """The vectors of all shares concatenated, and the offset of this rank's; lengths may differ."""
         return own, 0
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
+        """Gather a sharded tensor; others are returned unchanged."""
         return tensor
 
     def copy_to_cpu(self, tensor: Tensor) -> Tensor:
+        """A copy of this rank's shard on the CPU, sharded as before."""
         return tensor.to("cpu", copy=True)
 
     def zeros_on_host(self, tensor: Tensor) -> Tensor:
+        """Zeros for this rank's shard in host memory, sharded as `tensor`; page-locked beside a GPU."""
         return zeros_on_host(tensor)
 
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
+        """Rank 0's numbers, by the second group."""
         return list(numbers)
 
     def all_reduce_number(self, number: int) -> int:
+        """Sum over the ranks, by the second group."""
         return number
 
     def gather(self, tensor: Tensor) -> Tensor:
+        """The whole of a tensor sharded on the CPU, on rank 0, by the second group; other ranks get their shard
+        back."""
         return tensor
 
     def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:
+        """Fill each rank's shard of `tensor` from rank 0's `whole`; the reverse of `gather`."""
         assert whole is not None, "one process has everything"
         tensor.copy_(whole)
 
 
-ALONE = SingleRank()
+ALONE = Ranks()
 
 
-class ShardedRanks:
+class ShardedRanks(Ranks):
     """The ranks of torch's default process group."""
 
     def __init__(self, device: str, config: TrainerConfig | None = None, beside: str = "gloo") -> None:
@@ -191,8 +127,8 @@ class ShardedRanks:
         self.context = None if context == 1 else _own_group(places.transpose(1, 2).reshape(-1, context))
         same = self.shares == self.count
         self._among_shares = group if same else _own_group(places.flatten(1).T)
-        self.second_group: ProcessGroup | None = distributed.new_group(backend=beside)
-        self.tensor: DeviceMesh | None = None
+        self.second_group = distributed.new_group(backend=beside)
+        self.tensor = None
         if tensor == 1:
             self._mesh = DeviceMesh.from_group(group, device)
             self._second_meshes = {1: DeviceMesh.from_group(self.second_group, "cpu")}

@@ -29,7 +29,8 @@ _GRACE_SECONDS = 1.0
 
 
 class SourceApart:
-    """One engine or several (satisfies `CompletionSource`); one that dies is replaced, and what it had begins anew."""
+    """One engine or several, with the methods of `verbs.source.SourceHere`; one that dies is replaced, and what it had
+    begins anew."""
 
     def __init__(self, model: Path, config: EngineConfig, deadlines: DeadlinesConfig) -> None:
         """Start them; returns when they are ready.

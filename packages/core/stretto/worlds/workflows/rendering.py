@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -14,27 +14,6 @@ from stretto.conversation.messages import Message, Tool, ToolCall
 from stretto.conversation.tool_calls import HermesForm, Parsed, form_of, split_reasoning
 from stretto.core.errors import RefusedRequest
 from stretto.worlds.workflows.task import ChatMessage
-
-
-class Rendering(Protocol):
-    """Turns messages into tokens and completions into messages, for one model (Protocol)."""
-
-    def prompt(
-        self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[Tokens, str]:
-        """Tokens in front of the next turn, and why a branch begins here ("" if none does). `held`: tokens of the first
-        `known` messages.
-
-        Raises:
-            RefusedRequest: these are no messages.
-            DataError: the template refuses them, or the tokenizer a character.
-        """
-        ...
-
-    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
-        """The completion `said` as a chat message. `text`: the completion without special tokens. `opens`: mark of the
-        thought that the prompt has opened."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -50,11 +29,18 @@ class PlainRendering:
     def prompt(
         self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Tokens, str]:
-        """See `Rendering`."""
+        """Tokens in front of the next turn, and why a branch begins here ("" if none does). `held`: tokens of the first
+        `known` messages.
+
+        Raises:
+            RefusedRequest: these are no messages.
+            DataError: the template refuses them, or the tokenizer a character.
+        """
         return held + self.encode("".join(_read(message).text for message in messages[known:])), ""
 
     def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
-        """See `Rendering`; tool calls are parsed in the form of Hermes."""
+        """The completion `said` as a chat message; tool calls are parsed in the form of Hermes. `text`: the completion
+        without special tokens. `opens`: mark of the thought that the prompt has opened."""
         return _told(text, HermesForm().parse(text, _name) if tools else None)
 
 
@@ -68,7 +54,7 @@ class TemplateRendering:
     def prompt(
         self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Tokens, str]:
-        """See `Rendering`."""
+        """See `PlainRendering`."""
         if held and known == len(messages):
             return held, ""
         history, offered = [_read(message) for message in messages], [_tool(tool) for tool in tools]
@@ -78,7 +64,7 @@ class TemplateRendering:
         return (self._renderer.whole(history, offered), "drift") if tail is None else (held + tail, "")
 
     def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
-        """See `Rendering`."""
+        """See `PlainRendering`."""
         reasoning, rest = split_reasoning(text, opens)
         parsed = None
         if tools:  # some calls begin with a special token
@@ -87,6 +73,10 @@ class TemplateRendering:
             parsed = self._form.parse(split_reasoning(spelt, opens)[1], _name)
         told = _told(rest, parsed if parsed is not None and parsed.calls else None)
         return told | ({"reasoning_content": reasoning} if reasoning else {})
+
+
+#: Turns messages into tokens and completions into messages, for one model.
+Rendering = PlainRendering | TemplateRendering
 
 
 def _name(number: int) -> str:
