@@ -48,8 +48,13 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and not func._opname.startswith("wait"):
             kind, axis = _KINDS[func._opname], self._axes.get(_group_name(args), "all")
-            self.calls[axis, kind].append(max(one.nbytes for one in tree_leaves(args) if isinstance(one, Tensor)))
+            self.calls[axis, kind].append(whole_bytes(args))
         return func(*args, **(kwargs or {}))
+
+
+def whole_bytes(arguments: Any) -> int:
+    """Bytes of the whole tensor of a collective."""
+    return max(one.nbytes for one in tree_leaves(arguments) if isinstance(one, Tensor))
 
 
 def _group_name(arguments: Any) -> str:
