@@ -32,7 +32,6 @@ from stretto.trainer.parallel.rendezvous import join, open_store, reach_store
 from tests.trainer.unloaded_runs import resident
 
 
-
 def shape_of(vocabulary: int, width: int, layers: int, inner: int) -> Qwen3Config:
     return Qwen3Config(
         vocab_size=vocabulary,

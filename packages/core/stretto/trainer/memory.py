@@ -21,6 +21,9 @@ from stretto.trainer.config import TrainerConfig
 _MASTER = 4  # bytes of a weight, a gradient, a moment
 _CHUNK_LOGITS = 1 << 28  # as `model.packed.logprobs` computes at a time on a GPU
 _BLOCK_LOGITS = 1 << 26  # and in float32, `model.kernels.fused_logprobs`
+#: Bytes of a communicator of NCCL: for each of its 32 channels at most the buffers of its three protocols, 4 MiB, 4.7
+#: MiB and 0.5 MiB (NCCL_BUFFSIZE, NCCL_LL128_BUFFSIZE, NCCL_LL_BUFFSIZE).
+_COMMUNICATOR = 32 * ((4 << 20) + 4_915_200 + (1 << 19))
 #: Keys of a recipe that make a part smaller.
 SMALLER: Mapping[str, str] = {
     "weights": "trainer.ranks",
@@ -32,6 +35,7 @@ SMALLER: Mapping[str, str] = {
     "trainer.context_parallel",
     "recomputed layer": "a smaller trainer.micro_batch_tokens, or trainer.context_parallel",
     "gathered": 'trainer.reduce_dtype = "bfloat16", or trainer.reduce_every = "micro_batch"',
+    "collectives": "NCCL_MAX_NCHANNELS or NCCL_BUFFSIZE in the environment",
 }
 
 
@@ -100,6 +104,13 @@ def rank_memory(
     }
     host = moments + (2 * fitted if critic else 0) if on_host else 0
     return RankMemory({name: size for name, size in parts.items() if size}, host)
+
+
+def collective_bytes(config: TrainerConfig) -> int:
+    """Bytes that NCCL holds on the GPU of a rank: for all ranks, those of its shares, tokens and matrices, and for FSDP
+    beside the last."""
+    groups = 1 + (config.shares < config.ranks) + (config.context_parallel > 1) + 2 * (config.tensor_parallel > 1)
+    return _COMMUNICATOR * groups if config.ranks > 1 else 0
 
 
 def adapter_weights(shape: ModelShape, config: TrainerConfig) -> int:

@@ -18,13 +18,13 @@ from stretto.core.machine import VISIBLE, Gpu, gpus, too_old, unusable, visible
 from stretto.core.placement import Need, Seat, gib, place
 from stretto.engine.config import EngineConfig
 from stretto.launch.preflight.estimates import engine_parts, rank_of
-from stretto.launch.preflight.plan import Outline
+from stretto.launch.preflight.plan import Outline, Plan
 from stretto.launch.preflight.trainable import too_many_ranks
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.inspection import ModelFolder
-from stretto.model.hf.shape import BYTES
-from stretto.trainer.config import TrainerConfig
-from stretto.trainer.memory import SMALLER
+from stretto.model.hf.shape import BYTES, shape_of_model
+from stretto.trainer.config import OptimizerConfig, TrainerConfig
+from stretto.trainer.memory import SMALLER, collective_bytes, rank_memory
 
 #: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB or COUNTxGIB@DRIVER: "8x80", "2x80,1x24".
 ASSUMED = "STRETTO_GPUS"
@@ -44,7 +44,9 @@ def needs_of(plan: Outline, *, ranks: bool = True, engines: bool = True) -> list
     rank."""
     recipe, needs = plan.recipe, list[Need]()
     if ranks and recipe.trainer.device != "cpu":
-        parts, several = rank_of(plan).parts, recipe.trainer.ranks > 1
+        parts, several = dict(rank_of(plan).parts), recipe.trainer.ranks > 1
+        if several:
+            parts["collectives"] = collective_bytes(recipe.trainer)
         needs += [Need(_rank(rank), parts, apart=several) for rank in range(recipe.trainer.local_ranks)]
     config = recipe.engine
     started = config.kind == "native" or not config.addresses
@@ -81,7 +83,50 @@ def seat_alone(config: EngineConfig, base: ModelFolder, there: Sequence[Gpu]) ->
     if config.device == "cpu" or not there:
         return None
     parts = {"weights of the engine": base.parameters * BYTES[config.dtype], "cache": config.cache_bytes}
-    seats = place(there, [Need("engine", parts)])
+    return _alone(Need("engine", parts), there)
+
+
+def seat_of_supervised(
+    role: str,
+    config: OptimizerConfig,
+    base: ModelFolder,
+    longest: int,
+    there: Sequence[Gpu],
+    *,
+    reference: bool = False,
+) -> Seat | None:
+    """Seat of a process that trains on examples, before anything else of a run or without one; None: the processor.
+
+    Args:
+        longest: tokens of the longest example.
+        reference: it holds a second model.
+
+    Raises:
+        RecipeError: far too little memory.
+    """
+    if config.device == "cpu" or not there:
+        return None
+    named = config.model_dump(include=set(OptimizerConfig.model_fields))
+    told = rank_memory(shape_of_model(base), TrainerConfig(**named), 1, longest, reference=reference)
+    return _alone(Need(role, told.parts), there)
+
+
+def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
+    """See `seat_of_supervised`; None too if there is no warm start."""
+    config, shown = plan.recipe.warm_start, plan.demonstrations
+    if config is None or not shown:
+        return None
+    longest = max(len(one.prompt_ids) + len(one.completion_ids) for one in shown)
+    return seat_of_supervised("warm start", config, plan.base, longest, there)
+
+
+def _alone(need: Need, there: Sequence[Gpu]) -> Seat:
+    """The GPU with the most memory left.
+
+    Raises:
+        RecipeError: far too little memory.
+    """
+    seats = place(there, [need])
     if problems := [problem for problem, factor in _overfull(seats) if factor > _HOPELESS]:
         raise RecipeError(problems)
     return seats[0]
@@ -128,6 +173,20 @@ def notes_of(seats: Sequence[Seat]) -> Iterator[str]:
         if gpu.memory and gpu.memory - gpu.free > gpu.memory / 8:
             yield f"GPU {gpu.id}: others use {gib(gpu.memory - gpu.free)} of its {gib(gpu.memory)} GiB"
     yield from (str(problem) for problem, factor in _overfull(seats) if factor <= _HOPELESS)
+
+
+def placed(plan: Outline, seats: Sequence[Seat]) -> tuple[str, ...]:
+    """The table of the roles on GPUs, with its notes."""
+    first = (str(plan.warm_seat),) if isinstance(plan, Plan) and plan.warm_seat is not None else ()
+    return (*first, *map(str, seats), *notes_of(seats), *_slow(plan.recipe, seats))
+
+
+def _slow(recipe: Recipe, seats: Sequence[Seat]) -> Iterator[str]:
+    """A sentence for each side that computes in float32 on a GPU."""
+    for name, section in (("rank", recipe.trainer), ("engine", recipe.engine)):
+        if section.dtype == "float32" and any(seat.need.role.startswith(name) for seat in seats):
+            key = "trainer.dtype" if name == "rank" else "engine.dtype"
+            yield f'{key} = "float32" on a GPU: matmuls without tensor cores, many times slower than with "bfloat16"'
 
 
 def _by_gpu(seats: Sequence[Seat]) -> dict[Gpu, list[Seat]]:

@@ -102,6 +102,7 @@ class Plan(Outline):
     kept_apart_digest: str = ""  # of their texts and gold answers
     details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
     seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: the processor
+    warm_seat: Seat | None = None  # of the warm start, before them
 
 
 _NO_DEMONSTRATIONS = Problem(

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import RoleEnd
@@ -87,7 +88,13 @@ def main(arguments: list[str]) -> int:
     begin_role()
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[Stop] = RoleEnd(spec.descriptor, _NO_ORDERS)
-    return run_role(lambda: learn(spec, channel), channel.send)
+    take_share(1.0)
+
+    def work() -> None:
+        with memory_named(f"the {spec.role}", spec.gpus, 0, "while it trained on its examples"):
+            learn(spec, channel)
+
+    return run_role(work, channel.send)
 
 
 if __name__ == "__main__":
