@@ -250,6 +250,18 @@ def training(results: dict[str, Any]) -> list[Row]:
     ]
 
 
+def _real_ranks(results: dict[str, Any]) -> list[Row]:
+    return [
+        Row(
+            f"memory at the peak of a step, 22M parameters, {row['ranks']} ranks on gloo",
+            f"{max(row['peaks']) / 2**20:.0f} MiB on a rank",
+            f"counted: {row['counted'] / 2**20:.0f} MiB",
+            f"{max(row['peaks']) / row['counted']:.2f}",
+        )
+        for row in results["rows"]
+    ]
+
+
 def _checkpoints(results: dict[str, Any]) -> list[Row]:
     return [
         Row(
@@ -378,7 +390,7 @@ SECTIONS: dict[str, dict[str, Make]] = {
         "decode-step": _decode_step,
         "serving": _serving,
     },
-    "Training": {"training": training, "checkpoints": _checkpoints},
+    "Training": {"training": training, "checkpoints": _checkpoints, "real-ranks": _real_ranks},
     "Weights": {"weights": _weights},
     "Rewards": {"verifier": verifier, "sandbox": _sandbox},
     "Faults": {"goodput": _goodput, "resumes": _resumes, "ledger": _ledger},

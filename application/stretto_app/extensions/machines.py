@@ -78,7 +78,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self._next = len(self.engines.names)
-        self.ranks = RemoteRanks(self.plan.recipe.deadlines.start / 2)
+        self.ranks = RemoteRanks(self.plan.recipe.deadlines.start / 2, self.plan.recipe.trainer.together)
         self._context = client_context(self.plan.recipe.cluster.tls or "")
         doors = Doors(
             terms=self._terms,

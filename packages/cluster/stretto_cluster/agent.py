@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -65,7 +66,7 @@ from stretto_cluster.messages import (
     StopRole,
     ToAgent,
 )
-from stretto_cluster.scratch import own_folder, own_memory, sweeper
+from stretto_cluster.scratch import neighbours, own_folder, own_memory, sweeper
 from stretto_cluster.weights.mirror import Mirror
 
 _HANDSHAKE_SECONDS = 10.0
@@ -248,10 +249,18 @@ class _Session:
         source = f"{gate_host}:{self.terms.weights_port}"
         tls = Path(self.offer.tls) if self.offer.tls else None
         terms = self.terms
+        beside = partial(neighbours, self.memory)
         self.mirror = mirror = Mirror(
-            source, terms.weights_key, terms.mailbox, self.memory, tls, delta=terms.delta, seconds=terms.pull
+            source,
+            terms.weights_key,
+            terms.mailbox,
+            self.memory,
+            tls,
+            delta=terms.delta,
+            seconds=terms.pull,
+            beside=beside,
         )
-        await mirror.fetch_model(self.folder / "model")
+        await mirror.fetch_model(self.folder / "model", lambda: [one / "model" for one in neighbours(self.folder)])
         self._take_seats()
         model, memory = str(self.folder / "model"), str(self.memory)
         places = tuple(RolePlace(address=self._address(seat), scratch=str(seat.scratch)) for seat in self.seats)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,8 +184,9 @@ def mirror(
     patience: float = 3.0,
     seconds: float = 60.0,
     part_size: int = PART_SIZE,
+    beside: Callable[[], Iterable[Path]] = tuple,
 ) -> Mirror:
-    return Mirror(source, key, "run", away, patience=patience, seconds=seconds, part_size=part_size)
+    return Mirror(source, key, "run", away, patience=patience, seconds=seconds, part_size=part_size, beside=beside)
 
 
 def now(work: Coroutine[Any, Any, T]) -> T:

@@ -1,5 +1,5 @@
-"""Promises of the estimates of a rank's memory and traffic (`trainer.memory`, `trainer.traffic`), held against a count
-of the trainer's own step (`counting`) at the shapes of Qwen3, 32k tokens, in bfloat16, on 1, 8, 64 and 96 ranks:
+"""Promises of the estimates of a rank's memory and traffic (`trainer.memory`), held against a count of the trainer's
+own step (`counting`) at the shapes of Qwen3, 32k tokens, in bfloat16, on 1, 8, 64 and 96 ranks:
 
 - memory agrees within a tenth, with and without checkpointing, adapters, reference, critic, moments in host memory,
   gradients summed once a minibatch or in bfloat16, and ranks that divide tokens or matrices;
@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stretto.model.hf.shape import ModelShape
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.memory import RankMemory, rank_memory
+from stretto.trainer.memory import RankMemory, rank_memory, step_traffic
 from tests.trainer.scale.counting import Counted, step_bytes
-from tests.trainer.scale.traffic import step_traffic
 
 TOKENS = 32_768
 #: (width, MLP, heads, key heads, tied) of Qwen3.

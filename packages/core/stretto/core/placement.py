@@ -51,7 +51,7 @@ class Seat:
         named, need = " + ".join(f"GPU {gpu.id}" for gpu in self.gpus), self.need
         there = f" of {gib(self.gpus[0].free)}" if self.gpus[0].free else ""
         parts = ", ".join(f"{name} {gib(size)}" for name, size in need.parts.items())
-        return f"{need.role:<10}{named}: {gib(need.bytes)}{there} GiB ({parts})"
+        return f"{need.role:<12}{named}: {gib(need.bytes)}{there} GiB ({parts})"
 
 
 def place(there: Sequence[Gpu], needs: Sequence[Need]) -> tuple[Seat, ...]:

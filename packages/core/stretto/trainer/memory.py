@@ -1,4 +1,5 @@
-"""Memory of one rank in a training step: the one estimate of `--dry-run`, `stretto plan` and the check before a start.
+"""Memory and traffic of one rank in a training step: the one estimate of `--dry-run`, `stretto plan` and the check
+before a start.
 
     stays        weights, gradients and AdamW's two moments in float32, shared out to the ranks (ZeRO, arXiv
                  1910.02054), the moments perhaps in the machine's memory (arXiv 2101.06840)
@@ -8,6 +9,17 @@
 `tests/trainer/scale` counts a step of the trainer at real shapes; the estimate agrees within a tenth. Of mixtures it
 counts the activations of all experts, an upper bound. Ranks that divide tokens (C) have 1 / C of the activations; those
 that divide matrices (T) have 1 / T of the heads and of the MLP, and share embedding and output matrix with ranks / T.
+Traffic is the least that these divisions need:
+
+    gather      parameters in the dtype that is computed in, forward and backward (FSDP2); an embedding of its own goes
+                backward without
+    reduce      gradients in `reduce_dtype`, once a micro-batch or once a minibatch
+    sum         results of two matrices of each layer, and gradients of the inputs of two (Megatron-LM, arXiv
+                1909.08053, section 3); the first input of a model with adapters has none
+    exchange    query, key and value of each layer for heads, the attention's result for tokens, and back (DeepSpeed-
+                Ulysses, arXiv 2309.14509, section 3)
+
+Activation checkpointing repeats what goes forward in a layer, but for its last result.
 """
 
 from __future__ import annotations
@@ -121,6 +133,27 @@ def adapter_weights(shape: ModelShape, config: TrainerConfig) -> int:
     divided = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": q, "gate_proj": inner, "up_proj": inner}
     sides = [size for name, size in (divided | {"down_proj": inner}).items() if config.lora.targets(name)]
     return shape.layers * config.lora.rank * (sum(sides) + len(sides) * w * config.tensor_parallel)
+
+
+def step_traffic(shape: ModelShape, config: TrainerConfig, tokens: int, micro_batches: int = 1) -> Mapping[str, int]:
+    """Bytes that one of several ranks gathers, reduces, sums and exchanges in an optimizer step. A tensor counts whole,
+    however many ranks share it. `tokens`: of one micro-batch."""
+    tensor, context, item = config.tensor_parallel, config.context_parallel, BYTES[config.dtype]
+    adapters = 0 if config.lora is None else adapter_weights(shape, config) // tensor
+    whole = shape.body // tensor + (shape.parameters - shape.body) + adapters
+    forward, backward = item * whole, item * (whole - (0 if shape.tied else shape.embedding))
+    reduced = BYTES[config.reduce_dtype] * (adapters or whole)
+    again = 1 if config.activation_checkpointing else 0
+    own, layers = -(-tokens // context) * item, shape.layers
+    stream = own * shape.hidden_size
+    summed = layers * (4 + again) * stream - (stream if adapters else 0) if tensor > 1 else 0
+    heads = 2 * (shape.width + shape.kv_width) // tensor
+    return {
+        "gather": micro_batches * (forward + backward),
+        "reduce": reduced * (micro_batches if config.reduce_every == "micro_batch" else 1),
+        "sum": micro_batches * summed,
+        "exchange": micro_batches * (layers * (2 + again) * own * heads if context > 1 else 0),
+    }
 
 
 @dataclass(frozen=True)
