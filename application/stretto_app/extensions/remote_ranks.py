@@ -53,7 +53,8 @@ class RemoteRanks:
         for number, (machine, place) in zip(awaited.ranks, places, strict=False):
             rank = machine.role(place, f"trainer-rank-{number}", RANK_ROLE, awaited.secrets)
             self._ranks.append(rank)
-            told = awaited.spec(number, spec, machine.model, tls=AGENTS_TLS if spec.tls else "")
+            tls = AGENTS_TLS if spec.tls else ""
+            told = awaited.spec(number, spec, machine.model, machine.reference, tls=tls)
             starts.append(rank.start(told, spec.threads))
         try:
             await gather_or_cancel(*starts)

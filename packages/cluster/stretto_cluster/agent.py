@@ -260,11 +260,13 @@ class _Session:
             seconds=terms.pull,
             beside=beside,
         )
-        await mirror.fetch_model(self.folder / "model", lambda: [one / "model" for one in neighbours(self.folder)])
+        model, reference = await self._fetch(mirror, "model"), None
+        if terms.reference and self.offer.kind == "rank":
+            reference = await self._fetch(mirror, "reference")
         self._take_seats()
-        model, memory = str(self.folder / "model"), str(self.memory)
+        memory = str(self.memory)
         places = tuple(RolePlace(address=self._address(seat), scratch=str(seat.scratch)) for seat in self.seats)
-        self.wire.send(MachineReady(places=places, model=model, mailbox_folder=memory))
+        self.wire.send(MachineReady(places=places, model=model, mailbox_folder=memory, reference=reference))
         joined = f"joined {terms.run} with {len(places)} {self.offer.kind}(s)"
         self.say(joined if self.offer.kind == "rank" else f"{joined}, which work as soon as they have its weights")
         if self.offer.kind == "rank":  # the trainer's own weights: a rank loads no version
@@ -288,6 +290,11 @@ class _Session:
                 continue
             here = wanted
             self.wire.send(Mirrored(version=wanted, size=pulled.bytes, seconds=pulled.seconds))
+
+    async def _fetch(self, mirror: Mirror, kind: str) -> str:
+        """A folder of the run's, here."""
+        await mirror.fetch_model(self.folder / kind, lambda: [one / kind for one in neighbours(self.folder)], kind)
+        return str(self.folder / kind)
 
     async def _look_again(self) -> None:
         """Wait a short time, or until another version is published."""

@@ -40,10 +40,11 @@ def serving(
     port: int = 0,
     tls: Path | None = None,
     host: str = "127.0.0.1",
+    reference: Path | None = None,
 ) -> Iterator[str]:
     """The address of a weights server that runs in a thread."""
     listening = bound(host, port)
-    server = server_of(WeightsApp(run, folder, model, key), tls)
+    server = server_of(WeightsApp(run, folder, model, key, reference), tls)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     thread.start()
     try:

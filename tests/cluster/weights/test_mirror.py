@@ -98,6 +98,21 @@ def test_mirrors_of_one_machine_pull_a_version_and_the_model_once(source: str, t
     assert list((tmp_path / "machine").glob("stretto-*")) == [], "no lock is left"
 
 
+def test_a_reference_policy_is_fetched_like_the_model(home: Path, model: Path, away: Path) -> None:
+    """Into a folder of its own; a run without one has none."""
+    reference = home.parent / "elsewhere"
+    reference.mkdir()
+    (reference / "config.json").write_text('{"layers": 9}')
+    with serving(home, model, reference=reference) as source:
+        now(mirror(source, away).fetch_model(away / "reference", kind="reference"))
+        now(mirror(source, away).fetch_model(away / "model"))
+    assert names(away / "reference") == ["config.json"]
+    assert (away / "reference" / "config.json").read_text() == '{"layers": 9}'
+    assert names(away / "model") == names(model)
+    with serving(home, model) as source, pytest.raises(WireError, match="nothing is at /reference"):
+        now(mirror(source, away).fetch_model(away / "second", kind="reference"))
+
+
 def test_the_same_number_with_other_bytes_travels_again_and_an_abandoned_past_is_forgotten(
     source: str, home: Path, away: Path
 ) -> None:

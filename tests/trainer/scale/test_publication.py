@@ -1,5 +1,5 @@
-"""Promise of a publication of several ranks: each sends its shard in the dtype that is published, and the version is
-that of whole parameters rounded afterwards, to the last bit."""
+"""Promises of several ranks: each sends its shard in the dtype that is published, and the version is that of whole
+parameters rounded afterwards, to the last bit; a reference policy is held in the dtype in which it is gathered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from transformers import AutoModelForCausalLM
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
+from stretto.trainer.optimizer import UNCHANGED
 from stretto.trainer.parallel.lora import adapt
+from stretto.trainer.parallel.ranks import ALONE
+from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.trainer import Trainer
 from stretto.weights.mailbox import GatheringPublisher
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
@@ -64,3 +67,16 @@ def test_a_shard_that_is_rounded_is_the_whole_rounded(tmp_path: Path, lora: bool
     for name, one in half.items():
         assert one.dtype == torch.bfloat16
         assert torch.equal(one, exact[name].to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_reference_policy_is_held_as_it_is_gathered(dtype: str) -> None:
+    """Its buffers stay in float32, and so does all of it where one rank holds it."""
+    config = TrainerConfig.model_validate({"device": "cpu", "ranks": 2, "dtype": dtype})
+    for count in (2, 1):
+        with ranks_without_machines(2, config, gpu=False) as several:
+            model = AutoModelForCausalLM.from_config(SMALL, attn_implementation=PACKED_ATTENTION)
+            frozen = ReferencePolicy(model, config, UNCHANGED, several if count > 1 else ALONE)
+            held = {parameter.dtype for parameter in frozen._policy.parameters()}
+            assert held == {getattr(torch, dtype if count > 1 else "float32")}
+            assert {buffer.dtype for buffer in frozen._policy.buffers()} == {torch.float32}

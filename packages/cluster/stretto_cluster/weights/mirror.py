@@ -106,14 +106,16 @@ class Mirror:
         """
         return await self._in_thread(f"version {version}", partial(self._pull, version))
 
-    async def fetch_model(self, folder: Path, beside: Callable[[], Iterable[Path]] = tuple) -> None:
-        """Download the model folder of version 0, every file checked by its digest; it appears as a whole. Files that
-        folders `beside` have are linked.
+    async def fetch_model(
+        self, folder: Path, beside: Callable[[], Iterable[Path]] = tuple, kind: str = "model"
+    ) -> None:
+        """Download the model folder of version 0, or that of the "reference", every file checked by its digest; it
+        appears as a whole. Files that folders `beside` have are linked.
 
         Raises:
             WireError: the folder exists with other files; and as for `pull`.
         """
-        await self._in_thread("the model folder", partial(self._fetch_in_turn, folder, beside))
+        await self._in_thread(f"the {kind} folder", partial(self._fetch_in_turn, kind, folder, beside))
 
     async def _in_thread(self, what: str, work: Callable[[Transfer], T]) -> T:
         """Run `work` in a thread; if it is cancelled or late, its connection is closed and nothing is switched."""
@@ -223,20 +225,20 @@ class Mirror:
         if newest is not None:
             unlink(file for number, file in versions(self._run, self.folder) if number > newest)
 
-    def _fetch_in_turn(self, folder: Path, beside: Callable[[], Iterable[Path]], transfer: Transfer) -> None:
+    def _fetch_in_turn(self, kind: str, folder: Path, beside: Callable[[], Iterable[Path]], transfer: Transfer) -> None:
         def coming() -> list[Path]:
             return [file for other in beside() for file in _making(other).glob("*")]
 
         with in_turn(self._lock, self._waiting(transfer, coming)):
-            self._fetch_model(folder, [*beside()], transfer)
+            self._fetch_model(kind, folder, [*beside()], transfer)
 
-    def _fetch_model(self, folder: Path, beside: Sequence[Path], transfer: Transfer) -> None:
-        files = {file.name: file for file in transfer.read_json("/model", list[ModelFile])}
+    def _fetch_model(self, kind: str, folder: Path, beside: Sequence[Path], transfer: Transfer) -> None:
+        files = {file.name: file for file in transfer.read_json(f"/{kind}", list[ModelFile])}
         if wrong := [name for name in files if name != Path(name).name or name.startswith(".")]:
             raise WireError(f"{self.source} lists a model file {wrong[0]!r}, which is no name of a file")
         if folder.exists() and any(folder.iterdir()):
             if _has(folder, files) != files.keys():
-                raise WireError(f"{folder} is there, and is not the model folder of run {self._run}")
+                raise WireError(f"{folder} is there, and is not the {kind} folder of run {self._run}")
             return
         making = _making(folder)
         making.mkdir(parents=True, exist_ok=True)
@@ -249,10 +251,10 @@ class Mirror:
                 path = making / file.name
                 path.unlink(missing_ok=True)
                 with open(path, "wb", buffering=0, opener=private) as opened:
-                    transfer.download(f"/model/{file.name}", opened)
+                    transfer.download(f"/{kind}/{file.name}", opened)
                 if path.stat().st_size != file.size or digest_of(path) != file.digest:
                     path.unlink()
-                    raise TornPublication(f"{file.name} of the model folder came with other bytes than listed")
+                    raise TornPublication(f"{file.name} of the {kind} folder came with other bytes than listed")
         unlink(path for path in making.iterdir() if path.name not in files)
         transfer.check_wanted()
         making.replace(folder)

@@ -108,7 +108,7 @@ def rank_memory(
         "weights": weights,
         "gradients": gradients,
         "moments": 0 if on_host else moments,
-        "reference": _MASTER * base // ranks if reference else 0,
+        "reference": (_MASTER if ranks == 1 else step.item) * base // ranks if reference else 0,
         "critic": _MASTER * (valued + adapters) // ranks + fitted * (1 if on_host else 3) if critic else 0,
         "activations": kept,
         "recomputed layer": recomputed,
