@@ -25,6 +25,7 @@ from stretto.launch.preflight.devices import (
     seat_of_supervised,
     seat_of_warm_start,
     seats_of,
+    unplaced,
     usable_gpus,
 )
 from stretto.launch.preflight.plan import Plan, make_plan
@@ -178,6 +179,16 @@ def test_a_process_that_trains_on_examples_is_estimated_and_placed(plan_for: Pla
     assert seat_of_warm_start(plan, ()) is None
 
 
+def test_a_machine_without_gpus_is_not_said_to_run_what_asks_for_one(plan_for: PlanFor) -> None:
+    """The recipe's config alone: such a run is refused before, unless its model has no weights here."""
+    recipe = plan_for().recipe
+    assert unplaced(recipe) == "every role of this machine runs on the processor"
+    asking = recipe.trainer.model_copy(update={"device": "cuda"})
+    assert unplaced(recipe.model_copy(update={"trainer": asking})) == (
+        "trainer.device asks for a GPU, and this machine shows none; STRETTO_GPUS=8x80 assumes eight of 80 GiB"
+    )
+
+
 def test_what_nccl_holds_is_counted_for_each_of_its_groups(plan_for: PlanFor) -> None:
     """Of ranks that divide matrices: all, their shares, those of FSDP and those of a layer."""
     one, several = (seats_of(plan_for(f"trainer.ranks={ranks}"), assumed_gpus("4x80"))[0] for ranks in (1, 2))
@@ -237,6 +248,10 @@ def test_a_dry_run_shows_the_table(laboratory: Laboratory, monkeypatch: pytest.M
     assert engine.startswith("devices     engine-0    GPU 0: ")
     assert shared.startswith("devices     GPU 0 is shared: rank 0 at most ")
     laboratory.run("train", TINY, "--dry-run", "trainer.ranks=2").refused("trainer.ranks: 2", "1 GPUs")
+    cuda = "trainer.device=cuda", "engine.device=cuda"
+    assert "devices     rank 0" in laboratory.run("train", TINY, "--dry-run", *cuda).out, "assumed GPUs are judged"
+    monkeypatch.delenv("STRETTO_GPUS")
+    laboratory.run("train", TINY, "--dry-run", *cuda).refused("trainer.device", "torch finds no GPU")
 
 
 class Environments(FreshSpawner):

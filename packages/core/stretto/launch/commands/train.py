@@ -19,7 +19,7 @@ from stretto.doors.packages import from_package
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
 from stretto.launch.preflight.base import digest
-from stretto.launch.preflight.devices import placed, seat_of_warm_start, seats_of, usable_gpus
+from stretto.launch.preflight.devices import placed, seat_of_warm_start, seats_of, unplaced, usable_gpus
 from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, step_and_run, warnings
 from stretto.launch.preflight.paper import is_on_paper, outline
 from stretto.launch.preflight.plan import Outline, Plan, make_plan
@@ -183,7 +183,7 @@ def _devices(plan: Outline) -> Sequence[str]:
     """Sentences about the GPUs of the roles."""
     seats = plan.seats if isinstance(plan, Plan) else seats_of(plan, usable_gpus(plan.recipe, dry=True))
     if not seats:
-        return ("every role of this machine runs on the processor",)
+        return (unplaced(plan.recipe),)
     return placed(plan, seats)
 
 

@@ -17,6 +17,7 @@ from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.machine import VISIBLE, Gpu, gpus, too_old, unusable, visible
 from stretto.core.placement import Need, Seat, gib, place
 from stretto.engine.config import EngineConfig
+from stretto.launch.preflight.checks import ASSUMED
 from stretto.launch.preflight.estimates import engine_parts, rank_of
 from stretto.launch.preflight.plan import Outline, Plan
 from stretto.launch.preflight.trainable import too_many_ranks
@@ -26,8 +27,6 @@ from stretto.model.hf.shape import BYTES, shape_of_model
 from stretto.trainer.config import OptimizerConfig, TrainerConfig
 from stretto.trainer.memory import SMALLER, collective_bytes, rank_memory
 
-#: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB or COUNTxGIB@DRIVER: "8x80", "2x80,1x24".
-ASSUMED = "STRETTO_GPUS"
 _ASSUMED_CUDA = "12.8"  # of the torch that they have, where this one has none
 _KIND = re.compile(r"\s*(\d{1,4})\s*x\s*(\d{1,5})\s*(?:@\s*([\d.]+))?\s*")
 _HOPELESS = 1.5  # times the memory; an estimate may be wrong by less
@@ -176,9 +175,21 @@ def notes_of(seats: Sequence[Seat]) -> Iterator[str]:
 
 
 def placed(plan: Outline, seats: Sequence[Seat]) -> tuple[str, ...]:
-    """The table of the roles on GPUs, with its notes."""
+    """The table of the roles on GPUs, with its notes; empty without any."""
     first = (str(plan.warm_seat),) if isinstance(plan, Plan) and plan.warm_seat is not None else ()
     return (*first, *map(str, seats), *notes_of(seats), *_slow(plan.recipe, seats))
+
+
+def unplaced(recipe: Recipe) -> str:
+    """The sentence of a machine without GPUs."""
+    sections = {"trainer": recipe.trainer} | ({"engine": recipe.engine} if recipe.local_engines else {})
+    wanted = [f"{name}.device" for name, section in sections.items() if section.device == "cuda"]
+    if not wanted:
+        return "every role of this machine runs on the processor"
+    asks = "asks" if len(wanted) == 1 else "ask"
+    return (
+        f"{' and '.join(wanted)} {asks} for a GPU, and this machine shows none; {ASSUMED}=8x80 assumes eight of 80 GiB"
+    )
 
 
 def _slow(recipe: Recipe, seats: Sequence[Seat]) -> Iterator[str]:

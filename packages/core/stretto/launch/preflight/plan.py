@@ -127,7 +127,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     check_reward_function(recipe.rewards)
     check_reward_addresses(recipe.rewards)
     needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
-    check_machine(recipe)
+    check_machine(recipe, dry=dry)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
     base = inspect_model_folder(base_folder(recipe.model, recipe.seed))
