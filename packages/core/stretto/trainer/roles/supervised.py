@@ -58,7 +58,16 @@ class ProgressSender:
 
 
 def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
-    """Load the model, train it, save it."""
+    """Load the model, train it, save it.
+
+    Raises:
+        OutOfMemory: its device has no room.
+    """
+    with memory_named(f"the {spec.role}", spec.gpus, 0, "while it trained on its examples"):
+        _learn(spec, channel)
+
+
+def _learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
     examples = _EXAMPLES.decode(Path(spec.examples).read_bytes())
     tell = ProgressSender(channel)
     match examples:
@@ -89,12 +98,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[Stop] = RoleEnd(spec.descriptor, _NO_ORDERS)
     take_share(1.0)
-
-    def work() -> None:
-        with memory_named(f"the {spec.role}", spec.gpus, 0, "while it trained on its examples"):
-            learn(spec, channel)
-
-    return run_role(work, channel.send)
+    return run_role(lambda: learn(spec, channel), channel.send)
 
 
 if __name__ == "__main__":
