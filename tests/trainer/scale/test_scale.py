@@ -144,6 +144,9 @@ def test_the_estimate_says_what_is_largest_and_what_shrinks_it() -> None:
     assert whole.largest == "activations"
     assert "trainer.activation_checkpointing = true" in str(whole)
     saving = estimated("8b", LAYERS["8b"], 8, SAVING)
+    assert saving.smaller["activations"] == "a smaller sampling.max_tokens, or trainer.context_parallel", "as done"
+    wider = estimated("8b", 2, 8, SAVING | {"micro_batch_tokens": 2 * TOKENS})
+    assert wider.smaller["activations"] == "a smaller trainer.micro_batch_tokens, or trainer.context_parallel"
     assert saving.total < whole.total / 2
     assert saving.parts[saving.largest] == max(saving.parts.values())
     few = estimated("32b", LAYERS["32b"], 8, SAVING)

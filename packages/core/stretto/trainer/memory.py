@@ -36,27 +36,44 @@ _BLOCK_LOGITS = 1 << 26  # and in float32, `model.kernels.fused_logprobs`
 #: Bytes of a communicator of NCCL: for each of its 32 channels at most the buffers of its three protocols, 4 MiB, 4.7
 #: MiB and 0.5 MiB (NCCL_BUFFSIZE, NCCL_LL128_BUFFSIZE, NCCL_LL_BUFFSIZE).
 _COMMUNICATOR = 32 * ((4 << 20) + 4_915_200 + (1 << 19))
-#: Keys of a recipe that make a part smaller.
-SMALLER: Mapping[str, str] = {
-    "weights": "trainer.ranks",
-    "gradients": "trainer.ranks or trainer.lora",
-    "moments": 'trainer.optimizer_states = "host", or trainer.ranks, or trainer.lora',
-    "reference": "trainer.ranks, or trainer.lora, whose reference is the policy without adapters",
-    "critic": "trainer.ranks, or advantages without a critic",
-    "activations": "trainer.activation_checkpointing = true, or a smaller trainer.micro_batch_tokens, or "
-    "trainer.context_parallel",
-    "recomputed layer": "a smaller trainer.micro_batch_tokens, or trainer.context_parallel",
-    "gathered": 'trainer.reduce_dtype = "bfloat16", or trainer.reduce_every = "micro_batch"',
-    "collectives": "NCCL_MAX_NCHANNELS or NCCL_BUFFSIZE in the environment",
+_SAVING, _SMALL_BATCHES = "trainer.activation_checkpointing = true", "a smaller trainer.micro_batch_tokens"
+_HALF_SUMS, _EACH = 'trainer.reduce_dtype = "bfloat16"', 'trainer.reduce_every = "micro_batch"'
+_TOKENS, _MATRICES, _SHORT = "trainer.context_parallel", "trainer.tensor_parallel", "a smaller sampling.max_tokens"
+#: Keys that make a part smaller.
+_SMALLER: Mapping[str, tuple[str, ...]] = {
+    "weights": ("trainer.ranks",),
+    "gradients": ("trainer.ranks", "trainer.lora"),
+    "moments": ('trainer.optimizer_states = "host"', "trainer.ranks", "trainer.lora"),
+    "reference": ("trainer.ranks", "trainer.lora, whose reference is the policy without adapters"),
+    "critic": ("trainer.ranks", "advantages without a critic"),
+    "activations": (_SAVING, _SMALL_BATCHES, _SHORT, _TOKENS),
+    "recomputed layer": (_SMALL_BATCHES, _SHORT, _TOKENS),
+    "gathered": (_HALF_SUMS, _EACH, _MATRICES),
+    "collectives": ("NCCL_MAX_NCHANNELS or NCCL_BUFFSIZE in the environment",),
 }
+
+
+def smaller(config: TrainerConfig, longest: int) -> Mapping[str, str]:
+    """What makes each part smaller, without what the recipe has done already. A sequence is never divided, so that
+    batches no larger than the longest one need shorter ones."""
+    whole = longest >= config.micro_batch_tokens
+    done = {
+        _SAVING: config.activation_checkpointing,
+        _SMALL_BATCHES: whole,
+        _SHORT: not whole,
+        _HALF_SUMS: config.reduce_dtype == "bfloat16",
+        _EACH: config.reduce_every == "micro_batch",
+    }
+    return {part: ", or ".join(key for key in keys if not done.get(key)) for part, keys in _SMALLER.items()}
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank at the peak of a step, by part. `host`: those of moments in the machine's memory beside a
-    GPU."""
+    """Bytes of one rank at the peak of a step, by part. `smaller`: what would shrink each. `host`: those of moments in
+    the machine's memory beside a GPU."""
 
     parts: Mapping[str, int]
+    smaller: Mapping[str, str]
     host: int = 0
 
     @property
@@ -72,7 +89,7 @@ class RankMemory:
         size = self.parts[self.largest] / 2**30
         beside = f", and {self.host / 2**30:.1f} of moments in the machine's memory" if self.host else ""
         return (
-            f"{self.total / 2**30:.1f} GiB, most of it {self.largest} ({size:.1f}): {SMALLER[self.largest]} "
+            f"{self.total / 2**30:.1f} GiB, most of it {self.largest} ({size:.1f}): {self.smaller[self.largest]} "
             f"shrinks it{beside}"
         )
 
@@ -115,7 +132,7 @@ def rank_memory(
         "gathered": moving,
     }
     host = moments + (2 * fitted if critic else 0) if on_host else 0
-    return RankMemory({name: size for name, size in parts.items() if size}, host)
+    return RankMemory({name: size for name, size in parts.items() if size}, smaller(config, longest), host)
 
 
 def collective_bytes(config: TrainerConfig) -> int:

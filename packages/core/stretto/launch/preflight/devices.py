@@ -10,6 +10,7 @@ import re
 import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -25,13 +26,13 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.inspection import ModelFolder
 from stretto.model.hf.shape import BYTES, shape_of_model
 from stretto.trainer.config import OptimizerConfig, TrainerConfig
-from stretto.trainer.memory import SMALLER, collective_bytes, rank_memory
+from stretto.trainer.memory import collective_bytes, rank_memory
 
 _ASSUMED_CUDA = "12.8"  # of the torch that they have, where this one has none
 _KIND = re.compile(r"\s*(\d{1,4})\s*x\s*(\d{1,5})\s*(?:@\s*([\d.]+))?\s*")
+_OF_TRAINER, _KEYS = re.compile(r"trainer\.(\w+)"), OptimizerConfig.model_fields.keys()
 _HOPELESS = 1.5  # times the memory; an estimate may be wrong by less
 _SMALLER = {
-    **SMALLER,
     "weights of the engine": 'engine.dtype = "bfloat16", or tensor parallelism in engine.arguments',
     "cache": "a smaller engine.cache_gib or engine.slots",
     "step": "a smaller engine.slots or engine.max_prefill_tokens",
@@ -43,10 +44,12 @@ def needs_of(plan: Outline, *, ranks: bool = True, engines: bool = True) -> list
     rank."""
     recipe, needs = plan.recipe, list[Need]()
     if ranks and recipe.trainer.device != "cpu":
-        parts, several = dict(rank_of(plan).parts), recipe.trainer.ranks > 1
+        told, several = rank_of(plan), recipe.trainer.ranks > 1
+        parts = dict(told.parts)
         if several:
             parts["collectives"] = collective_bytes(recipe.trainer)
-        needs += [Need(_rank(rank), parts, apart=several) for rank in range(recipe.trainer.local_ranks)]
+        each = partial(Need, parts=parts, apart=several, smaller=told.smaller)
+        needs += [each(_rank(rank)) for rank in range(recipe.trainer.local_ranks)]
     config = recipe.engine
     started = config.kind == "native" or not config.addresses
     if engines and started and config.device != "cpu":
@@ -107,7 +110,14 @@ def seat_of_supervised(
         return None
     named = config.model_dump(include=set(OptimizerConfig.model_fields))
     told = rank_memory(shape_of_model(base), TrainerConfig(**named), 1, longest, reference=reference)
-    return _alone(Need(role, told.parts), there)
+    smaller = {part: _in_section(role.replace(" ", "_"), words) for part, words in told.smaller.items()}
+    return _alone(Need(role, told.parts, smaller=smaller), there)
+
+
+def _in_section(section: str, words: str) -> str:
+    """Of the words for what a rank could have smaller, those of keys that this section has too."""
+    found = [one for one in words.split(", or ") if (key := _OF_TRAINER.search(one)) and key[1] in _KEYS]
+    return ", or ".join(one.replace("trainer.", f"{section}.") for one in found) or "a smaller model"
 
 
 def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
@@ -156,10 +166,11 @@ def _overfull(seats: Sequence[Seat]) -> Iterator[tuple[Problem, float]]:
     for gpu, own in _by_gpu(seats).items():
         needed = sum(seat.need.bytes for seat in own)
         if gpu.free and needed > gpu.free:
-            largest = max(((size, name) for seat in own for name, size in seat.need.parts.items()), default=(0, ""))
+            size, name = max(((size, name) for seat in own for name, size in seat.need.parts.items()), default=(0, ""))
+            smaller = _SMALLER | {part: words for seat in own for part, words in seat.need.smaller.items()}
             roles = " and ".join(seat.need.role for seat in own)
             found = f"{roles}: {'need' if len(own) > 1 else 'needs'} {gib(needed)} of {gib(gpu.free)} GiB"
-            remedy = f"largest: {largest[1]}, {gib(largest[0])} GiB; {_SMALLER.get(largest[1], 'a smaller model')}"
+            remedy = f"largest: {name}, {gib(size)} GiB; {smaller.get(name, 'a smaller model')}"
             yield Problem(f"GPU {gpu.id}", found, remedy), needed / gpu.free
 
 
