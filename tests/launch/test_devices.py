@@ -29,6 +29,7 @@ from stretto.launch.preflight.devices import (
     usable_gpus,
 )
 from stretto.launch.preflight.plan import Plan, make_plan
+from stretto.launch.preflight.trainable import too_many_ranks
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.proving import Proving
@@ -102,6 +103,12 @@ def test_what_does_not_fit_is_refused(plan_for: PlanFor, settings: tuple[str, ..
     with pytest.raises(RecipeError, match=words) as refused:
         seats_of(plan, assumed_gpus(there))
     assert refused.value.exit_code == 2
+
+
+def test_more_ranks_than_gpus_may_go_to_other_machines() -> None:
+    [problem] = too_many_ranks(TrainerConfig(ranks=48, remote_ranks=40, device="cuda"), 4)
+    assert str(problem).startswith("trainer.ranks: 48, 8 of them on this machine, and the machine has 4 GPUs")
+    assert problem.remedy.startswith("trainer.remote_ranks = 44, or ")
 
 
 def test_ranks_on_gpus_that_differ_are_refused(plan_for: PlanFor) -> None:
