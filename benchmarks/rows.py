@@ -252,15 +252,11 @@ def training(results: dict[str, Any]) -> list[Row]:
 
 def _real_ranks(results: dict[str, Any]) -> list[Row]:
     rows = results["rows"]
-    peaks, counted = ([size(row) / 2**20 for row in rows] for size in (_peak, lambda row: row["counted"]))
+    peaks, counted = [max(row["peaks"]) / 2**20 for row in rows], [row["counted"] / 2**20 for row in rows]
     what = f"MiB of a rank, 22M parameters, {', '.join(str(row['ranks']) for row in rows)} ranks on gloo"
     ours, told = (", ".join(f"{size:.0f}" for size in sizes) for sizes in (peaks, counted))
     ratios = ", ".join(f"{a / b:.2f}" for a, b in zip(peaks, counted, strict=True))
     return [Row(what, ours, f"counted: {told}", ratios)]
-
-
-def _peak(row: dict[str, Any]) -> float:
-    return float(max(row["peaks"]))
 
 
 def _checkpoints(results: dict[str, Any]) -> list[Row]:

@@ -58,7 +58,7 @@ _COPIED = ("_allgather_base_", "_reduce_scatter_base_")
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all storages that are alive, and their peak; `gloo`: with its copies."""
 
-    def __init__(self, *, gloo: bool) -> None:
+    def __init__(self, *, gloo: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._copied = _COPIED if gloo else ()
         self.now = self.peak = self.host = 0
