@@ -1,43 +1,68 @@
 """What a rank does to a batch before its first product: CPU seconds and bytes for a million tokens.
 
     python -m benchmarks.batches
+    python -m benchmarks.batches --paper [--shares 48]
 
 Each rank has the whole batch: it reads it (MessagePack), computes the advantages and packs its own share. Bytes are the
 most that Python's and numpy's allocators hold at once beyond what is there before (tracemalloc, in a pass of its own).
+
+--paper: one batch of the paper's size, 512 groups of 16 completions of 27,648 tokens at most (log-normal, 10,820 in the
+mean), once through every station: the ledger's file, the order of rank 0, the message as a rank reads it, samples, and
+the share of one of `--shares` ranks as micro-batches. Bytes are what the process grows by (VmHWM). Nothing is saved.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from benchmarks.gpu_training import ALGORITHM
 from benchmarks.lengths import batch
 from benchmarks.report import Table, save
-from stretto.core.records import Batch
+from stretto.core.frames import LENGTH, frame
+from stretto.core.records import Batch, Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
+from stretto.store.ledger.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import read_batches
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
 from stretto.trainer.batch.packing import minibatches
 from stretto.trainer.batch.samples import SampledBatch, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import TO_RANK, Train
+from stretto.trainer.parallel.ranks import SingleRank
 
 MILLION = 1e6
 PROMPT, ANSWER, GROUP = 128, 2048, 8
+SAMPLES, LONGEST, MEAN, SIGMA = 16, 27_648, 12_450.0, 0.9  # the paper's; the mean before the cut
 
 
-def packed(sampled: SampledBatch, parts: int) -> list[Minibatch]:
-    """The minibatches of the only rank, on the processor, without shared prompts as on a GPU."""
+class Share(SingleRank):
+    """The first of several shares."""
+
+    def __init__(self, shares: int) -> None:
+        self.shares = shares
+
+
+def packed(sampled: SampledBatch, parts: int, shares: int = 1) -> list[Minibatch]:
+    """The minibatches of one rank, on the processor."""
     samples, config = sampled.samples, TrainerConfig(micro_batch_tokens=32_768, minibatches=parts)
     divided = minibatches([len(sample.token_ids) for sample in samples], parts)
     aggregation, device = ALGORITHM.aggregation, torch.device("cpu")
-    return [minibatch([samples[i] for i in part], config, aggregation, ANSWER, device) for part in divided]
+    each = partial(minibatch, config=config, aggregation=aggregation, longest=ANSWER, device=device)
+    return [each([samples[i] for i in part], ranks=Share(shares)) for part in divided]
 
 
 def cost(work: Callable[[], Any], tokens: int, passes: int = 3) -> dict[str, float]:
@@ -59,10 +84,88 @@ def cost(work: Callable[[], Any], tokens: int, passes: int = 3) -> dict[str, flo
     }
 
 
+def lengths(groups: int) -> list[tuple[int, ...]]:
+    """Tokens of the completions of each group."""
+    drawn = np.random.default_rng(1)
+    center = math.log(MEAN) - SIGMA**2 / 2
+    return [tuple(drawn.lognormal(center, SIGMA, SAMPLES).clip(1, LONGEST).astype(int).tolist()) for _ in range(groups)]
+
+
+def batch_of(groups: int) -> Batch:
+    """A batch of the paper's lengths; what the tokens are makes no difference."""
+    ids = np.random.default_rng(2).integers(2, 151_936, LONGEST, dtype=np.int32)
+    logprobs = np.linspace(-8, -6, LONGEST, dtype=np.float32)
+
+    def made(group: int, member: int, length: int) -> Trajectory:
+        columns = ids[:length].tobytes() + logprobs[:length].tobytes()
+        segment = Segment.sealed(columns, length, ((1, length),), stop_reason=StopReason.STOP)
+        verdict = Verdict(outcome=Outcome.RIGHT, reward=float(member % 2))
+        return Trajectory(id=trajectory_id(str(group), member), segments=(segment,), verdict=verdict, text="")
+
+    prompt = Prompt(id="0", token_ids=tuple(ids[:PROMPT].tolist()), text="", answer="")
+    found = [
+        Group(str(g), prompt, 1, tuple(made(g, m, length) for m, length in enumerate(own)))
+        for g, own in enumerate(lengths(groups))
+    ]
+    return Batch(step=1, version=1, groups=tuple(found))
+
+
+def status(field: str) -> int:
+    """Bytes of a field of this process's status."""
+    return next(
+        int(line.split()[1]) << 10
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{field}:")
+    )
+
+
+def station(table: Table, name: str, work: Callable[[], Any]) -> Any:
+    """Do the work once; its result."""
+    gc.collect()
+    before, began, wall = status("VmRSS"), time.process_time(), time.perf_counter()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    result = work()
+    seconds, passed = time.process_time() - began, time.perf_counter() - wall
+    table.add(name, f"{seconds:.1f}", f"{passed:.1f}", f"{(status('VmHWM') - before) / 2**30:.2f}")
+    table.show_last()
+    return result
+
+
+def paper(groups: int, shares: int) -> None:
+    """One batch through every station."""
+    made = batch_of(groups)
+    tokens = sum(t.segments[0].length for group in made.groups for t in group.trajectories)
+    print(f"{groups * SAMPLES:,} completions, {tokens:,} tokens")
+    table = Table("station", "CPU s", "s", "GiB more")
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
+        path = Path(folder) / "ledger.sqlite"
+        station(table, "into the ledger", partial(write, path, made))
+        station(table, "out of the ledger", partial(list, read_batches(path, 0, 1)))
+    sent = station(table, "order", partial(frame, Train(batch=made)))
+    print(f"order: {len(sent) / 2**30:.2f} GiB")
+    made = station(table, "read by a rank", partial(TO_RANK.decode, memoryview(sent)[LENGTH.size :])).batch
+    sampled = station(table, "samples", partial(samples_of, made, ALGORITHM, LONGEST))
+    station(table, "minibatches", partial(packed, sampled, 4, shares))
+
+
+def write(path: Path, made: Batch) -> None:
+    """What the conductor does with the ledger, from the admission to the training of a batch."""
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        for group in made.groups:
+            ledger.issue(group.id, group.prompt, len(group.trajectories), group.admitted_version)
+            ledger.buffer(group)
+        ledger.commit_batch(made)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=64, help=f"of {GROUP} answers of {ANSWER} tokens")
+    parser.add_argument("--paper", nargs="?", type=int, const=512, help="its batch, of so many groups")
+    parser.add_argument("--shares", type=int, default=48, help="of a minibatch, of which one is packed")
     words = parser.parse_args()
+    if words.paper:
+        paper(words.paper, words.shares)
+        return
     made: Batch = batch([(PROMPT, (ANSWER,) * GROUP)] * words.groups, 151_936, 1)
     tokens = words.groups * GROUP * ANSWER
     sent = msgspec.msgpack.encode(Train(batch=made))

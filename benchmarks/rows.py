@@ -250,6 +250,15 @@ def training(results: dict[str, Any]) -> list[Row]:
     ]
 
 
+def _real_ranks(results: dict[str, Any]) -> list[Row]:
+    rows = results["rows"]
+    peaks, counted = [max(row["peaks"]) / 2**20 for row in rows], [row["counted"] / 2**20 for row in rows]
+    what = f"MiB of a rank, 22M parameters, {', '.join(str(row['ranks']) for row in rows)} ranks on gloo"
+    ours, told = (", ".join(f"{size:.0f}" for size in sizes) for sizes in (peaks, counted))
+    ratios = ", ".join(f"{a / b:.2f}" for a, b in zip(peaks, counted, strict=True))
+    return [Row(what, ours, f"counted: {told}", ratios)]
+
+
 def _checkpoints(results: dict[str, Any]) -> list[Row]:
     return [
         Row(
@@ -378,7 +387,7 @@ SECTIONS: dict[str, dict[str, Make]] = {
         "decode-step": _decode_step,
         "serving": _serving,
     },
-    "Training": {"training": training, "checkpoints": _checkpoints},
+    "Training": {"training": training, "checkpoints": _checkpoints, "real-ranks": _real_ranks},
     "Weights": {"weights": _weights},
     "Rewards": {"verifier": verifier, "sandbox": _sandbox},
     "Faults": {"goodput": _goodput, "resumes": _resumes, "ledger": _ledger},

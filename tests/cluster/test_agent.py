@@ -134,9 +134,9 @@ def test_what_is_published_while_the_model_travels_is_pulled_and_nothing_older(
     """Version 3 is gone by the time at which the model is here."""
 
     class Slow(Mirror):
-        async def fetch_model(self, folder: Path) -> None:
+        async def fetch_model(self, folder: Path, *told: Any) -> None:
             await until(lambda: gone)
-            await super().fetch_model(folder)
+            await super().fetch_model(folder, *told)
 
     gone: list[bool] = []
     monkeypatch.setattr("stretto_cluster.agent.Mirror", Slow)

@@ -79,7 +79,7 @@ def test_a_role_goes_where_it_fits_first() -> None:
     (seat, beside) = place(there[1:], [rank, small])
     assert (seat.ids, beside.ids) == (("1",), ("1",))
     assert seat.share > beside.share > 0.05
-    assert str(seat) == "rank 0    GPU 1: 20.5 of 80.0 GiB (policy 20.0)"
+    assert str(seat) == "rank 0      GPU 1: 20.5 of 80.0 GiB (policy 20.0)"
 
 
 def test_gpus_are_read_as_nvidia_smi_writes_them() -> None:

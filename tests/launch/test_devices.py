@@ -1,7 +1,8 @@
 """Promises: `--dry-run` says which GPU each rank and engine has, what it needs there and how a shared one is split;
 the same ids are in the specs of the roles and in the environment of their processes; too many ranks, GPUs that differ
 or are too small, a driver older than torch's CUDA and interfaces that are not there are refused before anything starts;
-a rank that runs out of memory is named, the trainer restarted once, and then the run ends with what needs less.
+a warm start is placed and estimated like a rank; float32 on a GPU is said to be slow; a rank that runs out of memory is
+named, the trainer restarted once, and then the run ends with what needs less.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ from stretto.launch.preflight.devices import (
     missing_interfaces,
     notes_of,
     seat_alone,
+    seat_of_supervised,
+    seat_of_warm_start,
     seats_of,
+    unplaced,
     usable_gpus,
 )
 from stretto.launch.preflight.plan import Plan, make_plan
+from stretto.launch.preflight.trainable import too_many_ranks
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.proving import Proving
 from stretto.loop.learner.link import TrainerLink
 from stretto.processes.spawn import FreshSpawner, RunningProcess, Spawn
 from stretto.trainer.config import TrainerConfig
+from stretto.trainer.memory import collective_bytes
 from tests.launch.running import TINY, Laboratory, said, steps_done
 
 GIB = 1 << 30
@@ -99,6 +105,12 @@ def test_what_does_not_fit_is_refused(plan_for: PlanFor, settings: tuple[str, ..
     assert refused.value.exit_code == 2
 
 
+def test_more_ranks_than_gpus_may_go_to_other_machines() -> None:
+    [problem] = too_many_ranks(TrainerConfig(ranks=48, remote_ranks=40, device="cuda"), 4)
+    assert str(problem).startswith("trainer.ranks: 48, 8 of them on this machine, and the machine has 4 GPUs")
+    assert problem.remedy.startswith("trainer.remote_ranks = 44, or ")
+
+
 def test_ranks_on_gpus_that_differ_are_refused(plan_for: PlanFor) -> None:
     fast, slow = (Gpu(str(n), name, 80 * GIB, 80 * GIB) for n, name in enumerate(("H100", "A100")))
     plan = plan_for("trainer.ranks=2")
@@ -153,6 +165,47 @@ def test_an_engine_alone_takes_the_gpu_with_the_most_room(plan_for: PlanFor) -> 
         seat_alone(config.model_copy(update={"cache_gib": 90.0}), plan.base, there[:1])
 
 
+def test_a_process_that_trains_on_examples_is_estimated_and_placed(plan_for: PlanFor) -> None:
+    """On the GPU with the most memory left; a second model and longer examples need more."""
+    plan = plan_for("warm_start.steps=2")
+    there = (Gpu("0", "H100", 80 * GIB, 20 * GIB), Gpu("1", "H100", 80 * GIB, 70 * GIB))
+    seat = seat_of_warm_start(plan, there)
+    assert seat is not None
+    assert (seat.need.role, seat.ids) == ("warm start", ("1",))
+    assert {"weights", "gradients", "moments", "activations"} <= set(seat.need.parts)
+    config = plan.recipe.warm_start
+    assert config is not None
+    alone = seat_of_supervised("preferences", config, plan.base, 10, there)
+    both = seat_of_supervised("preferences", config, plan.base, 10, there, reference=True)
+    assert alone is not None
+    assert both is not None
+    assert both.need.bytes == alone.need.bytes + alone.need.parts["weights"]
+    with pytest.raises(RecipeError, match=r"GPU 1: .* largest: activations, .*; preferences\.activation_ch.* = true$"):
+        seat_of_supervised("preferences", config, plan.base, 90_000_000, there)
+    assert seat_of_warm_start(replace(plan, demonstrations=()), there) is None
+    assert seat_of_warm_start(plan, ()) is None
+
+
+def test_a_machine_without_gpus_is_not_said_to_run_what_asks_for_one(plan_for: PlanFor) -> None:
+    """The recipe's config alone: such a run is refused before, unless its model has no weights here."""
+    recipe = plan_for().recipe
+    assert unplaced(recipe) == "every role of this machine runs on the processor"
+    asking = recipe.trainer.model_copy(update={"device": "cuda"})
+    assert unplaced(recipe.model_copy(update={"trainer": asking})) == (
+        "trainer.device asks for a GPU, and this machine shows none; STRETTO_GPUS=8x80 assumes eight of 80 GiB"
+    )
+
+
+def test_what_nccl_holds_is_counted_for_each_of_its_groups(plan_for: PlanFor) -> None:
+    """Of ranks that divide matrices: all, their shares, those of FSDP and those of a layer."""
+    one, several = (seats_of(plan_for(f"trainer.ranks={ranks}"), assumed_gpus("4x80"))[0] for ranks in (1, 2))
+    assert "collectives" not in one.need.parts
+    each = several.need.parts["collectives"]
+    assert each == collective_bytes(TrainerConfig(ranks=8)) > GIB / 8
+    assert collective_bytes(TrainerConfig(ranks=8, tensor_parallel=2)) == 4 * each
+    assert collective_bytes(TrainerConfig(ranks=8, context_parallel=2)) == 3 * each
+
+
 def replace_free(gpu: Gpu, free: int) -> Gpu:
     return Gpu(gpu.id, gpu.name, gpu.memory, free)
 
@@ -192,13 +245,20 @@ def test_a_dry_run_shows_the_table(laboratory: Laboratory, monkeypatch: pytest.M
     shown = laboratory.run("train", TINY, "--dry-run")
     assert "devices     every role of this machine runs on the processor" in shown.out
     monkeypatch.setenv("STRETTO_GPUS", "1x80")
-    shown = laboratory.run("train", TINY, "--dry-run")
-    rank, engine, shared = (line for line in shown.out.splitlines() if line.startswith("devices"))
-    assert rank.startswith("devices     rank 0    GPU 0: ")
+    shown = laboratory.run("train", TINY, "--dry-run", "warm_start.steps=2")
+    warm, rank, engine, shared, *slow = (line for line in shown.out.splitlines() if line.startswith("devices"))
+    assert warm.startswith("devices     warm start  GPU 0: ")
+    assert [line.split()[1] for line in slow] == ["trainer.dtype", "engine.dtype"]
+    assert all("without tensor cores" in line for line in slow)
+    assert rank.startswith("devices     rank 0      GPU 0: ")
     assert "weights 0.0, gradients 0.0, moments 0.0, activations 0.0" in rank
-    assert engine.startswith("devices     engine-0  GPU 0: ")
+    assert engine.startswith("devices     engine-0    GPU 0: ")
     assert shared.startswith("devices     GPU 0 is shared: rank 0 at most ")
     laboratory.run("train", TINY, "--dry-run", "trainer.ranks=2").refused("trainer.ranks: 2", "1 GPUs")
+    cuda = "trainer.device=cuda", "engine.device=cuda"
+    assert "devices     rank 0" in laboratory.run("train", TINY, "--dry-run", *cuda).out, "assumed GPUs are judged"
+    monkeypatch.delenv("STRETTO_GPUS")
+    laboratory.run("train", TINY, "--dry-run", *cuda).refused("trainer.device", "torch finds no GPU")
 
 
 class Environments(FreshSpawner):

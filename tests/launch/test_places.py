@@ -1,11 +1,18 @@
-"""Places for ranks on other machines: only a machine that stays has some."""
+"""Places for ranks on other machines: only a machine that stays has some, and ranks that divide matrices or tokens are
+of one machine."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
-from stretto_app.extensions.remote_ranks import RemoteRanks
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from stretto.trainer.config import TrainerConfig
+from stretto_app.extensions.remote_ranks import RemoteRanks, neighbours
 from stretto_cluster.messages import Leaving, MachineReady, RolePlace
 from tests.cluster.hosting import hosted, introduction, joined_by_hand, until
 
@@ -32,3 +39,19 @@ def test_a_machine_that_leaves_or_is_dismissed_is_given_no_ranks(tmp_path: Path)
                 wire.cut()
 
     asyncio.run(asyncio.wait_for(work(), 30))
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=30), st.integers(1, 5))
+def test_a_group_of_ranks_is_of_one_machine(hosts: list[str], together: int) -> None:
+    """And no place that could be in one is left out."""
+    taken = neighbours(hosts, together)
+    groups = [taken[first : first + together] for first in range(0, len(taken), together)]
+    assert all(len({hosts[place] for place in group}) == 1 for group in groups)
+    assert all(len(group) == together for group in groups)
+    assert len(set(taken)) == len(taken) == sum(hosts.count(host) // together * together for host in "abc")
+
+
+def test_a_group_over_two_machines_is_refused() -> None:
+    TrainerConfig(ranks=16, remote_ranks=8, tensor_parallel=4, context_parallel=2)
+    with pytest.raises(ValidationError, match=r"remote_ranks = 10 is no multiple of .* = 8: .* remote_ranks = 8"):
+        TrainerConfig(ranks=16, remote_ranks=10, tensor_parallel=4, context_parallel=2)

@@ -5,14 +5,17 @@ tokens that may not be drawn have none; the backward pass is taken in the logits
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.core.records import Sampling
 from stretto.model.kernels import fused_logprobs as chosen
 from stretto.model.kernels.fused_logprobs import chosen_logprobs
+from stretto.model.packed.logprobs import _head_logprobs
 from tests.tolerances import assert_close, near
 
 ROWS = st.lists(st.lists(st.floats(-20, 20), min_size=5, max_size=5), min_size=1, max_size=6)
@@ -35,19 +38,21 @@ def test_by_hand() -> None:
     assert logits.grad.tolist() == [near([-0.5, 0.75, -0.25])]
 
 
-@given(ROWS, st.floats(-2, 2), st.floats(-2, 2), st.sampled_from([1, 2, 1000]))
-def test_values_and_gradients_are_torchs(rows: list[list[float]], weight: float, of_entropy: float, block: int) -> None:
+@given(ROWS, st.floats(-2, 2), st.floats(-2, 2), st.sampled_from([1, 2, 1000]), st.sampled_from([1.0, 0.5, 1.3]))
+def test_values_and_gradients_are_torchs(
+    rows: list[list[float]], weight: float, of_entropy: float, block: int, temperature: float
+) -> None:
     ours, theirs = (torch.tensor(rows, requires_grad=True) for _ in range(2))
     tokens = torch.tensor([k % 5 for k in range(len(rows))])
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(chosen._BLOCK, "cpu", 5 * block)
-        logprobs, entropy = chosen_logprobs(ours * 1, tokens, entropy=True)
+        logprobs, entropy = chosen_logprobs(ours * 1, tokens, entropy=True, temperature=temperature)
         assert entropy is not None
         (weight * logprobs.sum() + of_entropy * entropy.sum()).backward()
-    expected = torchs(theirs, tokens)
-    assert_close((logprobs, entropy), expected, size=20)
+    expected = torchs(theirs / temperature, tokens)
+    assert_close((logprobs, entropy), expected, size=20 / temperature)
     (weight * expected[0].sum() + of_entropy * expected[1].sum()).backward()
-    assert_close(ours.grad, theirs.grad, size=2 * 20)  # an entropy's gradient has logits in it
+    assert_close(ours.grad, theirs.grad, size=2 * 20 / temperature**2)  # an entropy's gradient has logits in it
 
 
 @pytest.mark.parametrize("kind", [0, 1])
@@ -85,6 +90,22 @@ def test_half_precision_is_computed_in_float32() -> None:
     expected = torch.nn.functional.one_hot(tokens, 300) - logits.float().softmax(-1)
     assert leaf.grad is not None
     assert_close(leaf.grad.float(), expected, 1, dtype=torch.bfloat16)
+
+
+def test_a_temperature_keeps_no_second_tensor_of_logits() -> None:
+    """In half precision all that is kept of [N, V] is the logits, in that precision."""
+    weight, kept = torch.randn(300, 8).bfloat16().requires_grad_(), list[torch.Tensor]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    hidden, tokens = torch.randn(4, 8).bfloat16(), torch.tensor([3, 30, 120, 299])
+    multiply = partial(torch.nn.functional.linear, weight=weight)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found, _ = _head_logprobs(multiply, hidden, tokens, Sampling(max_tokens=1, temperature=0.7), False)
+    assert [one.dtype for one in kept if one.shape == (4, 300)] == [torch.bfloat16]
+    assert_close(found, torchs((hidden @ weight.detach().T).float() / 0.7, tokens)[0], 300)
 
 
 def test_the_gradient_takes_the_place_of_the_logits_and_is_taken_once() -> None:

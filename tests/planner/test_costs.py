@@ -75,13 +75,26 @@ def test_training_is_three_passes_and_a_half_for_the_proximal_policy() -> None:
 
 
 def test_ranks_wait_for_their_parameters_where_that_takes_longer() -> None:
-    """Each of two ranks gets half of 12,000 bytes, three times for its only micro-batch of 10 tokens; of 6,000 in
-    bfloat16."""
+    """Each of two ranks gets half of 12,000 bytes, three times for its only micro-batch of 10 tokens; in bfloat16 of
+    6,000 twice, and of 12,000 once for gradients in float32."""
     slow = ROUND.__class__(**{**{f: getattr(ROUND, f) for f in ROUND.__struct_fields__}, "link_bandwidth": 10.0})
     assert Costs(JOB, slow, Layout(1, 2)).train([10, 10]) == pytest.approx(3 * 6000 / 10)
     half = JOB.with_settings({}, {}, {"dtype": "bfloat16"})
-    assert Costs(half, slow, Layout(1, 2)).train([10, 10]) == pytest.approx(3 * 3000 / 10)
+    assert Costs(half, slow, Layout(1, 2)).train([10, 10]) == pytest.approx((2 * 3000 + 6000) / 10)
     assert Costs(half, slow, Layout(1, 2)).memory().trainer * 2**30 == rank_memory(SHAPE, half.trainer, 2, 18).total
+
+
+def test_ranks_that_divide_a_layer_wait_for_their_activations() -> None:
+    """Of 20 tokens, two ranks: 4 sums of 2 layers, of 20 * 20 numbers of 4 bytes, which a ring sends once each; half of
+    2 * 2 exchanges of 10 tokens, of query and result of 20 numbers each, key and value of 10."""
+    slow = msgspec.structs.replace(ROUND, link_bandwidth=10.0)
+    alone = Costs(JOB, ROUND, Layout(1, 2)).train([10, 10])
+    matrices = JOB.with_settings({}, {}, {"tensor_parallel": 2, "micro_batch_tokens": 20})
+    assert Costs(matrices, slow, Layout(1, 2)).train([10, 10]) == pytest.approx(alone + 4 * 2 * 20 * 20 * 4 / 10)
+    shared = JOB.with_settings({}, {}, {"context_parallel": 2, "micro_batch_tokens": 20})
+    gathered = 3 * 6000 / 10
+    exchanged = 2 * 2 * 10 * (2 * 20 + 2 * 10) * 4 / 2
+    assert Costs(shared, slow, Layout(1, 2)).train([10, 10]) == pytest.approx(gathered + exchanged / 10)
 
 
 def test_memory_is_that_of_both_sides() -> None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader
 
 from stretto.core.errors import OutOfMemory
 from stretto.model.device import memory_named
-from stretto.trainer.messages import SaveCheckpoint
+from stretto.trainer.messages import Demonstration, Demonstrations, SaveCheckpoint
 from stretto.trainer.parallel.ranks import ALONE
+from stretto.trainer.roles import supervised
 from stretto.trainer.roles.trainer import TrainerRole
-from stretto.trainer.spec import TrainerSpec
+from stretto.trainer.spec import SupervisedSpec, TrainerSpec
 from stretto.trainer.trainer import Trainer
 from stretto.weights.mailbox import GatheringPublisher
 from tests.trainer.rank_runs import SAMPLING, SCENARIOS, trainer_of
@@ -53,6 +55,15 @@ def test_the_gpu_of_the_rank_s_own_machine_is_named(tmp_path: Path, monkeypatch:
     found = r"rank 0 on far ran out of memory on GPU 5 while it copied its state: CUDA out of memory\. Tried to alloc"
     with pytest.raises(OutOfMemory, match=found):
         trainer.carry_out(SaveCheckpoint(folder=str(tmp_path / "v0")))
+
+
+def test_a_process_that_trains_on_examples_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised, "load_policy", short)
+    shown = tmp_path / "shown"
+    shown.write_bytes(msgspec.msgpack.encode(Demonstrations(examples=(Demonstration((1,), (2,)),))))
+    spec = SupervisedSpec("model", str(shown), "out", "{}", seed=1, threads=1, role="warm start", gpus=("7",))
+    with pytest.raises(OutOfMemory, match="the warm start ran out of memory on its device while it trained on"):
+        supervised.learn(spec, None)  # type: ignore[arg-type]  # nothing is sent before it has a model
 
 
 def test_a_checkpoint_that_does_not_fit_at_the_moment_is_not_called_broken(

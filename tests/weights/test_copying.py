@@ -168,7 +168,7 @@ def test_a_version_exists_once_it_is_written_and_is_that_of_its_copy(tmp_path: P
     publisher, subscriber = SharedMemoryPublisher("run", tmp_path), SharedMemorySubscriber("run", tmp_path)
     held, gathered = {"a": torch.arange(4.0), "b": torch.ones(3, 2).t()}, list[str]()
 
-    def gather(name: str, tensor: Tensor) -> Tensor:
+    def gather(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         gathered.append(name)
         return tensor * 2
 

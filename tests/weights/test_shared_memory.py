@@ -81,7 +81,7 @@ def test_tensors_are_gathered_one_at_a_time(
     made: list[weakref.ref[Tensor]] = []
     names: list[str] = []
 
-    def twice(name: str, tensor: Tensor) -> Tensor:
+    def twice(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         assert all(ref() is None for ref in made[:-1])
         names.append(name)
         whole = tensor * 2

@@ -78,7 +78,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self._next = len(self.engines.names)
-        self.ranks = RemoteRanks(self.plan.recipe.deadlines.start / 2)
+        self.ranks = RemoteRanks(self.plan.recipe.deadlines.start / 2, self.plan.recipe.trainer.together)
         self._context = client_context(self.plan.recipe.cluster.tls or "")
         doors = Doors(
             terms=self._terms,
@@ -209,6 +209,7 @@ class Cluster:
             address=f"{host}:{self.weights_port}",
             key_file=str(key_file),
             tls=self.plan.recipe.cluster.tls,
+            reference=self._reference,
         )
         self._tasks.add("weights", self._keep_serving(spec, reserved))
 
@@ -241,7 +242,14 @@ class Cluster:
             hung=self.plan.recipe.deadlines.hung,
             tenure=self.tenure,
             pull=self.plan.recipe.deadlines.pull,
+            reference=self._reference is not None,
         )
+
+    @property
+    def _reference(self) -> str | None:
+        """Folder of a reference policy that ranks elsewhere need."""
+        reference, ranks = self.plan.recipe.algorithm.reference, self.plan.recipe.trainer.remote_ranks
+        return reference.path if reference is not None and ranks else None
 
     def _joined(self, machine: JoinedMachine) -> None:
         if machine.kind == "rank":

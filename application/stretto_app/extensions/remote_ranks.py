@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied
@@ -13,12 +15,26 @@ from stretto_cluster.machine import JoinedMachine, RemoteProcess
 from stretto_cluster.messages import AGENTS_TLS
 
 
-class RemoteRanks:
-    """Places for trainer ranks on joined machines, taken in the order of joining, and the ranks in them."""
+def neighbours(hosts: Sequence[str], together: int) -> list[int]:
+    """Places in the order in which ranks take them, by index, each given by its host: those of one host follow each
+    other, and the last ones of a host that make no group of `together` are left out.
 
-    def __init__(self, seconds: float) -> None:
-        """`seconds`: how long to wait for places."""
-        self._seconds = seconds
+    >>> neighbours(["a", "b", "a", "b", "a"], 2)
+    [0, 2, 1, 3]
+    """
+    found = defaultdict[str, list[int]](list)
+    for place, host in enumerate(hosts):
+        found[host].append(place)
+    return [place for own in found.values() for place in own[: len(own) // together * together]]
+
+
+class RemoteRanks:
+    """Places for trainer ranks on joined machines, taken machine by machine in the order of joining, and the ranks in
+    them."""
+
+    def __init__(self, seconds: float, together: int = 1) -> None:
+        """`seconds`: how long to wait for places; `together`: ranks of a group, which one machine has all of."""
+        self._seconds, self._together = seconds, together
         self._machines: list[JoinedMachine] = []
         self._ranks: list[RemoteProcess] = []
         self._came = asyncio.Event()
@@ -37,7 +53,8 @@ class RemoteRanks:
         for number, (machine, place) in zip(awaited.ranks, places, strict=False):
             rank = machine.role(place, f"trainer-rank-{number}", RANK_ROLE, awaited.secrets)
             self._ranks.append(rank)
-            told = awaited.spec(number, spec, machine.model, tls=AGENTS_TLS if spec.tls else "")
+            tls = AGENTS_TLS if spec.tls else ""
+            told = awaited.spec(number, spec, machine.model, machine.reference, tls=tls)
             starts.append(rank.start(told, spec.threads))
         try:
             await gather_or_cancel(*starts)
@@ -57,9 +74,12 @@ class RemoteRanks:
                     await self._came.wait()
         except DeadlineExceeded as late:
             found = f"has {len(self._free())} of {count} places for its ranks on other machines ({late})"
+            if self._together > 1:
+                found += f", in groups of {self._together} on one machine each (tensor_parallel * context_parallel)"
             raise RoleDied("trainer", f"{found}; start them: stretto rank --join") from None
         return places
 
     def _free(self) -> list[tuple[JoinedMachine, int]]:
         self._machines = [machine for machine in self._machines if machine.stays]
-        return [(machine, place) for machine in self._machines for place in range(len(machine.places))]
+        places = [(machine, place) for machine in self._machines for place in range(len(machine.places))]
+        return [places[at] for at in neighbours([machine.host for machine, _ in places], self._together)]

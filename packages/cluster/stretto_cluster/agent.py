@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -65,7 +66,7 @@ from stretto_cluster.messages import (
     StopRole,
     ToAgent,
 )
-from stretto_cluster.scratch import own_folder, own_memory, sweeper
+from stretto_cluster.scratch import neighbours, own_folder, own_memory, sweeper
 from stretto_cluster.weights.mirror import Mirror
 
 _HANDSHAKE_SECONDS = 10.0
@@ -248,14 +249,24 @@ class _Session:
         source = f"{gate_host}:{self.terms.weights_port}"
         tls = Path(self.offer.tls) if self.offer.tls else None
         terms = self.terms
+        beside = partial(neighbours, self.memory)
         self.mirror = mirror = Mirror(
-            source, terms.weights_key, terms.mailbox, self.memory, tls, delta=terms.delta, seconds=terms.pull
+            source,
+            terms.weights_key,
+            terms.mailbox,
+            self.memory,
+            tls,
+            delta=terms.delta,
+            seconds=terms.pull,
+            beside=beside,
         )
-        await mirror.fetch_model(self.folder / "model")
+        model, reference = await self._fetch(mirror, "model"), None
+        if terms.reference and self.offer.kind == "rank":
+            reference = await self._fetch(mirror, "reference")
         self._take_seats()
-        model, memory = str(self.folder / "model"), str(self.memory)
+        memory = str(self.memory)
         places = tuple(RolePlace(address=self._address(seat), scratch=str(seat.scratch)) for seat in self.seats)
-        self.wire.send(MachineReady(places=places, model=model, mailbox_folder=memory))
+        self.wire.send(MachineReady(places=places, model=model, mailbox_folder=memory, reference=reference))
         joined = f"joined {terms.run} with {len(places)} {self.offer.kind}(s)"
         self.say(joined if self.offer.kind == "rank" else f"{joined}, which work as soon as they have its weights")
         if self.offer.kind == "rank":  # the trainer's own weights: a rank loads no version
@@ -279,6 +290,11 @@ class _Session:
                 continue
             here = wanted
             self.wire.send(Mirrored(version=wanted, size=pulled.bytes, seconds=pulled.seconds))
+
+    async def _fetch(self, mirror: Mirror, kind: str) -> str:
+        """A folder of the run's, here."""
+        await mirror.fetch_model(self.folder / kind, lambda: [one / kind for one in neighbours(self.folder)], kind)
+        return str(self.folder / kind)
 
     async def _look_again(self) -> None:
         """Wait a short time, or until another version is published."""

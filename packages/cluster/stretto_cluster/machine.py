@@ -53,6 +53,7 @@ class JoinedMachine:
         self.spans: list[Span] = []  # of its mirror, since they were taken
         self.places: tuple[RolePlace, ...] = ()
         self.model = self.mailbox_folder = ""
+        self.reference: str | None = None
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = loop.create_future()
         self.prepared: asyncio.Future[None] = loop.create_future()
@@ -100,10 +101,11 @@ class JoinedMachine:
             case Beat(sent, clock_offset, moved):
                 self.clock_offset, self.moved = clock_offset, moved
                 self._wire.send(Echo(sent=sent, now=time.monotonic()))
-            case MachineReady(places, model, mailbox_folder):
+            case MachineReady(places, model, mailbox_folder, reference):
                 if self.prepared.done() or len(places) != self._count:
                     raise WireError(f"{len(places)} places; it has offered {self._count}, once")
                 self.places, self.model, self.mailbox_folder = places, model, mailbox_folder
+                self.reference = reference
                 self.prepared.set_result(None)
             case Mirrored(version):
                 now = time.monotonic()

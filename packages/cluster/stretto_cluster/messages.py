@@ -80,6 +80,7 @@ class RunTerms(Record, frozen=True, tag=True):
     hung: float
     tenure: Tenure
     pull: float = 600.0  # seconds without a byte of a version, or of the model, that is pulled
+    reference: bool = False  # whether a reference policy is served too, for ranks
 
 
 class RolePlace(Record, frozen=True):
@@ -90,11 +91,12 @@ class RolePlace(Record, frozen=True):
 
 
 class MachineReady(Record, frozen=True, tag=True):
-    """The machine has the model; roles can be started in these places."""
+    """The machine has the model, and for ranks the reference policy; roles can be started in these places."""
 
     places: tuple[RolePlace, ...]
     model: str
     mailbox_folder: str
+    reference: str | None = None
 
 
 class Beat(Record, frozen=True, tag=True):

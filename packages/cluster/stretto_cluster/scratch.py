@@ -1,4 +1,5 @@
-"""Temporary folders of an agent, locked while it lives; later agents remove unlocked ones.
+"""Temporary folders of an agent, locked while it lives; later agents remove unlocked ones. Agents of one machine take
+turns to fetch, and link what another has.
 
 A sweeper process removes them when the agent dies; if it is killed too (with the whole control group, say), they stay.
 """
@@ -11,11 +12,14 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from stretto.weights.folder import SHARED, own, remove_abandoned, shared_folder
+from stretto.weights.folder import SHARED, own, prefix, remove_abandoned, shared_folder
 from stretto_cluster.messages import RunTerms
 
+_LOOK_SECONDS = 0.05
 _FOLDER, _MEMORY = "stretto-machine-", "stretto-agent-"  # how their names begin
 
 
@@ -46,15 +50,72 @@ def _locked(folder: Path, how: int = 0) -> int:
 
 
 def own_memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
-    """Same as `own_folder`, for the weights: in shared memory if there is room, else in `folder`."""
+    """Same as `own_folder`, for the weights: in shared memory if there is room, or if another agent of the run has them
+    there, else in `folder`."""
     for left in SHARED.glob(f"{_MEMORY}*"):
         with contextlib.suppress(OSError):  # it is in use, or another agent removes it too
             remove_abandoned(left)
             left.rmdir()
+    there = any(SHARED.glob(f"{_MEMORY}*/{prefix(terms.mailbox)}*.weights"))
     while True:
-        memory = Path(tempfile.mkdtemp(prefix=_MEMORY, dir=shared_folder(terms.size, folder)))
+        memory = Path(tempfile.mkdtemp(prefix=_MEMORY, dir=shared_folder(0 if there else terms.size, folder)))
         with contextlib.suppress(FileNotFoundError):  # another agent has removed it as one that was left
             return memory, own(terms.mailbox, memory)
+
+
+def neighbours(folder: Path) -> list[Path]:
+    """The same folders of this user's other agents on this machine."""
+    found = folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*")
+    return [one for one in found if one != folder and not one.is_symlink() and _is_ours(one)]
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid()
+    except FileNotFoundError:  # its agent has ended
+        return False
+
+
+def link_first(sources: Iterable[Path], target: Path) -> bool:
+    """Link the first of these files that is there to `target`, without a copy; False if none can be."""
+    for source in sources:
+        with contextlib.suppress(OSError):  # it is gone, or on another file system
+            target.hardlink_to(source)
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def in_turn(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of this file, which one process of the machine has at a time. `waiting` is called again and again
+    until then, and may raise. Without a lock file, as where another user has it, nobody waits."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            yield
+            return
+        try:
+            while not _taken(descriptor):
+                waiting()
+                time.sleep(_LOOK_SECONDS)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                    try:
+                        yield
+                    finally:
+                        path.unlink(missing_ok=True)
+                    return
+        finally:
+            os.close(descriptor)  # another had it, and has unlinked the file
+
+
+def _taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def sweeper(*folders: Path) -> subprocess.Popen[bytes]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,10 +40,11 @@ def serving(
     port: int = 0,
     tls: Path | None = None,
     host: str = "127.0.0.1",
+    reference: Path | None = None,
 ) -> Iterator[str]:
     """The address of a weights server that runs in a thread."""
     listening = bound(host, port)
-    server = server_of(WeightsApp(run, folder, model, key), tls)
+    server = server_of(WeightsApp(run, folder, model, key, reference), tls)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])))
     thread.start()
     try:
@@ -184,8 +185,9 @@ def mirror(
     patience: float = 3.0,
     seconds: float = 60.0,
     part_size: int = PART_SIZE,
+    beside: Callable[[], Iterable[Path]] = tuple,
 ) -> Mirror:
-    return Mirror(source, key, "run", away, patience=patience, seconds=seconds, part_size=part_size)
+    return Mirror(source, key, "run", away, patience=patience, seconds=seconds, part_size=part_size, beside=beside)
 
 
 def now(work: Coroutine[Any, Any, T]) -> T:

@@ -1,6 +1,7 @@
 """Promises: a mirror has what the server has, to the bit, and engines read it as if the trainer had published it there;
 what is cut, flipped, not the version asked for or gone is never switched in; a broken transfer goes on where it broke
-off, over a restart of the server too; no wait is without end; nothing is left of what failed.
+off, over a restart of the server too; no wait is without end; nothing is left of what failed; of the mirrors of one
+machine one alone pulls.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import resource
+import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ import pytest
 from stretto.core.errors import DeadlineExceeded, SourceLost, TornPublication, WireError
 from stretto.weights.folder import path_of
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from stretto_cluster.scratch import neighbours
 from stretto_cluster.weights.server import bound
 from tests.cluster.weights.serving import (
     Road,
@@ -64,6 +68,49 @@ def test_a_duplicate_pull_moves_no_bytes_and_a_late_one_of_an_older_version_chan
     assert SharedMemorySubscriber("run", away).newest() == 7
     assert_loads(away, 6, 6.0)
     assert_loads(away, 7, 7.0)
+
+
+def test_mirrors_of_one_machine_pull_a_version_and_the_model_once(source: str, tmp_path: Path) -> None:
+    """Whoever comes first: the others link its files, which last when it ends. A file of the same version with other
+    bytes is not taken for it."""
+    folders = [tmp_path / "machine" / f"agent-{number}" for number in range(4)]
+
+    async def pulls() -> tuple[list[int], int]:
+        mirrors = [mirror(source, folder, beside=partial(neighbours, folder)) for folder in folders]
+        models = [folder / "model" for folder in folders]
+        await asyncio.gather(
+            *(one.fetch_model(own, lambda: models) for one, own in zip(mirrors, models, strict=True)),
+        )
+        moved = [pulled.bytes for pulled in await asyncio.gather(*(one.pull(7) for one in mirrors))]
+        shutil.copytree(folders[0], folders[0].with_name("agent-9"))
+        path_of("run", folders[0].with_name("agent-9"), 6).write_bytes(b"torn")
+        return moved, (await mirrors[1].pull(6)).bytes
+
+    newer, older = now(pulls())
+    assert sorted(newer)[:3] == [0, 0, 0]
+    assert sum(newer) > 0
+    assert older > 0, "what another has is not whole"
+    for name in ("model/model.safetensors", path_of("run", folders[0], 7).name):
+        assert len({(folder / name).stat().st_ino for folder in folders}) == 1
+    shutil.rmtree(folders[0])
+    assert_loads(folders[1], 7, 7.0)
+    assert_loads(folders[1], 6, 6.0)
+    assert list((tmp_path / "machine").glob("stretto-*")) == [], "no lock is left"
+
+
+def test_a_reference_policy_is_fetched_like_the_model(home: Path, model: Path, away: Path) -> None:
+    """Into a folder of its own; a run without one has none."""
+    reference = home.parent / "elsewhere"
+    reference.mkdir()
+    (reference / "config.json").write_text('{"layers": 9}')
+    with serving(home, model, reference=reference) as source:
+        now(mirror(source, away).fetch_model(away / "reference", kind="reference"))
+        now(mirror(source, away).fetch_model(away / "model"))
+    assert names(away / "reference") == ["config.json"]
+    assert (away / "reference" / "config.json").read_text() == '{"layers": 9}'
+    assert names(away / "model") == names(model)
+    with serving(home, model) as source, pytest.raises(WireError, match="nothing is at /reference"):
+        now(mirror(source, away).fetch_model(away / "second", kind="reference"))
 
 
 def test_the_same_number_with_other_bytes_travels_again_and_an_abandoned_past_is_forgotten(

@@ -16,6 +16,7 @@ from stretto.trainer.parallel.ranks import Ranks, ShardedRanks
 
 _KINDS: Mapping[str, str] = {
     "_allgather_base_": "gather",
+    "all_gather_into_tensor": "gather",
     "_reduce_scatter_base_": "reduce",
     "allreduce_": "sum",
     "all_reduce": "sum",
@@ -46,10 +47,16 @@ class Collectives(TorchDispatchMode):
         return sum(sum(sizes) for key, sizes in self.calls.items() if key[0] == axis and kind in ("", key[1]))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and not func._opname.startswith("wait"):
+        passive = func._opname.startswith(("wait", "_wrap"))
+        if func.namespace in ("c10d", "_c10d_functional") and not passive:
             kind, axis = _KINDS[func._opname], self._axes.get(_group_name(args), "all")
-            self.calls[axis, kind].append(max(one.nbytes for one in tree_leaves(args) if isinstance(one, Tensor)))
+            self.calls[axis, kind].append(whole_bytes(args))
         return func(*args, **(kwargs or {}))
+
+
+def whole_bytes(arguments: Any) -> int:
+    """Bytes of the whole tensor of a collective."""
+    return max(one.nbytes for one in tree_leaves(arguments) if isinstance(one, Tensor))
 
 
 def _group_name(arguments: Any) -> str:

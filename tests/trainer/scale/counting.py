@@ -2,7 +2,7 @@
 (FakeTensorMode) and a process group that sends nothing, with the attention and the sizes of a GPU.
 
 What is counted is every storage that is alive. On a GPU a gather may begin while the one before it is still held, which
-adds at most one layer.
+adds at most one layer. gloo (`gpu=False`) copies what it gathers, and what it sums and scatters, while it does so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stretto.trainer.parallel import ranks as ranks_module
 from stretto.trainer.parallel.lora import adapt
 from stretto.trainer.parallel.ranks import ALONE, Ranks, ShardedRanks
 from stretto.trainer.reference import ReferencePolicy
-from tests.trainer.scale.collectives import Collectives
+from tests.trainer.scale.collectives import Collectives, whole_bytes
 from tests.trainer.staging import staged
 
 _aten = torch.ops.aten
@@ -51,11 +51,16 @@ _ANSWERS: Mapping[Any, object] = {
 }
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive, and their peak."""
+#: Collectives in which gloo has a whole copy of its own.
+_COPIED = ("_allgather_base_", "_reduce_scatter_base_")
 
-    def __init__(self) -> None:
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive, and their peak; `gloo`: with its copies."""
+
+    def __init__(self, *, gloo: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._copied = _COPIED if gloo else ()
         self.now = self.peak = self.host = 0
         self._sizes: dict[int, int] = {}
         self._on_host: set[int] = set()
@@ -67,6 +72,8 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._see(own(leaf).untyped_storage())
+        if func._opname in self._copied:
+            self.peak = max(self.peak, self.now + whole_bytes(args))
         return out
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -205,7 +212,7 @@ def step_bytes(
     with ranks_without_machines(config.ranks, config, gpu=gpu) as ranks, ExitStack() as stack:
         part = divided(part, ranks)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        live = LiveBytes()
+        live = LiveBytes(gloo=not gpu)
         stack.enter_context(live.watching())
         algorithm = AlgorithmConfig.model_validate(
             ({"reference": {"weight": 0.1}} if reference else {})

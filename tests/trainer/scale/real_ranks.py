@@ -1,11 +1,12 @@
 """Steps of real ranks on gloo, with their memory: ``python -m tests.trainer.scale.real_ranks FOLDER COUNT``.
 
-``FOLDER/model`` is the policy. ``FOLDER/COUNT-RANK.pt`` holds the losses of two steps and the bytes at the peak of the
-second, beyond those of the process before it has a model.
+``FOLDER/model`` is the policy, ``FOLDER/small`` one that comes before. ``FOLDER/COUNT-RANK.pt`` holds the losses of two
+steps and the bytes at the peak of the second, beyond those of the process before it has the model.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import random
 import sys
@@ -30,17 +31,23 @@ from stretto.trainer.parallel.ranks import ALONE, Ranks
 from stretto.trainer.parallel.rendezvous import join, open_store, reach_store
 from tests.trainer.unloaded_runs import resident
 
-SHAPE = Qwen3Config(
-    vocab_size=16_384,
-    hidden_size=384,
-    num_hidden_layers=6,
-    num_attention_heads=6,
-    num_key_value_heads=3,
-    head_dim=64,
-    intermediate_size=1024,
-    max_position_embeddings=256,
-    tie_word_embeddings=False,
-)  # 22M parameters
+
+def shape_of(vocabulary: int, width: int, layers: int, inner: int) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=64,
+        intermediate_size=inner,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+
+
+SHAPE = shape_of(16_384, 384, 6, 1024)  # 22M parameters
+SMALL = shape_of(512, 64, 2, 128)
 SEQUENCES, TOKENS = 8, 128
 SETTINGS = {"micro_batch_tokens": TOKENS, "minibatches": 1, "device": "cpu"}
 _RETURNED = {-1: 0, -2: 0, -3: 1 << 16}  # mallopt's trim threshold, padding, mmap threshold: what is free is returned
@@ -56,7 +63,7 @@ def part_of(config: TrainerConfig, ranks: Ranks) -> Minibatch:
     samples = [
         Sample(
             id=f"{number}",
-            token_ids=[drawn.randrange(SHAPE.vocab_size) for _ in range(TOKENS)],
+            token_ids=[drawn.randrange(SMALL.vocab_size) for _ in range(TOKENS)],
             loss_positions=range(1, TOKENS),
             behavior_logprobs=[-9.7] * (TOKENS - 1),
             advantages=[drawn.uniform(-1, 1) for _ in range(TOKENS - 1)],
@@ -69,8 +76,15 @@ def part_of(config: TrainerConfig, ranks: Ranks) -> Minibatch:
 
 
 def play(folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """Two steps."""
-    config, model = config_of(ranks.count), folder / "model"
+    """Two steps, after two of a small model: code that has run is in memory, of a process with any model."""
+    steps(folder / "small", ranks)
+    gc.collect()
+    return steps(folder / "model", ranks)
+
+
+def steps(model: Path, ranks: Ranks) -> dict[str, Any]:
+    """The losses of two steps, and the bytes at the peak of the second."""
+    config = config_of(ranks.count)
     before = resident("VmRSS")
     policy = skeleton(model, PACKED_ATTENTION) if ranks.count > 1 else load_policy(model, attention=PACKED_ATTENTION)
     learner = Learner(policy, config, UNCHANGED, ranks)

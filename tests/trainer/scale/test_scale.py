@@ -1,5 +1,5 @@
-"""Promises of the estimates of a rank's memory and traffic (`trainer.memory`, `trainer.traffic`), held against a count
-of the trainer's own step (`counting`) at the shapes of Qwen3, 32k tokens, in bfloat16, on 1, 8, 64 and 96 ranks:
+"""Promises of the estimates of a rank's memory and traffic (`trainer.memory`), held against a count of the trainer's
+own step (`counting`) at the shapes of Qwen3, 32k tokens, in bfloat16, on 1, 8, 64 and 96 ranks:
 
 - memory agrees within a tenth, with and without checkpointing, adapters, reference, critic, moments in host memory,
   gradients summed once a minibatch or in bfloat16, and ranks that divide tokens or matrices;
@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stretto.model.hf.shape import ModelShape
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.memory import RankMemory, rank_memory
+from stretto.trainer.memory import RankMemory, rank_memory, step_traffic
 from tests.trainer.scale.counting import Counted, step_bytes
-from tests.trainer.scale.traffic import step_traffic
 
 TOKENS = 32_768
 #: (width, MLP, heads, key heads, tied) of Qwen3.
@@ -145,6 +144,9 @@ def test_the_estimate_says_what_is_largest_and_what_shrinks_it() -> None:
     assert whole.largest == "activations"
     assert "trainer.activation_checkpointing = true" in str(whole)
     saving = estimated("8b", LAYERS["8b"], 8, SAVING)
+    assert saving.smaller["activations"] == "a smaller sampling.max_tokens, or trainer.context_parallel", "as done"
+    wider = estimated("8b", 2, 8, SAVING | {"micro_batch_tokens": 2 * TOKENS})
+    assert wider.smaller["activations"] == "a smaller trainer.micro_batch_tokens, or trainer.context_parallel"
     assert saving.total < whole.total / 2
     assert saving.parts[saving.largest] == max(saving.parts.values())
     few = estimated("32b", LAYERS["32b"], 8, SAVING)

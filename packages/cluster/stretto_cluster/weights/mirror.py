@@ -5,16 +5,18 @@
     switch      stretto-<run>-v000007.weights         as the publisher does it: engines of the machine read it with
                                                       `SharedMemorySubscriber`, as from a local publisher
 
-Torn or foreign data are never switched in. If the run was resumed from an earlier version, the abandoned later ones are
-unlinked as soon as the server reports the lower number.
+Mirrors of one machine pull in turn, and link what another has verified: a version crosses the network once, and is in
+memory once. Torn or foreign data are never switched in. If the run was resumed from an earlier version, the abandoned
+later ones are unlinked as soon as the server reports the lower number.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from stretto.core.deadlines import standstill, waiting
 from stretto.core.errors import TornPublication, WireError
 from stretto.weights.folder import KEPT, map_file, path_of, prefix, private, unlink, versions
 from stretto.weights.manifest import ModelFile, digest_of, manifest_of, verify
+from stretto_cluster.scratch import in_turn, link_first
 from stretto_cluster.weights import delta
 from stretto_cluster.weights.source import PART_SIZE, Transfer, tls_context
 
@@ -68,6 +71,7 @@ class Mirror:
         patience: float = 10.0,
         seconds: float = 600.0,
         part_size: int = PART_SIZE,
+        beside: Callable[[], Iterable[Path]] = tuple,
     ) -> None:
         """Args:
         source: ``host:port`` of the weights server.
@@ -77,12 +81,13 @@ class Mirror:
         patience: seconds without a new byte, over all attempts, after which the server is lost.
         seconds: a pull ends after this many seconds without a byte received or checked; its total time is not
             limited.
-        part_size: a larger file comes in parts of at least this many bytes, over several connections at once."""
+        part_size: a larger file comes in parts of at least this many bytes, over several connections at once.
+        beside: the folders of other mirrors of this machine, which may have a version already."""
         prefix(run)
         self.source, self.folder, self._key, self._run = source, folder, key, run
         self._tls = tls_context(tls) if tls is not None else None
         self._patience, self._seconds, self._part_size = patience, seconds, part_size
-        self._choice = _Choice(delta)
+        self._choice, self._beside = _Choice(delta), beside
         self.moved = 0  #: bytes that came or were checked, since the start
         self._one = asyncio.Lock()  # one transfer at a time, so what a reply says is newest is so at its end
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,13 +106,16 @@ class Mirror:
         """
         return await self._in_thread(f"version {version}", partial(self._pull, version))
 
-    async def fetch_model(self, folder: Path) -> None:
-        """Download the model folder of version 0, every file checked by its digest; it appears as a whole.
+    async def fetch_model(
+        self, folder: Path, beside: Callable[[], Iterable[Path]] = tuple, kind: str = "model"
+    ) -> None:
+        """Download the model folder of version 0, or that of the "reference", every file checked by its digest; it
+        appears as a whole. Files that folders `beside` have are linked.
 
         Raises:
             WireError: the folder exists with other files; and as for `pull`.
         """
-        await self._in_thread("the model folder", partial(self._fetch_model, folder))
+        await self._in_thread(f"the {kind} folder", partial(self._fetch_in_turn, kind, folder, beside))
 
     async def _in_thread(self, what: str, work: Callable[[Transfer], T]) -> T:
         """Run `work` in a thread; if it is cancelled or late, its connection is closed and nothing is switched."""
@@ -137,6 +145,34 @@ class Mirror:
         return self.moved
 
     def _pull(self, version: int, transfer: Transfer) -> Pulled:
+        with in_turn(self._lock, self._waiting(transfer, self._coming)):
+            path = path_of(self._run, self.folder, version)
+            if not path.exists():
+                link_first((path_of(self._run, other, version) for other in self._beside()), path)
+            return self._pull_alone(version, transfer)
+
+    @property
+    def _lock(self) -> Path:
+        return self.folder.parent / f"{prefix(self._run)}pull"
+
+    def _waiting(self, transfer: Transfer, coming: Callable[[], Iterable[Path]]) -> Callable[[], None]:
+        """What to do while another mirror pulls these files: its bytes are progress for this one too."""
+        before = _bytes(coming())
+
+        def look() -> None:
+            nonlocal before
+            transfer.check_wanted()
+            now = _bytes(coming())
+            self._has_moved(max(0, now - before))
+            before = now
+
+        return look
+
+    def _coming(self) -> list[Path]:
+        """The files that other mirrors have begun to pull."""
+        return [file for other in self._beside() for file in other.glob(f"{prefix(self._run)}*.partial")]
+
+    def _pull_alone(self, version: int, transfer: Transfer) -> Pulled:
         start = time.perf_counter()
         unlink(self.folder.glob(f"{prefix(self._run)}*.{os.getpid()}.partial"))
         base = self._base(version)
@@ -189,26 +225,36 @@ class Mirror:
         if newest is not None:
             unlink(file for number, file in versions(self._run, self.folder) if number > newest)
 
-    def _fetch_model(self, folder: Path, transfer: Transfer) -> None:
-        files = {file.name: file for file in transfer.read_json("/model", list[ModelFile])}
+    def _fetch_in_turn(self, kind: str, folder: Path, beside: Callable[[], Iterable[Path]], transfer: Transfer) -> None:
+        def coming() -> list[Path]:
+            return [file for other in beside() for file in _making(other).glob("*")]
+
+        with in_turn(self._lock, self._waiting(transfer, coming)):
+            self._fetch_model(kind, folder, [*beside()], transfer)
+
+    def _fetch_model(self, kind: str, folder: Path, beside: Sequence[Path], transfer: Transfer) -> None:
+        files = {file.name: file for file in transfer.read_json(f"/{kind}", list[ModelFile])}
         if wrong := [name for name in files if name != Path(name).name or name.startswith(".")]:
             raise WireError(f"{self.source} lists a model file {wrong[0]!r}, which is no name of a file")
         if folder.exists() and any(folder.iterdir()):
             if _has(folder, files) != files.keys():
-                raise WireError(f"{folder} is there, and is not the model folder of run {self._run}")
+                raise WireError(f"{folder} is there, and is not the {kind} folder of run {self._run}")
             return
-        making = folder.with_name(f".{folder.name}.partial")
+        making = _making(folder)
         making.mkdir(parents=True, exist_ok=True)
+        for name in files:
+            if not (making / name).exists():
+                link_first((other / name for other in beside), making / name)
         here = _has(making, files)
         for file in files.values():
             if file.name not in here:
                 path = making / file.name
                 path.unlink(missing_ok=True)
                 with open(path, "wb", buffering=0, opener=private) as opened:
-                    transfer.download(f"/model/{file.name}", opened)
+                    transfer.download(f"/{kind}/{file.name}", opened)
                 if path.stat().st_size != file.size or digest_of(path) != file.digest:
                     path.unlink()
-                    raise TornPublication(f"{file.name} of the model folder came with other bytes than listed")
+                    raise TornPublication(f"{file.name} of the {kind} folder came with other bytes than listed")
         unlink(path for path in making.iterdir() if path.name not in files)
         transfer.check_wanted()
         making.replace(folder)
@@ -248,6 +294,19 @@ def _seal(path: Path) -> str | None:
             return manifest_of(file.fileno())[0].seal
     except (FileNotFoundError, TornPublication):
         return None
+
+
+def _making(folder: Path) -> Path:
+    """Where a model folder is until it is whole."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _bytes(files: Iterable[Path]) -> int:
+    size = 0
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # it is whole
+            size += file.stat().st_size
+    return size
 
 
 def _has(folder: Path, files: dict[str, ModelFile]) -> set[str]:

@@ -28,6 +28,7 @@ class WeightsServerSpec(Record, frozen=True):
     address: str
     key_file: str
     tls: str | None = None
+    reference: str | None = None  # folder of the reference policy, if it has one of its own
 
 
 def main(arguments: list[str]) -> int:
@@ -39,7 +40,8 @@ def main(arguments: list[str]) -> int:
 
 def _serve(spec: WeightsServerSpec) -> None:
     key = Path(spec.key_file).read_text().strip()
-    app = WeightsApp(spec.run, Path(spec.folder), Path(spec.model), key)
+    reference = Path(spec.reference) if spec.reference is not None else None
+    app = WeightsApp(spec.run, Path(spec.folder), Path(spec.model), key, reference)
     serve(app, spec.address, Path(spec.tls) if spec.tls is not None else None)
 
 

@@ -1,9 +1,10 @@
-"""HTTP server of a run's publications and model folder, for the mirrors of other machines; without torch.
+"""HTTP server of a run's publications and model folders, for the mirrors of other machines; without torch.
 
     GET /versions/7         the publication; its seal is the ETag
     GET /versions/7?base=S  a delta from the publication with the seal S (`weights.delta`), if that is smaller
     GET /model              the files of version 0's model folder: [{"name", "size", "digest"}]
     GET /model/NAME         one of them; its digest is the ETag
+    GET /reference          likewise, of a reference policy with a folder of its own
 
 Every request has the key as a bearer token and the run's name in `stretto-run`. Every reply has the run and, in
 `stretto-newest`, the newest version; that of a publication also has `stretto-form`, "delta" or "in full" with the
@@ -62,10 +63,11 @@ class WeightsApp:
     Example: ``WeightsApp("a1b2", Path("/dev/shm"), Path("runs/first/policy/v000000"), key)``
     """
 
-    def __init__(self, run: str, folder: Path, model: Path, key: str) -> None:
-        self._run, self._folder, self._model = run, folder, model
+    def __init__(self, run: str, folder: Path, model: Path, key: str, reference: Path | None = None) -> None:
+        self._run, self._folder = run, folder
+        self._models = {"model": model} | ({"reference": reference} if reference is not None else {})
         self._bearer = f"Bearer {key}".encode()
-        self._listed: dict[str, ModelFile] | None = None
+        self._listed = dict[Path, dict[str, ModelFile]]()
         self._listing = asyncio.Lock()
         self._deltas = Deltas(run, folder)
 
@@ -88,15 +90,16 @@ class WeightsApp:
             raise _Refused(405, "there is nothing but GET")
 
     async def _answer(self, path: str, base: str, request: _Request) -> None:
-        if path == "/model":
-            files = list((await self._files()).values())
-            return await self._reply(request.send, 200, "application/json", msgspec.json.encode(files))
         if asked := _VERSION.fullmatch(path):
             return await self._send_version(int(asked[1]), base, request)
-        named = (await self._files()).get(path.removeprefix("/model/")) if path.startswith("/model/") else None
-        if named is None:
+        kind, _, name = path.removeprefix("/").partition("/")
+        model = self._models.get(kind)
+        files = await self._files(model) if model is not None else {}
+        if model is not None and path == f"/{kind}":
+            return await self._reply(request.send, 200, "application/json", msgspec.json.encode(list(files.values())))
+        if model is None or (named := files.get(name)) is None:
             raise _Refused(404, f"nothing is at {path}")
-        with _opened(self._model / named.name, f"{named.name} is gone from the model folder") as file:
+        with _opened(model / named.name, f"{named.name} is gone from the {kind} folder") as file:
             return await self._send_file(file, named.digest, request)
 
     async def _send_version(self, version: int, base: str, request: _Request) -> None:
@@ -116,11 +119,11 @@ class WeightsApp:
                     form = f"in full: {reason}"
             return await self._send_file(file, seal, request, form)
 
-    async def _files(self) -> dict[str, ModelFile]:
+    async def _files(self, model: Path) -> dict[str, ModelFile]:
         async with self._listing:  # the digests of a large model take seconds: once
-            if self._listed is None:
-                self._listed = await asyncio.to_thread(_list, self._model)
-            return self._listed
+            if model not in self._listed:
+                self._listed[model] = await asyncio.to_thread(_list, model)
+            return self._listed[model]
 
     def _newest(self) -> int | None:
         there = versions(self._run, self._folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stretto.core.machine import Gpu
 
@@ -16,12 +16,13 @@ _BUSY = 1 / 32  # part of a GPU in use from which it is not all free: a driver t
 @dataclass(frozen=True)
 class Need:
     """What a role needs: bytes by part on each of its `gpus`. `apart`: no other such role on the same GPU, since
-    collectives of NCCL refuse two ranks on one."""
+    collectives of NCCL refuse two ranks on one. `smaller`: words for what makes a part smaller."""
 
     role: str
     parts: Mapping[str, int]
     gpus: int = 1
     apart: bool = False
+    smaller: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
@@ -51,7 +52,7 @@ class Seat:
         named, need = " + ".join(f"GPU {gpu.id}" for gpu in self.gpus), self.need
         there = f" of {gib(self.gpus[0].free)}" if self.gpus[0].free else ""
         parts = ", ".join(f"{name} {gib(size)}" for name, size in need.parts.items())
-        return f"{need.role:<10}{named}: {gib(need.bytes)}{there} GiB ({parts})"
+        return f"{need.role:<12}{named}: {gib(need.bytes)}{there} GiB ({parts})"
 
 
 def place(there: Sequence[Gpu], needs: Sequence[Need]) -> tuple[Seat, ...]:

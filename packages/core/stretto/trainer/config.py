@@ -113,6 +113,17 @@ class TrainerConfig(OptimizerConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_are_of_one_machine(self) -> Self:
+        if self.remote_ranks % self.together:
+            below = self.remote_ranks // self.together * self.together
+            raise ValueError(
+                f"remote_ranks = {self.remote_ranks} is no multiple of tensor_parallel * context_parallel = "
+                f"{self.together}: a group of ranks would lie on two machines, and send its activations over the "
+                f"network; the nearest is remote_ranks = {below}"
+            )
+        return self
+
     @property
     def together(self) -> int:
         """Number of ranks that divide matrices or tokens, and compute one part of a minibatch together."""

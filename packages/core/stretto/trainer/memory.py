@@ -1,4 +1,5 @@
-"""Memory of one rank in a training step: the one estimate of `--dry-run`, `stretto plan` and the check before a start.
+"""Memory and traffic of one rank in a training step: the one estimate of `--dry-run`, `stretto plan` and the check
+before a start.
 
     stays        weights, gradients and AdamW's two moments in float32, shared out to the ranks (ZeRO, arXiv
                  1910.02054), the moments perhaps in the machine's memory (arXiv 2101.06840)
@@ -8,6 +9,17 @@
 `tests/trainer/scale` counts a step of the trainer at real shapes; the estimate agrees within a tenth. Of mixtures it
 counts the activations of all experts, an upper bound. Ranks that divide tokens (C) have 1 / C of the activations; those
 that divide matrices (T) have 1 / T of the heads and of the MLP, and share embedding and output matrix with ranks / T.
+Traffic is the least that these divisions need:
+
+    gather      parameters in the dtype that is computed in, forward and backward (FSDP2); an embedding of its own goes
+                backward without
+    reduce      gradients in `reduce_dtype`, once a micro-batch or once a minibatch
+    sum         results of two matrices of each layer, and gradients of the inputs of two (Megatron-LM, arXiv
+                1909.08053, section 3); the first input of a model with adapters has none
+    exchange    query, key and value of each layer for heads, the attention's result for tokens, and back (DeepSpeed-
+                Ulysses, arXiv 2309.14509, section 3)
+
+Activation checkpointing repeats what goes forward in a layer, but for its last result.
 """
 
 from __future__ import annotations
@@ -21,26 +33,47 @@ from stretto.trainer.config import TrainerConfig
 _MASTER = 4  # bytes of a weight, a gradient, a moment
 _CHUNK_LOGITS = 1 << 28  # as `model.packed.logprobs` computes at a time on a GPU
 _BLOCK_LOGITS = 1 << 26  # and in float32, `model.kernels.fused_logprobs`
-#: Keys of a recipe that make a part smaller.
-SMALLER: Mapping[str, str] = {
-    "weights": "trainer.ranks",
-    "gradients": "trainer.ranks or trainer.lora",
-    "moments": 'trainer.optimizer_states = "host", or trainer.ranks, or trainer.lora',
-    "reference": "trainer.ranks, or trainer.lora, whose reference is the policy without adapters",
-    "critic": "trainer.ranks, or advantages without a critic",
-    "activations": "trainer.activation_checkpointing = true, or a smaller trainer.micro_batch_tokens, or "
-    "trainer.context_parallel",
-    "recomputed layer": "a smaller trainer.micro_batch_tokens, or trainer.context_parallel",
-    "gathered": 'trainer.reduce_dtype = "bfloat16", or trainer.reduce_every = "micro_batch"',
+#: Bytes of a communicator of NCCL: for each of its 32 channels at most the buffers of its three protocols, 4 MiB, 4.7
+#: MiB and 0.5 MiB (NCCL_BUFFSIZE, NCCL_LL128_BUFFSIZE, NCCL_LL_BUFFSIZE).
+_COMMUNICATOR = 32 * ((4 << 20) + 4_915_200 + (1 << 19))
+_SAVING, _SMALL_BATCHES = "trainer.activation_checkpointing = true", "a smaller trainer.micro_batch_tokens"
+_HALF_SUMS, _EACH = 'trainer.reduce_dtype = "bfloat16"', 'trainer.reduce_every = "micro_batch"'
+_TOKENS, _MATRICES, _SHORT = "trainer.context_parallel", "trainer.tensor_parallel", "a smaller sampling.max_tokens"
+#: Keys that make a part smaller.
+_SMALLER: Mapping[str, tuple[str, ...]] = {
+    "weights": ("trainer.ranks",),
+    "gradients": ("trainer.ranks", "trainer.lora"),
+    "moments": ('trainer.optimizer_states = "host"', "trainer.ranks", "trainer.lora"),
+    "reference": ("trainer.ranks", "trainer.lora, whose reference is the policy without adapters"),
+    "critic": ("trainer.ranks", "advantages without a critic"),
+    "activations": (_SAVING, _SMALL_BATCHES, _SHORT, _TOKENS),
+    "recomputed layer": (_SMALL_BATCHES, _SHORT, _TOKENS),
+    "gathered": (_HALF_SUMS, _EACH, _MATRICES),
+    "collectives": ("NCCL_MAX_NCHANNELS or NCCL_BUFFSIZE in the environment",),
 }
+
+
+def smaller(config: TrainerConfig, longest: int) -> Mapping[str, str]:
+    """What makes each part smaller, without what the recipe has done already. A sequence is never divided, so that
+    batches no larger than the longest one need shorter ones."""
+    whole = longest >= config.micro_batch_tokens
+    done = {
+        _SAVING: config.activation_checkpointing,
+        _SMALL_BATCHES: whole,
+        _SHORT: not whole,
+        _HALF_SUMS: config.reduce_dtype == "bfloat16",
+        _EACH: config.reduce_every == "micro_batch",
+    }
+    return {part: ", or ".join(key for key in keys if not done.get(key)) for part, keys in _SMALLER.items()}
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank at the peak of a step, by part. `host`: those of moments in the machine's memory beside a
-    GPU."""
+    """Bytes of one rank at the peak of a step, by part. `smaller`: what would shrink each. `host`: those of moments in
+    the machine's memory beside a GPU."""
 
     parts: Mapping[str, int]
+    smaller: Mapping[str, str]
     host: int = 0
 
     @property
@@ -56,7 +89,7 @@ class RankMemory:
         size = self.parts[self.largest] / 2**30
         beside = f", and {self.host / 2**30:.1f} of moments in the machine's memory" if self.host else ""
         return (
-            f"{self.total / 2**30:.1f} GiB, most of it {self.largest} ({size:.1f}): {SMALLER[self.largest]} "
+            f"{self.total / 2**30:.1f} GiB, most of it {self.largest} ({size:.1f}): {self.smaller[self.largest]} "
             f"shrinks it{beside}"
         )
 
@@ -92,14 +125,21 @@ def rank_memory(
         "weights": weights,
         "gradients": gradients,
         "moments": 0 if on_host else moments,
-        "reference": _MASTER * base // ranks if reference else 0,
+        "reference": (_MASTER if ranks == 1 else step.item) * base // ranks if reference else 0,
         "critic": _MASTER * (valued + adapters) // ranks + fitted * (1 if on_host else 3) if critic else 0,
         "activations": kept,
         "recomputed layer": recomputed,
         "gathered": moving,
     }
     host = moments + (2 * fitted if critic else 0) if on_host else 0
-    return RankMemory({name: size for name, size in parts.items() if size}, host)
+    return RankMemory({name: size for name, size in parts.items() if size}, smaller(config, longest), host)
+
+
+def collective_bytes(config: TrainerConfig) -> int:
+    """Bytes that NCCL holds on the GPU of a rank: for all ranks, those of its shares, tokens and matrices, and for FSDP
+    beside the last."""
+    groups = 1 + (config.shares < config.ranks) + (config.context_parallel > 1) + 2 * (config.tensor_parallel > 1)
+    return _COMMUNICATOR * groups if config.ranks > 1 else 0
 
 
 def adapter_weights(shape: ModelShape, config: TrainerConfig) -> int:
@@ -110,6 +150,27 @@ def adapter_weights(shape: ModelShape, config: TrainerConfig) -> int:
     divided = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": q, "gate_proj": inner, "up_proj": inner}
     sides = [size for name, size in (divided | {"down_proj": inner}).items() if config.lora.targets(name)]
     return shape.layers * config.lora.rank * (sum(sides) + len(sides) * w * config.tensor_parallel)
+
+
+def step_traffic(shape: ModelShape, config: TrainerConfig, tokens: int, micro_batches: int = 1) -> Mapping[str, int]:
+    """Bytes that one of several ranks gathers, reduces, sums and exchanges in an optimizer step. A tensor counts whole,
+    however many ranks share it. `tokens`: of one micro-batch."""
+    tensor, context, item = config.tensor_parallel, config.context_parallel, BYTES[config.dtype]
+    adapters = 0 if config.lora is None else adapter_weights(shape, config) // tensor
+    whole = shape.body // tensor + (shape.parameters - shape.body) + adapters
+    forward, backward = item * whole, item * (whole - (0 if shape.tied else shape.embedding))
+    reduced = BYTES[config.reduce_dtype] * (adapters or whole)
+    again = 1 if config.activation_checkpointing else 0
+    own, layers = -(-tokens // context) * item, shape.layers
+    stream = own * shape.hidden_size
+    summed = layers * (4 + again) * stream - (stream if adapters else 0) if tensor > 1 else 0
+    heads = 2 * (shape.width + shape.kv_width) // tensor
+    return {
+        "gather": micro_batches * (forward + backward),
+        "reduce": reduced * (micro_batches if config.reduce_every == "micro_batch" else 1),
+        "sum": micro_batches * summed,
+        "exchange": micro_batches * (layers * (2 + again) * own * heads if context > 1 else 0),
+    }
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,12 @@ class ReferencePolicy:
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
-        """`model` must be loaded with packed attention. Raises ModelFolderError if `check_policy` refuses it."""
+        """`model` must be loaded with packed attention. Raises ModelFolderError if `check_policy` refuses it.
+
+        Several ranks hold its parameters in the dtype in which they gather them, to the same numbers."""
+        if ranks.count > 1 and config.dtype != "float32":
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(getattr(torch, config.dtype))
         self._policy = Policy(model.requires_grad_(False), config, sampling, ranks)
         self._config, self._ranks = config, ranks
         shard(self._policy, model, ranks)

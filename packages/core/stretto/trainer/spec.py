@@ -66,7 +66,8 @@ RANK_KEY = "STRETTO_RANK_KEY"
 
 
 class SupervisedSpec(Record, frozen=True):
-    """Arguments of supervised learning. `examples`: file of `Examples`; `config`: JSON text of their config."""
+    """Arguments of supervised learning. `examples`: file of `Examples`; `config`: JSON text of their config; `gpus`:
+    ids of its GPUs, empty for all."""
 
     model: str
     examples: str
@@ -75,3 +76,5 @@ class SupervisedSpec(Record, frozen=True):
     seed: int
     threads: int
     descriptor: int = -1
+    role: str = "warm start"
+    gpus: tuple[str, ...] = ()

@@ -181,11 +181,9 @@ class Trainer:
         began = time.monotonic()
         canary = self._canary(text) if text else None
         began = self._span("prove", began) if text else began
-        if self._adapted:
-            tensors, gather = adapter_parameters(self.learner.model), self._gather_adapter
-        else:
-            tensors, gather = self.learner.model.named_parameters(), self._gather
-        self._publication = publication = publisher.copy(self.version, tensors, gather)
+        model = self.learner.model
+        tensors = adapter_parameters(model) if self._adapted else model.named_parameters()
+        self._publication = publication = publisher.copy(self.version, tensors, self._gathered)
         if canary is not None and self._adapted and not self._frozen:
             self._frozen = dict(self._frozen_digests(held))
         version, frozen = self.version, self._frozen
@@ -202,7 +200,7 @@ class Trainer:
 
     def _frozen_digests(self, held: torch.dtype) -> Iterator[tuple[str, TensorDigest]]:
         for name, parameter in plain_parameters(self.learner.model):
-            yield name, digest_of_tensor(self._ranks.full_tensor(parameter.detach()).to(held))
+            yield name, digest_of_tensor(self._gathered(name, parameter, held))
 
     @torch.no_grad()
     def _canary(self, text: Sequence[int]) -> Canary:
@@ -215,15 +213,15 @@ class Trainer:
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's parameters by name, one at a time, with adapters merged in."""
         for name, parameter in plain_parameters(self.learner.model):
-            yield name, self._gather(name, parameter)
+            whole = self._ranks.full_tensor(parameter.detach())
+            layer = self._adapted.get(name.removesuffix(".weight"))
+            adapted = layer is not None and name.endswith(".weight")
+            yield name, merged(layer, whole, self._ranks) if layer is not None and adapted else whole
 
-    def _gather(self, name: str, parameter: Tensor) -> Tensor:
-        whole = self._ranks.full_tensor(parameter.detach())
-        layer = self._adapted.get(name.removesuffix(".weight"))
-        return merged(layer, whole, self._ranks) if layer is not None and name.endswith(".weight") else whole
-
-    def _gather_adapter(self, name: str, parameter: Tensor) -> Tensor:
-        return scaled(self._adapted, name, self._ranks.full_tensor(parameter.detach()))
+    def _gathered(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """The whole of a parameter, or of an adapter as it is published. Each rank rounds its shard before it sends
+        it."""
+        return self._ranks.full_tensor(scaled(self._adapted, name, parameter.detach()).to(dtype))
 
     def snapshot(self) -> Callable[[Path], None]:
         """Copy the full training state, for a bitwise resume; returns a function that writes the copy to a folder, in

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from stretto.core.canary import TensorDigest
@@ -19,13 +20,18 @@ from stretto.weights.copying import nothing
 #: Suffixes of adapter names, after their layer's name.
 LORA_A, LORA_B = ".lora_A", ".lora_B"
 
-#: (name, tensor) -> the full tensor to publish, of the same shape and dtype.
-Gather = Callable[[str, Tensor], Tensor]
+#: (name, tensor, dtype) -> the full tensor to publish, of the same shape, rounded to the dtype.
+Gather = Callable[[str, Tensor, torch.dtype], Tensor]
 
 
-def as_it_is(name: str, tensor: Tensor) -> Tensor:
+def as_it_is(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The `Gather` for tensors that are not sharded."""
-    return tensor
+    return tensor.to(dtype)
+
+
+def stored(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a tensor in a version whose floating-point numbers have this one; None: their own."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,14 @@ class Publisher(Protocol):
 
 
 class GatheringPublisher:
-    """Publisher of ranks 1, 2, ...: takes part in each gather; only rank 0 publishes."""
+    """Publisher of ranks 1, 2, ...: takes part in each gather; only rank 0 publishes. `dtype`: as that of rank 0's."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
 
     def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
         for name, tensor in tensors:
-            gather(name, tensor)
+            gather(name, tensor, stored(tensor, self._dtype))
         return Publication(dict)
 
 

@@ -25,7 +25,7 @@ from stretto.core.canary import TensorDigest
 from stretto.core.errors import DeadlineExceeded, TornPublication, WireError
 from stretto.weights.copying import copied
 from stretto.weights.folder import KEPT, held, map_file, path_of, prefix, private, unlink, versions, write_all
-from stretto.weights.mailbox import Gather, Publication, as_it_is
+from stretto.weights.mailbox import Gather, Publication, as_it_is, stored
 from stretto.weights.manifest import NO_CHECKSUM, TensorEntry, WeightsManifest, header, verify
 from stretto.weights.sums import as_text, sums
 
@@ -77,7 +77,7 @@ class SharedMemoryPublisher:
         """
         held = dict(tensors)
         manifest, forms = self._manifest(version, held)
-        return self._switch(manifest, ((name, gather(name, one).to(forms[name])) for name, one in held.items()))
+        return self._switch(manifest, ((name, gather(name, one, forms[name])) for name, one in held.items()))
 
     def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
         """Copy the tensors of `version` to host memory; `write` does as `publish`, from the copies.
@@ -88,7 +88,7 @@ class SharedMemoryPublisher:
         held = dict(tensors)
         manifest, forms = self._manifest(version, held)
         device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
-        copies = copied(((name, gather(name, tensor)) for name, tensor in held.items()), forms, device)
+        copies = copied(((name, gather(name, tensor, forms[name])) for name, tensor in held.items()), forms, device)
 
         def write() -> dict[str, TensorDigest]:
             copies.wait()
@@ -104,7 +104,7 @@ class SharedMemoryPublisher:
         """The manifest, without checksums, and the dtype in which each tensor is published."""
         if version < 0:
             raise ValueError(f"versions start at 0, not {version}")
-        forms = {name: _stored(tensor, self._dtype) for name, tensor in tensors.items()}
+        forms = {name: stored(tensor, self._dtype) for name, tensor in tensors.items()}
         sizes = {name: torch.empty(one.shape, dtype=forms[name], device="meta") for name, one in tensors.items()}
         return _plan(version, sizes), forms
 
@@ -271,10 +271,6 @@ def digest_of_tensor(tensor: Tensor) -> TensorDigest:
 def name_of(dtype: torch.dtype) -> str:
     """Name of a dtype in digests and manifests."""
     return _NAMES[dtype]
-
-
-def _stored(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _check(path: Path, version: int) -> None:

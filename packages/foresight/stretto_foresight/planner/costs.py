@@ -10,7 +10,8 @@ products and its bytes at the rate of memory. The formulas:
                     proximal policy (AReaL, section 5.2) for its share
     ranks           FSDP (arXiv 2304.11277, section 4): each pass over a micro-batch gathers the parameters forward and
                     backward and scatters the gradients, while products go on; the longest sequence of a minibatch is
-                    one rank's (AReaL, algorithm 1, packs whole sequences), and all wait for it
+                    one rank's (AReaL, algorithm 1, packs whole sequences), and all wait for it. Those that divide
+                    matrices or tokens sum and exchange activations (`trainer.memory:step_traffic`), while products wait
     tensor parallel Megatron-LM (arXiv 1909.08053): two all-reduces of the activations in each layer
     memory          of a rank: `stretto.trainer.memory`; parameters are gathered in `trainer.dtype`
 """
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stretto.model.hf.shape import BYTES
-from stretto.trainer.memory import RankMemory, rank_memory
+from stretto.trainer.memory import RankMemory, rank_memory, step_traffic
 from stretto_foresight.planner.job import Job
 from stretto_foresight.planner.machine import MachineProfile
 
@@ -128,8 +129,7 @@ class Costs:
         return sum(self.training(sequences))
 
     def training(self, sequences: Sequence[int]) -> TrainingSeconds:
-        """Parts of a training step. Of ranks that divide matrices or tokens, what they send each other inside a layer
-        is not in it."""
+        """Parts of a training step."""
         job, machine, shape, ranks = self.job, self.machine, self.job.shape, self.layout.ranks
         tokens, squares = sum(sequences), sum(length * length for length in sequences)
         forwards = 3.0 + (1.0 if job.trainer.activation_checkpointing else 0.0) + job.proximal
@@ -141,8 +141,7 @@ class Costs:
         shared = self._forward(tokens, tokens, squares) / ranks
         products = forwards * max(shared, alone / together) / machine.train_flops
         passes = minibatches * math.ceil(tokens / minibatches / (ranks / together) / job.trainer.micro_batch_tokens)
-        gathered = passes * (3.0 + job.proximal) * self._gather()
-        whole = max(products, gathered)
+        whole = max(products, self._gathered(passes)) + self._inside(tokens * together / ranks, passes)
         beside = passes * shape.layers * machine.micro_batch_seconds
         beside += tokens / ranks * shape.layers * shape.hidden_size * machine.token_width_seconds
         beside += squares / ranks * shape.layers * shape.width * machine.pair_width_seconds
@@ -159,13 +158,30 @@ class Costs:
         attention = 2.0 * squares * shape.width * shape.layers
         return 2.0 * (shape.body * tokens + shape.embedding * sampled) + attention
 
-    def _gather(self) -> float:
-        """Seconds for each rank to gather the parts of all others."""
-        ranks, shape = self.layout.ranks, self.job.shape
-        if ranks == 1:
+    def _gathered(self, passes: int) -> float:
+        """Seconds for each rank to gather the parts of all others, and to reduce its part of the gradients. A forward
+        pass alone gathers half as much."""
+        job, ranks = self.job, self.layout.ranks
+        sharing = ranks // job.trainer.tensor_parallel
+        if sharing <= 1:
             return 0.0
-        size = shape.parameters * BYTES[self.job.trainer.dtype] * (ranks - 1) / ranks
-        return self._collective(ranks, size) + shape.layers * self.machine.link_seconds
+        traffic, forward = step_traffic(job.shape, job.trainer, 0), job.proximal / 2
+        reduced = passes if job.trainer.reduce_every == "micro_batch" else job.trainer.minibatches
+        size = passes * (1 + forward) * traffic["gather"] + reduced * traffic["reduce"]
+        calls = (passes * (2 + job.proximal) + reduced) * job.shape.layers
+        return self._collective(ranks, size * (sharing - 1) / sharing) + calls * self.machine.link_seconds
+
+    def _inside(self, tokens: float, passes: int) -> float:
+        """Seconds that ranks which divide matrices (T) or tokens (C) send each other activations, of `tokens` tokens in
+        so many passes. A ring sends twice what it sums; of what is exchanged a rank keeps its own."""
+        trainer, again = self.job.trainer, 1 if self.job.trainer.activation_checkpointing else 0
+        tensor, context, layers = trainer.tensor_parallel, trainer.context_parallel, self.job.shape.layers
+        traffic, forward = step_traffic(self.job.shape, trainer, math.ceil(tokens)), self.job.proximal / (2 + again)
+        summed = 2 * traffic["sum"] * (tensor - 1) / tensor
+        exchanged = traffic["exchange"] * (context - 1) / context
+        calls = passes * layers * ((4 + again) * (tensor > 1) + (8 + 4 * again) * (context > 1))
+        sent = self._collective(trainer.together, summed + exchanged) + calls * self.machine.link_seconds
+        return (1 + forward) * sent
 
     def _reduced(self, tokens: float) -> float:
         """Seconds of two all-reduces in each layer; a ring sends twice the reduced bytes."""

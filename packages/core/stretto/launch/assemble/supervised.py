@@ -12,6 +12,8 @@ import msgspec
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import Problem, RoleDied, RoleFailed, RunFolderError, naming
+from stretto.core.machine import on_gpus
+from stretto.core.placement import Seat
 from stretto.processes.channel import ConductorEnd
 from stretto.processes.role import RoleProcess
 from stretto.processes.run_role import Failed
@@ -20,6 +22,8 @@ from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.messages import FROM_SUPERVISED, Examples, FromSupervised, SupervisedDone, SupervisedProgress
 from stretto.trainer.spec import SupervisedSpec
+
+_LESS = "a smaller micro_batch_tokens of its section, or activation_checkpointing = true there, needs less"
 
 OnLearning = Callable[[SupervisedProgress], None]
 
@@ -38,9 +42,10 @@ async def train_in_process(
     on_learning: OnLearning,
     spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
+    seat: Seat | None = None,
 ) -> None:
     """Train the policy in `model` on examples; `folder` appears once the policy in it is complete. A process that is
-    killed, or sends no heartbeat for `hung` seconds, is replaced once, reported to `say`.
+    killed, or sends no heartbeat for `hung` seconds, is replaced once, reported to `say`. `seat`: its GPU.
 
     Raises:
         RoleDied, DeadlineExceeded, RoleFailed: the process failed, was killed twice, or took more than `seconds`.
@@ -55,6 +60,8 @@ async def train_in_process(
         config=config.model_dump_json(),
         seed=seed,
         threads=config.threads,
+        role=role,
+        gpus=seat.ids if seat is not None else (),
     )
     for again in (True, False):
         channel: ConductorEnd[FromSupervised] = ConductorEnd(role, FROM_SUPERVISED, str(log))
@@ -62,7 +69,7 @@ async def train_in_process(
         try:
             with naming(shown):
                 shown.write_bytes(msgspec.msgpack.encode(examples))
-            await process.start(spec, spec.threads, (spec.descriptor,))
+            await process.start(spec, spec.threads, (spec.descriptor,), on_gpus(spec.gpus))
             await channel.open(process.ended)
             return await _follow(channel, process, seconds, on_learning)
         except RoleDied as death:
@@ -92,7 +99,8 @@ async def _follow(
                 case SupervisedDone():
                     return
                 case Failed():
-                    raise RoleFailed(channel.role, message.problem, message.exit_code)
+                    less = f"; {_LESS}" if message.again else ""
+                    raise RoleFailed(channel.role, f"{message.problem}{less}", message.exit_code)
 
 
 def refuse_old(out: Path) -> None:

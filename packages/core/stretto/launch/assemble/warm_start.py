@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from stretto.core.machine import cache_folder
 from stretto.engine.config import EngineConfig
 from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
 from stretto.launch.preflight.base import check_cache, digest
+from stretto.launch.preflight.devices import seat_of_warm_start, usable_gpus
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.machines import ClusterConfig
 from stretto.launch.recipe.recipe import load_recipe
@@ -84,6 +86,7 @@ async def fine_tune_to(
         on_learning=on_learning,
         spawner=spawner,
         say=say,
+        seat=plan.warm_seat,
     )
 
 
@@ -103,6 +106,7 @@ def sft(
     refuse_old(out)
     alone = {"engine": EngineConfig(), "weights": WeightsConfig(), "cluster": ClusterConfig()}  # nothing is generated
     plan = make_plan(recipe.model_copy(update=alone))
+    plan = replace(plan, warm_seat=seat_of_warm_start(plan, usable_gpus(plan.recipe)))
     train_into(out, lambda log: fine_tune_to(plan, out, log, on_learning, spawner))
 
 

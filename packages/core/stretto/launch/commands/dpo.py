@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
+from stretto.core.machine import gpus
 from stretto.launch.assemble.supervised import OnLearning, refuse_old, train_in_process, train_into
 from stretto.launch.preflight.base import base_folder
 from stretto.launch.preflight.checks import check_devices, check_kind, check_vocabulary
+from stretto.launch.preflight.devices import seat_of_supervised
 from stretto.launch.preflight.encoding import encode_preferences
 from stretto.launch.preflight.paths import check_data_files
 from stretto.launch.recipe.preferences import PreferenceRecipe, load_preferences
-from stretto.model.hf.folder import inspect_model_folder
+from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.trainer.config import PreferenceConfig
@@ -36,18 +40,20 @@ def dpo(
     """
     recipe = load_preferences(recipe_path, overrides)
     refuse_old(out)
-    model, examples = _found(recipe)
+    base, examples = _found(recipe)
     longest, room = max(pair.tokens for pair in examples.pairs), recipe.preferences.micro_batch_tokens
     if longest > room:
         on_warning(
             f"the longest pair has {longest} tokens, more than preferences.micro_batch_tokens = {room}: "
             "it is a micro-batch of its own and takes more memory"
         )
+    there = gpus() if torch.cuda.is_available() else ()
+    seat = seat_of_supervised("preferences", recipe.preferences, base, longest, there, reference=True)
     train_into(
         out,
         lambda log: train_in_process(
             "preferences",
-            model,
+            base.path,
             examples,
             PreferenceConfig(**recipe.preferences.model_dump(include=set(PreferenceConfig.model_fields))),
             out,
@@ -57,12 +63,13 @@ def dpo(
             hung=recipe.preferences.hung,
             on_learning=on_learning,
             spawner=spawner,
+            seat=seat,
         ),
     )
 
 
-def _found(recipe: PreferenceRecipe) -> tuple[Path, Preferences]:
-    """Folder of the model, and the pairs as token ids, after all checks that need no loaded model."""
+def _found(recipe: PreferenceRecipe) -> tuple[ModelFolder, Preferences]:
+    """The model, and the pairs as token ids, after all checks that need no loaded model."""
     config = recipe.preferences
     check_data_files([("preferences.file", config.file)])
     check_devices({"preferences": config})
@@ -73,4 +80,4 @@ def _found(recipe: PreferenceRecipe) -> tuple[Path, Preferences]:
         check_vocabulary(config.reference, tokenizer, "preferences.reference")
     pairs = read_pairs(Path(config.file), Fields(config.prompt_field, config.chosen_field, config.rejected_field))
     reference = config.reference or str(base.path)
-    return base.path, Preferences(encode_preferences(pairs, tokenizer, base.context_length), reference)
+    return base, Preferences(encode_preferences(pairs, tokenizer, base.context_length), reference)

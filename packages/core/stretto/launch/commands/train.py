@@ -19,7 +19,7 @@ from stretto.doors.packages import from_package
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.commands.data_record import DATA, DataRecord, write_questions
 from stretto.launch.preflight.base import digest
-from stretto.launch.preflight.devices import notes_of, seats_of, usable_gpus
+from stretto.launch.preflight.devices import placed, seat_of_warm_start, seats_of, unplaced, usable_gpus
 from stretto.launch.preflight.estimates import estimate_disk, estimate_memory, step_and_run, warnings
 from stretto.launch.preflight.paper import is_on_paper, outline
 from stretto.launch.preflight.plan import Outline, Plan, make_plan
@@ -184,8 +184,8 @@ def _devices(plan: Outline) -> Sequence[str]:
     """Sentences about the GPUs of the roles."""
     seats = plan.seats if isinstance(plan, Plan) else seats_of(plan, usable_gpus(plan.recipe, dry=True))
     if not seats:
-        return ("every role of this machine runs on the processor",)
-    return (*map(str, seats), *notes_of(seats))
+        return (unplaced(plan.recipe),)
+    return placed(plan, seats)
 
 
 def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
@@ -194,8 +194,9 @@ def _fitting(plan: Plan, *, dry: bool = False) -> Plan:
     Raises:
         RecipeError: the estimate is far more than the available memory; or no GPU has what a role needs.
     """
-    memory, seats = estimate_memory(plan), seats_of(plan, usable_gpus(plan.recipe, dry=dry))
-    plan = replace(plan, seats=seats)
+    there = usable_gpus(plan.recipe, dry=dry)
+    memory, seats = estimate_memory(plan), seats_of(plan, there)
+    plan = replace(plan, seats=seats, warm_seat=seat_of_warm_start(plan, there))
     # GPUs without nvidia-smi have no seats.
     if memory.total > _HOPELESS * memory.available and not (seats or torch.cuda.is_available()):
         remedy = "a smaller model, fewer engines or engine.slots, a smaller engine.cache_gib or trainer.lora need less"
@@ -246,7 +247,7 @@ class Prepared:
             logbook.note(f"starts at version {self.beginning.version}")
             for sentence in destinations(self.plan.recipe.logging, self.path, os.environ):
                 logbook.say(sentence)
-            for sentence in (*map(str, self.plan.seats), *notes_of(self.plan.seats)):
+            for sentence in placed(self.plan, self.plan.seats):
                 logbook.say(sentence)
             for warning in warnings(self.plan):
                 logbook.say(f"warning: {warning}")

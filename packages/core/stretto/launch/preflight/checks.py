@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import socket
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -47,6 +48,8 @@ from stretto.worlds.workflows.loading import PLACE as WORKFLOW
 from stretto.worlds.workflows.pool import check_workflow
 from stretto.worlds.workflows.wire import WorkflowReady
 
+#: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB or COUNTxGIB@DRIVER: "8x80", "2x80,1x24".
+ASSUMED = "STRETTO_GPUS"
 _LARGEST_PORT = 65_535
 
 
@@ -186,8 +189,9 @@ def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
         raise RewardFunctionError(problems)
 
 
-def check_machine(recipe: Recipe) -> None:
-    """Check that this machine can run its own roles; other machines are checked when they join.
+def check_machine(recipe: Recipe, *, dry: bool = False) -> None:
+    """Check that this machine can run its own roles; other machines are checked when they join. `dry`: GPUs that
+    `ASSUMED` names are judged in place of this machine's.
 
     Raises:
         RecipeError: it cannot.
@@ -195,7 +199,8 @@ def check_machine(recipe: Recipe) -> None:
     check_ports(recipe)
     check_logging(recipe.logging)
     engine = recipe.engine if recipe.local_engines else None
-    check_devices({"engine": engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
+    if not (dry and os.environ.get(ASSUMED)):
+        check_devices({"engine": engine, "trainer": recipe.trainer, "warm_start": recipe.warm_start})
 
 
 def check_ports(recipe: Recipe) -> None:

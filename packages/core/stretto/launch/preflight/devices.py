@@ -10,6 +10,7 @@ import re
 import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -17,22 +18,21 @@ from stretto.core.errors import Problem, RecipeError, nearest
 from stretto.core.machine import VISIBLE, Gpu, gpus, too_old, unusable, visible
 from stretto.core.placement import Need, Seat, gib, place
 from stretto.engine.config import EngineConfig
+from stretto.launch.preflight.checks import ASSUMED
 from stretto.launch.preflight.estimates import engine_parts, rank_of
-from stretto.launch.preflight.plan import Outline
+from stretto.launch.preflight.plan import Outline, Plan
 from stretto.launch.preflight.trainable import too_many_ranks
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.inspection import ModelFolder
-from stretto.model.hf.shape import BYTES
-from stretto.trainer.config import TrainerConfig
-from stretto.trainer.memory import SMALLER
+from stretto.model.hf.shape import BYTES, shape_of_model
+from stretto.trainer.config import OptimizerConfig, TrainerConfig
+from stretto.trainer.memory import collective_bytes, rank_memory
 
-#: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB or COUNTxGIB@DRIVER: "8x80", "2x80,1x24".
-ASSUMED = "STRETTO_GPUS"
 _ASSUMED_CUDA = "12.8"  # of the torch that they have, where this one has none
 _KIND = re.compile(r"\s*(\d{1,4})\s*x\s*(\d{1,5})\s*(?:@\s*([\d.]+))?\s*")
+_OF_TRAINER, _KEYS = re.compile(r"trainer\.(\w+)"), OptimizerConfig.model_fields.keys()
 _HOPELESS = 1.5  # times the memory; an estimate may be wrong by less
 _SMALLER = {
-    **SMALLER,
     "weights of the engine": 'engine.dtype = "bfloat16", or tensor parallelism in engine.arguments',
     "cache": "a smaller engine.cache_gib or engine.slots",
     "step": "a smaller engine.slots or engine.max_prefill_tokens",
@@ -44,8 +44,12 @@ def needs_of(plan: Outline, *, ranks: bool = True, engines: bool = True) -> list
     rank."""
     recipe, needs = plan.recipe, list[Need]()
     if ranks and recipe.trainer.device != "cpu":
-        parts, several = rank_of(plan).parts, recipe.trainer.ranks > 1
-        needs += [Need(_rank(rank), parts, apart=several) for rank in range(recipe.trainer.local_ranks)]
+        told, several = rank_of(plan), recipe.trainer.ranks > 1
+        parts = dict(told.parts)
+        if several:
+            parts["collectives"] = collective_bytes(recipe.trainer)
+        each = partial(Need, parts=parts, apart=several, smaller=told.smaller)
+        needs += [each(_rank(rank)) for rank in range(recipe.trainer.local_ranks)]
     config = recipe.engine
     started = config.kind == "native" or not config.addresses
     if engines and started and config.device != "cpu":
@@ -81,7 +85,57 @@ def seat_alone(config: EngineConfig, base: ModelFolder, there: Sequence[Gpu]) ->
     if config.device == "cpu" or not there:
         return None
     parts = {"weights of the engine": base.parameters * BYTES[config.dtype], "cache": config.cache_bytes}
-    seats = place(there, [Need("engine", parts)])
+    return _alone(Need("engine", parts), there)
+
+
+def seat_of_supervised(
+    role: str,
+    config: OptimizerConfig,
+    base: ModelFolder,
+    longest: int,
+    there: Sequence[Gpu],
+    *,
+    reference: bool = False,
+) -> Seat | None:
+    """Seat of a process that trains on examples, before anything else of a run or without one; None: the processor.
+
+    Args:
+        longest: tokens of the longest example.
+        reference: it holds a second model.
+
+    Raises:
+        RecipeError: far too little memory.
+    """
+    if config.device == "cpu" or not there:
+        return None
+    named = config.model_dump(include=set(OptimizerConfig.model_fields))
+    told = rank_memory(shape_of_model(base), TrainerConfig(**named), 1, longest, reference=reference)
+    smaller = {part: _in_section(role.replace(" ", "_"), words) for part, words in told.smaller.items()}
+    return _alone(Need(role, told.parts, smaller=smaller), there)
+
+
+def _in_section(section: str, words: str) -> str:
+    """Of the words for what a rank could have smaller, those of keys that this section has too."""
+    found = [one for one in words.split(", or ") if (key := _OF_TRAINER.search(one)) and key[1] in _KEYS]
+    return ", or ".join(one.replace("trainer.", f"{section}.") for one in found) or "a smaller model"
+
+
+def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
+    """See `seat_of_supervised`; None too if there is no warm start."""
+    config, shown = plan.recipe.warm_start, plan.demonstrations
+    if config is None or not shown:
+        return None
+    longest = max(len(one.prompt_ids) + len(one.completion_ids) for one in shown)
+    return seat_of_supervised("warm start", config, plan.base, longest, there)
+
+
+def _alone(need: Need, there: Sequence[Gpu]) -> Seat:
+    """The GPU with the most memory left.
+
+    Raises:
+        RecipeError: far too little memory.
+    """
+    seats = place(there, [need])
     if problems := [problem for problem, factor in _overfull(seats) if factor > _HOPELESS]:
         raise RecipeError(problems)
     return seats[0]
@@ -112,10 +166,11 @@ def _overfull(seats: Sequence[Seat]) -> Iterator[tuple[Problem, float]]:
     for gpu, own in _by_gpu(seats).items():
         needed = sum(seat.need.bytes for seat in own)
         if gpu.free and needed > gpu.free:
-            largest = max(((size, name) for seat in own for name, size in seat.need.parts.items()), default=(0, ""))
+            size, name = max(((size, name) for seat in own for name, size in seat.need.parts.items()), default=(0, ""))
+            smaller = _SMALLER | {part: words for seat in own for part, words in seat.need.smaller.items()}
             roles = " and ".join(seat.need.role for seat in own)
             found = f"{roles}: {'need' if len(own) > 1 else 'needs'} {gib(needed)} of {gib(gpu.free)} GiB"
-            remedy = f"largest: {largest[1]}, {gib(largest[0])} GiB; {_SMALLER.get(largest[1], 'a smaller model')}"
+            remedy = f"largest: {name}, {gib(size)} GiB; {smaller.get(name, 'a smaller model')}"
             yield Problem(f"GPU {gpu.id}", found, remedy), needed / gpu.free
 
 
@@ -128,6 +183,32 @@ def notes_of(seats: Sequence[Seat]) -> Iterator[str]:
         if gpu.memory and gpu.memory - gpu.free > gpu.memory / 8:
             yield f"GPU {gpu.id}: others use {gib(gpu.memory - gpu.free)} of its {gib(gpu.memory)} GiB"
     yield from (str(problem) for problem, factor in _overfull(seats) if factor <= _HOPELESS)
+
+
+def placed(plan: Outline, seats: Sequence[Seat]) -> tuple[str, ...]:
+    """The table of the roles on GPUs, with its notes; empty without any."""
+    first = (str(plan.warm_seat),) if isinstance(plan, Plan) and plan.warm_seat is not None else ()
+    return (*first, *map(str, seats), *notes_of(seats), *_slow(plan.recipe, seats))
+
+
+def unplaced(recipe: Recipe) -> str:
+    """The sentence of a machine without GPUs."""
+    sections = {"trainer": recipe.trainer} | ({"engine": recipe.engine} if recipe.local_engines else {})
+    wanted = [f"{name}.device" for name, section in sections.items() if section.device == "cuda"]
+    if not wanted:
+        return "every role of this machine runs on the processor"
+    asks = "asks" if len(wanted) == 1 else "ask"
+    return (
+        f"{' and '.join(wanted)} {asks} for a GPU, and this machine shows none; {ASSUMED}=8x80 assumes eight of 80 GiB"
+    )
+
+
+def _slow(recipe: Recipe, seats: Sequence[Seat]) -> Iterator[str]:
+    """A sentence for each side that computes in float32 on a GPU."""
+    for name, section in (("rank", recipe.trainer), ("engine", recipe.engine)):
+        if section.dtype == "float32" and any(seat.need.role.startswith(name) for seat in seats):
+            key = "trainer.dtype" if name == "rank" else "engine.dtype"
+            yield f'{key} = "float32" on a GPU: matmuls without tensor cores, many times slower than with "bfloat16"'
 
 
 def _by_gpu(seats: Sequence[Seat]) -> dict[Gpu, list[Seat]]:

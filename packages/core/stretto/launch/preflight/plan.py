@@ -102,6 +102,7 @@ class Plan(Outline):
     kept_apart_digest: str = ""  # of their texts and gold answers
     details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
     seats: tuple[Seat, ...] = ()  # GPUs of the roles on this machine; empty: the processor
+    warm_seat: Seat | None = None  # of the warm start, before them
 
 
 _NO_DEMONSTRATIONS = Problem(
@@ -126,7 +127,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     check_reward_function(recipe.rewards)
     check_reward_addresses(recipe.rewards)
     needs = check_workflow_class(recipe.workflow) if isinstance(recipe.workflow, WorkflowConfig) else WorkflowReady()
-    check_machine(recipe)
+    check_machine(recipe, dry=dry)
     check_cluster(recipe)
     check_in_flight(recipe.rollout)
     base = inspect_model_folder(base_folder(recipe.model, recipe.seed))

@@ -43,7 +43,8 @@ def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
     if config.device != "cpu" and 0 < there < config.local_ranks:
         here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
         found = f"{config.ranks}{here}, and the machine has {there} GPUs, one for each rank"
-        yield Problem("trainer.ranks", found, f'at most {there}, or trainer.device = "cpu"')
+        fewer = f"trainer.remote_ranks = {config.ranks - there}" if config.remote_ranks else f"at most {there}"
+        yield Problem("trainer.ranks", found, f'{fewer}, or trainer.device = "cpu"')
 
 
 def router_notes(model: Path) -> Iterator[str]:

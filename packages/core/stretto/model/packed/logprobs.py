@@ -238,8 +238,7 @@ def _head_logprobs(
     multiply: Callable[[Tensor], Tensor], hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
     logits_NV = multiply(hidden_NW)
-    if sampling.temperature != 1.0:
-        logits_NV = logits_NV.float() / sampling.temperature
-    if sampling.filtered:
-        logits_NV = truncate(logits_NV.float(), Truncation.of(sampling), targets_N)
-    return chosen_logprobs(logits_NV, targets_N, entropy=entropy)
+    if not sampling.filtered:
+        return chosen_logprobs(logits_NV, targets_N, entropy=entropy, temperature=sampling.temperature)
+    kept_NV = truncate(logits_NV.float() / sampling.temperature, Truncation.of(sampling), targets_N)
+    return chosen_logprobs(kept_NV, targets_N, entropy=entropy)

@@ -64,10 +64,10 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name + kind, cast(nn.Linear, both[ADAPTER]).weight
 
 
-def scaled(layers: Mapping[str, Adapted], name: str, whole: Tensor) -> Tensor:
-    """A tensor of `adapter_parameters`, gathered, as it is published: B with its scale."""
-    layer = layers.get(name.removesuffix(LORA_B))
-    return whole if layer is None else layer.scaling[ADAPTER] * whole
+def scaled(layers: Mapping[str, Adapted], name: str, tensor: Tensor) -> Tensor:
+    """A parameter as it is published: B of an adapter with its scale, any other unchanged."""
+    layer = layers.get(name.removesuffix(LORA_B)) if name.endswith(LORA_B) else None
+    return tensor if layer is None else layer.scaling[ADAPTER] * tensor
 
 
 def matrices(layer: Adapted, ranks: Ranks) -> tuple[Tensor, Tensor]:

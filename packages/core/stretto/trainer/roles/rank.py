@@ -32,7 +32,7 @@ from stretto.trainer.messages import TO_RANK, CheckpointFailed, RankStart, Stop,
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.parallel.rendezvous import LOOPBACK, join, reach_store
 from stretto.trainer.roles.rank_group import EXIT_CODE, RankIntroduction
-from stretto.trainer.roles.trainer import Notice, TrainerRole
+from stretto.trainer.roles.trainer import Notice, TrainerRole, published_dtype
 from stretto.trainer.spec import RANK_KEY, RankSpec, TrainerSpec
 from stretto.weights.mailbox import GatheringPublisher
 
@@ -139,7 +139,9 @@ def follow(spec: RankSpec, orders: RankOrders) -> None:
     store = reach_store(orders.store_port(start), config.ranks)
     ranks = join(store, spec.rank, config.ranks, config.device, here, spec.gpu, trainer.collective, config)
     where = f" on {socket.gethostname()}" if spec.model is not None else ""
-    role = TrainerRole(trainer, GatheringPublisher(), ranks, partial(_tell, orders), spec.gpu, where)
+    role = TrainerRole(
+        trainer, GatheringPublisher(published_dtype(trainer)), ranks, partial(_tell, orders), spec.gpu, where
+    )
     while not isinstance(order := orders.receive(), Stop):
         assert not isinstance(order, RankStart), "a rank is started once"
         role.carry_out(order)

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from transformers import PreTrainedModel
 
+from stretto.model.device import memory_named, take_share
 from stretto.model.hf.folder import load_policy, save_policy, saved_dtype
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.processes.channel import RoleEnd
@@ -57,7 +58,16 @@ class ProgressSender:
 
 
 def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
-    """Load the model, train it, save it."""
+    """Load the model, train it, save it.
+
+    Raises:
+        OutOfMemory: its device has no room.
+    """
+    with memory_named(f"the {spec.role}", spec.gpus, 0, "while it trained on its examples"):
+        _learn(spec, channel)
+
+
+def _learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
     examples = _EXAMPLES.decode(Path(spec.examples).read_bytes())
     tell = ProgressSender(channel)
     match examples:
@@ -87,6 +97,7 @@ def main(arguments: list[str]) -> int:
     begin_role()
     torch.set_num_threads(spec.threads)
     channel: RoleEnd[Stop] = RoleEnd(spec.descriptor, _NO_ORDERS)
+    take_share(1.0)
     return run_role(lambda: learn(spec, channel), channel.send)
 
 

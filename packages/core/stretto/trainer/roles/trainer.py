@@ -224,6 +224,11 @@ class TrainerRole:
         return PolicySaved(folder=folder, span=span)
 
 
+def published_dtype(spec: TrainerSpec) -> torch.dtype | None:
+    """The dtype in which all ranks gather what is published; None: the parameters'."""
+    return None if spec.published is None else getattr(torch, spec.published)
+
+
 def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> None:
     """Carry out the conductor's orders, together with the other ranks, until `Stop` or until the conductor is gone.
     `spawner` starts this machine's ranks."""
@@ -238,8 +243,8 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> No
 
     try:
         ranks = group.start(channel.send)
-        dtype = getattr(torch, spec.published) if spec.published is not None else None
-        role = TrainerRole(spec, SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder), dtype), ranks, tell)
+        publisher = SharedMemoryPublisher(spec.mailbox, Path(spec.mailbox_folder), published_dtype(spec))
+        role = TrainerRole(spec, publisher, ranks, tell)
         channel.send(Ready(version=role.version))
         while (order := channel.receive()) is not None:
             group.forward(order)
