@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.record.record import Asked
-from stretto_tinker.work.sampling import SampleQueue
+from stretto_tinker.work.sampling import SampleQueue, Waiting
 from stretto_tinker.work.turns import Turns
 from tests.tinker.speaking import Client, held, job, serving, tokens_of, told
 from tests.tinker.test_training import data_for
@@ -212,11 +212,12 @@ def test_nobody_waits_for_anothers_backlog_of_samples(backend: LocalBackend, tmp
 def test_the_client_with_the_fewest_open_is_begun_next(owners: list[str]) -> None:
     queue, open_ = SampleQueue(), dict[str, int]()
     for seq, owner in enumerate(owners):
-        queue.add(Asked(str(seq), "lane", seq, owner, "sample", b""))
+        queue.add(Waiting(Asked(str(seq), "lane", seq, owner, "sample", b""), 1, 1))
     order = list[Asked]()
-    while (asked := queue.next(open_)) is not None:
+    while (found := queue.next(open_, queue.owners)) is not None:
+        asked = found.asked
         assert open_.get(asked.owner, 0) == min(open_.get(owner, 0) for owner in queue.owners)
-        queue.remove(asked)
+        queue.remove(found)
         open_[asked.owner] = open_.get(asked.owner, 0) + 1
         order.append(asked)
     assert sorted(int(asked.id) for asked in order) == list(range(len(owners)))

@@ -58,8 +58,8 @@ class Training:
     def _accept(self, call: Call, model: str, seq: int | None, kind: str, raw: bytes) -> Response:
         if seq is None:
             raise RefusedRequest("seq_id", str(seq), "1, 2, ... in the order of the requests of a model")
-        if self._service.worker.crowded(model, seq):
-            raise NotServed(429, "too many large requests wait already; try again")
+        if self._service.worker.crowded(call.owner, model, seq):
+            raise NotServed(429, "too many requests of this key, or too large ones, wait already; try again")
         asked = self._service.accept(Asked(f"{model}:{seq}", model, seq, call.owner, kind, raw))
         return told({"request_id": asked.id, "model_id": model})
 

@@ -321,9 +321,11 @@ class Record:
         found = self._one(f"{_REQUEST} WHERE id = ?", id)
         return None if found is None else Asked(*found)
 
-    def queued(self) -> list[Asked]:
-        """All requests that wait, in the order in which they came."""
-        return [Asked(*found) for found in self._all(f"{_REQUEST} WHERE state = 'queued' ORDER BY asked, seq")]
+    def queued(self) -> Iterator[Asked]:
+        """All requests that wait, in the order in which they came; one is in memory at a time."""
+        for (id,) in self._all("SELECT id FROM requests WHERE state = 'queued' ORDER BY asked, seq"):
+            if (found := self.request(id)) is not None:
+                yield found
 
     def settled(self, lane: str, after: int, kinds: Iterable[str]) -> list[Asked]:
         """The requests of a model, of some kinds, that were settled and come after one of them, in order."""
@@ -346,6 +348,10 @@ class Record:
             self._all("INSERT INTO begun VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET times = times + 1", id)
             [(times,)] = self._all("SELECT times FROM begun WHERE id = ?", id)
         return int(times)
+
+    def pause(self, id: str) -> None:
+        """Say that a request that was begun is not computed now: others have their turn."""
+        self._all("UPDATE begun SET times = times - 1 WHERE id = ?", id)
 
     def none_computed(self) -> None:
         """Say that no request is computed now: the server ends as it should."""

@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from typing import TypeVar
 
+#: A turn of sampling ends after so many seconds, or so many tokens; one of training after a micro-batch.
+TURN_SECONDS, TURN_TOKENS = 0.05, 4096
 Lane = TypeVar("Lane", bound=Hashable)
+
+
+class Backlog:
+    """Requests of each client that wait or are computed, and their bytes on disk."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, tuple[str, int]] = {}
+        self._requests, self._bytes = Counter[str](), Counter[str]()
+
+    def add(self, id: str, owner: str, size: int) -> None:
+        """A request of a client waits."""
+        if id not in self._sizes:
+            self._sizes[id] = owner, size
+            self._requests[owner] += 1
+            self._bytes[owner] += size
+
+    def done(self, id: str) -> None:
+        """It does not wait any more."""
+        owner, size = self._sizes.pop(id, ("", 0))
+        self._requests[owner] -= 1
+        self._bytes[owner] -= size
+        if self._requests[owner] <= 0:
+            del self._requests[owner], self._bytes[owner]
+
+    def of(self, owner: str) -> tuple[int, int]:
+        """Requests and bytes of a client."""
+        return self._requests[owner], self._bytes[owner]
 
 
 class Turns:

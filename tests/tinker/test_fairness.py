@@ -1,0 +1,95 @@
+"""Nobody waits for what others asked: turns are cut by tokens, not by requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stretto.engine.config import EngineConfig
+from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.serve import TinkerServer
+from stretto_tinker.work import turns
+from tests.tinker.speaking import NAME, Client, Data, held, serving
+
+_TURN, _SLOTS, _MICRO_BATCH = 256, 8, 64
+_FEW = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_KINDS = ["samples", "own samples", "many samples", "scores", "training"]
+_PROMPT = [3, 4, 5, 6]
+_OWN = 64  # tokens of a small request, and of the step that ends a turn
+
+
+@pytest.fixture(scope="module")
+def crowded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, TinkerServer]]:
+    """A server with few slots and little cache, whose turns end after so many tokens, however long they take."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(turns, "TURN_SECONDS", 600.0)
+    patch.setattr(turns, "TURN_TOKENS", _TURN)
+    backend = LocalBackend(model, NAME, EngineConfig(slots=_SLOTS, cache_gib=0.00015, device="cpu"), _MICRO_BATCH)
+    with serving(backend, tmp_path_factory.mktemp("crowded")) as found:
+        yield found
+    patch.undo()
+
+
+def data_of(sequences: int) -> Data:
+    return [([*_PROMPT] * 4, {"target_tokens": [4, 5, 6, 7] * 4}) for _ in range(sequences)]
+
+
+def ask(client: Client, kind: str, size: int) -> list[str]:
+    """A large request of a kind, or several."""
+    endless = {"max_tokens": 40 + size, "stop": []}
+    if kind == "training":
+        return [client.forward_backward(client.create(), 1, data_of(8 * size))]
+    if kind == "own samples":
+        path = client.save(client.create(), 1, "own", "save_weights_for_sampler")["path"]
+        return [client.sample(client.sampler(0, path), 0, _PROMPT, n=size, params=endless)]
+    sampler = client.sampler(0)
+    if kind == "samples":
+        return [client.sample(sampler, 0, _PROMPT, n=2 * size, params=endless)]
+    if kind == "many samples":
+        return [client.sample(sampler, seq, _PROMPT, params=endless) for seq in range(2 * size)]
+    return [
+        client.sample(sampler, seq, _PROMPT * 10, params={"max_tokens": 1}, prompt_logprobs=True) for seq in range(size)
+    ]
+
+
+@_FEW
+@given(
+    others=st.lists(st.tuples(st.sampled_from(_KINDS), st.integers(1, 16)), min_size=1, max_size=4),
+    small=st.sampled_from(["sample", "score", "training"]),
+    number=st.integers(1, 10**9),
+)
+def test_a_small_request_waits_for_the_tokens_of_a_turn(
+    crowded: tuple[str, TinkerServer], others: list[tuple[str, int]], small: str, number: int
+) -> None:
+    address, server = crowded
+    quick = Client(address, f"tml-quick-{number}-{time.monotonic_ns()}")
+    model, sampler = quick.create(), quick.sampler(0)
+    clients = [Client(address, f"tml-large-{at}-{number}-{time.monotonic_ns()}") for at in range(len(others))]
+    asked = [
+        (client, id) for client, (kind, size) in zip(clients, others, strict=True) for id in ask(client, kind, size)
+    ]
+    computed: dict[str, int] = {}
+    settled = server.worker._settled
+
+    def note(id: str, lane: str) -> None:
+        computed[id] = server.worker.computed
+        settled(id, lane)
+
+    with held(server):
+        server.worker._settled, before = note, server.worker.computed
+        if small == "training":
+            id = quick.forward_backward(model, 1, data_of(1))
+        else:
+            id = quick.sample(
+                sampler, 0, _PROMPT, params={"max_tokens": 4, "stop": []}, prompt_logprobs=small == "score"
+            )
+    assert quick.fetch(id).status_code == 200
+    server.worker._settled = settled
+    assert computed[id] - before <= _TURN + _OWN
+    for client, one in asked:
+        assert client.fetch(one).status_code == 200
