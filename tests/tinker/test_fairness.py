@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from stretto.engine.config import EngineConfig
 from stretto_tinker.compute.base import LocalBackend
+from stretto_tinker.http.service import owner_of
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.work import turns
+from stretto_tinker.work.turns import Turns
 from tests.tinker.speaking import NAME, Client, Data, held, serving
 
 _TURN, _SLOTS, _MICRO_BATCH = 256, 8, 64
@@ -81,6 +83,7 @@ def test_a_small_request_waits_for_the_tokens_of_a_turn(
         settled(id, lane)
 
     with held(server):
+        server.worker._turns._spent.pop(owner_of(quick.key), None)  # what was computed for it is long ago
         server.worker._settled, before = note, server.worker.computed
         if small == "training":
             id = quick.forward_backward(model, 1, data_of(1))
@@ -93,3 +96,38 @@ def test_a_small_request_waits_for_the_tokens_of_a_turn(
     assert computed[id] - before <= _TURN + _OWN
     for client, one in asked:
         assert client.fetch(one).status_code == 200
+
+
+@given(
+    st.lists(
+        st.tuples(st.sets(st.sampled_from("abcd"), max_size=4), st.lists(st.floats(0.1, 1.0), min_size=1, max_size=12)),
+        max_size=12,
+    )
+)
+def test_no_client_is_a_turn_ahead_of_another_while_both_are_busy(spells: list[tuple[set[str], list[float]]]) -> None:
+    """Whoever was busy before: of two that are busy for a while, each gets as much as the other, but for two turns."""
+    chooser = Turns()
+    for busy, lengths in spells:
+        if not busy:
+            continue
+        got = dict.fromkeys(sorted(busy), 0.0)
+        for seconds in lengths:
+            lane = chooser.choose({f"lane of {one}": [one] for one in got})
+            owner = lane[-1]
+            chooser.spent([owner], seconds)
+            got[owner] += seconds
+        assert max(got.values()) - min(got.values()) <= 2.0
+
+
+def test_one_who_comes_when_nobody_is_there_is_not_owed_the_hours_of_others() -> None:
+    chooser = Turns()
+    for _ in range(1000):
+        chooser.choose({"a": ["ann"]})
+        chooser.spent(["ann"], 1.0)
+    order = []
+    for at in range(20):
+        lanes = {"b": ["bob"]} if at == 0 else {"a": ["ann"], "b": ["bob"]}
+        lane = chooser.choose(lanes)
+        chooser.spent(["bob" if lane == "b" else "ann"], 1.0)
+        order.append(lane)
+    assert 8 <= order.count("a") <= 11

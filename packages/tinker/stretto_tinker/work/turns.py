@@ -41,8 +41,8 @@ class Backlog:
 class Turns:
     """Seconds of computation of each client, and the choice that they make.
 
-    A client that comes anew, or again, begins with the least that any busy client has: it is not owed the time in which
-    it asked for nothing.
+    A client that comes anew, or again, begins with the least that any busy client has, or had when there was one: it is
+    not owed the time in which it asked for nothing, nor does one who comes first have to wait for all that others get.
 
     >>> turns = Turns()
     >>> turns.choose({"model-1": ["ann"], "model-2": ["bob"]})
@@ -55,16 +55,18 @@ class Turns:
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}
         self._busy: frozenset[str] = frozenset()
+        self._least = 0.0  # that a busy client has, or had; it never falls
         self._last: dict[Hashable, int] = {}  # when each lane had its last turn
         self._turn = 0
 
     def choose(self, lanes: Mapping[Lane, Collection[str]]) -> Lane:
         """The lane that is next, of those with work; each has the clients it works for."""
         owners = frozenset(owner for clients in lanes.values() for owner in clients)
-        least = min((self._spent[owner] for owner in owners & self._busy), default=0.0)
+        self._least = max(self._least, min((self._spent[owner] for owner in owners & self._busy), default=0.0))
         for owner in owners - self._busy:
-            self._spent[owner] = max(self._spent.get(owner, 0.0), least)
+            self._spent[owner] = max(self._spent.get(owner, 0.0), self._least)
         self._busy = owners
+        self._spent = {one: spent for one, spent in self._spent.items() if one in owners or spent > self._least}
         chosen = min(
             lanes, key=lambda lane: (min(self._spent[owner] for owner in lanes[lane]), self._last.get(lane, -1))
         )

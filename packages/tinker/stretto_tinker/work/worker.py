@@ -322,14 +322,13 @@ class Worker:
             self.computed = others + engine.computed
             return self.computed >= most or time.monotonic() > until
 
-        self._engines.make_room(engine)
-        while (asked := self._next(lane, sampling)) is not None:
-            self._begin(sampling, asked)
-            if over():
-                break
-        self._engines.make_room(engine)  # for the longest of those that have begun
-        opened = sampling.open()
         try:
+            self._engines.make_room(engine)
+            while (asked := self._next(lane, sampling)) is not None:
+                self._begin(sampling, asked)
+                if over():
+                    break
+            self._engines.make_room(engine)  # for the longest of those that have begun
             for asked, result in sampling.turn(over):
                 if isinstance(result, StrettoError):
                     self._fail(asked, str(result), SERVER)
@@ -340,7 +339,7 @@ class Worker:
             self._engines.discard(lane)
             with self._wake:
                 self._samplings.pop(lane, None)
-            for asked in opened:
+            for asked in sampling.open():
                 self._fail(asked, _said(error), SERVER)
         with self._wake:
             ended = [name for name, one in self._samplings.items() if one.idle]

@@ -108,6 +108,7 @@ class DecodePolicy:
         """Drop a row from the cache."""
         self._buckets.release(row)
 
+    @torch.inference_mode()
     def limit(self, most_bytes: int) -> None:
         """Another limit of the KV cache, within which its rows are."""
         self._buckets.limit(most_bytes // self.layout.bytes_per_token)
