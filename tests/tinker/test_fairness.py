@@ -65,7 +65,7 @@ def ask(client: Client, kind: str, size: int) -> list[str]:
     small=st.sampled_from(["sample", "score", "training"]),
     number=st.integers(1, 10**9),
 )
-def test_a_small_request_waits_for_the_tokens_of_a_turn(
+def test_a_small_request_waits_for_the_tokens_of_two_turns(
     crowded: tuple[str, TinkerServer], others: list[tuple[str, int]], small: str, number: int
 ) -> None:
     address, server = crowded
@@ -93,7 +93,7 @@ def test_a_small_request_waits_for_the_tokens_of_a_turn(
             )
     assert quick.fetch(id).status_code == 200
     server.worker._settled = settled
-    assert computed[id] - before <= _TURN + _OWN
+    assert computed[id] - before <= 2 * _TURN + _OWN
     for client, one in asked:
         assert client.fetch(one).status_code == 200
 

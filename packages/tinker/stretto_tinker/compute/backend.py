@@ -14,7 +14,7 @@ from stretto_tinker.wire.datums import Datum
 from stretto_tinker.wire.outputs import Computed, Floats, Likeliest, SampledTokens
 
 Found = TypeVar("Found")
-#: Work in pieces: after each it yields the tokens that the piece computed, and others may have their turn.
+#: Work in pieces: between two of them it yields the tokens of the first, and others may have their turn.
 Pieces = Generator[int, None, Found]
 
 

@@ -54,12 +54,14 @@ class Learner:
     ) -> Pieces[Computed]:
         """See `TrainedModel`. A piece is a micro-batch."""
         logprobs: dict[int, Floats] = {}
-        total = 0.0
+        total, tokens = 0.0, 0
         lengths = [datum.targets.size for datum in data]
         with whole_gradient(self._model):
             for part in micro_batches(lengths, self._tokens):
+                if logprobs:
+                    yield tokens
                 total += self._micro_batch(data, part, loss, config, logprobs, backward=backward)
-                yield sum(lengths[at] for at in part)
+                tokens = sum(lengths[at] for at in part)
             if not math.isfinite(total):
                 raise RefusedRequest("data", f"the loss is {total}", "data of which it is finite")
         return Computed([logprobs[at] for at in range(len(data))], {"loss:sum": total})

@@ -193,7 +193,7 @@ class Sampling:
         find room to its end: it is not to wait for those of others."""
         if self.idle:
             return True
-        if self.engine.free <= 0 or self.engine.backlog >= turns.TURN_TOKENS:
+        if self.engine.free <= 0 or self.engine.backlog >= turns.TURN_TOKENS // 2:
             return False
         return not self.owes(waiting.asked.owner) or self.engine.fits(waiting.sequences, waiting.tokens)
 

@@ -305,7 +305,7 @@ class Worker:
 
     def _sample(self, lane: Lane) -> None:
         """A turn of some weights. Whatever fails, every request that it touched is settled."""
-        until = time.monotonic() + turns.TURN_SECONDS
+        began = time.monotonic()
         try:
             sampling = self._sampling(lane)
         except Exception as error:  # weights that are gone, torn, or too large: their requests are told, others go on
@@ -315,18 +315,19 @@ class Worker:
             for one in gone:
                 self._fail(one, why, USER if isinstance(error, RefusedRequest | StoreError) else SERVER)
             return
-        engine, most = sampling.engine, self.computed + turns.TURN_TOKENS
-        others = self.computed - engine.computed
+        engine, before = sampling.engine, self.computed
+        others = before - engine.computed
 
-        def over() -> bool:
+        def over(part: float = 1.0) -> bool:
             self.computed = others + engine.computed
-            return self.computed >= most or time.monotonic() > until
+            full = self.computed - before >= part * turns.TURN_TOKENS
+            return full or time.monotonic() - began > part * turns.TURN_SECONDS
 
         try:
             self._engines.make_room(engine)
             while (asked := self._next(lane, sampling)) is not None:
                 self._begin(sampling, asked)
-                if over():
+                if over(0.5):  # the other half is for those that have begun
                     break
             self._engines.make_room(engine)  # for the longest of those that have begun
             for asked, result in sampling.turn(over):

@@ -154,7 +154,8 @@ class NativeEngine:
     def backlog(self) -> int:
         """Tokens of prompts, and of dropped completions, that are computed before their completions go on."""
         rows = {self._scheduler.member(row).request.id: row for row in self._scheduler.pending}
-        return sum(int(self._completions.lengths[row]) for row in rows.values())
+        pending = {id: int(self._completions.lengths[row]) for id, row in rows.items()}
+        return sum({**self._scheduler.prompts_waiting(), **pending}.values())
 
     def limit(self, cache_bytes: int) -> None:
         """Hold at most so many bytes of KV cache from now on, and never more than `engine.cache_gib`. What does not fit

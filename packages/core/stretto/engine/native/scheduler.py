@@ -80,6 +80,10 @@ class Scheduler:
     def waiting(self) -> int:
         return len(self._waiting)
 
+    def prompts_waiting(self) -> dict[str, int]:
+        """Tokens of the prompts that wait for a row, by request."""
+        return {member.request.id: len(member.request.prompt_token_ids) for member in self._waiting}
+
     @property
     def rows_in_use(self) -> int:
         return len(self._members)
