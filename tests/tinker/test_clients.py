@@ -187,7 +187,7 @@ def test_what_only_an_ended_session_knows_is_removed(backend: LocalBackend, tmp_
         assert not list((tmp_path / "weights").rglob("unnamed-*"))
         assert client.output(asked).loss > 0
         server.record.forget_sessions(-1.0)
-        assert client.fetch(asked).status_code == 410
+        assert client.fetch(asked).status_code == 404
 
 
 def test_nobody_waits_for_anothers_backlog_of_samples(backend: LocalBackend, tmp_path: Path) -> None:

@@ -199,6 +199,11 @@ class Models:
             log.warning("%s: no snapshot: %s", id, error)
         self.forget(id)
 
+    def end(self, id: str) -> None:
+        """Take a model from memory and from the disk: nobody will ask for it again."""
+        self.forget(id)
+        self._weights.drop_snapshots(id)
+
     def forget(self, id: str) -> None:
         """Take a model from memory without a snapshot."""
         self._live.pop(id, None)

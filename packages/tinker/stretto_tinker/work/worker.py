@@ -412,7 +412,10 @@ class Worker:
                 del self._models[model]
         for asked in early:
             self._fail(asked, f"{ended}; the requests before it never came", USER)
-        self.models.retire(model)
+        if ended:
+            self.models.end(model)
+        else:
+            self.models.retire(model)
 
 
 def _said(error: Exception) -> str:
