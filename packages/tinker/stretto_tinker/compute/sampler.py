@@ -78,7 +78,7 @@ class Sampler:
 
     def add(self, id: str, wish: Wish) -> None:
         """See `SampledModel`."""
-        sampling = sampling_of(wish.settings, self._tokenizer.eos_token_ids, self._context - len(wish.prompt))
+        sampling = sampling_of(wish.settings, self._tokenizer.eos_token_ids, len(wish.prompt), self._context)
         self._engine.add(GenerateRequest(id, wish.prompt, wish.seeds, sampling, top_logprobs=wish.likeliest))
         self._open[id], self._cache[id] = (wish, {}), self._engine.cache_of(len(wish.prompt) + sampling.max_tokens)
 
@@ -220,7 +220,7 @@ def _tokens(completion: Completion, width: int) -> SampledTokens:
     return SampledTokens(completion.token_ids, completion.behavior_logprobs, stopped, likeliest)
 
 
-def sampling_of(settings: SamplingParams, end: tuple[int, ...], room: int) -> Sampling:
+def sampling_of(settings: SamplingParams, end: tuple[int, ...], prompt: int, context: int) -> Sampling:
     """How an engine samples. An end of sequence ends a completion too, unless the list of stops is empty.
 
     Raises:
@@ -233,8 +233,8 @@ def sampling_of(settings: SamplingParams, end: tuple[int, ...], room: int) -> Sa
         raise RefusedRequest("sampling_params.stop", "texts and token ids together", "all texts, or all token ids")
     if settings.max_tokens is not None and settings.max_tokens < 1:
         raise RefusedRequest("sampling_params.max_tokens", str(settings.max_tokens), "at least 1")
-    if room < 1:
-        raise RefusedRequest("prompt", f"it fills the context, {1 - room} tokens too many", "a shorter one")
+    if (room := context - prompt) < 1:
+        raise RefusedRequest("prompt", f"{prompt:,} tokens", f"at most {context - 1:,}, one less than the context")
     return Sampling(
         max_tokens=room if settings.max_tokens is None else min(settings.max_tokens, room),
         temperature=settings.temperature,

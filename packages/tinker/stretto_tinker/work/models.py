@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.errors import RefusedRequest, StoreError
+from stretto.core.errors import RefusedRequest, StoreError, nearest
 from stretto_tinker.compute.backend import Backend, Found, Pieces, Shape, TrainedModel
 from stretto_tinker.compute.losses import loss_of
 from stretto_tinker.record.checkpoints import Place, Weights
@@ -33,10 +33,13 @@ from stretto_tinker.wire.outputs import encode_computed
 log = logging.getLogger(__name__)
 
 CREATE, LOAD, FORWARD, BACKWARD, STEP = "create_model", "load_weights", "forward", "forward_backward", "optim_step"
+#: A request that was refused when it came. It has its number, which those behind it wait for, and no effect.
+REFUSED = "refused"
 #: Requests that change the state of a model; their bodies are kept until a snapshot holds their effect.
 EFFECTS = frozenset({CREATE, LOAD, BACKWARD, STEP})
 _RATIO = 20.0
 _LEAST_SECONDS = 1.0
+_ANY = float("inf")
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -136,7 +139,7 @@ class Models:
     def _at_once(self, live: Live, asked: Asked, body: bytes) -> bytes:
         """The effect of a request that has one piece."""
         if asked.kind == STEP:
-            metrics = self._step(live, _adam(parse(body, OptimStep)))
+            metrics = self._step(live, adam_of(parse(body, OptimStep)))
             return msgspec.json.encode({"metrics": metrics})
         if asked.kind == LOAD:
             told = self._load(live, parse(body, LoadWeights))
@@ -236,7 +239,7 @@ def _timed(live: Live, pieces: Pieces[Found]) -> Pieces[Found]:
         pieces.close()
 
 
-def _adam(body: OptimStep) -> Adam:
+def adam_of(body: OptimStep) -> Adam:
     """The numbers of a step.
 
     Raises:
@@ -247,19 +250,17 @@ def _adam(body: OptimStep) -> Adam:
     if body.adam_params is None:
         found = (body.optimizer_params or {}).get("type", "nothing")
         raise RefusedRequest("optimizer_params", f"the optimizer {found!r} is not served", "adamw")
-    adam, top = body.adam_params, 1.0
-    ranges = {
-        "learning_rate": (0.0, float("inf")),
-        "beta1": (0.0, top),
-        "beta2": (0.0, top),
-        "eps": (0.0, float("inf")),
-        "weight_decay": (0.0, float("inf")),
-        "grad_clip_norm": (0.0, float("inf")),
-    }
-    for name, (low, high) in ranges.items():
-        if not low <= getattr(adam, name) < high:
-            raise RefusedRequest(f"adam_params.{name}", str(getattr(adam, name)), f"{low:g} to {high:g}")
-    return adam
+    numbers = {"learning_rate": _ANY, "beta1": 1.0, "beta2": 1.0, "eps": _ANY, "weight_decay": _ANY}
+    numbers["grad_clip_norm"] = _ANY
+    for name, value in body.adam_params.items():
+        field = f"adam_params.{name}"
+        if name not in numbers:
+            if value:
+                raise RefusedRequest(field, "no setting of AdamW", nearest(name, numbers))
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < numbers[name]:
+            found = "null, as NaN and infinity are sent" if value is None else f"{value!r:.40}"
+            raise RefusedRequest(field, found, f"0 to {numbers[name]:g}")
+    return Adam(**{name: float(value) for name, value in body.adam_params.items() if name in numbers})
 
 
 def facts_of(body: CreateModel, seed: int) -> ModelFacts:

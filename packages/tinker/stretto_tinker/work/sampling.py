@@ -294,6 +294,7 @@ def check_sample(sample: Sample, prompt: tuple[int, ...]) -> None:
         "prompt_alt_tokens_k": (sample.prompt_alt_tokens_k, 0, _MOST_WIDTH),
         "sampling_params.temperature": (settings.temperature, 0, 100),
         "sampling_params.top_p": (settings.top_p, 1e-9, 1),
+        "sampling_params.top_k": (settings.top_k, -1, 2**31),
     }
     for field, (value, low, high) in bounds.items():
         if not low <= value <= high:

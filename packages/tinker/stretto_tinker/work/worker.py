@@ -29,7 +29,7 @@ from stretto_tinker.compute.backend import Backend, Pieces
 from stretto_tinker.record.checkpoints import Place, Weights
 from stretto_tinker.record.record import DONE, FAILED, Asked, Record
 from stretto_tinker.work import turns
-from stretto_tinker.work.models import BACKWARD, CREATE, EFFECTS, FORWARD, LOAD, STEP, Models
+from stretto_tinker.work.models import BACKWARD, CREATE, EFFECTS, FORWARD, LOAD, REFUSED, STEP, Models
 from stretto_tinker.work.sampling import Engines, Lane, SampleQueue, Sampling, waiting
 from stretto_tinker.work.saving import SAVES, Saving
 from stretto_tinker.work.turns import Backlog, Turns
@@ -246,6 +246,9 @@ class Worker:
         row, whole = self._record.model(asked.lane), self._record.request(asked.id)
         assert row is not None, "a model is on record before its requests"
         assert whole is not None, "a request is on record before it is computed"
+        if asked.kind == REFUSED:
+            self._fail(asked, (whole.body or b"").decode(), USER)
+            return
         try:
             live = yield from self.models.live(row)
             if asked.kind in SAVES:
