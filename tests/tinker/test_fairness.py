@@ -16,10 +16,10 @@ from stretto_tinker.http.service import owner_of
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.work import turns
 from stretto_tinker.work.turns import Turns
-from tests.tinker.speaking import NAME, Client, Data, held, serving
+from tests.tinker.speaking import NAME, Client, Data, held, serving, tokens_of
 
 _TURN, _SLOTS, _MICRO_BATCH = 256, 8, 64
-_FEW = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_FEW = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 _KINDS = ["samples", "own samples", "many samples", "scores", "training"]
 _PROMPT = [3, 4, 5, 6]
 _OWN = 64  # tokens of a small request, and of the step that ends a turn
@@ -131,3 +131,37 @@ def test_one_who_comes_when_nobody_is_there_is_not_owed_the_hours_of_others() ->
         chooser.spent(["bob" if lane == "b" else "ann"], 1.0)
         order.append(lane)
     assert 8 <= order.count("a") <= 11
+
+
+def sampled_by_many(backend: LocalBackend, folder: Path) -> tuple[list[list[int]], int]:
+    """Tokens of long samples by six sets of weights and the base model at once; and the most bytes of cache."""
+    most = 0
+    with serving(backend, folder) as (address, server):
+        client = Client(address)
+        settled = server.worker._settled
+
+        def note(id: str, lane: str) -> None:
+            nonlocal most
+            most = max(most, server.worker._engines.cache)
+            settled(id, lane)
+
+        server.worker._settled = note
+        model = client.create()
+        paths = [client.save(model, seq, f"w{seq}", "save_weights_for_sampler")["path"] for seq in range(1, 7)]
+        samplers = [client.sampler(seq, path) for seq, path in enumerate([*paths, None])]
+        params = {"max_tokens": 150, "stop": [], "seed": 3}
+        with held(server):
+            asked = [client.sample(one, at, _PROMPT, n=4, params=params) for one in samplers for at in range(2)]
+        found = [client.sampled(one) for one in asked]
+    return [tokens_of(sequence) for one in found for sequence in one.sequences], most
+
+
+def test_samplers_of_many_weights_have_one_budget_of_cache(model: Path, tmp_path: Path) -> None:
+    tight, wide = (
+        LocalBackend(model, NAME, EngineConfig(slots=_SLOTS, cache_gib=gib, device="cpu"), _MICRO_BATCH)
+        for gib in (0.0004, 0.25)
+    )
+    few, held_by_few = sampled_by_many(tight, tmp_path / "tight")
+    many, held_by_many = sampled_by_many(wide, tmp_path / "wide")
+    assert held_by_few <= tight.cache_bytes < held_by_many / 2
+    assert few == many
