@@ -90,7 +90,7 @@ def plain_steps(backend: LocalBackend, data: Data, count: int) -> list[Step]:
     datums = [Datum(np.asarray(tokens), {"target_tokens": np.asarray(more["target_tokens"])}) for tokens, more in data]
     for _ in range(count):
         began = now()
-        learner.forward_backward(datums, "cross_entropy", {}, backward=True)
+        list(learner.forward_backward(datums, "cross_entropy", {}, backward=True))
         learner.optim_step(Adam(learning_rate=1e-2))
         seconds.append(since(began))
     return seconds

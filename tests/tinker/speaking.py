@@ -52,13 +52,15 @@ def serving(backend: Backend, folder: Path, keys: Sequence[str] = ()) -> Iterato
 
 @contextmanager
 def held(server: TinkerServer) -> Iterator[None]:
-    """The worker waits meanwhile, so that requests meet in one turn."""
-    gate = threading.Event()
+    """The worker waits between two turns meanwhile, so that requests meet in one turn."""
+    gate, reached = threading.Event(), threading.Event()
 
     def wait() -> None:
+        reached.set()
         gate.wait(30)
 
     server.worker._order(wait)
+    assert reached.wait(60), "the worker ends its turn"
     try:
         yield
     finally:

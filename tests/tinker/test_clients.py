@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.record.record import Asked
-from stretto_tinker.work.sampling import SampleQueue
+from stretto_tinker.work.sampling import SampleQueue, Waiting
 from stretto_tinker.work.turns import Turns
 from tests.tinker.speaking import Client, held, job, serving, tokens_of, told
 from tests.tinker.test_training import data_for
@@ -187,7 +187,7 @@ def test_what_only_an_ended_session_knows_is_removed(backend: LocalBackend, tmp_
         assert not list((tmp_path / "weights").rglob("unnamed-*"))
         assert client.output(asked).loss > 0
         server.record.forget_sessions(-1.0)
-        assert client.fetch(asked).status_code == 410
+        assert client.fetch(asked).status_code == 404
 
 
 def test_nobody_waits_for_anothers_backlog_of_samples(backend: LocalBackend, tmp_path: Path) -> None:
@@ -212,11 +212,12 @@ def test_nobody_waits_for_anothers_backlog_of_samples(backend: LocalBackend, tmp
 def test_the_client_with_the_fewest_open_is_begun_next(owners: list[str]) -> None:
     queue, open_ = SampleQueue(), dict[str, int]()
     for seq, owner in enumerate(owners):
-        queue.add(Asked(str(seq), "lane", seq, owner, "sample", b""))
+        queue.add(Waiting(Asked(str(seq), "lane", seq, owner, "sample", b""), 1, 1))
     order = list[Asked]()
-    while (asked := queue.next(open_)) is not None:
+    while (found := queue.next(open_, queue.owners)) is not None:
+        asked = found.asked
         assert open_.get(asked.owner, 0) == min(open_.get(owner, 0) for owner in queue.owners)
-        queue.remove(asked)
+        queue.remove(found)
         open_[asked.owner] = open_.get(asked.owner, 0) + 1
         order.append(asked)
     assert sorted(int(asked.id) for asked in order) == list(range(len(owners)))

@@ -334,6 +334,46 @@ def test_what_is_on_disk_is_what_is_on_record(backend: LocalBackend, tmp_path: P
         assert [one.name for one in weights.glob("*/*")] == ["kept"]
 
 
+def test_the_disk_of_a_long_session_and_of_ended_ones_is_bounded(backend: LocalBackend, tmp_path: Path) -> None:
+    """Weeks go by as the record's dates are moved."""
+    with serving(backend, tmp_path) as (address, server):
+        client = Client(address)
+        model, data = client.create(), data_for("cross_entropy")
+        samplers = []
+        for at in range(8):  # a loop that samples by the weights of each step
+            client.output(client.forward_backward(model, 3 * at + 1, data))
+            client.result(client.step(model, 3 * at + 2))
+            saved = client.save(model, 3 * at + 3, None, "save_weights_for_sampler", sampling_session_seq_id=at)
+            samplers.append(saved["sampling_session_id"])
+        client.save(model, 25, "for-an-hour", ttl_seconds=3600)
+        client.save(model, 26, "kept")
+        server.record._all("UPDATE checkpoints SET created = created - 7200, expires = expires - 7200")
+        client.sampled(client.sample(samplers[1], 0, _PROMPT))  # an old one that is in use
+        server._service.look_after(1e9)
+        weights = tmp_path / "weights" / model.replace(":", "_")
+        kept = {f"unnamed-{3 * at + 3}" for at in (1, 4, 5, 6, 7)} | {"kept"}
+        assert {one.name for one in weights.glob("*/*")} == kept
+        gone = client.result(client.sample(samplers[0], 0, _PROMPT))
+        assert "are not there" in gone["error"]
+        assert client.sampled(client.sample(samplers[7], 0, _PROMPT)).sequences
+        server.worker.retire(model, "", ended=False)  # a snapshot is written, and what was fetched long ago goes
+        assert leaves(server, model)
+        server.record._all("UPDATE fetched SET at = at - 100000")
+        server._service.look_after(1e9)
+        [(left,)] = server.record._all("SELECT COUNT(*) FROM requests WHERE lane = ? AND result IS NOT NULL", model)
+        assert left == 0
+        client.output(client.forward_backward(model, 27, data))  # and the model goes on
+        assert list((tmp_path / "snapshots").glob("*/*"))
+        told(client.post(f"sessions/{client.session}/finish", {"reason": {"type": "success"}}))
+        assert leaves(server, model)
+        assert not list((tmp_path / "snapshots").glob("*/*"))
+        server.record._all("UPDATE sessions SET ended_at = ended_at - 100000")
+        server._service.look_after(1e9)
+        assert [one.name for one in weights.glob("*/*")] == ["kept"]
+        assert server.record._all("SELECT COUNT(*) FROM requests") == [(0,)]
+        assert server.record._all("SELECT COUNT(*) FROM samplers") == [(0,)]
+
+
 def test_a_load_that_comes_again_is_answered_although_its_checkpoint_is_gone(address: str) -> None:
     client = Client(address)
     model = client.create()

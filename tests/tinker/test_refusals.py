@@ -91,7 +91,8 @@ def test_bodies_that_are_none(address: str) -> None:
         assert reply.status_code == 400
         assert sentence in reply.json()["detail"]
     body = {"model_id": id, "seq_id": 1, "adam_params": {}, "momentum_of_tomorrow": 3}
-    assert "momentum_of_tomorrow: a field that is not served" in client.post("optim_step", body).json()["detail"]
+    refused = client.result(told(client.post("optim_step", body))["request_id"])
+    assert "momentum_of_tomorrow: a field that is not served" in refused["error"]
     told(client.post("get_info", {"model_id": id, "something_new": None}))
 
 
@@ -211,10 +212,11 @@ def test_what_is_not_served_says_its_name_and_why(address: str) -> None:
         "optimizer": True,
         "weights_access_token": "t",
     }
-    assert "weights_access_token: is not served: " in client.post("load_weights", token).json()["detail"]
+    refused = client.result(told(client.post("load_weights", token))["request_id"])
+    assert "weights_access_token: is not served: " in refused["error"]
     project = {"tags": [], "user_metadata": {}, "sdk_version": "test", "project_id": "p"}
     assert "project_id: is not served: there are no projects" in client.post("create_session", project).json()["detail"]
-    both = {"model_id": id, "seq_id": 3, "adam_params": {"learning_rate": 1e-2}, "optimizer_params": {"type": "adamw"}}
+    both = {"model_id": id, "seq_id": 4, "adam_params": {"learning_rate": 1e-2}, "optimizer_params": {"type": "adamw"}}
     assert (
         "optimizer_params: beside adam_params"
         in client.result(client.post("optim_step", both).json()["request_id"])["error"]
@@ -265,3 +267,39 @@ def test_numbers_that_overflow_fail_the_request_and_leave_the_model(address: str
 def test_a_setting_that_nothing_reads_is_refused(setting: str, model: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="has no meaning for a server"):
         tinker(model, host="127.0.0.1", port=0, folder=tmp_path, overrides=[setting])
+
+
+_WRONG_STEPS = [{"learning_rate": -1.0}, {"learning_rate": None}, {"beta1": 1.0}, {"learning_rat": 0.1}, {"eps": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "sentence"),
+    [
+        ("load_weights", {"path": "tinker://nope/weights/x", "optimizer": True}, "there are no weights"),
+        ("load_weights", {"path": "nope", "optimizer": True}, "is no path of weights"),
+        ("load_weights", {"path": 5, "optimizer": True}, "path: "),
+        ("load_weights", {}, "path"),
+        ("save_weights", {"path": "x", "ttl_seconds": 60}, "ttl_seconds: "),
+        ("save_weights", {"path": "a/b"}, "letters, digits"),
+        ("save_weights", {"path": "x", "later": 1}, "later: a field that is not served"),
+        ("save_weights_for_sampler", {"path": ["x"]}, "path: "),
+        *(("optim_step", {"adam_params": wrong}, "adam_params." + next(iter(wrong))) for wrong in _WRONG_STEPS),
+        ("optim_step", {"adam_params": None, "optimizer_params": {"type": "dimuon"}}, "dimuon"),
+    ],
+)
+def test_a_request_that_is_refused_has_its_number_and_those_behind_it_go_on(
+    path: str, fields: dict[str, Any], sentence: str, address: str
+) -> None:
+    """The client has counted it. The gradient before it stays."""
+    client = Client(address)
+    id = client.create()
+    client.output(client.forward_backward(id, 1, _GOOD))
+    body = {"model_id": id, "seq_id": 2, **fields}
+    asked = told(client.post(path, body))["request_id"]
+    assert sentence in client.result(asked)["error"]
+    assert told(client.post(path, body))["request_id"] == asked  # it may come again
+    assert client.post(path, {**body, "type": "another"}).status_code == 422
+    assert client.result(client.step(id, 3))["metrics"]["grad_norm"] > 0
+    foreign = Client(address, "tml-foreign").post(path, {**body, "seq_id": 4})
+    assert foreign.status_code in (400, 404)
+    assert client.output(client.forward_backward(id, 4, _GOOD)).loss > 0

@@ -45,7 +45,7 @@ class TinkerServer:
             raise RunFolderError([Problem(str(folder), f"is the record of {base}", "give another folder")])
         weights, self._changes = Weights(folder), Changes()
         known = self.record.places()
-        if known:  # a record that knows nothing may be a new one beside weights of an old one
+        if self.record.knows_places():  # a record that knows nothing may be a new one beside weights of an old one
             weights.keep(
                 {weights.folder(Place.of(one)) if isinstance(one, str) else weights.snapshot(*one) for one in known}
             )

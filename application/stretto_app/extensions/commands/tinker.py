@@ -29,6 +29,7 @@ _REFUSED = {
     "load_interval": "a sampler keeps the weights of its name",
 }
 _HEEDED = "trainer.micro_batch_tokens"
+_TURN = f"{_HEEDED}=1024"  # others wait for a micro-batch at most
 _PREFIX = "tml-"
 _PATIENCE_SECONDS = 1.0
 
@@ -54,7 +55,7 @@ def tinker(
     Raises:
         UserError: a folder, a key, an override or the address is wrong.
     """
-    recipe = recipe_of_engines(model, overrides, _REFUSED, ("engine", "trainer"))
+    recipe = recipe_of_engines(model, [_TURN, *overrides], _REFUSED, ("engine", "trainer"))
     _check_heeded(overrides)
     check_embedded(recipe.engine)
     if wrong := [key for key in keys if not key.startswith(_PREFIX) or not key.isascii() or not key.isprintable()]:

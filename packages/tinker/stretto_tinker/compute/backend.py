@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -12,6 +12,10 @@ from stretto.core.errors import StrettoError
 from stretto_tinker.wire.bodies import Adam, Lora, SamplingParams
 from stretto_tinker.wire.datums import Datum
 from stretto_tinker.wire.outputs import Computed, Floats, Likeliest, SampledTokens
+
+Found = TypeVar("Found")
+#: Work in pieces: between two of them it yields the tokens of the first, and others may have their turn.
+Pieces = Generator[int, None, Found]
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -26,9 +30,9 @@ class TrainedModel(Protocol):
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str, config: Mapping[str, float], *, backward: bool
-    ) -> Computed:
-        """Log-probabilities and loss; with `backward` the gradient grows by that of the sum of all losses. An error
-        leaves the gradient as it was."""
+    ) -> Pieces[Computed]:
+        """Log-probabilities and loss; with `backward` the gradient grows by that of the sum of all losses. An error, or
+        an end before the last piece, leaves the gradient as it was."""
         ...
 
     def optim_step(self, adam: Adam) -> Mapping[str, float]:
@@ -110,6 +114,35 @@ class SampledModel(Protocol):
         """Sequences that could be sampled at once beside the open ones; negative where more are open."""
         ...
 
+    @property
+    def computed(self) -> int:
+        """Tokens computed so far: of prompts, scored or sampled from, and of samples."""
+        ...
+
+    @property
+    def backlog(self) -> int:
+        """Tokens that are computed before a sequence that is added now."""
+        ...
+
+    def fits(self, sequences: int, tokens: int) -> bool:
+        """Whether so many sequences of so many tokens, prompts included, have room to their end beside the open ones,
+        each of them as long as it may become."""
+        ...
+
+    @property
+    def cache(self) -> int:
+        """Bytes of KV cache now."""
+        ...
+
+    @property
+    def least_cache(self) -> int:
+        """Bytes of KV cache without which the longest open sequence cannot end."""
+        ...
+
+    def limit(self, cache: int) -> None:
+        """Hold at most so many bytes of KV cache from now on; what is dropped is computed again."""
+        ...
+
     def score(self, prompt: Sequence[int], first: int) -> Floats:
         """Log-probabilities of the tokens of a prompt from position `first` (at least 1) on, NaN before."""
         ...
@@ -136,6 +169,7 @@ class Backend(Protocol):
 
     name: str
     folder: Path
+    cache_bytes: int  # of KV cache, for all models that are sampled from
     architecture: str
     vocabulary: int
     context: int

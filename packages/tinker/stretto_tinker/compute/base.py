@@ -48,7 +48,7 @@ class LocalBackend:
         about = inspect_model_folder(folder)
         self.folder, self.name = folder.resolve(), name
         self.architecture, self.context, self.vocabulary = about.architecture, about.context_length, about.vocab_size
-        self.parameters = about.parameters
+        self.parameters, self.cache_bytes = about.parameters, config.cache_bytes
         self._config, self._tokens = config, micro_batch_tokens
         self._shared = SharedModel(folder, device=config.device)
         plain = self._shared.view(None)
@@ -106,7 +106,7 @@ class LocalBackend:
         grammars = partial(Grammars, lambda: tokenizer)
         model = views.view(CACHED_ATTENTION)
         engine = NativeEngine(model, self._config, detokenizer=lambda: tokenizer, grammars=grammars)
-        return Sampler(engine, views, tokenizer, self.context, self._config.slots)
+        return Sampler(engine, views, tokenizer, self.context, slots=self._config.slots, cache=self.cache_bytes)
 
     def view(self, shape: Shape | None, folder: Path | None, attention: str) -> PreTrainedModel:
         """A model to sample from."""

@@ -22,6 +22,7 @@ from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from stretto.trainer.batch.packing import micro_batches
 from stretto.trainer.gradients import whole_gradient
 from stretto.weights.shared_memory import digest_of_tensor
+from stretto_tinker.compute.backend import Pieces
 from stretto_tinker.compute.files import read_optimizer, write_optimizer
 from stretto_tinker.compute.losses import as_tensors, loss_of
 from stretto_tinker.wire.bodies import Adam
@@ -50,13 +51,17 @@ class Learner:
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str, config: Mapping[str, float], *, backward: bool
-    ) -> Computed:
-        """See `TrainedModel`."""
+    ) -> Pieces[Computed]:
+        """See `TrainedModel`. A piece is a micro-batch."""
         logprobs: dict[int, Floats] = {}
-        total = 0.0
+        total, tokens = 0.0, 0
+        lengths = [datum.targets.size for datum in data]
         with whole_gradient(self._model):
-            for part in micro_batches([datum.targets.size for datum in data], self._tokens):
+            for part in micro_batches(lengths, self._tokens):
+                if logprobs:
+                    yield tokens
                 total += self._micro_batch(data, part, loss, config, logprobs, backward=backward)
+                tokens = sum(lengths[at] for at in part)
             if not math.isfinite(total):
                 raise RefusedRequest("data", f"the loss is {total}", "data of which it is finite")
         return Computed([logprobs[at] for at in range(len(data))], {"loss:sum": total})

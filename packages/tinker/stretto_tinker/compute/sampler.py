@@ -50,12 +50,17 @@ class Views(Protocol):
 class Sampler:
     """An engine, and the same weights by a packed forward, for prompts that are scored."""
 
-    def __init__(self, engine: NativeEngine, views: Views, tokenizer: Tokenizer, context: int, slots: int) -> None:
-        """`views` has made the model of the engine, which samples so many sequences at once as it has `slots`."""
+    def __init__(
+        self, engine: NativeEngine, views: Views, tokenizer: Tokenizer, context: int, *, slots: int, cache: int
+    ) -> None:
+        """`views` has made the model of the engine, which samples so many sequences at once as it has `slots`, with
+        at most so many bytes of KV cache."""
         self._slots = slots
         self._engine, self._views, self._tokenizer, self._context = engine, views, tokenizer, context
         self._model: PreTrainedModel | None = None
         self._open: OrderedDict[str, tuple[Wish, dict[int, SampledTokens]]] = OrderedDict()
+        self._cache: dict[str, int] = {}  # bytes of a sequence of each open request, as long as it may become
+        self._scored, self._limit = 0, cache
 
     @property
     def idle(self) -> bool:
@@ -73,14 +78,46 @@ class Sampler:
 
     def add(self, id: str, wish: Wish) -> None:
         """See `SampledModel`."""
-        sampling = sampling_of(wish.settings, self._tokenizer.eos_token_ids, self._context - len(wish.prompt))
+        sampling = sampling_of(wish.settings, self._tokenizer.eos_token_ids, len(wish.prompt), self._context)
         self._engine.add(GenerateRequest(id, wish.prompt, wish.seeds, sampling, top_logprobs=wish.likeliest))
-        self._open[id] = (wish, {})
+        self._open[id], self._cache[id] = (wish, {}), self._engine.cache_of(len(wish.prompt) + sampling.max_tokens)
 
     def abort(self, id: str) -> None:
         """See `SampledModel`."""
         if self._open.pop(id, None) is not None:
             self._engine.abort(id)
+
+    @property
+    def computed(self) -> int:
+        """See `SampledModel`."""
+        return self._scored + self._engine.computed
+
+    @property
+    def backlog(self) -> int:
+        """See `SampledModel`."""
+        return self._engine.backlog
+
+    def fits(self, sequences: int, tokens: int) -> bool:
+        """See `SampledModel`. An engine starts none in the last sixteenth of its cache."""
+        cache = sequences * self._engine.cache_of(min(tokens, self._context))
+        cache += sum(self._cache[id] * (len(one.seeds) - len(found)) for id, (one, found) in self._open.items())
+        return sequences <= self.free and cache <= self._limit - self._limit // 16
+
+    @property
+    def cache(self) -> int:
+        """See `SampledModel`."""
+        return self._engine.cache_allocated
+
+    @property
+    def least_cache(self) -> int:
+        """See `SampledModel`."""
+        return max((self._cache[id] for id in self._open), default=0)
+
+    def limit(self, cache: int) -> None:
+        """See `SampledModel`."""
+        if cache != self._limit:
+            self._limit = cache
+            self._engine.limit(cache)
 
     def step(self) -> dict[str, Ended]:
         """See `SampledModel`."""
@@ -105,6 +142,7 @@ class Sampler:
         """See `SampledModel`."""
         found = np.full(len(prompt), np.nan, np.float32)
         if first < len(prompt):
+            self._scored += len(prompt)
             packed = pack_tokens([prompt], [range(first, len(prompt))], self._forward().device)
             found[first:] = token_logprobs(self._forward(), packed, _UNCHANGED).logprobs.cpu().numpy()
         return found
@@ -153,6 +191,7 @@ class Sampler:
         """log-probabilities of all tokens [.., V] at the positions of a prompt from `first` on, in parts, each with its
         first position; one part is in memory at a time."""
         model = self._forward()
+        self._scored += len(prompt)
         with torch.no_grad():
             packed = pack_tokens([prompt], [range(min(first, len(prompt)), len(prompt))], model.device)
             hidden = hidden_states(model, packed).index_select(0, packed.before)
@@ -181,7 +220,7 @@ def _tokens(completion: Completion, width: int) -> SampledTokens:
     return SampledTokens(completion.token_ids, completion.behavior_logprobs, stopped, likeliest)
 
 
-def sampling_of(settings: SamplingParams, end: tuple[int, ...], room: int) -> Sampling:
+def sampling_of(settings: SamplingParams, end: tuple[int, ...], prompt: int, context: int) -> Sampling:
     """How an engine samples. An end of sequence ends a completion too, unless the list of stops is empty.
 
     Raises:
@@ -194,8 +233,8 @@ def sampling_of(settings: SamplingParams, end: tuple[int, ...], room: int) -> Sa
         raise RefusedRequest("sampling_params.stop", "texts and token ids together", "all texts, or all token ids")
     if settings.max_tokens is not None and settings.max_tokens < 1:
         raise RefusedRequest("sampling_params.max_tokens", str(settings.max_tokens), "at least 1")
-    if room < 1:
-        raise RefusedRequest("prompt", f"it fills the context, {1 - room} tokens too many", "a shorter one")
+    if (room := context - prompt) < 1:
+        raise RefusedRequest("prompt", f"{prompt:,} tokens", f"at most {context - 1:,}, one less than the context")
     return Sampling(
         max_tokens=room if settings.max_tokens is None else min(settings.max_tokens, room),
         temperature=settings.temperature,

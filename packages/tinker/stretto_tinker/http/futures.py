@@ -39,7 +39,10 @@ class Futures:
             if left <= 0:
                 return told({"type": "try_again", "request_id": asked.id, "queue_state": "active"}, 408)
             await self._service.changes.wait(asked.id, left)
-        return _settled(asked, body, call)
+        found = _settled(asked, body, call)
+        if found.status_code == 200 and asked.result is not None:
+            self._service.guarded(lambda: self._service.record.fetched(asked.id))
+        return found
 
     async def _retrieve_all(self, call: Call) -> Response:
         body = await call.parsed(RetrieveFutures)

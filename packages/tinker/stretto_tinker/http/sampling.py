@@ -18,8 +18,6 @@ from stretto_tinker.work.sampling import Seeded, check_sample
 from stretto_tinker.work.saving import sampler_id
 from stretto_tinker.work.worker import SAMPLE
 
-#: Requests that may wait or be open; the SDK tries again for as long as there are more.
-_MOST_WAITING = 100_000
 #: Requests of one client of a sampling session; those of the next begin here.
 CLONE = 1_000_000_000
 
@@ -79,8 +77,8 @@ class SamplingHandlers:
             raise RefusedRequest("sampling_session_id", "missing", "a sampling session, and seq_id")
         row = self._service.sampler(body.sampling_session_id, call.owner)
         check_sample(body, body.prompt.token_ids())
-        if self._service.worker.waiting >= _MOST_WAITING:
-            raise NotServed(429, f"{_MOST_WAITING:,} requests wait already")
+        if self._service.worker.crowded(call.owner):
+            raise NotServed(429, "too many requests of this key, or too large ones, wait already; try again")
         id = f"{row.id}:{body.seq_id}"
         seed = body.sampling_params.seed
         seeded = Seeded(body, secrets.randbits(62) if seed is None else seed % 2**62, row.path)

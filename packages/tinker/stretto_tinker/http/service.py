@@ -8,6 +8,7 @@ import logging
 import secrets
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,7 +25,9 @@ log = logging.getLogger(__name__)
 
 _SILENT_SECONDS = 300.0
 _SWEEP_SECONDS = 15.0
-_KEPT_SECONDS = 86_400.0  # results of sessions that have ended
+_KEPT_SECONDS = 86_400.0  # results that their clients have, and those of sessions that have ended
+#: Weights without a name are removed when nobody has sampled by them for so long; the newest of a model stay.
+_UNUSED_SECONDS, _NEWEST = 3_600.0, 4
 
 Found = TypeVar("Found")
 
@@ -225,6 +228,7 @@ class Service:
             self._apart(lambda id=id: self._end_silent(id))  # type: ignore[misc]
         self._apart(self._drop_outdated)
         self._apart(lambda: self.record.forget_sessions(_KEPT_SECONDS))
+        self._apart(lambda: self.record.forget_fetched(_KEPT_SECONDS))
 
     def _fall_silent(self, id: str, seconds: float) -> None:
         log.info("session %s is silent", id)
@@ -237,8 +241,14 @@ class Service:
         self._silent.pop(id, None)
 
     def _drop_outdated(self) -> None:
-        for row in self.record.checkpoints():
-            if (row.expires is not None and row.expires < now()) or self._orphaned(row):
+        used, unnamed = self.record.last_sampled(), Counter[str]()
+        for row in self.record.checkpoints():  # the newest first
+            expired = row.expires is not None and row.expires < now()
+            if _is_unnamed(row):
+                unnamed[row.model] += 1
+                last = max(row.created, used.get(row.path, 0.0))
+                expired |= unnamed[row.model] > _NEWEST and last < now() - _UNUSED_SECONDS
+            if expired or self._orphaned(row):
                 self.drop(row)
 
     @staticmethod
@@ -251,7 +261,7 @@ class Service:
 
     def _orphaned(self, row: CheckpointRow) -> bool:
         """Whether none but samplers of a session that has ended know a checkpoint."""
-        if not msgspec.json.decode(row.body)["unnamed"]:
+        if not _is_unnamed(row):
             return False
         session = self.record.session(row.model.partition(":")[0])
         return session is None or session.ended is not None
@@ -272,6 +282,10 @@ class Service:
             return write()
         except sqlite3.Error as error:
             raise NotServed(429, f"try again: the record cannot be written ({error})") from None
+
+
+def _is_unnamed(row: CheckpointRow) -> bool:
+    return bool(msgspec.json.decode(row.body)["unnamed"])
 
 
 def owner_of(key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 
 import msgspec
 from starlette.responses import Response
@@ -13,10 +14,22 @@ from stretto_tinker.http.service import Service
 from stretto_tinker.record.checkpoints import Place
 from stretto_tinker.record.dates import now
 from stretto_tinker.record.record import Asked, ModelRow
-from stretto_tinker.wire.bodies import CreateModel, LoadWeights, OfModel, OptimizerKind, OptimStep, SaveWeights, parse
+from stretto_tinker.wire.bodies import (
+    CreateModel,
+    LoadWeights,
+    Numbered,
+    OfModel,
+    OptimizerKind,
+    OptimStep,
+    SaveWeights,
+    parse,
+)
 from stretto_tinker.wire.datums import parse_job
-from stretto_tinker.work.models import BACKWARD, CREATE, FORWARD, LOAD, STEP, ModelFacts, facts_of
+from stretto_tinker.work.models import BACKWARD, CREATE, FORWARD, LOAD, REFUSED, STEP, ModelFacts, adam_of, facts_of
 from stretto_tinker.work.saving import SAVE, SAVE_EXTERNAL, SAVE_FOR_SAMPLER
+
+#: Refusals that are the request's own; others leave its number to it, as it will come again.
+_RECORDED = frozenset({400, 404})
 
 
 class Training:
@@ -32,8 +45,8 @@ class Training:
             "POST /api/v1/create_model": self._create,
             "POST /api/v1/get_info": self._info,
             "POST /api/v1/forward_backward": self._forward_backward,
-            "POST /api/v1/optim_step": self._step,
-            "POST /api/v1/load_weights": self._load,
+            "POST /api/v1/optim_step": self._numbered(self._step),
+            "POST /api/v1/load_weights": self._numbered(self._load),
             **saves,
         }
 
@@ -55,12 +68,14 @@ class Training:
         self._service.guarded(lambda: self._service.record.add_model(row))
         return self._accept(call, model, 0, kind, raw)
 
-    def _accept(self, call: Call, model: str, seq: int | None, kind: str, raw: bytes) -> Response:
+    def _accept(
+        self, call: Call, model: str, seq: int | None, kind: str, raw: bytes, *, said: bytes | None = None
+    ) -> Response:
         if seq is None:
             raise RefusedRequest("seq_id", str(seq), "1, 2, ... in the order of the requests of a model")
-        if self._service.worker.crowded(model, seq):
-            raise NotServed(429, "too many large requests wait already; try again")
-        asked = self._service.accept(Asked(f"{model}:{seq}", model, seq, call.owner, kind, raw))
+        if self._service.worker.crowded(call.owner, model, seq):
+            raise NotServed(429, "too many requests of this key, or too large ones, wait already; try again")
+        asked = self._service.accept(Asked(f"{model}:{seq}", model, seq, call.owner, kind, raw), said)
         return told({"request_id": asked.id, "model_id": model})
 
     async def _info(self, call: Call) -> Response:
@@ -80,23 +95,59 @@ class Training:
             raise RefusedRequest("seq_id", str(job.seq_id), "1 or more")
         return self._accept(call, model.id, job.seq_id, FORWARD if job.forward_only else BACKWARD, raw)
 
-    async def _step(self, call: Call) -> Response:
-        raw = await call.body()
+    def _step(self, call: Call, raw: bytes) -> Response:
         body = parse(raw, OptimStep)
         model = self._service.model(body.model_id, call.owner)
+        adam_of(body)  # of a step whose numbers are wrong the gradient stays
         return self._accept(call, model.id, body.seq_id, STEP, raw)
 
     def _saving(self, kind: str) -> Handler:
-        async def save(call: Call) -> Response:
-            raw = await call.body()
+        def save(call: Call, raw: bytes) -> Response:
             body = parse(raw, SaveWeights)
             model = self._service.model(body.model_id, call.owner)
             return self._accept(call, model.id, body.seq_id, kind, raw)
 
-        return save
+        return self._numbered(save)
 
-    async def _load(self, call: Call) -> Response:
-        raw = await call.body()
+    def _numbered(self, handler: Callable[[Call, bytes], Response]) -> Handler:
+        """A handler of requests with numbers. One that is refused takes its number, because the client has counted it:
+        the refusal is its result."""
+
+        async def run(call: Call) -> Response:
+            raw = await call.body()
+            try:
+                named = self._named(call, raw)
+                if named is not None and named.kind == REFUSED:  # it comes again
+                    return self._accept(call, named.lane, named.seq, REFUSED, b"", said=raw)
+                return handler(call, raw)
+            except (RefusedRequest, NotServed) as error:
+                if isinstance(error, NotServed) and error.status not in _RECORDED:
+                    raise
+                return self._refused(call, raw, error)
+
+        return run
+
+    def _named(self, call: Call, raw: bytes) -> Asked | None:
+        """The request with the number in a body, as it is on record, or as it would be as a refused one; None where the
+        body names no number of a model of this client."""
+        try:
+            named = msgspec.json.decode(raw, type=Numbered)
+        except msgspec.DecodeError:
+            return None
+        row = None if named.model_id is None else self._service.record.model(named.model_id)
+        if row is None or row.owner != call.owner or not named.seq_id:
+            return None
+        id = f"{row.id}:{named.seq_id}"
+        return self._service.record.request(id) or Asked(id, row.id, named.seq_id, call.owner, "", None)
+
+    def _refused(self, call: Call, raw: bytes, error: RefusedRequest | NotServed) -> Response:
+        if (named := self._named(call, raw)) is None:
+            raise error
+        self._service.model(named.lane, call.owner)
+        why = error.message if isinstance(error, NotServed) else str(error)
+        return self._accept(call, named.lane, named.seq, REFUSED, why.encode(), said=raw)
+
+    def _load(self, call: Call, raw: bytes) -> Response:
         body = parse(raw, LoadWeights)
         of_session = body.session_id is not None and body.model_seq_id is not None
         known = f"{body.session_id}:train:{body.model_seq_id}" if of_session else body.model_id or ""

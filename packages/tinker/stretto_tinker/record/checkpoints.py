@@ -105,6 +105,10 @@ class Weights:
             if folder not in folders:
                 self.drop(folder)
 
+    def drop_snapshots(self, model: str) -> None:
+        """Remove all snapshots of a model."""
+        self.drop(self._snapshots / _file(model))
+
     def keep_snapshot(self, model: str, seq: int) -> None:
         """Remove all snapshots of a model but one."""
         for folder in (self._snapshots / _file(model)).glob("*"):

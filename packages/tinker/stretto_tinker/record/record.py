@@ -28,6 +28,8 @@ QUEUED, DONE, FAILED, FORGOTTEN = "queued", "done", "failed", "forgotten"
 #: Kinds of results: how the SDK decodes them.
 PROTO, JSON = "proto", "json"
 _FORMAT = 1
+_LOG_BYTES = 64 << 20  # of SQLite's log, when it is empty again
+_PAGES = 1024  # given back to the disk at a time
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sessions (
@@ -55,6 +57,8 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     created REAL NOT NULL, size INTEGER NOT NULL, public INTEGER NOT NULL DEFAULT 0, expires REAL,
     request TEXT NOT NULL, body BLOB NOT NULL
 );
+CREATE TABLE IF NOT EXISTS fetched (id TEXT PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS fetched_when ON fetched (at);
 CREATE TABLE IF NOT EXISTS begun (id TEXT PRIMARY KEY, times INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS checkpoints_of_model ON checkpoints (model);
 """
@@ -144,7 +148,9 @@ class Record:
         self._lock = threading.RLock()
         try:
             self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file; before it has tables
             self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
             self._connection.execute("PRAGMA synchronous = NORMAL")
             self._connection.executescript(_SCHEMA)
             found = self.fact("format", str(_FORMAT))
@@ -224,16 +230,28 @@ class Record:
         self._all("UPDATE sessions SET ended = ?, ended_at = ? WHERE id = ? AND ended IS NULL", how, now(), id)
 
     def forget_sessions(self, seconds: float) -> None:
-        """Drop the requests and results of sessions that ended so long ago; their checkpoints stay."""
+        """Drop the requests, results and samplers of sessions that ended so long ago; their checkpoints stay."""
         ended = "SELECT id FROM sessions WHERE ended_at < ? AND ended_at > 0"
         lanes = (
             f"SELECT id FROM models WHERE session IN ({ended}) UNION SELECT id FROM samplers WHERE session IN ({ended})"
         )
-        sql = "UPDATE requests SET state = 'forgotten', result = NULL, body = NULL WHERE state IN ('done', 'failed')"
         until = now() - seconds
         with self.together():
-            self._all(f"{sql} AND lane IN ({lanes})", until, until)
+            self._all(f"DELETE FROM requests WHERE state != 'queued' AND lane IN ({lanes})", until, until)
+            self._all(f"DELETE FROM samplers WHERE session IN ({ended})", until)
             self._all("UPDATE sessions SET ended_at = 0 WHERE ended_at < ? AND ended_at > 0", until)  # once is enough
+
+    def forget_fetched(self, seconds: float) -> None:
+        """Drop results that their clients have had for so long, but for those that a model is restored from; and give
+        pages that are free back to the disk."""
+        old = "SELECT id FROM fetched WHERE at < ?"
+        sql = "UPDATE requests SET state = 'forgotten', result = NULL"  # a body is there if a model needs it
+        until = now() - seconds
+        with self.together():
+            self._all(f"{sql} WHERE id IN ({old}) AND state IN ('done', 'failed') AND body IS NULL", until)
+            gone = "SELECT id FROM requests WHERE state IN ('done', 'failed')"
+            self._all(f"DELETE FROM fetched WHERE at < ? AND id NOT IN ({gone} AND id IN ({old}))", until, until)
+        self._all(f"PRAGMA incremental_vacuum({_PAGES})")
 
     # Models and samplers
 
@@ -263,9 +281,25 @@ class Record:
             self._all("UPDATE requests SET body = NULL WHERE lane = ? AND seq <= ? AND state != 'queued'", id, seq)
 
     def places(self) -> list[str | tuple[str, int]]:
-        """What is in folders: the paths of checkpoints, and models with the numbers of their snapshots."""
+        """What is in folders: the paths of checkpoints, and models that may be asked for again with the numbers of
+        their snapshots."""
         paths = [path for (path,) in self._all("SELECT path FROM checkpoints")]
-        return [*paths, *((id, seq) for id, seq in self._all("SELECT id, snapshot FROM models"))]
+        open_ = "SELECT id FROM sessions WHERE ended IS NULL"
+        waiting = "SELECT lane FROM requests WHERE state = 'queued'"
+        sql = f"SELECT id, snapshot FROM models WHERE session IN ({open_}) OR id IN ({waiting})"
+        return [*paths, *((id, seq) for id, seq in self._all(sql))]
+
+    def knows_places(self) -> bool:
+        """Whether anything was ever in a folder."""
+        return bool(self._all("SELECT 1 FROM models LIMIT 1"))
+
+    def last_sampled(self) -> dict[str, float]:
+        """When samples by each path of weights were last asked for; endless where one still waits."""
+        sql = (
+            "SELECT path, MAX(CASE state WHEN 'queued' THEN 9e99 ELSE asked END) FROM samplers"
+            " JOIN requests ON lane = samplers.id WHERE path IS NOT NULL GROUP BY path"
+        )
+        return dict(self._all(sql))
 
     def add_sampler(self, row: SamplerRow) -> None:
         """Add a sampling session; one that is there already stays."""
@@ -321,9 +355,11 @@ class Record:
         found = self._one(f"{_REQUEST} WHERE id = ?", id)
         return None if found is None else Asked(*found)
 
-    def queued(self) -> list[Asked]:
-        """All requests that wait, in the order in which they came."""
-        return [Asked(*found) for found in self._all(f"{_REQUEST} WHERE state = 'queued' ORDER BY asked, seq")]
+    def queued(self) -> Iterator[Asked]:
+        """All requests that wait, in the order in which they came; one is in memory at a time."""
+        for (id,) in self._all("SELECT id FROM requests WHERE state = 'queued' ORDER BY asked, seq"):
+            if (found := self.request(id)) is not None:
+                yield found
 
     def settled(self, lane: str, after: int, kinds: Iterable[str]) -> list[Asked]:
         """The requests of a model, of some kinds, that were settled and come after one of them, in order."""
@@ -346,6 +382,10 @@ class Record:
             self._all("INSERT INTO begun VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET times = times + 1", id)
             [(times,)] = self._all("SELECT times FROM begun WHERE id = ?", id)
         return int(times)
+
+    def pause(self, id: str) -> None:
+        """Say that a request that was begun is not computed now: others have their turn."""
+        self._all("UPDATE begun SET times = times - 1 WHERE id = ?", id)
 
     def none_computed(self) -> None:
         """Say that no request is computed now: the server ends as it should."""
@@ -370,6 +410,10 @@ class Record:
             " WHERE lane = ? AND place > ? AND seq BETWEEN ? AND ? ORDER BY place"
         )
         return [(id, state, size or 0, at) for id, state, size, at in self._all(sql, lane, place, first, last)]
+
+    def fetched(self, id: str) -> None:
+        """Say that a client has a result."""
+        self._all("INSERT OR IGNORE INTO fetched VALUES (?, ?)", id, now())
 
     def forget_results(self, lane: str, ids: Iterable[str]) -> None:
         """Drop results that their client has."""

@@ -113,10 +113,17 @@ class OptimStep(msgspec.Struct, frozen=True):
     """``optim_step``"""
 
     model_id: str
-    adam_params: Adam | None = None
+    adam_params: dict[str, Any] | None = None  # of `Adam`; NaN arrives as null
     optimizer_params: dict[str, Any] | None = None
     seq_id: Count | None = None
     type: str = ""
+
+
+class Numbered(msgspec.Struct, frozen=True):
+    """The number of a request to a model, whatever else is in its body."""
+
+    model_id: str | None = None
+    seq_id: Count | None = None
 
 
 class SaveWeights(msgspec.Struct, frozen=True):

@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.errors import RefusedRequest, StoreError
-from stretto_tinker.compute.backend import Backend, Shape, TrainedModel
+from stretto.core.errors import RefusedRequest, StoreError, nearest
+from stretto_tinker.compute.backend import Backend, Found, Pieces, Shape, TrainedModel
 from stretto_tinker.compute.losses import loss_of
 from stretto_tinker.record.checkpoints import Place, Weights
 from stretto_tinker.record.record import DONE, Asked, ModelRow, Record
@@ -33,10 +33,13 @@ from stretto_tinker.wire.outputs import encode_computed
 log = logging.getLogger(__name__)
 
 CREATE, LOAD, FORWARD, BACKWARD, STEP = "create_model", "load_weights", "forward", "forward_backward", "optim_step"
+#: A request that was refused when it came. It has its number, which those behind it wait for, and no effect.
+REFUSED = "refused"
 #: Requests that change the state of a model; their bodies are kept until a snapshot holds their effect.
 EFFECTS = frozenset({CREATE, LOAD, BACKWARD, STEP})
 _RATIO = 20.0
 _LEAST_SECONDS = 1.0
+_ANY = float("inf")
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -68,55 +71,53 @@ class Models:
         self.backend, self._record, self._weights = backend, record, weights
         self._live: dict[str, Live] = {}
 
-    def live(self, row: ModelRow) -> Live:
+    def live(self, row: ModelRow) -> Pieces[Live]:
         """The model, from memory, or restored from the record.
 
         Raises:
             StoreError: its snapshot is not whole.
         """
         if (found := self._live.get(row.id)) is None:
-            found = self._live[row.id] = self._restored(row)
+            found = self._live[row.id] = yield from self._restored(row)
         return found
 
-    def _restored(self, row: ModelRow) -> Live:
+    def _restored(self, row: ModelRow) -> Pieces[Live]:
         facts = msgspec.json.decode(row.body, type=ModelFacts)
         live = Live(self.backend.create(facts.shape), facts, row.snapshot)
         if row.snapshot >= 0:
             live.model.load(self._weights.snapshot(row.id, row.snapshot), optimizer=True)
-        began = time.monotonic()
         for asked in self._record.settled(row.id, row.snapshot, EFFECTS):
-            self._again(live, asked)
-        live.behind = time.monotonic() - began
+            yield from self._again(live, asked)
         return live
 
-    def _again(self, live: Live, asked: Asked) -> None:
+    def _again(self, live: Live, asked: Asked) -> Pieces[None]:
         """The effect of a request that is settled."""
         live.seq = asked.seq
         if asked.state != DONE:
             self._failed(live, asked.kind, "a forward_backward before this step failed")
             return
         assert asked.body is not None, "bodies are kept until their effect is in a snapshot"
-        self._take_effect(live, asked)
+        yield from self._take_effect(live, asked)
         if asked.kind == STEP and asked.proof and asked.proof != live.model.digest():
             log.warning("%s: step %d gave other weights when it was computed again", asked.lane, asked.seq)
             live.facts = msgspec.structs.replace(live.facts, corrupted=True)
             self._record.describe_model(asked.lane, msgspec.json.encode(live.facts))
 
-    def perform(self, live: Live, asked: Asked) -> tuple[bytes, str, str]:
+    def perform(self, live: Live, asked: Asked) -> Pieces[tuple[bytes, str, str]]:
         """The effect of a request that is new: its result, the result's form, and a proof of the weights after it.
 
         Raises:
             RefusedRequest, StoreError: the request fails.
         """
-        began = time.monotonic()
         try:
-            result, form = self._take_effect(live, asked)
+            result, form = yield from self._take_effect(live, asked)
+        except GeneratorExit:  # the server ends: the request is computed by the next one
+            raise
         except BaseException as error:
             self._failed(live, asked.kind, f"forward_backward {asked.seq} before this step failed: {error}")
-            raise
-        finally:
             live.seq = asked.seq
-            live.behind += time.monotonic() - began
+            raise
+        live.seq = asked.seq
         return result, form, live.model.digest() if asked.kind == STEP else ""
 
     def _failed(self, live: Live, kind: str, why: str) -> None:
@@ -126,26 +127,35 @@ class Models:
             live.model.clear()
             live.broken, live.grown = "", False
 
-    def _take_effect(self, live: Live, asked: Asked) -> tuple[bytes, str]:
+    def _take_effect(self, live: Live, asked: Asked) -> Pieces[tuple[bytes, str]]:
         body = asked.body or b""
         if asked.kind in (FORWARD, BACKWARD):
-            return self._compute(live, body), "proto"
+            return (yield from self._compute(live, body)), "proto"
+        began = time.monotonic()
+        found = self._at_once(live, asked, body)
+        live.behind += time.monotonic() - began
+        return found, "json"
+
+    def _at_once(self, live: Live, asked: Asked, body: bytes) -> bytes:
+        """The effect of a request that has one piece."""
         if asked.kind == STEP:
-            metrics = self._step(live, _adam(parse(body, OptimStep)))
-            return msgspec.json.encode({"metrics": metrics}), "json"
+            metrics = self._step(live, adam_of(parse(body, OptimStep)))
+            return msgspec.json.encode({"metrics": metrics})
         if asked.kind == LOAD:
             told = self._load(live, parse(body, LoadWeights))
-            return msgspec.json.encode({"path": told, "model_id": asked.lane, "type": "load_weights"}), "json"
+            return msgspec.json.encode({"path": told, "model_id": asked.lane, "type": "load_weights"})
         assert asked.kind == CREATE
-        return msgspec.json.encode({"model_id": asked.lane, "type": "create_model"}), "json"
+        return msgspec.json.encode({"model_id": asked.lane, "type": "create_model"})
 
-    def _compute(self, live: Live, body: bytes) -> bytes:
+    def _compute(self, live: Live, body: bytes) -> Pieces[bytes]:
         job = parse_job(body)
         loss = loss_of(job.loss)
         config = loss.configured(job.loss, job.config)
         data = job.datums()
         check(data, loss.takes, self.backend.vocabulary, self.backend.context, several=loss.several)
-        computed = live.model.forward_backward(data, job.loss, config, backward=not job.forward_only)
+        computed = yield from _timed(
+            live, live.model.forward_backward(data, job.loss, config, backward=not job.forward_only)
+        )
         live.grown = live.grown or not job.forward_only
         return encode_computed(computed)
 
@@ -192,6 +202,11 @@ class Models:
             log.warning("%s: no snapshot: %s", id, error)
         self.forget(id)
 
+    def end(self, id: str) -> None:
+        """Take a model from memory and from the disk: nobody will ask for it again."""
+        self.forget(id)
+        self._weights.drop_snapshots(id)
+
     def forget(self, id: str) -> None:
         """Take a model from memory without a snapshot."""
         self._live.pop(id, None)
@@ -208,7 +223,23 @@ class Models:
             raise RefusedRequest("path", str(error), f"weights of {self.backend.name}") from None
 
 
-def _adam(body: OptimStep) -> Adam:
+def _timed(live: Live, pieces: Pieces[Found]) -> Pieces[Found]:
+    """The pieces, whose seconds are behind the model's snapshot."""
+    try:
+        while True:
+            began = time.monotonic()
+            try:
+                tokens = next(pieces)
+            finally:
+                live.behind += time.monotonic() - began
+            yield tokens
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    finally:
+        pieces.close()
+
+
+def adam_of(body: OptimStep) -> Adam:
     """The numbers of a step.
 
     Raises:
@@ -219,19 +250,17 @@ def _adam(body: OptimStep) -> Adam:
     if body.adam_params is None:
         found = (body.optimizer_params or {}).get("type", "nothing")
         raise RefusedRequest("optimizer_params", f"the optimizer {found!r} is not served", "adamw")
-    adam, top = body.adam_params, 1.0
-    ranges = {
-        "learning_rate": (0.0, float("inf")),
-        "beta1": (0.0, top),
-        "beta2": (0.0, top),
-        "eps": (0.0, float("inf")),
-        "weight_decay": (0.0, float("inf")),
-        "grad_clip_norm": (0.0, float("inf")),
-    }
-    for name, (low, high) in ranges.items():
-        if not low <= getattr(adam, name) < high:
-            raise RefusedRequest(f"adam_params.{name}", str(getattr(adam, name)), f"{low:g} to {high:g}")
-    return adam
+    numbers = {"learning_rate": _ANY, "beta1": 1.0, "beta2": 1.0, "eps": _ANY, "weight_decay": _ANY}
+    numbers["grad_clip_norm"] = _ANY
+    for name, value in body.adam_params.items():
+        field = f"adam_params.{name}"
+        if name not in numbers:
+            if value:
+                raise RefusedRequest(field, "no setting of AdamW", nearest(name, numbers))
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < numbers[name]:
+            found = "null, as NaN and infinity are sent" if value is None else f"{value!r:.40}"
+            raise RefusedRequest(field, found, f"0 to {numbers[name]:g}")
+    return Adam(**{name: float(value) for name, value in body.adam_params.items() if name in numbers})
 
 
 def facts_of(body: CreateModel, seed: int) -> ModelFacts:

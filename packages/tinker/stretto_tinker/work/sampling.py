@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,11 +18,22 @@ from stretto_tinker.compute.backend import Backend, SampledModel, Wish
 from stretto_tinker.record.record import Asked
 from stretto_tinker.wire.bodies import Sample, TargetIds
 from stretto_tinker.wire.outputs import Floats, Likeliest, Sampled, encode_sampled
+from stretto_tinker.work import turns
 
-TURN_SECONDS = 0.05
+_UNBOUNDED = 1 << 62
 _FEWEST_IDLE = 3
 _MOST_SAMPLES = 1024
 _MOST_WIDTH = 1024
+
+
+class Lane(NamedTuple):
+    """Some weights; and a client that has an engine of them alone, or "" for the engine that all others share."""
+
+    weights: str
+    owner: str = ""
+
+
+_BASE = Lane("")
 
 
 class Seeded(msgspec.Struct, frozen=True):
@@ -34,75 +45,129 @@ class Seeded(msgspec.Struct, frozen=True):
     weights: str | None  # path of the weights, None for those of the base model
 
 
+class Waiting(msgspec.Struct, frozen=True):
+    """A request for samples that waits. Its body is on record alone."""
+
+    asked: Asked
+    sequences: int
+    tokens: int  # of the longest sequence, its prompt included
+
+
+def waiting(asked: Asked) -> tuple[str, Waiting]:
+    """A request as it waits, behind the path of its weights."""
+    seeded = msgspec.json.decode(asked.body or b"", type=Seeded)
+    prompt, most = seeded.sample.prompt.token_ids(), seeded.sample.sampling_params.max_tokens
+    tokens = _UNBOUNDED if most is None else len(prompt) + max(0, most)
+    return seeded.weights or "", Waiting(replace(asked, body=None), seeded.sample.num_samples, tokens)
+
+
 class Engines:
     """The sampled models in memory. To make one takes longer than a small sample: so the one that was not used for
-    longest takes over new weights of its shape, once there are some."""
+    longest takes over new weights of its shape, once there are some.
+
+    All of them have one budget of KV cache.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._engines: OrderedDict[str, SampledModel] = OrderedDict()
+        self._engines: OrderedDict[Lane, SampledModel] = OrderedDict()  # the one that was used last is last
 
-    def of(self, name: str, folder: Path | None) -> SampledModel:
+    def of(self, lane: Lane, folder: Path | None) -> SampledModel:
         """The engine of some weights.
 
         Raises:
             StoreError: they are not whole.
         """
-        if name not in self._engines:
-            self._engines[name] = self._reused(folder) or self._backend.sampled(folder)
-        self._engines.move_to_end(name)
-        return self._engines[name]
+        if lane not in self._engines:
+            self._engines[lane] = self._reused(folder) or self._backend.sampled(folder)
+        self._engines.move_to_end(lane)
+        return self._engines[lane]
 
     def _reused(self, folder: Path | None) -> SampledModel | None:
-        idle = [name for name, engine in self._engines.items() if engine.idle and name]
+        idle = [lane for lane, engine in self._engines.items() if engine.idle and lane.weights]
         if len(idle) < _FEWEST_IDLE or folder is None:
             return None
         engine = self._engines.pop(idle[0])
         return engine if engine.take(folder) else None
 
+    def make_room(self, chosen: SampledModel) -> None:
+        """Let an engine have its share of the KV cache, and what its longest sequence needs. Others give theirs back as
+        far as there is no room for both: the idle ones first, then those whose turn is longest ago."""
+        others = [engine for engine in self._engines.values() if engine is not chosen]
+        for lane in [lane for lane, engine in self._engines.items() if engine is chosen]:
+            self._engines.move_to_end(lane)
+        working = [engine for engine in others if not engine.idle]
+        share = self._backend.cache_bytes // (1 + len(working))
+        own = max(share, chosen.least_cache)
+        steps = [(engine, 0) for engine in others if engine.idle]
+        steps += [(engine, share) for engine in working] + [(engine, 0) for engine in working]
+        for engine, limit in steps:
+            if own + sum(other.cache for other in others) <= self._backend.cache_bytes:
+                break
+            if engine.cache > limit:
+                engine.limit(limit)
+        chosen.limit(own)
+
+    @property
+    def cache(self) -> int:
+        """Bytes of KV cache of all engines."""
+        return sum(engine.cache for engine in self._engines.values())
+
     def trim(self) -> None:
-        """Forget idle engines, each of which holds a KV cache, but for those used last and that of the base model."""
-        idle = [name for name, engine in self._engines.items() if engine.idle and name]
-        for name in idle[: max(0, len(idle) - _FEWEST_IDLE)]:
-            del self._engines[name]
+        """Forget idle engines but for those used last and that of the base model."""
+        idle = [lane for lane, engine in self._engines.items() if engine.idle and lane != _BASE]
+        for lane in idle[: max(0, len(idle) - _FEWEST_IDLE)]:
+            del self._engines[lane]
 
-    def discard(self, name: str) -> None:
+    def discard(self, lane: Lane) -> None:
         """Forget an engine that has failed."""
-        self._engines.pop(name, None)
+        self._engines.pop(lane, None)
 
-    def drop(self, name: str) -> None:
-        """Forget the engine of some weights."""
-        if name in self._engines and not self._engines[name].idle:
-            del self._engines[name]
-        elif name in self._engines:  # its weights are gone; its place is the first that is taken
-            self._engines[f"{name} (gone)"] = self._engines.pop(name)
-            self._engines.move_to_end(f"{name} (gone)", last=False)
+    def drop(self, weights: str) -> None:
+        """Forget the engines of some weights: their places are the first that are taken."""
+        for lane in [lane for lane in self._engines if lane.weights == weights]:
+            engine = self._engines.pop(lane)
+            gone = Lane(f"{weights} ({id(engine)}, gone)", lane.owner)
+            self._engines[gone] = engine
+            self._engines.move_to_end(gone, last=False)
 
 
 class SampleQueue:
     """Requests for samples of one set of weights that wait, in a queue for each client."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, deque[Asked]] = {}
+        self._queues: dict[str, deque[Waiting]] = {}
 
-    def add(self, asked: Asked) -> None:
+    def add(self, waiting: Waiting) -> None:
         """Put a request behind those of its client."""
-        self._queues.setdefault(asked.owner, deque()).append(asked)
+        self._queues.setdefault(waiting.asked.owner, deque()).append(waiting)
 
-    def next(self, open: Mapping[str, int]) -> Asked | None:
-        """The first request of the client that has the fewest of `open`; None where nobody waits."""
-        owner = min(self._queues, key=lambda owner: open.get(owner, 0), default=None)
-        return None if owner is None else self._queues[owner][0]
+    def first(self, owner: str) -> Waiting:
+        """The first request of a client that waits."""
+        return self._queues[owner][0]
 
-    def remove(self, asked: Asked) -> None:
-        """Take a request away; its client is asked behind the others next time."""
-        waiting = self._queues.pop(asked.owner)
-        waiting.remove(asked)
-        if waiting:
-            self._queues[asked.owner] = waiting
+    def next(self, open: Mapping[str, int], owners: Collection[str]) -> Waiting | None:
+        """The first request of the client that has the fewest of `open`, of some; None where none of them waits."""
+        waiting = [owner for owner in self._queues if owner in owners]
+        return self.first(min(waiting, key=lambda owner: open.get(owner, 0))) if waiting else None
 
-    def __iter__(self) -> Iterator[Asked]:
-        return iter([asked for waiting in self._queues.values() for asked in waiting])
+    def remove(self, waiting: Waiting) -> None:
+        """Take the first request of a client away; the client is asked behind the others next time."""
+        queue = self._queues.pop(waiting.asked.owner)
+        assert queue.popleft() is waiting
+        if queue:
+            self._queues[waiting.asked.owner] = queue
+
+    def discard(self, chosen: Callable[[Asked], bool]) -> list[Asked]:
+        """Take some requests away."""
+        found = [one.asked for queue in self._queues.values() for one in queue if chosen(one.asked)]
+        for owner in {asked.owner for asked in found}:
+            kept = deque(one for one in self._queues[owner] if not chosen(one.asked))
+            if kept:
+                self._queues[owner] = kept
+            else:
+                del self._queues[owner]
+        return found
 
     @property
     def owners(self) -> list[str]:
@@ -116,16 +181,27 @@ class Sampling:
     def __init__(self, engine: SampledModel) -> None:
         self.engine = engine
         self._open: dict[str, tuple[Asked, Sampled]] = {}
+        self._sequences: dict[str, int] = {}  # of each open request
 
     @property
     def owners(self) -> list[str]:
         """The clients it works for, each as often as it has a request open."""
         return [asked.owner for asked, _ in self._open.values()]
 
-    @property
-    def room(self) -> bool:
-        """Whether another request could be sampled beside the open ones."""
-        return self.idle or self.engine.free > 0
+    def begins(self, waiting: Waiting) -> bool:
+        """Whether a request can begin now. One of a client that has less than its part of the open sequences has to
+        find room to its end: it is not to wait for those of others."""
+        if self.idle:
+            return True
+        if self.engine.free <= 0 or self.engine.backlog >= turns.TURN_TOKENS // 2:
+            return False
+        return not self.owes(waiting.asked.owner) or self.engine.fits(waiting.sequences, waiting.tokens)
+
+    def owes(self, owner: str) -> bool:
+        """Whether a client has less than its part of the open sequences, beside others."""
+        clients = {owner, *self.owners}
+        own = sum(self._sequences[id] for id, (asked, _) in self._open.items() if asked.owner == owner)
+        return own * len(clients) < sum(self._sequences.values())
 
     @property
     def idle(self) -> bool:
@@ -145,7 +221,8 @@ class Sampling:
         wish = Wish(prompt, seeds, sample.sampling_params, sample.topk_sample_logprobs)
         self.engine.add(asked.id, wish)
         try:
-            self._open[asked.id] = (asked, self._of_prompt(sample, prompt, seeded.seed))
+            self._open[asked.id] = (replace(asked, body=None), self._of_prompt(sample, prompt, seeded.seed))
+            self._sequences[asked.id] = sample.num_samples
         except BaseException:
             self.engine.abort(asked.id)
             raise
@@ -167,23 +244,28 @@ class Sampling:
             drawn = self.engine.draw(prompt, sample.prompt_alt_tokens_k, sample.sampling_params, seed)
         return Sampled([], logprobs, likeliest, targets, drawn)
 
-    def turn(self, until: float) -> Iterator[tuple[Asked, bytes | StrettoError]]:
-        """Sample a token at least of each sequence, and more until a time; the requests that ended, with their results,
-        or why they have none."""
-        while not self.engine.idle:
-            for id, ended in self.engine.step().items():
-                asked, sampled = self._open.pop(id)
+    def turn(self, over: Callable[[], bool]) -> Iterator[tuple[Asked, bytes | StrettoError]]:
+        """Sample a token at least of each sequence, and more until it is over; the requests that ended, with their
+        results, or why they have none."""
+        last = self.engine.idle
+        while not last:
+            found = self.engine.step()
+            last = over() or self.engine.idle
+            for id, ended in found.items():
+                asked, sampled = self._end(id)
                 yield asked, ended if isinstance(ended, StrettoError) else _encoded(sampled, ended)
-            if time.monotonic() > until:
-                return
+
+    def _end(self, id: str) -> tuple[Asked, Sampled]:
+        del self._sequences[id]
+        return self._open.pop(id)
 
     def abort(self, id: str) -> Asked | None:
         """End a request; None if it is not open."""
-        found = self._open.pop(id, None)
-        if found is None:
+        if id not in self._open:
             return None
+        asked, _ = self._end(id)
         self.engine.abort(id)
-        return found[0]
+        return asked
 
     def open(self) -> list[Asked]:
         """The open requests."""
@@ -212,6 +294,7 @@ def check_sample(sample: Sample, prompt: tuple[int, ...]) -> None:
         "prompt_alt_tokens_k": (sample.prompt_alt_tokens_k, 0, _MOST_WIDTH),
         "sampling_params.temperature": (settings.temperature, 0, 100),
         "sampling_params.top_p": (settings.top_p, 1e-9, 1),
+        "sampling_params.top_k": (settings.top_k, -1, 2**31),
     }
     for field, (value, low, high) in bounds.items():
         if not low <= value <= high:

@@ -1,10 +1,14 @@
-"""The thread that computes: in fair turns over models and samplers, one piece of work a turn.
+"""The thread that computes: in fair turns over models and samplers, so many tokens a turn, whatever a request asks for.
 
-    HTTP ─ submit(asked) ─► lanes ─ Turns.choose ─► one request of a model, or a stretch of sampling
+    HTTP ─ submit(asked) ─► lanes ─ Turns.choose ─► a micro-batch of a model's request, or a stretch of sampling
                                                         └► record.settle ─► listeners
 
-A lane is a model, whose requests are computed in the order of their numbers, or the weights of a sampler. A request
-whose number comes too early waits for those before it.
+A lane is a model, whose requests are computed in the order of their numbers, or an engine with the weights of a
+sampler. A request whose number comes too early waits for those before it. Clients that sample by the same weights share
+an engine, in which their sequences are computed together; one that would have to wait there for another's sequences to
+end gets an engine of its own meanwhile, and so turns of its own.
+
+What waits is on record: here are its number and its size alone.
 """
 
 from __future__ import annotations
@@ -15,26 +19,28 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
 
 from stretto.core.errors import RefusedRequest, StoreError, StrettoError, described
-from stretto_tinker.compute.backend import Backend
+from stretto_tinker.compute.backend import Backend, Pieces
 from stretto_tinker.record.checkpoints import Place, Weights
-from stretto_tinker.record.record import DONE, FAILED, Asked, ModelRow, Record
-from stretto_tinker.work.models import BACKWARD, CREATE, EFFECTS, FORWARD, LOAD, STEP, Models
-from stretto_tinker.work.sampling import TURN_SECONDS, Engines, SampleQueue, Sampling, Seeded
+from stretto_tinker.record.record import DONE, FAILED, Asked, Record
+from stretto_tinker.work import turns
+from stretto_tinker.work.models import BACKWARD, CREATE, EFFECTS, FORWARD, LOAD, REFUSED, STEP, Models
+from stretto_tinker.work.sampling import Engines, Lane, SampleQueue, Sampling, waiting
 from stretto_tinker.work.saving import SAVES, Saving
-from stretto_tinker.work.turns import Turns
+from stretto_tinker.work.turns import Backlog, Turns
 
 log = logging.getLogger(__name__)
 
 SAMPLE = "sample"
 USER, SERVER = "user", "server"
 _PAUSE_SECONDS = 1.0
-_MOST_BYTES = 1 << 29  # of requests that wait
+#: Of one client, waiting: then it has to come again later.
+_MOST_REQUESTS, _MOST_BYTES = 100_000, 1 << 32
 #: A request under which the process was killed so often is not computed again: it may be what kills it.
 _MOST_KILLS = 3
 _KILLED = f"the server was killed {_MOST_KILLS} times while it computed this"
@@ -51,6 +57,7 @@ class _ModelLane:
     owner: str
     next: int
     waiting: dict[int, Asked] = field(default_factory=dict)
+    work: Pieces[None] | None = None  # what is left of the next one, if it has begun
 
 
 class Worker:
@@ -64,7 +71,9 @@ class Worker:
         self._turns = Turns()
         self._models: dict[str, _ModelLane] = {}
         self._asked: dict[str, SampleQueue] = {}  # samples that wait, by the weights they want
-        self._samplings: dict[str, Sampling] = {}
+        self._samplings: dict[Lane, Sampling] = {}
+        self._backlog = Backlog()
+        self.computed = 0  # tokens, of all lanes
         self._leaving: dict[str, str] = {}  # models that leave the memory once what is in flight is computed, and why
         self._orders: list[Callable[[], None]] = []  # what other threads want done between two turns
         self._wake = threading.Condition()
@@ -87,23 +96,15 @@ class Worker:
         if not self._thread.is_alive():
             self._record.none_computed()
 
-    @property
-    def waiting(self) -> int:
-        """Requests that wait or are open."""
-        with self._wake:
-            samples = sum(len(list(queue)) for queue in self._asked.values())
-            samples += sum(len(one.open()) for one in self._samplings.values())
-            return samples + sum(len(lane.waiting) for lane in self._models.values())
-
-    def crowded(self, model: str, seq: int) -> bool:
-        """Whether the requests of models that wait are so large together that another one has to come later; never the
-        one that its model waits for."""
+    def crowded(self, owner: str, model: str = "", seq: int = -1) -> bool:
+        """Whether so much of a client waits that another request has to come later; never the one that its model waits
+        for."""
         with self._wake:
             lane = self._models.get(model)
-            if lane is None or lane.next == seq:
+            if model and (lane is None or lane.next == seq):
                 return False
-            bodies = (asked.body for one in self._models.values() for asked in one.waiting.values())
-            return sum(len(body or b"") for body in bodies) > _MOST_BYTES
+            requests, size = self._backlog.of(owner)
+            return requests >= _MOST_REQUESTS or size > _MOST_BYTES
 
     def submit(self, asked: Asked) -> None:
         """Compute a request, which is on record."""
@@ -113,7 +114,7 @@ class Worker:
 
     def cancel(self, id: str) -> None:
         """End a request for samples, if it is not settled yet."""
-        self._order(lambda: self._cancel(id))
+        self._order(lambda: self._cancel(lambda asked: asked.id == id, "its client gave it up"))
 
     def retire(self, model: str, why: str, *, ended: bool) -> None:
         """Take a model from memory, once its requests are computed; one that comes meanwhile keeps it there. `ended`:
@@ -124,10 +125,7 @@ class Worker:
         """Fail the requests of a sampling session."""
 
         def end() -> None:
-            own = [asked for queue in self._asked.values() for asked in queue if asked.lane == lane]
-            own += [asked for one in self._samplings.values() for asked in one.open() if asked.lane == lane]
-            for asked in own:
-                self._cancel(asked.id, why)
+            self._cancel(lambda asked: asked.lane == lane, why)
 
         self._order(end)
 
@@ -141,9 +139,10 @@ class Worker:
             self._wake.notify()
 
     def _enqueue(self, asked: Asked) -> None:
+        self._backlog.add(asked.id, asked.owner, len(asked.body or b""))
         if asked.kind == SAMPLE:
-            weights = msgspec.json.decode(asked.body or b"", type=Seeded).weights or ""
-            self._asked.setdefault(weights, SampleQueue()).add(asked)
+            weights, one = waiting(asked)
+            self._asked.setdefault(weights, SampleQueue()).add(one)
             return
         lane = self._models.get(asked.lane)
         if lane is None:
@@ -153,7 +152,7 @@ class Worker:
             why = f"seq_id {asked.seq} comes after {lane.next - 1}, which was settled without it"
             self._orders.append(lambda: self._fail(asked, why, USER))
             return
-        lane.waiting[asked.seq] = asked
+        lane.waiting[asked.seq] = replace(asked, body=None)
 
     # The thread
 
@@ -171,9 +170,11 @@ class Worker:
             if ready:
                 chosen = self._turns.choose(ready)
                 owners, began = ready[chosen], time.monotonic()
-                self._guarded(lambda chosen=chosen: self._turn(*chosen))  # type: ignore[misc]
+                self._guarded(lambda chosen=chosen: self._turn(chosen))  # type: ignore[misc]
                 self._turns.spent(owners, time.monotonic() - began)
-        for id in list(self._models):
+        for id, lane in list(self._models.items()):
+            if lane.work is not None:
+                lane.work.close()
             self.models.retire(id)
 
     def _guarded(self, piece: Callable[[], None]) -> None:
@@ -184,54 +185,79 @@ class Worker:
             log.exception("a piece of work failed")
             time.sleep(_PAUSE_SECONDS)
 
-    def _ready(self) -> dict[tuple[str, str], list[str]]:
-        """The lanes with work, each with the clients it works for."""
-        ready: dict[tuple[str, str], list[str]] = {
-            ("model", id): [lane.owner] for id, lane in self._models.items() if lane.next in lane.waiting
+    def _ready(self) -> dict[str | Lane, list[str]]:
+        """The lanes with work, models by their ids, each with the clients it works for."""
+        ready: dict[str | Lane, list[str]] = {
+            id: [lane.owner] for id, lane in self._models.items() if lane.next in lane.waiting
         }
-        for weights in {**self._asked, **self._samplings}:
-            open_ = self._samplings[weights].owners if weights in self._samplings else []
-            waiting = self._asked[weights].owners if weights in self._asked else []
-            if owners := open_ + [owner for owner in waiting if owner not in open_]:
-                ready["sampler", weights] = owners
+        ready |= {lane: sampling.owners for lane, sampling in self._samplings.items() if not sampling.idle}
+        for weights, queue in self._asked.items():
+            for owner in queue.owners:
+                if (lane := self._lane(weights, owner)) is not None and owner not in ready.setdefault(lane, []):
+                    ready[lane].append(owner)
         return ready
 
-    def _turn(self, kind: str, name: str) -> None:
-        if kind == "sampler":
-            self._sample(name)
+    def _lane(self, weights: str, owner: str) -> Lane | None:
+        """Where the next request of a client for samples begins now; None: it waits for the client's own to end."""
+        first, shared = self._asked[weights].first(owner), self._samplings.get(Lane(weights))
+        if shared is None or shared.begins(first):
+            return Lane(weights)
+        if not shared.owes(owner):
+            return None
+        own = self._samplings.get(Lane(weights, owner))
+        return Lane(weights, owner) if own is None or own.begins(first) else None
+
+    def _turn(self, chosen: str | Lane) -> None:
+        if isinstance(chosen, Lane):
+            self._sample(chosen)
             return
         with self._wake:
-            lane = self._models[name]
+            lane = self._models[chosen]
             asked = lane.waiting.get(lane.next)
         if asked is None:
             return
-        row, times = self._record.model(asked.lane), self._record.begin(asked.id)
-        assert row is not None, "a model is on record before its requests"
+        times, ended = self._record.begin(asked.id), True
         try:
             if times > _MOST_KILLS:
                 self.models.forget(asked.lane)  # restored from the record, where this has failed
                 self._fail(asked, _KILLED, SERVER)
             else:
-                self._train(asked, row)
+                lane.work = lane.work or self._train(asked)
+                if (tokens := next(lane.work, None)) is not None:
+                    self.computed += tokens
+                    ended = False
         finally:  # whatever happened: a request is never performed again in this process
-            with self._wake:
-                lane.waiting.pop(asked.seq, None)
-                lane.next = asked.seq + 1
-                leaves = name in self._leaving and lane.next not in lane.waiting
-            if leaves:
-                self._retire(name, self._leaving[name])
+            if ended:
+                self._over(chosen, lane, asked)
+            else:
+                self._record.pause(asked.id)
 
-    def _train(self, asked: Asked, row: ModelRow) -> None:
+    def _over(self, model: str, lane: _ModelLane, asked: Asked) -> None:
+        with self._wake:
+            lane.work = None
+            lane.waiting.pop(asked.seq, None)
+            lane.next = asked.seq + 1
+            leaves = model in self._leaving and lane.next not in lane.waiting
+        if leaves:
+            self._retire(model, self._leaving[model])
+
+    def _train(self, asked: Asked) -> Pieces[None]:
         """One request of a model: its effect, its result on record, and then the word that it is there."""
+        row, whole = self._record.model(asked.lane), self._record.request(asked.id)
+        assert row is not None, "a model is on record before its requests"
+        assert whole is not None, "a request is on record before it is computed"
+        if asked.kind == REFUSED:
+            self._fail(asked, (whole.body or b"").decode(), USER)
+            return
         try:
-            live = self.models.live(row)
+            live = yield from self.models.live(row)
             if asked.kind in SAVES:
-                changed, result = self._saving.save(live, asked)
+                changed, result = self._saving.save(live, whole)
                 form, proof = "json", ""
                 for place in changed:
                     self._forget_engine(place.path)
             else:
-                result, form, proof = self.models.perform(live, asked)
+                result, form, proof = yield from self.models.perform(live, whole)
             if asked.kind == LOAD:  # what it has loaded may be gone later
                 self.models.snapshot_if_due(live, row.id, now=True)
         except (RefusedRequest, StoreError, OSError) as error:
@@ -272,41 +298,52 @@ class Worker:
                 time.sleep(_PAUSE_SECONDS)
             else:
                 break
+        with self._wake:
+            self._backlog.done(asked.id)
         self._settled(asked.id, asked.lane)
 
     def _fail(self, asked: Asked, why: str, category: str) -> None:
         body = msgspec.json.encode({"error": why, "category": category})
         self._settle(asked, lambda: self._record.settle(asked.id, FAILED, body, "json"))
 
-    def _sample(self, weights: str) -> None:
+    def _sample(self, lane: Lane) -> None:
         """A turn of some weights. Whatever fails, every request that it touched is settled."""
-        until = time.monotonic() + TURN_SECONDS
+        began = time.monotonic()
         try:
-            sampling = self._sampling(weights)
+            sampling = self._sampling(lane)
         except Exception as error:  # weights that are gone, torn, or too large: their requests are told, others go on
-            why = f"the weights {weights} are not there: {_said(error)}"
+            why = f"the weights {lane.weights} are not there: {_said(error)}"
             with self._wake:
-                waiting = list(self._asked.pop(weights, ()))
-            for one in waiting:
+                gone = self._asked.pop(lane.weights, SampleQueue()).discard(lambda asked: True)
+            for one in gone:
                 self._fail(one, why, USER if isinstance(error, RefusedRequest | StoreError) else SERVER)
             return
-        while sampling.room and (asked := self._next(weights, sampling)) is not None:
-            self._begin(weights, sampling, asked)
-            if time.monotonic() > until:
-                break
-        opened = sampling.open()
+        engine, before = sampling.engine, self.computed
+        others = before - engine.computed
+
+        def over(part: float = 1.0) -> bool:
+            self.computed = others + engine.computed
+            full = self.computed - before >= part * turns.TURN_TOKENS
+            return full or time.monotonic() - began > part * turns.TURN_SECONDS
+
         try:
-            for asked, result in sampling.turn(until):
+            self._engines.make_room(engine)
+            while (asked := self._next(lane, sampling)) is not None:
+                self._begin(sampling, asked)
+                if over(0.5):  # the other half is for those that have begun
+                    break
+            self._engines.make_room(engine)  # for the longest of those that have begun
+            for asked, result in sampling.turn(over):
                 if isinstance(result, StrettoError):
                     self._fail(asked, str(result), SERVER)
                 else:
                     self._settle(asked, partial(self._record.settle, asked.id, DONE, result, "proto"))
         except Exception as error:  # the engine cannot go on: all that it had is told, and a new one is made
-            log.exception("the engine of %s failed", weights or "the base model")
-            self._engines.discard(weights)
+            log.exception("the engine of %s failed", lane.weights or "the base model")
+            self._engines.discard(lane)
             with self._wake:
-                self._samplings.pop(weights, None)
-            for asked in opened:
+                self._samplings.pop(lane, None)
+            for asked in sampling.open():
                 self._fail(asked, _said(error), SERVER)
         with self._wake:
             ended = [name for name, one in self._samplings.items() if one.idle]
@@ -315,34 +352,35 @@ class Worker:
         if ended:
             self._engines.trim()
 
-    def _sampling(self, weights: str) -> Sampling:
+    def _sampling(self, lane: Lane) -> Sampling:
         with self._wake:
-            found = self._samplings.get(weights)
+            found = self._samplings.get(lane)
         if found is None:
-            folder = None if not weights else self._weights.folder(Place.of(weights))
-            found = Sampling(self._engines.of(weights, folder))
+            folder = None if not lane.weights else self._weights.folder(Place.of(lane.weights))
+            found = Sampling(self._engines.of(lane, folder))
             with self._wake:
-                self._samplings[weights] = found
+                self._samplings[lane] = found
         return found
 
-    def _next(self, weights: str, sampling: Sampling) -> Asked | None:
-        """The request that is begun next: of the client that has the fewest open."""
+    def _next(self, lane: Lane, sampling: Sampling) -> Asked | None:
+        """The request that begins next in a lane: of the client that has the fewest open. It does not wait any more."""
         with self._wake:
-            queue = self._asked.get(weights)
-            return None if queue is None else queue.next(Counter(sampling.owners))
-
-    def _begin(self, weights: str, sampling: Sampling, asked: Asked) -> None:
-        times = self._record.begin(asked.id)
-        with self._wake:
-            queue = self._asked[weights]
-            queue.remove(asked)
+            if (queue := self._asked.get(lane.weights)) is None:
+                return None
+            owners = [owner for owner in queue.owners if self._lane(lane.weights, owner) == lane]
+            if (found := queue.next(Counter(sampling.owners), owners)) is None:
+                return None
+            queue.remove(found)
             if not queue.owners:
-                del self._asked[weights]
-        if times > _MOST_KILLS:
-            self._fail(asked, _KILLED, SERVER)
-            return
+                del self._asked[lane.weights]
+            return found.asked
+
+    def _begin(self, sampling: Sampling, asked: Asked) -> None:
         try:
-            sampling.begin(asked)
+            if self._record.begin(asked.id) > _MOST_KILLS:
+                self._fail(asked, _KILLED, SERVER)
+            else:
+                sampling.begin(self._record.request(asked.id) or asked)
         except Exception as error:  # a prompt that this model cannot score, or a bug: its client is told
             self._fail(asked, _said(error), USER if isinstance(error, RefusedRequest) else SERVER)
 
@@ -350,19 +388,17 @@ class Worker:
         """See `forget_engine`. What has begun goes on with the weights that it began with."""
         self._engines.drop(path)
         with self._wake:
-            if (sampling := self._samplings.pop(path, None)) is not None:
-                self._samplings[f"{path} ({id(sampling)})"] = sampling
+            for lane in [lane for lane in self._samplings if lane.weights == path]:
+                sampling = self._samplings.pop(lane)
+                self._samplings[Lane(f"{path} ({id(sampling)})", lane.owner)] = sampling
 
-    def _cancel(self, id: str, why: str = "its client gave it up") -> None:
-        ended: list[Asked] = []
+    def _cancel(self, chosen: Callable[[Asked], bool], why: str) -> None:
+        """Fail some requests for samples."""
         with self._wake:
-            for weights, queue in list(self._asked.items()):
-                for asked in [one for one in queue if one.id == id]:
-                    queue.remove(asked)
-                    ended.append(asked)
-                if not queue.owners:
-                    del self._asked[weights]
-            ended += [found for one in self._samplings.values() if (found := one.abort(id)) is not None]
+            ended = [asked for queue in self._asked.values() for asked in queue.discard(chosen)]
+            self._asked = {weights: queue for weights, queue in self._asked.items() if queue.owners}
+            for one in self._samplings.values():
+                ended += [asked for asked in one.open() if chosen(asked) and one.abort(asked.id) is not None]
         for asked in ended:
             self._fail(asked, why, USER)
 
@@ -379,7 +415,10 @@ class Worker:
                 del self._models[model]
         for asked in early:
             self._fail(asked, f"{ended}; the requests before it never came", USER)
-        self.models.retire(model)
+        if ended:
+            self.models.end(model)
+        else:
+            self.models.retire(model)
 
 
 def _said(error: Exception) -> str:

@@ -72,6 +72,7 @@ class NativeEngine:
         """`detokenizer` is called by the first request with stop texts, `grammars` with the vocabulary size. Without
         them, requests with stop texts or a grammar are refused."""
         use_onednn(model)
+        self._cache_bytes = config.cache_bytes
         self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
         self._parameters = Parameters(model, self._spare)
         self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
@@ -111,7 +112,7 @@ class NativeEngine:
 
     def _spare(self) -> int | None:
         """Bytes left on the device beside the cache, as large as it may become."""
-        cache = self._config.cache_bytes - self._policy.bytes_allocated
+        cache = self._cache_bytes - self._policy.bytes_allocated
         return spare(self._policy.layout.device, cache + _WORKING)
 
     @property
@@ -133,6 +134,37 @@ class NativeEngine:
     def longest_row(self) -> int:
         """Most tokens of a prompt plus completion that the context and the cache hold."""
         return longest_row(self._policy.layout, self._config.cache_bytes)
+
+    @property
+    def cache_allocated(self) -> int:
+        """Bytes of the KV cache now."""
+        return self._policy.bytes_allocated
+
+    @property
+    def computed(self) -> int:
+        """Tokens computed so far: of prompts, of dropped completions, and new ones."""
+        return self._generated + self._prefilled + self._recomputed
+
+    def cache_of(self, tokens: int) -> int:
+        """Bytes of KV cache for one completion of so many tokens, its prompt included."""
+        layout = self._policy.layout
+        return layout.slot(tokens) * layout.bytes_per_token
+
+    @property
+    def backlog(self) -> int:
+        """Tokens of prompts, and of dropped completions, that are computed before their completions go on."""
+        rows = {self._scheduler.member(row).request.id: row for row in self._scheduler.pending}
+        pending = {id: int(self._completions.lengths[row]) for id, row in rows.items()}
+        return sum({**self._scheduler.prompts_waiting(), **pending}.values())
+
+    def limit(self, cache_bytes: int) -> None:
+        """Hold at most so many bytes of KV cache from now on, and never more than `engine.cache_gib`. What does not fit
+        is dropped, the newest completions first, and recomputed later."""
+        self._cache_bytes = min(cache_bytes, self._config.cache_bytes)
+        for row in self._scheduler.limit(self._cache_bytes // self._policy.layout.bytes_per_token):
+            self._policy.release(row)
+            self._preempted += 1
+        self._policy.limit(self._cache_bytes)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request; later steps return its completions.
@@ -167,7 +199,7 @@ class NativeEngine:
         for request in requests:
             self.abort(request)
         self._scheduler.interrupt()
-        self._policy = DecodePolicy(self._policy.model, self._config.cache_bytes)
+        self._policy = DecodePolicy(self._policy.model, self._cache_bytes)
         self._policy.tune(self._tiles)
 
     def step(self) -> list[Completion]:

@@ -6,6 +6,7 @@
     take_pending   start pending rows, oldest first, as far as the cache has capacity
     finish         free the row of a completion
     interrupt      drop the cache of running completions, which become pending again
+    limit          another budget of cached tokens, as long as other engines need theirs
     abort          remove a request wherever its completions are
 
 A completion is in one of three places: waiting (no row), pending (a row, nothing cached), running (cached). It holds
@@ -62,7 +63,7 @@ class Scheduler:
 
     def __init__(self, rows: int, cache_tokens: int, slot: Callable[[int], int]) -> None:
         self._rows = rows
-        self._cache_tokens = cache_tokens
+        self._cache_tokens = self._most_tokens = cache_tokens
         self._slot = slot
         self._free = list(range(rows - 1, -1, -1))
         self._waiting: deque[Member] = deque()
@@ -78,6 +79,10 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    def prompts_waiting(self) -> dict[str, int]:
+        """Tokens of the prompts that wait for a row, by request."""
+        return {member.request.id: len(member.request.prompt_token_ids) for member in self._waiting}
 
     @property
     def rows_in_use(self) -> int:
@@ -101,8 +106,8 @@ class Scheduler:
         if request.id in self._open:
             raise RefusedRequest("id", repr(request.id), "an id that no open request uses")
         members = [Member(request, index) for index in range(len(request.seeds))]
-        if self._slot(members[0].tokens) > self._cache_tokens:
-            allowed = f"less: the cache holds {self._cache_tokens:,} tokens (engine.cache_gib)"
+        if self._slot(members[0].tokens) > self._most_tokens:
+            allowed = f"less: the cache holds {self._most_tokens:,} tokens (engine.cache_gib)"
             raise RefusedRequest("sampling.max_tokens", f"{members[0].tokens:,} with the prompt", allowed)
         self._open[request.id] = len(members)
         self._waiting.extend(members)
@@ -127,8 +132,17 @@ class Scheduler:
         grown = np.flatnonzero((lengths > self._slots) & (self._slots > 0))
         for row in grown.tolist():
             self._hold(row, self._slot(int(lengths[row])))
+        return self._preempted(least=1)
+
+    def limit(self, cache_tokens: int) -> list[int]:
+        """Hold at most so many tokens from now on, and never more than at first; returns the preempted rows, newest
+        first. Pending rows whose slots are longer wait for another limit."""
+        self._cache_tokens = min(cache_tokens, self._most_tokens)
+        return self._preempted(least=0)
+
+    def _preempted(self, least: int) -> list[int]:
         preempted: list[int] = []
-        while self._held > self._cache_tokens and len(self._running) > 1:
+        while self._held > self._cache_tokens and len(self._running) > least:
             newest = max(self._running, key=self._ages.__getitem__)
             self._running.remove(newest)
             self._hold(newest, 0)

@@ -251,6 +251,11 @@ class LengthBuckets:
             self._give_back(self._most_tokens)
             self._placed = False
 
+    def limit(self, most_tokens: int) -> None:
+        """Another budget from now on; spare slots beyond it are freed."""
+        self._most_tokens, self._placed = most_tokens, True
+        self.compact()
+
     def tokens_used(self) -> int:
         """Total length of the slots held by rows."""
         return sum(bucket.length for bucket, _ in self._places.values())

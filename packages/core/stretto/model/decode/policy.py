@@ -108,6 +108,11 @@ class DecodePolicy:
         """Drop a row from the cache."""
         self._buckets.release(row)
 
+    @torch.inference_mode()
+    def limit(self, most_bytes: int) -> None:
+        """Another limit of the KV cache, within which its rows are."""
+        self._buckets.limit(most_bytes // self.layout.bytes_per_token)
+
     def clear(self) -> None:
         """Drop all rows: their cache belongs to earlier weights."""
         self._buckets.clear()
