@@ -21,6 +21,7 @@ from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed, Request
 
 MOST_CHOICES = 128
+_CHOICES = b'"choices":[]'  # in a JSON string the quotes would be escaped
 LAST_EVENT = b"data: [DONE]\n\n"
 _SHOWN = 60  # characters of a value
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
@@ -32,6 +33,8 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+encode = msgspec.json.Encoder().encode
 
 Part = dict[str, Any]
 """One choice of a reply or of an event."""
@@ -170,6 +173,12 @@ class ChoiceDialect(OpenAIDialect):
         """Encode one event of a stream."""
         shown = {"usage": usage} if request.dialect_fields.get("usage") else {}
         return sent_event({**head, "choices": choices, **shown})
+
+    def encoder(self, request: Any, head: Mapping[str, Any]) -> Callable[[Sequence[Part]], bytes]:
+        """Function from parts to events, one each; the same bytes as of `event`, of which only the part is encoded."""
+        before, after = self.event(request, head, []).split(_CHOICES, 1)
+        before, after = before + _CHOICES[:-1], _CHOICES[-1:] + after
+        return lambda parts: b"".join([b"%b%b%b" % (before, encode(part), after) for part in parts])
 
     def closing(self, request: Any, head: Mapping[str, Any], usage: Mapping[str, int]) -> bytes:
         """Encode the last events of a stream."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
 
 import msgspec
 
@@ -44,6 +43,7 @@ class Completing:
     sampled: int = 0
     first_token: float | None = None
     last_token: float | None = None
+    _send_now: Callable[[Progress], bool] | None = None  # while a stream takes tokens as they come
 
     @property
     def prompt_tokens(self) -> int:
@@ -67,34 +67,57 @@ class Completing:
             for _, progress in sorted(found.items())
         ]
 
+    def take(self, progress: Progress) -> bool:
+        """Send new tokens of a stream at once; False if its client lags, or is still being sent earlier ones."""
+        return self._send_now is not None and self._send_now(progress)
+
     async def write(self, dialect: ChoiceDialect, call: ChatExchange, stream: Stream) -> None:
         """Send the choices of a reply, streamed or whole."""
-        request, streamed, whole = self.request, self.request.stream, list[Part]()
+        request, streamed = self.request, self.request.stream
         members = [(prompt.id, member) for prompt in self.prompts for member in range(len(prompt.seeds))]
         writers = {member: dialect.writer(request, index, self.model) for index, member in enumerate(members)}
         head = dialect.head(request, self.name, self.created, self.model.name, whole=not streamed)
-        if streamed:
-            opening = [part for index in range(len(members)) for part in dialect.opening(index)]
-            await call.write(self._events(dialect, head, opening))
-        async for new in self._counted(stream):
-            parts = [part for progress in new for part in writers[progress.request, progress.member](progress)]
-            if not streamed:
-                whole += parts
-            elif parts:
-                await call.write(self._events(dialect, head, parts))
-        usage = usage_of(self.prompt_tokens, self.sampled)
-        if streamed:
-            await call.write(dialect.closing(request, head, usage), last=True)
-        else:
-            whole.sort(key=itemgetter("index"))
-            await call.reply(msgspec.json.encode({**head, "choices": whole, "usage": usage}))
 
-    def _events(self, dialect: ChoiceDialect, head: Mapping[str, Any], parts: Sequence[Part]) -> bytes:
-        return b"".join(dialect.event(self.request, head, [part]) for part in parts)
+        def parts_of(progress: Progress) -> list[Part]:
+            return writers[progress.request, progress.member](progress)
+
+        if not streamed:
+            whole = [part async for new in self._counted(stream) for progress in new for part in parts_of(progress)]
+            whole.sort(key=itemgetter("index"))
+            usage = usage_of(self.prompt_tokens, self.sampled)
+            await call.reply(msgspec.json.encode({**head, "choices": whole, "usage": usage}))
+            return
+        encode = dialect.encoder(request, head)
+        opening = [part for index in range(len(members)) for part in dialect.opening(index)]
+        await self._stream(call, stream, encode(opening), lambda progress: encode(parts_of(progress)))
+        await call.write(dialect.closing(request, head, usage_of(self.prompt_tokens, self.sampled)), last=True)
+
+    async def _stream(
+        self, call: ChatExchange, stream: Stream, opening: bytes, events_of: Callable[[Progress], bytes]
+    ) -> None:
+        """Send events as their tokens come: in the step that samples them, or here if the client lags."""
+
+        def send_now(progress: Progress) -> bool:
+            sent = call.write_now(lambda: events_of(progress))
+            if sent:
+                self._count(progress)
+            return sent
+
+        await call.write(opening)
+        self._send_now = send_now
+        async for new in self._counted(stream):
+            self._send_now = None  # what comes meanwhile is sent behind this
+            if events := b"".join(map(events_of, new)):
+                await call.write(events)
+            self._send_now = send_now
 
     async def _counted(self, stream: Stream) -> Stream:
         async for new in stream:
-            self.sampled += sum(progress.segment.length for progress in new)
-            self.first_token = self.first_token or time.monotonic() - self.began
+            for progress in new:
+                self._count(progress)
             yield new
         self.last_token = time.monotonic() - self.began
+
+    def _count(self, progress: Progress) -> None:
+        self.sampled += progress.segment.length
+        self.first_token = self.first_token or time.monotonic() - self.began

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self, cast
@@ -180,6 +180,7 @@ class NativeEngine:
                 step fails again.
         """
         start, columns = time.monotonic(), self._completions
+        columns.begin_step()
         for row, member in self._scheduler.admit():
             columns.open(row, member)
         if columns.matchers:
@@ -219,6 +220,10 @@ class NativeEngine:
             if member.request.id in known and member.index < len(known[member.request.id])
         )
         return [progress for progress in found if progress.segment.length]
+
+    def newest_progress(self, requests: Container[str]) -> Iterator[Progress]:
+        """The tokens that the last step sampled for unfinished completions of these requests."""
+        return self._completions.newest_progress(self._scheduler.members, requests)
 
     def update(self, version: int, tensors: Mapping[str, Tensor], since: float | None = None) -> None:
         """Interrupt every running completion and load weights.
