@@ -112,6 +112,11 @@ class StopFinder:
         self._held = ""
         self.found = ""  #: the stop text that was found
 
+    @property
+    def looks(self) -> bool:
+        """Whether there is a stop text to find."""
+        return bool(self._stops)
+
     def push(self, text: str) -> str:
         """Append text; returns the text that is certainly not part of a stop text."""
         if not self._stops:

@@ -6,7 +6,7 @@ The HTTP client of the native engine (`engine.http.client`) satisfies it; client
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from stretto.core.canary import Ask, Loaded
@@ -59,6 +59,15 @@ class Progress(NamedTuple):
     member: int
     segment: Segment
     top_logprobs: Sequence[Likeliest] = ()  # empty if not wanted
+
+
+class NewToken(NamedTuple):
+    """A token that the last step sampled; `progress` makes the record of it."""
+
+    request: str
+    member: int
+    token: int
+    progress: Callable[[], Progress]
 
 
 class Generate(Protocol):

@@ -23,7 +23,7 @@ from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.conversation.messages import ChatRequest
-from stretto.core.engine import EngineHealth, Progress
+from stretto.core.engine import EngineHealth, NewToken
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, derive_seed
 from stretto.processes.http.asgi import header, unless_gone
@@ -63,7 +63,7 @@ class ServedEngine(Protocol):
         ...
 
     def streaming(
-        self, requests: Sequence[GenerateRequest], take: Callable[[Progress], bool] | None = None
+        self, requests: Sequence[GenerateRequest], take: Callable[[NewToken], bool] | None = None
     ) -> AbstractContextManager[Stream]:
         """Submit requests for the duration of the block. Completions come when they end. With `take`, tokens come
         as they are sampled: to it, or by the iterator where it returns False.

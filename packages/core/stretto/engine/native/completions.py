@@ -10,8 +10,8 @@ Axes: R rows of this step, in the order of the logits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from stretto.core.columns import stamps_of
-from stretto.core.engine import Progress
+from stretto.core.engine import NewToken, Progress
 from stretto.core.records import Completion, Likeliest, Segment, StopReason
 from stretto.engine.native.sampling import Filtered, SamplingColumns, top_logprobs
 from stretto.engine.native.scheduler import Member
@@ -31,17 +31,6 @@ Ints = npt.NDArray[np.int64]
 
 _FIRST_WIDTH = 128
 _NO_TOKEN = -1
-
-
-class _Last(NamedTuple):
-    """What the last step sampled."""
-
-    order: Sequence[int]  # rows
-    columns: bytes  # of each row the token and its log-probability, as `core.columns` packs one token
-    version: int
-
-
-_NOTHING = _Last((), b"", 0)
 
 
 class Completions:
@@ -68,7 +57,7 @@ class Completions:
         self._history: Ints = np.zeros((rows, _FIRST_WIDTH), np.int64)
         self._logprobs = np.zeros((rows, _FIRST_WIDTH), np.float32)
         self._versions = np.zeros((rows, _FIRST_WIDTH), np.int64)
-        self._last = _NOTHING
+        self._last: tuple[Ints, Ints] | None = None  # rows and tokens of the last step
 
     def open(self, row: int, member: Member) -> None:
         """Start a completion in a row."""
@@ -164,8 +153,7 @@ class Completions:
         self._logprobs[order_R, places_R] = logprobs_R
         self._versions[order_R, places_R] = version
         self.newest[order_R] = tokens_R
-        pairs = np.stack([tokens_R.astype(np.int32), logprobs_R.view(np.int32)], axis=1)
-        self._last = _Last(order_R.tolist(), pairs.tobytes(), version)
+        self._last = order_R, tokens_R
         self.lengths[order_R] = places_R + 1
         stopped_R = (self._stops[order_R] == tokens_R[:, None]).any(axis=1)
         if self._watches:
@@ -185,17 +173,18 @@ class Completions:
 
     def begin_step(self) -> None:
         """Forget the tokens of the step before."""
-        self._last = _NOTHING
+        self._last = None
 
-    def newest_progress(self, members: Mapping[int, Member], wanted: Container[str]) -> Iterator[Progress]:
-        """The tokens of the last `record`, of rows whose completions go on and belong to `wanted` requests."""
-        order, columns, version = self._last
-        stamps, interrupted = ((version, 1),), self.interrupted.tolist()
-        for place, row in enumerate(order):
-            if (member := members.get(row)) is not None and member.request.id in wanted:
-                segment = Segment.sealed(columns[place * 8 : place * 8 + 8], 1, stamps, interrupted[row])
-                likeliest = self._likeliest[row][-1:] if row in self._likeliest else ()
-                yield Progress(member.request.id, member.index, segment, likeliest)
+    def new_tokens(self, members: Mapping[int, Member], wanted: Container[str]) -> Iterator[NewToken]:
+        """The tokens of this step, of rows whose completions go on and belong to `wanted` requests."""
+        if self._last is None:
+            return
+        for row, token in zip(*(column.tolist() for column in self._last), strict=True):
+            if (member := members.get(row)) is not None and (request := member.request.id) in wanted:
+                yield NewToken(request, member.index, token, partial(self._newest, row, member))
+
+    def _newest(self, row: int, member: Member) -> Progress:
+        return self.progress(row, member, int(self.lengths[row] - self.prompts[row]) - 1)
 
     def close(self, row: int, member: Member) -> Completion:
         """Return the finished completion of a row, and drop its state for grammar, stop texts and top

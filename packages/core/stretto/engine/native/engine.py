@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from stretto.conversation.text import Detokenizer
 from stretto.core.canary import Canary, Scores
-from stretto.core.engine import EngineHealth, Progress
+from stretto.core.engine import EngineHealth, NewToken, Progress
 from stretto.core.errors import BoundViolated, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
@@ -221,9 +221,9 @@ class NativeEngine:
         )
         return [progress for progress in found if progress.segment.length]
 
-    def newest_progress(self, requests: Container[str]) -> Iterator[Progress]:
-        """The tokens that the last step sampled for unfinished completions of these requests."""
-        return self._completions.newest_progress(self._scheduler.members, requests)
+    def new_tokens(self, requests: Container[str]) -> Iterator[NewToken]:
+        """The tokens that the last step sampled for unfinished completions of these requests; read before the next."""
+        return self._completions.new_tokens(self._scheduler.members, requests)
 
     def update(self, version: int, tensors: Mapping[str, Tensor], since: float | None = None) -> None:
         """Interrupt every running completion and load weights.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,7 +17,7 @@ import msgspec
 
 from stretto.core.canary import Challenge, Loaded
 from stretto.core.deadlines import deadline
-from stretto.core.engine import MOST_COMPLETIONS, EngineHealth, Progress
+from stretto.core.engine import MOST_COMPLETIONS, EngineHealth, NewToken, Progress
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials
@@ -36,8 +37,8 @@ MOST_WAITING = MOST_COMPLETIONS
 _TURNS = 3
 
 
-#: Takes new tokens at once; False if it cannot now, and wants them later.
-Take = Callable[[Progress], bool]
+#: Takes a new token at once; False if it cannot now, and wants it later.
+Take = Callable[[NewToken], bool]
 
 _GRAMMAR_SECONDS = 20.0  # most grammars compile in milliseconds, the worst in one or two seconds
 
@@ -46,49 +47,46 @@ _GRAMMAR_SECONDS = 20.0  # most grammars compile in milliseconds, the worst in o
 class FrameListener(Stream):
     """Streams whole completions as frames."""
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, new: NewToken) -> None:
         """Ignored: frames hold whole completions."""
 
 
 class TokenStream:
     """The tokens of requests submitted together, as they are sampled.
 
-    Tokens are offered to `take` in the step that samples them; the iterator has those that it does not take. So a step
-    of many streams wakes no task for each of them.
+    Tokens are offered to `take` in the step that samples them; the iterator has those that it does not take, and the
+    end of each completion. So a step of many streams wakes no task for each of them.
     """
 
     def __init__(self, engine: str, completions: int, take: Take | None = None) -> None:
         self.missing = completions
         self._engine, self._take = engine, take
         self._new: list[Progress] = []
-        self._known: dict[tuple[str, int], int] = {}  # tokens of each completion so far
+        self._known = Counter[tuple[str, int]]()  # tokens of each completion so far
         self._error: RefusedRequest | EngineLost | None = None
         self._fault: Exception | None = None  # of `take`
         self._wake = asyncio.Event()
 
-    def progressed(self, progress: Progress) -> None:
-        """Take new tokens of an unfinished completion."""
-        member = progress.request, progress.member
-        self._known[member] = self._known.get(member, 0) + progress.segment.length
-        self._pass_on(progress)
-
-    def _pass_on(self, progress: Progress) -> None:
+    def progressed(self, new: NewToken) -> None:
+        """Take the next token of an unfinished completion."""
+        self._known[new.request, new.member] += 1
         try:
-            if self._take is not None and not self._new and self._take(progress):
+            if self._take is not None and not self._new and self._take(new):
                 return
         except Exception as error:  # a fault of one client's stream must not end the others'; its iterator raises it
             self._fault = self._fault or error
-        self._new.append(progress)
-        self._wake.set()
+        self._pass_on(new.progress())
 
     def ended(self, completion: Completion) -> None:
         """Take a finished completion with all its tokens."""
         self.missing -= 1
-        known = self._known.pop((completion.request, completion.member), 0)
+        known = self._known[completion.request, completion.member]
         rest, likeliest = completion.segment.after(known), completion.top_logprobs[known:]
         self._pass_on(Progress(completion.request, completion.member, rest, likeliest))
-        if not self.missing:
-            self._wake.set()
+
+    def _pass_on(self, progress: Progress) -> None:
+        self._new.append(progress)
+        self._wake.set()
 
     def refuse(self, error: RefusedRequest | EngineLost) -> None:
         """Take a late refusal; the request is closed."""
@@ -301,8 +299,8 @@ class Generation:
             return []
 
     def _pass_tokens(self) -> None:
-        for progress in self.engine.newest_progress(self._by_token):
-            self._listeners[progress.request].progressed(progress)
+        for new in self.engine.new_tokens(self._by_token):
+            self._listeners[new.request].progressed(new)
 
 
 class SharedGeneration(Generation):

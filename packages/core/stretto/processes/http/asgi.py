@@ -135,11 +135,12 @@ class HttpExchange:
         """Send a whole reply."""
         await reply(self.send, status, media, body, self.headers)
 
-    def write_now(self, events: Callable[[], bytes]) -> bool:
-        """Send events of a stream that has begun, without a turn of the event loop; False, and `events` is not called,
-        if the client lags or the server cannot do that."""
-        write: WriteNow | None = self.scope.get("extensions", {}).get(WRITE_NOW)
-        return write is not None and write(events)
+    @property
+    def write_now(self) -> WriteNow | None:
+        """Function that sends events of a stream that has begun, without a turn of the event loop; None if the server
+        has none. It returns False, and does not make the events, if the client lags."""
+        found: WriteNow | None = self.scope.get("extensions", {}).get(WRITE_NOW)
+        return found
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
         """Send events; the first call also sends the headers."""
