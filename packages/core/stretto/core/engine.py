@@ -61,7 +61,7 @@ class Progress(NamedTuple):
     top_logprobs: Sequence[Likeliest] = ()  # empty if not wanted
 
 
-class NewToken(NamedTuple):
+class NewToken(Record, frozen=True, gc=False):
     """A token that the last step sampled; `progress` makes the record of it."""
 
     request: str
