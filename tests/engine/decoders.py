@@ -20,6 +20,9 @@ class Decoder:
         self.longest = max(self.longest, len(ids))
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
+    def text_of(self, token: int, /) -> str | None:
+        return self.decode((token,)) if isinstance(self._backend.decoder, decoders.ByteLevel) else None
+
 
 def byte_level() -> tuple[Decoder, list[str]]:
     """Like Qwen and Llama 3: a token is any bytes, also a part of a character."""

@@ -57,6 +57,9 @@ class Letters:
     def decode(self, ids: Sequence[int], /) -> str:
         return "".join(chr(ord("A") + token) for token in ids)
 
+    def text_of(self, token: int, /) -> str | None:
+        return self.decode((token,))
+
 
 @dataclass
 class Running:

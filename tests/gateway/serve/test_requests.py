@@ -106,7 +106,7 @@ class RecordingEngine:
         self.requests = list(requests)
 
     @contextmanager
-    def streaming(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> Iterator[Any]:
+    def streaming(self, requests: Sequence[GenerateRequest], take: Any = None) -> Iterator[Any]:
         """See `ServedEngine`."""
 
         async def ended() -> AsyncIterator[list[Progress]]:

@@ -96,6 +96,10 @@ class ChatTemplate(Protocol):
         """Text of tokens, special ones left out."""
         ...
 
+    def text_of(self, token: int, /) -> str | None:
+        """See `text.Detokenizer`."""
+        ...
+
     def spell(self, ids: Sequence[int]) -> str:
         """Text of tokens, special ones included."""
         ...

@@ -8,7 +8,8 @@ its leading space). So new tokens are decoded together with a few before them, w
     decoded        --------------------------------------- sent + new text + pending
 
 Bytes at the end that are no complete character are pending. When there are none, the newer tokens become the base, so
-the cost of a token does not grow with the completion.
+the cost of a token does not grow with the completion. Where the decoder gives a token the same text everywhere, nothing
+is decoded twice.
 
 Stop texts are searched in the text, so they may begin and end inside tokens. A server sends text through a
 `StopFinder`, which holds back a possible beginning of a stop text::
@@ -40,6 +41,10 @@ class Detokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], /) -> str: ...
 
+    def text_of(self, token: int, /) -> str | None:
+        """Text of a token by itself, if the decoder joins such texts, or their bytes, as they are; else None."""
+        ...
+
 
 class RunningText:
     """The text of one completion in pieces that never end inside a character; joined, they are the text of its tokens.
@@ -59,6 +64,11 @@ class RunningText:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Append tokens; returns the characters that they complete."""
+        if len(token_ids) == 1 and not self.pending:
+            alone = self._detokenizer.text_of(token_ids[0])
+            if alone is not None and NO_CHARACTER not in alone:
+                self._tokens, self._base, self._sent = [*token_ids], 1, len(alone)
+                return alone
         special = self._detokenizer.special_token_ids
         self._tokens += [token for token in token_ids if token not in special]
         fresh = self._detokenizer.decode(self._tokens)[self._sent :]
@@ -101,6 +111,11 @@ class StopFinder:
         self._stops = stops
         self._held = ""
         self.found = ""  #: the stop text that was found
+
+    @property
+    def looks(self) -> bool:
+        """Whether there is a stop text to find."""
+        return bool(self._stops)
 
     def push(self, text: str) -> str:
         """Append text; returns the text that is certainly not part of a stop text."""

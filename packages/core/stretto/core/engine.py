@@ -61,6 +61,15 @@ class Progress(NamedTuple):
     top_logprobs: Sequence[Likeliest] = ()  # empty if not wanted
 
 
+class NewToken(Record, frozen=True, gc=False):
+    """A token that the last step sampled; `progress` makes the record of it."""
+
+    request: str
+    member: int
+    token: int
+    progress: Callable[[], Progress]
+
+
 #: Yields completions as they end, in any order; requests passed together start in the same step.
 Generate = Callable[[*tuple[GenerateRequest, ...]], AsyncIterator[Completion]]
 

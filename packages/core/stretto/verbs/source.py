@@ -44,7 +44,7 @@ class SourceHere:
         """As `generate`, each completion as it ends."""
         self._check_open()
         await self._generation.prepare(requests)
-        with self._generation.streaming(requests, every_token=False) as stream:
+        with self._generation.streaming(requests) as stream:
             async for ended in stream:
                 for one in ended:
                     completion = Completion(one.request, one.member, one.segment)

@@ -27,7 +27,6 @@ from stretto_gateway.dialects.openai import (
     logprob_of,
     usage_of,
 )
-from stretto_gateway.model import ServedModel
 
 
 class ChatTextPart(msgspec.Struct, frozen=True):
@@ -209,9 +208,12 @@ class ChatDialect(ChoiceDialect):
         """See `ChoiceDialect`."""
         return [_part(index, {"role": "assistant", "content": ""})]
 
-    def writer(self, request: ChatRequest, index: int, model: ServedModel) -> Callable[[Progress], list[Part]]:
+    def text_part(self, index: int, text: str) -> Part:
         """See `ChoiceDialect`."""
-        text = CompletionText(model, request.options)
+        return _part(index, {"content": text})
+
+    def writer(self, request: ChatRequest, index: int, text: CompletionText) -> Callable[[Progress], list[Part]]:
+        """See `ChoiceDialect`."""
 
         def write(progress: Progress) -> list[Part]:
             piece, parts = text.take(progress), list[Part]()

@@ -36,6 +36,15 @@ class CompletionText:
         self._tokens: list[SampledToken] = []
         self._finish: StopReason | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether text is all that the client gets, and tokens alone end it."""
+        return not self._with_tokens and not self._stop.looks
+
+    def push(self, token: int) -> str:
+        """Add a new token of a plain text; returns the characters that it completes."""
+        return self._running.push((token,))
+
     def take(self, progress: Progress) -> Piece | None:
         """Add new tokens; returns the text since the last piece, None if there is nothing to send yet."""
         new = progress.segment

@@ -13,7 +13,6 @@ from stretto.core.errors import RefusedRequest
 from stretto.processes.http.bodies import parse_record
 from stretto_gateway.dialects.choices import CompletionText
 from stretto_gateway.dialects.openai import ChoiceDialect, OpenAIBody, Part, TopLogprobs
-from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import PromptRequest
 
 MOST_PROMPTS = 1024
@@ -74,15 +73,18 @@ class CompletionsDialect(ChoiceDialect):
             usual_tokens=_USUAL_TOKENS,
         )
 
-    def writer(self, request: PromptRequest, index: int, model: ServedModel) -> Callable[[Progress], list[Part]]:
+    def text_part(self, index: int, text: str) -> Part:
         """See `ChoiceDialect`."""
-        text = CompletionText(model, request.options)
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def writer(self, request: PromptRequest, index: int, text: CompletionText) -> Callable[[Progress], list[Part]]:
+        """See `ChoiceDialect`."""
 
         def write(progress: Progress) -> list[Part]:
             if (piece := text.take(progress)) is None:
                 return []
             logprobs = None if request.options.logprobs is None else _logprobs(piece.tokens, request.options.logprobs)
-            return [{"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}]
+            return [self.text_part(index, piece.text) | {"logprobs": logprobs, "finish_reason": piece.finish}]
 
         return write
 

@@ -16,11 +16,13 @@ from stretto.core.engine import LONGEST_STOP, MOST_LIKELIEST, MOST_STOPS, Progre
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import Record
 from stretto.processes.http.asgi import KEEP_ALIVE, sent_event
+from stretto_gateway.dialects.choices import CompletionText
 from stretto_gateway.dialects.dialect import TokenCount
-from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed, Request
 
 MOST_CHOICES = 128
+_CHOICES = b'"choices":[]'  # in a JSON string the quotes would be escaped
+_MARK = "text"
 LAST_EVENT = b"data: [DONE]\n\n"
 _SHOWN = 60  # characters of a value
 Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
@@ -32,6 +34,8 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+encode = msgspec.json.Encoder().encode
 
 Part = dict[str, Any]
 """One choice of a reply or of an event."""
@@ -150,8 +154,12 @@ class ChoiceDialect(OpenAIDialect):
         """See `Dialect`."""
 
     @abstractmethod
-    def writer(self, request: Any, index: int, model: ServedModel) -> Callable[[Progress], list[Part]]:
+    def writer(self, request: Any, index: int, text: CompletionText) -> Callable[[Progress], list[Part]]:
         """Function from new tokens of choice `index` to its parts in a reply."""
+
+    def text_part(self, index: int, text: str) -> Part | None:
+        """The part that a new piece of plain text is; None if parts have more than text."""
+        return None
 
     def opening(self, index: int) -> list[Part]:
         """Parts of choice `index` before its first token."""
@@ -170,6 +178,19 @@ class ChoiceDialect(OpenAIDialect):
         """Encode one event of a stream."""
         shown = {"usage": usage} if request.dialect_fields.get("usage") else {}
         return sent_event({**head, "choices": choices, **shown})
+
+    def encoder(self, request: Any, head: Mapping[str, Any]) -> Callable[[Sequence[Part]], bytes]:
+        """Function from parts to events, one each; the same bytes as of `event`, of which only the part is encoded."""
+        before, after = self.event(request, head, []).split(_CHOICES, 1)
+        before, after = before + _CHOICES[:-1], _CHOICES[-1:] + after
+        return lambda parts: b"".join([b"%b%b%b" % (before, encode(part), after) for part in parts])
+
+    def text_encoder(self, request: Any, head: Mapping[str, Any], index: int) -> Callable[[str], bytes] | None:
+        """Function from a piece of plain text to its event, of which only the text is encoded; None if it has more."""
+        if (part := self.text_part(index, _MARK)) is None:
+            return None
+        before, after = self.event(request, head, [part]).rsplit(encode(_MARK), 1)
+        return lambda text: b"%b%b%b" % (before, encode(text), after)
 
     def closing(self, request: Any, head: Mapping[str, Any], usage: Mapping[str, int]) -> bytes:
         """Encode the last events of a stream."""

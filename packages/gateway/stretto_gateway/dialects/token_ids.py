@@ -19,8 +19,8 @@ from stretto.core.engine import Progress
 from stretto.core.records import Likeliest, Record, StopReason
 from stretto.processes.http.asgi import sent_event
 from stretto.processes.http.bodies import parse_record
+from stretto_gateway.dialects.choices import CompletionText
 from stretto_gateway.dialects.openai import ChoiceDialect, MinP, MostTokens, Part, Temperature, TopLogprobs, TopP
-from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import PromptRequest
 
 
@@ -106,7 +106,7 @@ class TokenIdsDialect(ChoiceDialect):
         """See `ChoiceDialect`."""
         return sent_event({**head, "choices": choices, "usage": usage})
 
-    def writer(self, request: PromptRequest, index: int, model: ServedModel) -> Callable[[Progress], list[Part]]:
+    def writer(self, request: PromptRequest, index: int, text: CompletionText) -> Callable[[Progress], list[Part]]:
         """See `ChoiceDialect`."""
         versions = list[int]()
 

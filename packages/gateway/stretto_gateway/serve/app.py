@@ -14,7 +14,7 @@ import hmac
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, cast
 
@@ -23,7 +23,7 @@ from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stretto.conversation.messages import ChatRequest
-from stretto.core.engine import EngineHealth
+from stretto.core.engine import EngineHealth, NewToken
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, derive_seed
 from stretto.processes.http.asgi import header, unless_gone
@@ -62,8 +62,11 @@ class ServedEngine(Protocol):
         """
         ...
 
-    def streaming(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> AbstractContextManager[Stream]:
-        """Submit requests for the duration of the block. Tokens come as they are sampled, or when a completion ends.
+    def streaming(
+        self, requests: Sequence[GenerateRequest], take: Callable[[NewToken], bool] | None = None
+    ) -> AbstractContextManager[Stream]:
+        """Submit requests for the duration of the block. Completions come when they end. With `take`, tokens come
+        as they are sampled: to it, or by the iterator where it returns False.
 
         Raises:
             RefusedRequest: one request is refused, and so all are; the iterator raises it if this turns out later.
@@ -150,7 +153,8 @@ class ServeApp(ChatServer):
         # Whether a message has calls is known at its end.
         in_parts = isinstance(request, PromptRequest) or (request.stream and not request.tools)
         choices = dialect if in_parts and isinstance(dialect, ChoiceDialect) else None
-        with self._engine.streaming(requests, every_token=request.stream and choices is not None) as stream:
+        take = completing.take if request.stream and choices is not None else None
+        with self._engine.streaming(requests, take) as stream:
             if choices is None:
                 await self.send(cast(Dialect, dialect), call, completing.turns(stream))
             else:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
-from typing import Any
 
 import msgspec
 
 from stretto.conversation.messages import ChatRequest, SampledTurn
-from stretto.core.engine import Progress
+from stretto.core.engine import NewToken, Progress
 from stretto.core.records import GenerateRequest
 from stretto_gateway.app import ChatExchange, date_of_reply
+from stretto_gateway.dialects.choices import CompletionText
 from stretto_gateway.dialects.openai import ChoiceDialect, Part, usage_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import Request
@@ -44,6 +45,7 @@ class Completing:
     sampled: int = 0
     first_token: float | None = None
     last_token: float | None = None
+    _send_now: Callable[[NewToken], bool] | None = None  # while a stream takes tokens as they come
 
     @property
     def prompt_tokens(self) -> int:
@@ -67,34 +69,74 @@ class Completing:
             for _, progress in sorted(found.items())
         ]
 
+    def take(self, new: NewToken) -> bool:
+        """Send a new token of a stream at once; False if its client lags, or is still being sent earlier ones."""
+        return self._send_now is not None and self._send_now(new)
+
     async def write(self, dialect: ChoiceDialect, call: ChatExchange, stream: Stream) -> None:
         """Send the choices of a reply, streamed or whole."""
-        request, streamed, whole = self.request, self.request.stream, list[Part]()
+        request = self.request
         members = [(prompt.id, member) for prompt in self.prompts for member in range(len(prompt.seeds))]
-        writers = {member: dialect.writer(request, index, self.model) for index, member in enumerate(members)}
-        head = dialect.head(request, self.name, self.created, self.model.name, whole=not streamed)
-        if streamed:
-            opening = [part for index in range(len(members)) for part in dialect.opening(index)]
-            await call.write(self._events(dialect, head, opening))
-        async for new in self._counted(stream):
-            parts = [part for progress in new for part in writers[progress.request, progress.member](progress)]
-            if not streamed:
-                whole += parts
-            elif parts:
-                await call.write(self._events(dialect, head, parts))
-        usage = usage_of(self.prompt_tokens, self.sampled)
-        if streamed:
-            await call.write(dialect.closing(request, head, usage), last=True)
-        else:
-            whole.sort(key=itemgetter("index"))
-            await call.reply(msgspec.json.encode({**head, "choices": whole, "usage": usage}))
+        texts = {member: CompletionText(self.model, request.options) for member in members}
+        writers = {member: dialect.writer(request, place, text) for place, (member, text) in enumerate(texts.items())}
+        head = dialect.head(request, self.name, self.created, self.model.name, whole=not request.stream)
 
-    def _events(self, dialect: ChoiceDialect, head: Mapping[str, Any], parts: Sequence[Part]) -> bytes:
-        return b"".join(dialect.event(self.request, head, [part]) for part in parts)
+        def parts_of(progress: Progress) -> list[Part]:
+            return writers[progress.request, progress.member](progress)
+
+        if not request.stream:
+            whole = [part async for new in self._counted(stream) for progress in new for part in parts_of(progress)]
+            whole.sort(key=itemgetter("index"))
+            usage = usage_of(self.prompt_tokens, self.sampled)
+            await call.reply(msgspec.json.encode({**head, "choices": whole, "usage": usage}))
+            return
+        encode = dialect.encoder(request, head)
+        opening = [part for place in range(len(members)) for part in dialect.opening(place)]
+        await call.write(encode(opening))
+        plain = {
+            member: dialect.text_encoder(request, head, place) if text.is_plain else None
+            for place, (member, text) in enumerate(texts.items())
+        }
+
+        def event_of(new: NewToken) -> bytes:
+            member = new.request, new.member
+            if (in_event := plain[member]) is None:
+                return encode(parts_of(new.progress()))
+            text = texts[member].push(new.token)
+            return in_event(text) if text else b""
+
+        await self._stream(call, stream, lambda progress: encode(parts_of(progress)), event_of)
+        await call.write(dialect.closing(request, head, usage_of(self.prompt_tokens, self.sampled)), last=True)
+
+    async def _stream(
+        self,
+        call: ChatExchange,
+        stream: Stream,
+        events_of: Callable[[Progress], bytes],
+        event_of: Callable[[NewToken], bytes],
+    ) -> None:
+        """Send events as their tokens come: in the step that samples them, or here if the client lags."""
+        write_now = call.write_now
+
+        def send_now(new: NewToken) -> bool:
+            if write_now is None or not write_now(partial(event_of, new)):
+                return False
+            self._count(1)
+            return True
+
+        self._send_now = send_now
+        async for ready in self._counted(stream):
+            self._send_now = None  # tokens that come meanwhile are sent behind these
+            if events := b"".join(map(events_of, ready)):
+                await call.write(events)
+            self._send_now = send_now
 
     async def _counted(self, stream: Stream) -> Stream:
         async for new in stream:
-            self.sampled += sum(progress.segment.length for progress in new)
-            self.first_token = self.first_token or time.monotonic() - self.began
+            self._count(sum(progress.segment.length for progress in new))
             yield new
         self.last_token = time.monotonic() - self.began
+
+    def _count(self, tokens: int) -> None:
+        self.sampled += tokens
+        self.first_token = self.first_token or time.monotonic() - self.began

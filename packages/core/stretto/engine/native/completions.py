@@ -10,6 +10,8 @@ Axes: R rows of this step, in the order of the logits.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from stretto.core.columns import stamps_of
-from stretto.core.engine import Progress
+from stretto.core.engine import NewToken, Progress
 from stretto.core.records import Completion, Likeliest, Segment, StopReason
 from stretto.engine.native.sampling import Filtered, SamplingColumns, top_logprobs
 from stretto.engine.native.scheduler import Member
@@ -55,6 +57,7 @@ class Completions:
         self._history: Ints = np.zeros((rows, _FIRST_WIDTH), np.int64)
         self._logprobs = np.zeros((rows, _FIRST_WIDTH), np.float32)
         self._versions = np.zeros((rows, _FIRST_WIDTH), np.int64)
+        self._last: tuple[Ints, Ints] | None = None  # rows and tokens of the last step
 
     def open(self, row: int, member: Member) -> None:
         """Start a completion in a row."""
@@ -150,6 +153,7 @@ class Completions:
         self._logprobs[order_R, places_R] = logprobs_R
         self._versions[order_R, places_R] = version
         self.newest[order_R] = tokens_R
+        self._last = order_R, tokens_R
         self.lengths[order_R] = places_R + 1
         stopped_R = (self._stops[order_R] == tokens_R[:, None]).any(axis=1)
         if self._watches:
@@ -166,6 +170,21 @@ class Completions:
         """Tokens of a row's completion beyond its first `known` ones."""
         segment, likeliest = self._segment(row, known), self._likeliest.get(row, [])[known:]
         return Progress(member.request.id, member.index, segment, likeliest)
+
+    def begin_step(self) -> None:
+        """Forget the tokens of the step before."""
+        self._last = None
+
+    def new_tokens(self, members: Mapping[int, Member], wanted: Container[str]) -> Iterator[NewToken]:
+        """The tokens of this step, of rows whose completions go on and belong to `wanted` requests."""
+        if self._last is None:
+            return
+        for row, token in zip(*(column.tolist() for column in self._last), strict=True):
+            if (member := members.get(row)) is not None and (request := member.request.id) in wanted:
+                yield NewToken(request, member.index, token, partial(self._newest, row, member))
+
+    def _newest(self, row: int, member: Member) -> Progress:
+        return self.progress(row, member, int(self.lengths[row] - self.prompts[row]) - 1)
 
     def close(self, row: int, member: Member) -> Completion:
         """Return the finished completion of a row, and drop its state for grammar, stop texts and top

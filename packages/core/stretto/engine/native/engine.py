@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self, cast
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from stretto.conversation.text import Detokenizer
 from stretto.core.canary import Canary, Scores
-from stretto.core.engine import EngineHealth, Progress
+from stretto.core.engine import EngineHealth, NewToken, Progress
 from stretto.core.errors import BoundViolated, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest
@@ -212,6 +212,7 @@ class NativeEngine:
                 step fails again.
         """
         start, columns = time.monotonic(), self._completions
+        columns.begin_step()
         for row, member in self._scheduler.admit():
             columns.open(row, member)
         if columns.matchers:
@@ -251,6 +252,10 @@ class NativeEngine:
             if member.request.id in known and member.index < len(known[member.request.id])
         )
         return [progress for progress in found if progress.segment.length]
+
+    def new_tokens(self, requests: Container[str]) -> Iterator[NewToken]:
+        """The tokens that the last step sampled for unfinished completions of these requests; read before the next."""
+        return self._completions.new_tokens(self._scheduler.members, requests)
 
     def update(self, version: int, tensors: Mapping[str, Tensor], since: float | None = None) -> None:
         """Interrupt every running completion and load weights.

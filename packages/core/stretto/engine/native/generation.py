@@ -10,14 +10,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import msgspec
 
 from stretto.core.canary import Challenge, Loaded
 from stretto.core.deadlines import deadline
-from stretto.core.engine import MOST_COMPLETIONS, EngineHealth, Progress
+from stretto.core.engine import MOST_COMPLETIONS, EngineHealth, NewToken, Progress
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials
@@ -37,6 +37,9 @@ MOST_WAITING = MOST_COMPLETIONS
 _TURNS = 3
 
 
+#: Takes a new token at once; False if it cannot now, and wants it later.
+Take = Callable[[NewToken], bool]
+
 _GRAMMAR_SECONDS = 20.0  # most grammars compile in milliseconds, the worst in one or two seconds
 
 
@@ -44,33 +47,46 @@ _GRAMMAR_SECONDS = 20.0  # most grammars compile in milliseconds, the worst in o
 class FrameListener(Stream):
     """Streams whole completions as frames."""
 
-    def progressed(self, progress: Progress) -> None:
+    def progressed(self, new: NewToken) -> None:
         """Ignored: frames hold whole completions."""
 
 
 class TokenStream:
-    """The tokens of requests submitted together, as they are sampled."""
+    """The tokens of requests submitted together, as they are sampled.
 
-    def __init__(self, engine: str, completions: int) -> None:
+    Tokens are offered to `take` in the step that samples them; the iterator has those that it does not take, and the
+    end of each completion. So a step of many streams wakes no task for each of them.
+    """
+
+    def __init__(self, engine: str, completions: int, take: Take | None = None) -> None:
         self.missing = completions
-        self._engine = engine
+        self._engine, self._take = engine, take
         self._new: list[Progress] = []
         self._known = Counter[tuple[str, int]]()  # tokens of each completion so far
         self._error: RefusedRequest | EngineLost | None = None
+        self._fault: Exception | None = None  # of `take`
         self._wake = asyncio.Event()
 
-    def progressed(self, progress: Progress) -> None:
-        """Take new tokens of an unfinished completion."""
-        self._known[progress.request, progress.member] += progress.segment.length
-        self._new.append(progress)
-        self._wake.set()
+    def progressed(self, new: NewToken) -> None:
+        """Take the next token of an unfinished completion."""
+        self._known[new.request, new.member] += 1
+        try:
+            if self._take is not None and not self._new and self._take(new):
+                return
+        except Exception as error:  # a fault of one client's stream must not end the others'; its iterator raises it
+            self._fault = self._fault or error
+        self._pass_on(new.progress())
 
     def ended(self, completion: Completion) -> None:
         """Take a finished completion with all its tokens."""
         self.missing -= 1
         known = self._known[completion.request, completion.member]
         rest, likeliest = completion.segment.after(known), completion.top_logprobs[known:]
-        self.progressed(Progress(completion.request, completion.member, rest, likeliest))
+        self._pass_on(Progress(completion.request, completion.member, rest, likeliest))
+
+    def _pass_on(self, progress: Progress) -> None:
+        self._new.append(progress)
+        self._wake.set()
 
     def refuse(self, error: RefusedRequest | EngineLost) -> None:
         """Take a late refusal; the request is closed."""
@@ -90,15 +106,18 @@ class TokenStream:
         Raises:
             RefusedRequest: the request was refused late.
             EngineLost: no more tokens will come.
+            Exception: `take` raised it.
         """
-        if not self.missing and not self._new:
-            raise StopAsyncIteration
-        await self._wake.wait()
-        self._wake.clear()
-        if self._error is not None and self.missing:
-            raise self._error
-        new, self._new = self._new, []
-        return new
+        while True:
+            if (error := self._fault or (self._error if self.missing else None)) is not None:
+                raise error
+            if self._new:
+                new, self._new = self._new, []
+                return new
+            if not self.missing:
+                raise StopAsyncIteration
+            await self._wake.wait()
+            self._wake.clear()
 
 
 class Generation:
@@ -114,7 +133,7 @@ class Generation:
         self.stopping = False  # open requests are finished, new ones refused
         self._in_doubt = False  # the weights failed their proof: nothing is sampled
         self._listeners: dict[str, FrameListener | TokenStream] = {}
-        self._sent: dict[str, list[int]] = {}  # tokens of each completion sent to its listener, by request
+        self._by_token: set[str] = set()  # requests whose listeners get each token
         self._work = asyncio.Event()
 
     @property
@@ -156,17 +175,17 @@ class Generation:
         return stream
 
     @contextmanager
-    def streaming(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> Iterator[TokenStream]:
-        """Submit requests and stream their tokens as they come, or, with `every_token` false, as completions end. The
-        end of the block closes the requests.
+    def streaming(self, requests: Sequence[GenerateRequest], take: Take | None = None) -> Iterator[TokenStream]:
+        """Submit requests and stream completions as they end; with `take`, their tokens as they come (`TokenStream`).
+        The end of the block closes the requests.
 
         Raises:
             RefusedRequest, EngineLost: as for `submit_all`.
         """
-        stream = TokenStream(self.engine.name, sum(len(request.seeds) for request in requests))
+        stream = TokenStream(self.engine.name, sum(len(request.seeds) for request in requests), take)
         try:
             for request in requests:
-                self.submit(request, stream, every_token=every_token)
+                self.submit(request, stream, every_token=take is not None)
             yield stream
         finally:
             for request in requests:
@@ -188,13 +207,13 @@ class Generation:
         self.engine.add(request)
         self._work.set()
         self._listeners[request.id] = listener
-        if every_token:
-            self._sent[request.id] = [0] * len(request.seeds)
+        if every_token and not request.prefixes:  # tokens after earlier ones come whole
+            self._by_token.add(request.id)
 
     def close(self, request: str) -> None:
         """End a request and abort its unfinished completions. May be called twice."""
         listener = self._listeners.pop(request, None)
-        self._sent.pop(request, None)
+        self._by_token.discard(request)
         if listener is not None and listener.missing:
             listener.break_off()
             self.engine.abort(request)
@@ -258,8 +277,8 @@ class Generation:
                     continue
                 for completion in self._step():
                     self._listeners[completion.request].ended(completion)
-                if self._sent:
-                    self._send_progress()
+                if self._by_token:
+                    self._pass_tokens()
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)  # requests are read, completions sent, weights loaded
         finally:
@@ -279,10 +298,9 @@ class Generation:
             self.engine.abort(broken.request)
             return []
 
-    def _send_progress(self) -> None:
-        for progress in self.engine.progress(self._sent):
-            self._sent[progress.request][progress.member] += progress.segment.length
-            self._listeners[progress.request].progressed(progress)
+    def _pass_tokens(self) -> None:
+        for new in self.engine.new_tokens(self._by_token):
+            self._listeners[new.request].progressed(new)
 
 
 class SharedGeneration(Generation):

@@ -226,6 +226,11 @@ class Scheduler:
     def member(self, row: int) -> Member:
         return self._members[row]
 
+    @property
+    def members(self) -> Mapping[int, Member]:
+        """Completions by row."""
+        return self._members
+
     def check_integrity(self) -> None:
         """Check that every row is exactly one of free, pending and running, that every open completion is counted once,
         and that the cache holds exactly the running rows, within its limit.

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stretto.core.errors import DataError, ModelFolderError, Problem
 from stretto.model.hf.folder import eos_token_ids
 from stretto.model.hf.guarded import TextGuard, unguarded
+
+_JOINING = (decoders.ByteLevel, decoders.Fuse)  # they treat the first token of a text like any other
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,23 @@ class Tokenizer:
         if self._kept.isdisjoint(ids):
             return self._backend.decode(ids, skip_special_tokens=True)
         return self.spell([token for token in ids if token not in self.special_token_ids])
+
+    def text_of(self, token: int) -> str | None:
+        """The text of a token by itself, if the decoder joins such texts, or their bytes, as they are; else None. A
+        part of a character reads as U+FFFD."""
+        if not self._joins_texts:
+            return None
+        if (text := self._texts.get(token)) is None:
+            self._texts[token] = text = self.decode((token,))
+        return text
+
+    @cached_property
+    def _joins_texts(self) -> bool:
+        return isinstance(self._backend.decoder, _JOINING)
+
+    @cached_property
+    def _texts(self) -> dict[int, str]:
+        return {}
 
     def spell(self, ids: Sequence[int]) -> str:
         """The text of `ids`, including special tokens."""

@@ -59,7 +59,7 @@ _GAINS = {
     "onednn": 1.05,
     "columns": 1.03,
     "packed": 1.15,
-    "panels": 1.15,
+    "panels": 1.03,
     "widened": 1.15,
 }  # a copy costs memory and time
 _LOCK_SECONDS = 20.0

@@ -16,6 +16,9 @@ from stretto.core.tasks import cancel_and_wait
 LARGEST_BODY = 16 << 20
 _DROPPED_BYTES, _DROPPED_SECONDS = 64 << 20, 5.0  # of a body that is refused
 JSON, EVENT_STREAM = "application/json", "text/event-stream; charset=utf-8"
+#: Extension of ASGI, by which `processes.http.server` sends a part of a reply at once.
+WRITE_NOW = "stretto.write_now"
+WriteNow = Callable[[Callable[[], bytes]], bool]
 KEEP_ALIVE = b": keep-alive\n\n"  #: a comment in a stream of events, which clients skip
 _STREAMED = [
     (b"content-type", EVENT_STREAM.encode()),
@@ -131,6 +134,13 @@ class HttpExchange:
     async def reply(self, body: bytes, status: int = 200, media: str = JSON) -> None:
         """Send a whole reply."""
         await reply(self.send, status, media, body, self.headers)
+
+    @property
+    def write_now(self) -> WriteNow | None:
+        """Function that sends events of a stream that has begun, without a turn of the event loop; None if the server
+        has none. It returns False, and does not make the events, if the client lags."""
+        found: WriteNow | None = self.scope.get("extensions", {}).get(WRITE_NOW)
+        return found
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
         """Send events; the first call also sends the headers."""

@@ -11,16 +11,18 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from stretto.core.tasks import cancel_and_wait
+from stretto.processes.http.asgi import WRITE_NOW
 from stretto.processes.http.gathering import Gathered, GatheringTransport
 from stretto.processes.http.zero_copy import zero_copy
 
@@ -69,13 +71,32 @@ class _Stranger:
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
 
+def _write_now(cycle: RequestResponseCycle, part: Callable[[], bytes]) -> bool:
+    """Write a part of a chunked reply, as `cycle.send` does; False if that would wait, or means something else."""
+    if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+        return False
+    if body := part():
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+    return True
+
+
+def _written_now(inner: ASGI3Application) -> ASGI3Application:
+    """An application with the extension `asgi.WRITE_NOW`."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["extensions"] = scope.get("extensions", {}) | {WRITE_NOW: partial(_write_now, send.__self__)}
+        await inner(scope, receive, send)
+
+    return app
+
+
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, whose writes of one turn are sent together, and which can send files."""
+    """uvicorn's protocol, whose writes of one turn are sent together, and which can send files and parts at once."""
 
     def __init__(self, gathered: Gathered, *settings: Any) -> None:
         super().__init__(*settings)
         self._gathered = gathered
-        self.app = zero_copy(self)
+        self.app = _written_now(zero_copy(self))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Called by the event loop."""
