@@ -26,7 +26,10 @@ _REPEATING = re.compile(r"(?<![0-9.])([0-9]*)\.\(([0-9]+)\)(?![0-9(])")
 _EXCLAIMED = re.compile(r"(?<![\\A-Za-z])([A-Z][a-z]+|[a-z]{4,}|no|yes)[!?]+(\}?[\s*]*)$")
 
 
-_MONTHS: Final = tuple("January February March April May June July August September October November December".split())
+_MONTHS: Final = (
+    *("January", "February", "March", "April", "May", "June", "July"),
+    *("August", "September", "October", "November", "December"),
+)
 _MONTH: Final = "|".join(f"{month[:3]}(?:{month[3:]})?" if month[3:] else month for month in _MONTHS)
 _DAY: Final = r"([0-9]{1,2})(?:st|nd|rd|th)?"
 _DATES = re.compile(  # 5 June, the 5th of June 1990, Jun. 5
