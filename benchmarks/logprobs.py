@@ -4,6 +4,7 @@ model family.
     python -m benchmarks.logprobs                                        all: about 20 minutes on two free cores
     python -m benchmarks.logprobs --makes native transformers            without servers; nothing is written
     python -m benchmarks.logprobs --models qwen3 pretrained --makes vllm
+    python -m benchmarks.logprobs --models llama --makes native --merge  into the result, whose other rows stay
 
 The trainer is transformers in float32, with the weights in float32. An engine has them in its own type and computes in
 it; "transformers" in bfloat16 is what no engine can be blamed for. Two ways: *scored*, a fixed set of token sequences
@@ -72,6 +73,23 @@ SMALL = BuildConfig(
 )
 _WIDER = {"hidden_size": 128, "heads": 4, "kv_heads": 2, "intermediate_size": 256, "initializer_range": 0.08}
 _WINDOW = 24
+#: Families that are made anew in the shape of a small llama: their name in transformers, and what is their own.
+_MADE: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "gemma 3": (
+        "gemma3_text",
+        {
+            "sliding_window": _WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "query_pre_attn_scalar": 32,
+            "tie_word_embeddings": False,  # tied random weights repeat the newest token
+        },
+    ),
+    "qwen3 with experts": (
+        "qwen3_moe",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
 _SEED, _COUNT, _LENGTH = 11, 48, 96
 _PROMPT = 8
 _START_SECONDS, _REPLY_SECONDS = 900.0, 300.0
@@ -100,6 +118,7 @@ def models() -> Mapping[str, BuildConfig | None]:
         "qwen2": SMALL.model_copy(update=_WIDER | {"family": "qwen2", "layers": 4}),
         "llama": SMALL.model_copy(update=_WIDER | {"family": "llama", "layers": 4}),
         "mistral, window of 24": SMALL.model_copy(update=_WIDER | {"family": "llama", "layers": 4}),
+        **{name: SMALL.model_copy(update=_WIDER | {"family": "llama", "layers": 4}) for name in _MADE},
         PRETRAINED: None,
     }
 
@@ -115,6 +134,27 @@ def build(name: str, folder: Path) -> None:
     build_policy(shape, folder, seed=_SEED)
     if name.startswith("mistral"):
         _make_mistral(folder)
+    if name in _MADE:
+        _make(folder, *_MADE[name], shape)
+
+
+def _make(folder: Path, family: str, special: Mapping[str, Any], shape: BuildConfig) -> None:
+    """A random model of another family, beside the tokenizer that is there."""
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(shape.vocabulary),
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.context_length,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        **shape.model_dump(include={"hidden_size", "head_dim", "intermediate_size", "initializer_range"}),
+        **special,
+    )
+    torch.manual_seed(_SEED)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def _make_mistral(folder: Path) -> None:
@@ -238,6 +278,18 @@ def on_record() -> list[Distribution]:
     return [Distribution(**row | {"quantiles": tuple(row["quantiles"])}) for row in rows]
 
 
+def merged(before: Sequence[Distribution], found: Sequence[Distribution]) -> list[Distribution]:
+    """Rows of both, by model and make; of the same cell the newer one."""
+    cells = {(one.model, one.make, one.dtype, one.way): one for one in (*before, *found)}
+    order = (list(models()), MAKES, DTYPES, ("scored", "sampled"))
+    return sorted(
+        cells.values(),
+        key=lambda one: [
+            kinds.index(kind) for kinds, kind in zip(order, (one.model, one.make, one.dtype, one.way), strict=True)
+        ],
+    )
+
+
 def beyond(found: Distribution, record: Sequence[Distribution]) -> list[str]:
     """Sentences about what is too far from the trainer: beyond twice the farthest on record of this make and type, in
     units of rounding. Empty if nothing is."""
@@ -338,6 +390,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="The distribution of the engines' |Δ log p|.")
     parser.add_argument("--makes", nargs="+", default=MAKES, choices=MAKES)
     parser.add_argument("--models", nargs="+", default=tuple(models()), choices=tuple(models()))
+    parser.add_argument("--merge", action="store_true", help="write the rows, beside those on record of other cells")
     words = parser.parse_args(arguments)
     shares = tuple(f"{100 * share:g} %" for share in SHARES)
     table = Table("model", "make", "type", "way", "tokens", "mean", *shares, f"of {JUDGED}", "units")
@@ -358,7 +411,8 @@ def main(arguments: Sequence[str]) -> None:
                     numbers = (row.mean, *row.quantiles, row.judged, row.units)
                     table.add(name, make, row.dtype, row.way, row.tokens, *(f"{number:.2g}" for number in numbers))
                     table.show_last()
-    if (tuple(words.makes), tuple(words.models)) == (MAKES, tuple(models())):
+    if words.merge or (tuple(words.makes), tuple(words.models)) == (MAKES, tuple(models())):
+        rows = merged(on_record(), rows) if words.merge else rows
         save(RESULT, {"shares": SHARES, "rows": [asdict(row) for row in rows]})
         print(markdown(rows))
 

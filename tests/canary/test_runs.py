@@ -66,7 +66,7 @@ def assert_refused(
     """The version that the engine has not proven; of an engine `alone` no token of it was trained on."""
     assert ended.code == 1, ended.out + ended.err
     assert (named := re.search(rf"{engine}: has not proven version (\d+): ", ended.err)), ended.err
-    newest = {one.engine: one for one in inspect_run(run_dir).canary if one.which == "newest"}[engine]
+    newest = {one.engine: one for one in inspect_run(run_dir).canary_proofs if one.which == "newest"}[engine]
     # The replacement may find a newer version than the engine that was replaced.
     assert (newest.version, newest.proven) == (int(named[1]), False)
     proven = {one.engine: one.ranges for one in record_of(run_dir).proven}[engine]
@@ -98,13 +98,11 @@ def test_a_run_ends_before_one_token_of_unproven_weights_is_trained_on(
         command.assert_nothing_is_left()
     assert assert_refused(ended, laboratory, run_dir) >= FIRST
     newest, worst = canary_of(laboratory, run_dir)
-    assert set(newest) == {
-        *("engine", "version", "distance", "tolerance", "proven"),
-        *("which", "compared", "tensors"),
-    }
-    assert (newest["engine"], newest["which"], newest["proven"]) == ("engine-0", "newest", False)
-    assert 0 < newest["compared"] == newest["tensors"]
-    assert (worst["which"], worst["proven"]) == ("worst", False)
+    assert set(newest) == set(worst) == {"engine", "version", "distance", "tolerance", "proven"}
+    assert (newest["engine"], newest["proven"], worst["proven"]) == ("engine-0", False, False)
+    whole = inspect_run(run_dir).canary_proofs
+    assert [one.which for one in whole] == ["newest", "worst"]
+    assert 0 < whole[0].compared == whole[0].tensors
     if settings == ():
         assert newest["distance"] > newest["tolerance"], "in float32 the text alone shows it"
 
@@ -124,7 +122,7 @@ def test_a_resume_whose_engine_is_wrong_ends_and_an_honest_one_goes_on(laborator
     resumed = laboratory.run(*more)
     assert resumed.code == 0, resumed.err
     assert check_run(run_dir).kept, check_run(run_dir).breaches
-    assert all(one["proven"] for one in canary_of(laboratory, run_dir) if one["which"] == "newest")
+    assert all(one.proven for one in inspect_run(run_dir).canary_proofs if one.which == "newest")
     assert record_of(run_dir).token_ids == text, "the text of a run stays"
     assert record_of(run_dir).refused >= 2
 
@@ -149,7 +147,7 @@ def test_of_two_engines_the_wrong_one_is_named(laboratory: Laboratory, tmp_path:
     settings = ("trainer.steps=100000", "trainer.keep_versions=1", "engine.count=2")
     with laboratory.train(run_dir, *settings, poor=sabotaged(engine="engine-1")) as command:
         assert_refused(command.end(SECONDS), laboratory, run_dir, "engine-1", alone=False)
-    assert all(one.proven for one in inspect_run(run_dir).canary if one.engine == "engine-0")
+    assert all(one.proven for one in inspect_run(run_dir).canary_proofs if one.engine == "engine-0")
 
 
 @pytest.mark.long
@@ -167,7 +165,7 @@ def test_a_machine_whose_engine_is_wrong_leaves_and_the_run_goes_on(laboratory: 
         end_well(command, laboratory, run_dir)
         honest.stop(signal.SIGTERM)
     assert re.search(r"engine-2 has left: .*has not proven version \d+", said(run_dir))
-    newest = {one.engine: one.proven for one in inspect_run(run_dir).canary if one.which == "newest"}
+    newest = {one.engine: one.proven for one in inspect_run(run_dir).canary_proofs if one.which == "newest"}
     assert newest == {"engine-0": True, "engine-1": True, "engine-2": False}
     assert "engine-2" not in {one.engine for one in record_of(run_dir).proven}
 

@@ -91,17 +91,17 @@ class ChangedBound(Record, frozen=True):
     reason: str
 
 
-class CanaryProof(Record, frozen=True):
+class CanaryProof(Record, frozen=True, omit_defaults=True):
     """Check of an engine's weights after it loaded a version: difference of its log-probabilities of the canary from
-    the trainer's, in nats per token. Listed are the newest check of each engine, and the worst of the run relative to
-    its tolerance. `compared` of the version's `tensors` were compared in memory with the trainer's digests."""
+    the trainer's, in nats per token. `which`: newest of the engine, or worst of the run relative to its tolerance.
+    `compared` of the version's `tensors` were compared in memory with the trainer's digests."""
 
     engine: str
     version: int
     distance: float
     tolerance: float
     proven: bool
-    which: str  # newest or worst
+    which: str = ""  # newest or worst; empty in a row of the five fields above
     compared: int = 0
     tensors: int = 0
 
@@ -134,7 +134,8 @@ class Inspection(Record, frozen=True):
         None  # of the newest whole window; None: there is none, or none is masked in part
     )
     bounds: tuple[ChangedBound, ...] = ()  # changes made by the run itself
-    canary: tuple[CanaryProof, ...] = ()  # by engine; empty for a run of an earlier stretto
+    canary: tuple[CanaryProof, ...] = ()  # newest of each engine, then the worst; empty for a run of an earlier stretto
+    canary_proofs: tuple[CanaryProof, ...] = ()  # the same with all fields
     state: str = ""
     reason: str = ""
 
@@ -177,6 +178,7 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
         " coalesce(sum(CASE WHEN state IN ('filtered', 'expired', 'failed') THEN tokens END), 0) FROM trajectories"
     ).fetchone()
     selection = fact(connection, SELECTION, SelectionBias) or SelectionBias()
+    proofs = _canary(fact(connection, CANARY, CanaryRecord) or CanaryRecord())
     return Inspection(
         steps=steps,
         version=version,
@@ -208,7 +210,8 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
             ChangedBound(one.step, one.name, one.before, one.after, one.reason)
             for one in fact(connection, BOUNDS, tuple[BoundChange, ...]) or ()
         ),
-        canary=_canary(fact(connection, CANARY, CanaryRecord) or CanaryRecord()),
+        canary=tuple(msgspec.structs.replace(one, which="", compared=0, tensors=0) for one in proofs),
+        canary_proofs=proofs,
         selection_bias=report(selection),
         masked_groups=selection.masked,
     )

@@ -92,7 +92,7 @@ def _display(run: WatchedRun) -> Display:
 
 def _proofs(run: WatchedRun) -> Sequence[CanaryProof]:
     found = run.inspection()
-    return () if found is None else found.canary
+    return () if found is None else found.canary_proofs
 
 
 def _show_on(

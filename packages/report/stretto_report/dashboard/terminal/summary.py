@@ -107,7 +107,7 @@ def summary_table(inspection: Inspection, title: str) -> Table:
         _in_flight(inspection),
         _busy(inspection.busy),
         _goodput(inspection),
-        (*engines, *weights, *canary_rows(inspection.canary)),
+        (*engines, *weights, *canary_rows(inspection.canary_proofs)),
     ):
         for name, value in section:
             table.add_row(name, value)

@@ -124,7 +124,7 @@ def health_of(
         goodput=inspection.goodput if inspection is not None else None,
         selection_bias=inspection.selection_bias if inspection is not None else None,
         masked_groups=inspection.masked_groups if inspection is not None else None,
-        canary=inspection.canary if inspection is not None else (),
+        canary=inspection.canary_proofs if inspection is not None else (),
         roles=role_times(inspection.goodput_roles, inspection.idle) if inspection is not None else [],
         states=trajectories.count("state"),
         verdicts=trajectories.count("verdict"),

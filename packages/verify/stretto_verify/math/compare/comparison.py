@@ -205,7 +205,8 @@ _LETTERS = re.compile(r"[a-zA-Z0-9 ]+")
 
 def _same_listing(gold: Listing, answer: Listing) -> Opinion:
     if not gold.ordered and not answer.ordered:
-        gold, answer = (replace(side, items=_once(side.items)) for side in (gold, answer))
+        are_sets = answer.opening == "{" and (gold.opening == "{" or len(set(gold.items)) == len(gold.items))
+        gold, answer = (replace(side, items=_once(side.items, are_sets=are_sets)) for side in (gold, answer))
     if len(answer.items) == 1 and answer.opening == "{" and gold.ordered:
         return same(gold, answer.items[0])  # the set of one point
     pairs = gold.items, answer.items
@@ -225,10 +226,10 @@ def _same_listing(gold: Listing, answer: Listing) -> Opinion:
     return _matched(*pairs)
 
 
-def _once(items: Sequence[Node]) -> tuple[Node, ...]:
-    """Points without repetitions: unlike a number, a point has no multiplicity."""
+def _once(items: Sequence[Node], *, are_sets: bool) -> tuple[Node, ...]:
+    """Members of sets, and points, without repetitions: unlike a root, they have no multiplicity."""
     are_points = all(isinstance(item, Listing) and item.ordered for item in items)
-    return tuple(dict.fromkeys(items)) if are_points else tuple(items)
+    return tuple(dict.fromkeys(items)) if are_sets or are_points else tuple(items)
 
 
 def _differ_in_ends(one: Listing, other: Listing) -> bool:

@@ -22,6 +22,14 @@ _LATER = re.compile(  # one box after the other, where nothing joins them
     re.IGNORECASE,
 )
 _LAST = re.compile(r"\bfinal(?:ly)?\b", re.IGNORECASE)
+_SENTENCE = re.compile(  # it states an answer ("The answer is 9", "Option B"); no formula, no title of one
+    r"(?!.*\\(?:text|mathrm|mbox|begin|operatorname)|[a-z ]*="
+    r"|(?:sin|cos|tan|ln|log|max|min|gcd|lcm|exp|sqrt|pi|inf)\b)"
+    r"(?!.*\?\s*$)(?=.*(?:\b(?:is|are|equals?|get|got|obtain|choose|pick|select|answer|option|choice)\b|:))"
+    r"\s*(?:\*\*)?(?:[a-z']{2,}[:,.]?|[a-z](?= (?:is|equals|think|choose|get|got)\b))\s+\S"
+    r"|\s*[\u4e00-\u9fff]{2,}\s*[:：是为]",
+    re.DOTALL | re.IGNORECASE,
+)
 _WORD = re.compile(r"\b(?:and|or)\b")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
@@ -68,7 +76,12 @@ def _inner(content: str) -> str:
     beside = "".join(content[one.end : other.start] for one, other in pairwise([Box(0, 0, ""), *inner, _end(content)]))
     if inner and says_nothing(beside.replace("=", "")):
         return boxed(content) or ""
-    return _DOLLAR.sub("", content.strip())
+    return content.strip() if is_sentence(content) else _DOLLAR.sub("", content.strip())
+
+
+def is_sentence(content: str) -> bool:
+    """Whether a box holds a sentence that states an answer."""
+    return _SENTENCE.match(content) is not None
 
 
 def _end(text: str) -> Box:

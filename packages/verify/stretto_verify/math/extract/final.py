@@ -19,13 +19,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stretto_verify.math.extract.boxes import boxed, last_box
+from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box
 from stretto_verify.math.extract.denial import denied, is_denying
 from stretto_verify.math.extract.rewriting import unquoted
 from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.limits import LONGEST_TAIL
 from stretto_verify.math.parse.account import candidates, says_nothing
 from stretto_verify.math.parse.forms import undeclared
+from stretto_verify.math.parse.notations import plain
 from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.units import MAGNITUDES, SPOKEN, without_unit
 from stretto_verify.thoughts import closed, said
@@ -49,10 +50,11 @@ _MARKS = str.maketrans("٫٬", ".,")
 _MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,9}) and ((?:an?|one|two|three|four|five) [a-z]{4,12})(?![a-z-])")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
-_DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}")
+_DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}|</?(?:b|i|u|em|strong|span|mark|code)>")
 _BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # not a power
 _SLANTED = re.compile(
-    r"(?<![\w*\\])\*([A-Za-z][A-Za-z :]{0,30})\*(?![\w*])|(?<![\w\\{}$^])_{1,2}([A-Za-z][A-Za-z :]{0,30}?)_{1,2}(?!\w)"
+    r"(?<![\w*\\])\*([A-Za-z][A-Za-z :]{0,30})\*(?![\w*])"
+    r"|(?<![\w\\{}$^])_{1,2}([A-Za-z][A-Za-z :]{0,30}?|-?[0-9][0-9.,/]*[°%]?)_{1,2}(?!\w)"
 )
 _FINAL = re.compile(r"final answer(?:[^.\n]{0,100}?)(?:\bis\b|\bare\b|:)\s*:?", re.IGNORECASE)
 _ANSWERS = (
@@ -192,7 +194,7 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
     box = boxed(text)
     final = _marked(text, _FINAL, is_all=is_all)
     if box is not None and (final is None or last_box(text) > final[0]):
-        return FinalAnswer(box, certain=True)
+        return _untagged(box) if is_sentence(box) else FinalAnswer(box, certain=True)
     marked = final or _marked(text, _ANSWER, is_all=is_all)
     if marked is not None:
         return marked[1]
@@ -216,8 +218,9 @@ def _whole(text: str) -> FinalAnswer | None:
         return FinalAnswer(reasoned[1], certain=True)
     if (chosen := _CHOSEN.fullmatch(_ASIDE.split(text)[0])) is not None:
         return FinalAnswer(next(letter for letter in chosen.groups() if letter is not None), certain=True)
-    if is_formula(without_unit(undeclared(text.rstrip(".")))[0]) or _is_spoken(text):
-        return FinalAnswer(", ".join(line for line in text.split("\n") if line.strip()), certain=True)
+    written = plain(text)
+    if is_formula(without_unit(undeclared(written.rstrip(".")))[0]) or _is_spoken(text):
+        return FinalAnswer(", ".join(line for line in written.split("\n") if line.strip()), certain=True)
     if _FEW_WORDS.fullmatch(text):
         if (stated := _stated(text)) is not None:
             return FinalAnswer(stated, certain=True)

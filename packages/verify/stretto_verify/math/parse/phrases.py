@@ -10,11 +10,11 @@ from typing import Final
 from stretto_verify.math.parse.expressions import number
 from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.structure import Dots, Listing, Node, Ratio, Scalar, Union, Words
-from stretto_verify.math.parse.units import SPOKEN, amount
+from stretto_verify.math.parse.units import KNOWN, SPOKEN, amount
 
 _INTO_WORDS = re.compile(r"\\text\{([^{}]*)\}")
 _NOTHING = re.compile(
-    r"\\emptyset|\\\{\s*\\\}"
+    r"\\emptyset|\\\{\s*\\\}|(?:the )?empty set"
     r"|(?:there (?:is|are|exists?) |(?:(?:the|this) )?"
     r"(?:equation|system|inequality|problem)s? (?:has|have) )?no (?:(?:real|integer|positive|such|possible) )*"
     r"(?:solutions?|roots?)(?: exists?)?",
@@ -65,9 +65,13 @@ def phrase(text: str) -> Node | None:
 
 
 def in_words(piece: str) -> Scalar | None:
-    """A whole text that is a number in words, else None."""
-    found = _SPELT.fullmatch(piece)
-    value = counted(found[1]) if found is not None else None
+    """A whole text that is a number in words, with a unit or without, else None."""
+    if (found := _SPELT.fullmatch(piece)) is None:
+        return None
+    number_of, _, last = found[1].rpartition(" ")
+    if last.lower() in KNOWN and (value := counted(number_of)) is not None:
+        return Scalar(str(value), unit=KNOWN[last.lower()])
+    value = counted(found[1])
     return None if value is None else Scalar(str(value))
 
 

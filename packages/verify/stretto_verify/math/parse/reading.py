@@ -63,6 +63,7 @@ _NOT_READ = re.compile(
 _SIDE_BY_SIDE = re.compile(r"(?<![^-+*/=(,\s])[0-9.]++\s+[0-9]++(?!\s*/)|[0-9]\.\s|[0-9]\.[0-9]+\.[0-9]")
 _POINT = re.compile(r"^[K-Z]'*\s*(?=\(.*,.*\)$)")  # P(1,2)
 _NAMED_POINT = re.compile(r"([A-J]'*)(\(.*,.*\))")  # A(1,2); P(1,2) needs no name, since P is no choice
+_TUPLE = re.compile(r"\s*\([^()]*,[^()]*\)\s*")  # an end of no interval
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
     r"^\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
@@ -185,10 +186,12 @@ def _is_choice(given: Node) -> bool:
 
 
 def _outer(text: str) -> str:
-    """The text without outer punctuation and grouping braces."""
+    """The text without outer punctuation and grouping braces; braces around a list are a set's."""
     text = text.strip(" ,;:\n\t").rstrip(" .,;:\n\t")
     while text.startswith("{") and closing_at(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
+        if "," in text and len(split(text, ",")) > 1 and not _GROUPED.fullmatch(text):
+            return rf"\{{{text}\}}"
     return text
 
 
@@ -329,7 +332,8 @@ def _bracketed(text: str) -> Node | None:
     if is_set:
         return _list("{", "}", items) if inner.strip() else Listing("{", "}", ())
     if len(items) > 1 and all(item.strip() for item in items):
-        return _list(text[0], text[-1], items)
+        points = text[0] + text[-1] == "[]" and all(_TUPLE.fullmatch(item) for item in items)
+        return _list("", "", items) if points else _list(text[0], text[-1], items)
     if text[-1] == {"(": ")", "[": "]"}[text[0]]:
         return node(inner)
     raise Unreadable("brackets that do not belong together")

@@ -12,6 +12,8 @@ from functools import lru_cache
 from math import gcd
 from typing import Final
 
+from stretto_verify.math.parse.notations import plain
+
 _LETTERS: Final = str.maketrans(
     {
         **dict(zip("０１２３４５６７８９", "0123456789", strict=True)),
@@ -34,7 +36,8 @@ _LETTERS: Final = str.maketrans(
         "∩": r"\cap ",
         "∈": r"\in ",
         "±": r"\pm ",
-        "°": r"^\circ ",
+        **dict.fromkeys("°º˚", r"^\circ "),
+        "∶": ":",
         "…": r"\ldots ",
         "∅": r"\emptyset ",
         "％": "%",
@@ -109,6 +112,7 @@ _AT_MOST: Final = r"\le "
 _GREATER = re.compile(r">=?|\\(?:gt|ge|geq|geqslant)")
 _INEQUALITY: Final = r"([<>]=?|\\(?:lt|gt|leqslant|geqslant|leq|geq|le|ge)(?![a-z]))"
 _BOUND: Final = r"(-?\s*(?:[0-9]+(?:\.[0-9]+|/[0-9]+)?|\\[dt]?frac\{[^{}]+\}\{[^{}]+\}|\\sqrt\{[^{}]+\}|\\pi(?![a-z])))"
+_ASSIGNED: Final = r"\b[a-z]\s*=\s*-?\s*[0-9./]+\s*"
 _FONT: Final = r"\\math(?:bf|it|rm|sf|tt|normal)"
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
@@ -120,6 +124,7 @@ _REPLACED: Final = tuple(
         (r"\\!", ""),
         (r"^\s*\\(?:bf|it|rm|sf|tt|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])", ""),
         (r"^\s*(?:[→⇒∴]|[-=]>|\\(?:[Rr]ightarrow|Longrightarrow|implies|therefore|to)(?![a-zA-Z]))\s*", ""),
+        (r"^\s*(?:[Tt]herefore|[Tt]hus|[Hh]ence|[Ss]o|[Cc]onsequently|[Aa]ns(?:wer)?)\s*[,:.]\s*", ""),
         (r"^\s*<([^<>]*,[^<>]*)>\s*$", r"(\1)"),
         (
             r"(?<=\^\\circ)\s*\\(?:text|mathrm)\s*\{\s*([CF])\s*\}|(?<=\^\{\\circ\})\s*\\(?:text|mathrm)\s*\{\s*([CF])\s*\}",
@@ -142,6 +147,8 @@ _REPLACED: Final = tuple(
         (r"\\m?(?:left|right|middle)\s*(?![a-zA-Z])\.?", ""),
         (r"\\(?:underline|boldsymbol|bm|pmb|vec|hat)\s*(?=\{)", ""),
         (r"\\math(?:bf|it|rm|sf)\s*\{\s*([ijk])\s*\}(?=\s*(?:[-+]|$))", r"\1 "),
+        (r"\\colon(?![a-z])", ":"),
+        (rf"\\abs\s*{_GROUP}", r"|\1|"),
         (r"\\lbrace(?![a-z])", r"\\{"),
         (r"\\rbrace(?![a-z])", r"\\}"),
         (r"\\langle(?![a-z])", "("),
@@ -155,7 +162,7 @@ _REPLACED: Final = tuple(
         (r"\\?(?:text\s*\{\s*(arc)?(c)?tg\s*\}|(?<=\\)(arc)?(c)?tg(?![a-z]))", _russian),
         (r"\\text\s*\{\s*(gcd|lcm|max|min)\s*\}(?=\s*\()", r"\\\1 "),
         (r"\\lg(?![a-z])", r"\\log_{10}"),
-        (r"\\log\s*_\s*(?:e|\{\s*(?:e|\\text\{\s*e\s*\})\s*\})(?![a-z])", r"\\ln "),
+        (r"(?<![a-zA-Z])\\?log\s*_\s*(?:e|\{\s*(?:e|\\text\{\s*e\s*\})\s*\})(?![a-z])", r"\\ln "),
         (r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
         (r"\\text\{([^{}]*)\}\s*/\s*\\text\{\s*([^{}]*)\}", r"\\text{\1/\2}"),
         (r"\\text\{([^{}]*)\}\s*(?:\\cdot)?\s*\\text\{([^{}]*)\}\s*\^\s*\{?\s*-\s*([1-3])\s*\}?", _per),
@@ -164,12 +171,14 @@ _REPLACED: Final = tuple(
         (r"([\[\]])(\s*[^\[\],;\s][^\[\],;]*[,;]\s*[^\[\],;\s][^\[\],;]*)([\[\]])", _french),
         (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
         (r"\\text\s*\{\s*([eixyn])\s*\}", r"\1 "),
+        (rf"({_ASSIGNED}(?:,|\band\b)\s*{_ASSIGNED}),?\s*\bor\b\s*(?=[a-z]\s*=)", r"\1;"),
         (r"\\text\s*\{\s*\(?([A-J]|[0-9]+)\)?\s+(?:and|or)\s+\(?([A-J]|[0-9]+)\)?\s*\}", r"\1,\2"),
         (r"\\text\s*\{\s*\$?\s*,?\s*(?:and|or|oder|und)\s*\}", ","),
         (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])\s*,?", ","),
         (r"(?<=[0-9)])\s*or(?=[A-Za-z(])|\\(?:(?:land|wedge|lor|vee)(?![a-z])|&)", ","),
         (r"\\(?:d|t|c)frac", r"\\frac"),
         (r"\\(?:d|t)binom", r"\\binom"),
+        (r"(?<![0-9a-zA-Z.])([0-9]{1,3})C([0-9]{1,3})(?![0-9a-zA-Z.])", r"\\binom{\1}{\2}"),
         (r"(?<![0-9a-zA-Z.])([0-9]+)\s+choose\s+([0-9]+)(?![0-9a-zA-Z.])", r"\\binom{\1}{\2}"),
         (r"(?<=[0-9])\s*x\s*(?=10\s*\^)", r"\\times "),
         (r"\\leqslant|\\leq(?![a-z])|<=|=<", r"\\le "),
@@ -193,10 +202,11 @@ _REPLACED: Final = tuple(
         (r"\*\*", "^"),
         (r"\\ast(?![a-z])|\*", r"\\cdot "),
         (r"\\div(?![a-z])", "/"),
-        (r"(?<![a-zA-Z\\])(?:sqrt)\s*\{", r"\\sqrt{"),
+        (r"(?<![a-zA-Z\\])sqrt\s*\{", r"\\sqrt{"),
+        (r"(?<![a-zA-Z\\])sqrt\s*([0-9]+)", r"\\sqrt{\1}"),
         (rf"(?<![a-zA-Z\\])({_NAMES})(?![a-zA-Z])", r"\\\1 "),
         (r"(?<=[0-9])pi(?![a-z])", r"\\pi "),
-        (r"(?<![a-zA-Z\\])(?:infinity|infty|inf|oo)(?![a-zA-Z])", r"\\infty "),
+        (r"(?<![a-zA-Z\\])(?:(?:plus |positive )?[iI]nfinity|infty|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"(?<![0-9a-zA-Z.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![0-9a-zA-Z.])", r"\1\\cdot 10^{\2}"),
         (r"\^\s*(-?[0-9]{2,}|-[0-9a-z])", r"^{\1}"),
         (r"\\frac\s*([0-9a-z])\s*([0-9a-z])", r"\\frac{\1}{\2}"),
@@ -230,7 +240,7 @@ def spelled(text: str) -> str:
     >>> spelled(r"$\dfrac12\,$."), spelled("-1 + exp(16)"), spelled(r"\(12\text{ and }13\)")
     ('\\frac{1}{2}', '-1 + e^{16}', '12,13')
     """
-    text = _DECIMAL_COMMA.sub(".", _ROW_SPACE.sub(r"\\\\", text))
+    text = _DECIMAL_COMMA.sub(".", _ROW_SPACE.sub(r"\\\\", plain(text)))
     text = _SMALL.sub(_aligned, text)
     text = _THOUSANDS.sub(",", _SUM_OF_MONEY.sub(r"\\$\1", text.translate(_LETTERS)))
     text = _WHOLE_COMMA.sub(r"\1.", unwrapped(_SPACING.sub(" ", text)))

@@ -76,12 +76,20 @@ MAGNITUDES: Final = {
     "trillion": 10**12,
 }
 
+#: Symbols of units, which have their case: mW is not MW. Those that could be the letter of a choice or a line (J, MN)
+#: are left out.
+_SYMBOL: Final = re.compile(
+    r"[kMGTdcmµn]?(?:Pa|mol|eV|Hz|Wb|cal|bar|W)|[kdcmµn]?[NVLsmg]|[kmµn][JAFC]|[MG]J|atm|rpm|psi|dB|kB|[kMGT]?iB|[GT]B"
+)
+_CLOSE_SYMBOL: Final = re.compile(r"[kMGm]?(?:Pa|Hz|eV|mol)")  # 2kPa, but not 2mV
+
 _UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.?"
 #: A day, a date, a time of day, an amount in two units: numbers that are read as words.
 SPOKEN: Final = re.compile(
     r"(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
-    rf"|{_MONTH} [0-9]{{1,2}}(?:,? [0-9]{{4}})?(?![0-9])|[0-9]{{1,2}} (?:of )?{_MONTH}(?:,? [0-9]{{4}})?(?![0-9])"
+    rf"|{_MONTH} [0-9]{{1,2}}(?:,? [0-9]{{4}})?(?![0-9])"
+    rf"|[0-9]{{1,2}}(?:st|nd|rd|th)? (?:of )?{_MONTH}(?:,? [0-9]{{4}})?(?![0-9])"
     r"|[0-9]{1,2}(?::[0-9]{2})?\s?[apAP]\.?\s?[mM]\b\.?"
     rf"|(?<![0-9.])[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS}),?\s(?:and\s)?[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS})(?![a-zA-Z])"
 )
@@ -171,27 +179,36 @@ def _are_unit(words: str, apart: bool) -> bool:
     """Whether letters after a number are a unit; in ``3x`` and ``2ab`` they are variables."""
     if _DENIED.search(words):
         return False
-    parts = re.split(r"[ /.]+", words.lower())
+    raw = re.split(r"[ /.]+", words)
+    parts = [part.lower() for part in raw]
     if parts in (["squared"], ["cubed"]):
         return False
+    if _CLOSE_SYMBOL.fullmatch(raw[0]) and all(map(_SYMBOL.fullmatch, raw)):
+        return True
     if all(part in KNOWN or part in _POWERS or part in ("per", "of") for part in parts):
         return apart or len(words) > 1
-    return apart and all(len(part) >= 4 or part in KNOWN or part in ("per", "of", "the", "in") for part in parts)
+    short = (*_POWERS, *KNOWN, "per", "of", "the", "in")
+    return apart and all(len(one) >= 4 or one.lower() in short or _SYMBOL.fullmatch(one) for one in raw)
 
 
 def _unit(words: str, power: str | None) -> str:
-    above, _, below = re.sub(r"\s+per\s+", "/", words.strip(" .").lower()).partition("/")
+    above, _, below = re.sub(r"\s+per\s+", "/", words.strip(" .")).partition("/")
     if not below:
         return _named(above, power)
     names = _named(above, None), _named(below, power)
     return "/".join(names) if all(names) else ""
 
 
+def _name(part: str) -> str:
+    """Canonical name of a unit; a symbol of two letters and more has its case, if it is not known in either."""
+    return KNOWN.get(part.lower(), part if len(part) > 1 and _SYMBOL.fullmatch(part) else "")
+
+
 def _named(words: str, power: str | None) -> str:
     parts = [part for part in re.split(r"[\s.]+", words) if part]
     for part in parts:
-        power = power or _POWERS.get(part)
-    names = [KNOWN[part] for part in parts if part in KNOWN]
+        power = power or _POWERS.get(part.lower())
+    names = [named for part in parts if (named := _name(part))]
     if len(names) != 1 or len(parts) > 2:
         return ""
     return f"{names[0]}^{power}" if power and power != "1" else names[0]
