@@ -2,8 +2,8 @@
 a processor, and each of them is forked from it.
 
 A command is the real one from `stretto_app.cli.main.main` on, in a process, a session and surroundings of its own.
-Roles of an agent are forked too. What comes before, the imports, and the plots at its end are left to commands that are
-started without this (``cold``).
+Roles of an agent are forked too. What comes before, and the imports, are left to commands that are started without this
+(``cold``); the plots at its end to one that ``draws``.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Surroundings(Record, frozen=True):
     err: str
     inherited: tuple[int, ...]
     poor: tuple[str, ...]
+    draws: bool
 
 
 @cache
@@ -112,13 +113,15 @@ class WarmCommand:
         module: str = "stretto_app.cli.main",
         inherited: Sequence[int] = (),
         poor: Sequence[str] = (),
+        draws: bool = False,
     ) -> None:
         """``python -m MODULE ARGUMENTS`` in `folder`; `inherited` descriptors keep their numbers. What the process
-        has to do without is the work of a function of `tests.launch.poverty`: `poor` is its name and its argument."""
+        has to do without is the work of a function of `tests.launch.poverty`: `poor` is its name and its argument.
+        `draws`: a run ends with its plots."""
         self.returncode: int | None = None
         self._out, self._err = (folder / f"{environment[MARK]}.{name}" for name in ("out", "err"))
         output, kept = (str(self._out), str(self._err)), tuple(inherited)
-        told = Surroundings(module, tuple(arguments), dict(environment), str(folder), *output, kept, tuple(poor))
+        told = Surroundings(module, tuple(arguments), dict(environment), str(folder), *output, kept, tuple(poor), draws)
         spec = msgspec.json.encode(told).decode()
         self._wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
@@ -171,7 +174,8 @@ def main(arguments: list[str]) -> int:
     if told.arguments[:1] in (("engine",), ("rank",)):  # agents, whose roles have interpreters of their own
         agent.__dict__["RoleProcess"] = partial(RoleProcess, spawner=fork_server_role.fork_here(apart=True))
     sys.argv = ["stretto", *told.arguments]
-    draw_nothing()
+    if not told.draws:
+        draw_nothing()
     code = _code_of(told.module)
     gc.collect()  # what would complain at the end of an interpreter does so here
     return code

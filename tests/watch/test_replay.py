@@ -31,7 +31,8 @@ from tests.watch.runs import write_run
 SYNCHRONOUS = Path(__file__).parent.parent / "data" / "synchronous_run"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 SLEEPING = """
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it would be ignored
 pathlib.Path(next(word for word in sys.argv if word.startswith("--out=")).partition("=")[2]).mkdir()
 print(os.getpid(), os.environ.get("STRETTO_WATCH_PASSWORD"), *sys.argv[1:], flush=True)
 time.sleep(3600)
