@@ -30,7 +30,7 @@ from stretto.processes import fork_server_role
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
 from stretto_app.cli.main import main
-from tests.launch.warm import MARK, WarmCommand, children_of, draw_nothing, session_fork_server, session_server
+from tests.launch.warm import MARK, WarmCommand, children_of, session_fork_server, session_server, spare
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).parent / "recipes" / "tiny.toml"
@@ -296,7 +296,7 @@ class Laboratory:
             if self.warm:
                 patch.setattr(fork_server_role, "fork_server", session_fork_server)
                 if arguments[0] == "train":
-                    draw_nothing(patch)
+                    spare(patch)
             try:
                 main()
             except SystemExit as end:

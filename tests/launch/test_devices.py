@@ -33,6 +33,8 @@ from stretto.processes.spawn import FreshSpawner, RunningProcess, Spawn
 from stretto.trainer.config import TrainerConfig
 from tests.launch.running import TINY, Laboratory, said, steps_done
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 GIB = 1 << 30
 PlanFor = Callable[..., Plan]
 
