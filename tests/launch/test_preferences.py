@@ -64,25 +64,28 @@ def log_ratio(folder: Path) -> float:
 
 
 def test_it_learns_to_prefer_and_leaves_the_base_alone(write: Write, tmp_path: Path) -> None:
-    seen, told = list[SupervisedProgress](), list[str]()
-    dpo(write(), ["preferences.micro_batch_tokens=11"], tmp_path / "out", seen.append, told.append, session_server())
+    seen: list[SupervisedProgress] = []
+    dpo(write(), [], tmp_path / "out", seen.append, spawner=session_server())
     assert log_ratio(tmp_path / "out") > log_ratio(tmp_path / "policy") + 1
     assert (seen[-1].step, seen[-1].steps, seen[-1].phase, seen[-1].accuracy) == (30, 30, "preferences", 1.0)
     assert seen[-1].loss < 0.3
-    assert told == [
-        "the longest pair has 12 tokens, more than preferences.micro_batch_tokens = 11: "
-        "it is a micro-batch of its own and takes more memory"
-    ]
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"policy", "pairs.jsonl", "recipe.toml", "out", "out.log"}
 
 
 def test_another_reference_starts_with_another_loss(write: Write, tmp_path: Path) -> None:
+    """Told of by the way: a pair that is longer than a micro-batch."""
     build_policy(SHAPE, tmp_path / "other", seed=2)
-    seen: list[SupervisedProgress] = []
+    seen, told = list[SupervisedProgress](), list[str]()
     for reference in ("policy", "other"):
         words = ["preferences.steps=1", f"preferences.reference={tmp_path / reference}"]
-        dpo(write(), words, tmp_path / f"from-{reference}", seen.append, spawner=session_server())
+        words += ["preferences.micro_batch_tokens=11"]
+        dpo(write(), words, tmp_path / f"from-{reference}", seen.append, told.append, session_server())
+    longest = (
+        "the longest pair has 12 tokens, more than preferences.micro_batch_tokens = 11: "
+        "it is a micro-batch of its own and takes more memory"
+    )
+    assert told == [longest] * 2
     assert seen[0].loss == near(math.log(2), operations_of(SHAPE))
     assert seen[1].loss != near(math.log(2), operations_of(SHAPE))
 
