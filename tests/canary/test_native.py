@@ -101,11 +101,13 @@ NAMELESS = (scaled_all, kept_old, rounded)  # too many tensors differ for the se
 INVISIBLE = (last_bit_flipped, adapter_skipped, adapters_swapped)  # to the log-probabilities of a text
 #: The mailbox's hand or where weights are copied, in which type, with adapters or without: each pair of two is tried.
 GRID = [
-    pytest.param(dtype, level, lora, id=f"{dtype}-{level}-{'adapters' if lora else 'whole'}", marks=marks)
+    pytest.param(
+        dtype, level, lora, id=f"{dtype}-{level}-{'adapters' if lora else 'whole'}", marks=[pytest.mark.long] * even
+    )
     for dtype in ("float32", "bfloat16")
     for level in ("mailbox", "copy")
     for lora in (False, True)
-    for marks in [() if ((dtype == "float32") + (level == "copy") + lora) % 2 else pytest.mark.long]
+    for even in [((dtype == "float32") + (level == "copy") + lora) % 2 == 0]
 ]
 
 

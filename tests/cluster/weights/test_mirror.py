@@ -162,7 +162,11 @@ def test_a_server_that_is_killed_in_mid_transfer_and_started_again_costs_a_momen
     home: Path, model: Path, away: Path
 ) -> None:
     address = free_address()
-    road = Road(address, lambda number, *piece: slowly(number, *piece) if number == 1 else piece[1], piece=1 << 14)
+    road = Road(
+        address,
+        lambda number, place, piece: slowly(number, place, piece) if number == 1 else piece,
+        piece=1 << 14,
+    )
 
     async def pull(via: str) -> int:
         with role(home, model, address) as first:

@@ -21,7 +21,7 @@ from stretto.core.records import (
     Trajectory,
     Verdict,
 )
-from stretto.processes.spawn import FRESH
+from stretto.processes.spawn import FRESH, Spawner
 from stretto.worlds.single_turn import Score
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange, Services
@@ -120,7 +120,7 @@ class Bench:
         return Services(self.score, decode, PlainRendering(encode), None, sampling, 40, verdict, self.config)
 
     async def _run(self) -> list[Trajectory]:
-        spawner = FRESH if self.mark else session_server()  # a mark is that of a new process
+        spawner: Spawner = FRESH if self.mark else session_server()  # a mark is that of a new process
         async with WorkflowPool(
             self.config, self.log, say=self.said.append, spawner=spawner, run=self.mark
         ) as self.pool:
