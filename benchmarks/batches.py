@@ -42,14 +42,14 @@ from stretto.trainer.batch.packing import minibatches
 from stretto.trainer.batch.samples import SampledBatch, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import TO_RANK, Train
-from stretto.trainer.parallel.ranks import SingleRank
+from stretto.trainer.parallel.ranks import Ranks
 
 MILLION = 1e6
 PROMPT, ANSWER, GROUP = 128, 2048, 8
 SAMPLES, LONGEST, MEAN, SIGMA = 16, 27_648, 12_450.0, 0.9  # the paper's; the mean before the cut
 
 
-class Share(SingleRank):
+class Share(Ranks):
     """The first of several shares."""
 
     def __init__(self, shares: int) -> None:

@@ -114,12 +114,12 @@ def test_a_reward_that_decides_nothing_ends_with_its_reason(
     door: Door, tmp_path: Path, function: str, reason: str
 ) -> None:
     run_dir = tmp_path / "run"
-    settings = ["rewards.timeout=0.1", "rewards.max_consecutive_undecided=4"]
+    settings = ["rewards.timeout=0.1", "rewards.max_consecutive_undecided=2"]
     function = f"rewards.function=tests.launch.rewards_for_tests:{function}"
     ended = door("train", TINY, function, *settings, "--run-dir", run_dir)
     ended.refused("rewards.function: the last", "completions were undecided", reason, "max_consecutive_undecided")
     (count,) = re.findall(r"the last (\d+) completions were undecided", ended.err)
-    assert int(count) >= 4  # verdicts of other workers may arrive before the run ends
+    assert int(count) >= 2  # verdicts of other workers may arrive before the run ends
     assert "failed: rewards.function" in (run_dir / "log.txt").read_text()
 
 

@@ -16,6 +16,7 @@ from stretto.core.errors import DataError
 from stretto_app.cli.main import app
 
 SQUARE = [{"stdin": "7\n", "stdout": "49\n"}, {"stdin": "8\n", "stdout": "64\n"}]
+NEAR = {"test_list": ["assert abs(root(2) - 1.41) < 0.01"]}  # an assert with a tolerance
 CALLS = [{"call": "f", "args": [[1, 2]], "expected": 3}, {"call": "f", "args": [[]], "expected": 0}]
 
 
@@ -36,6 +37,8 @@ def test_lines_come_back_in_order_with_verdicts(tmp_path: Path, options: tuple[s
         {"id": 3, "completion": "def f(x): return sum(x)", "tests": CALLS},
         {"id": 4, "completion": "def f(x): return x[0] + x[1]", "tests": json.dumps(CALLS)},
         {"id": 5, "completion": "I do not know. ```c```", "tests": {"inputs": ["1"], "outputs": ["1"]}},
+        {"id": 6, "completion": "def root(n): return n ** 0.5", "tests": NEAR},
+        {"id": 7, "completion": "def root(n): return 1.43", "tests": NEAR},
     ]
     found = score(tmp_path, *rows, options=options)
     assert [{**row, "verdict": v, "passed": p} for row, v, p in zip(rows, VERDICTS, PASSED, strict=True)] == [
@@ -46,15 +49,8 @@ def test_lines_come_back_in_order_with_verdicts(tmp_path: Path, options: tuple[s
     assert all(isinstance(row["seconds"], float) for row in found)
 
 
-VERDICTS = ["right", "wrong", "right", "wrong", "wrong"]
-PASSED = [2, 1, 2, 1, 0]
-
-
-def test_an_assert_with_a_tolerance_is_met_by_what_is_near_enough(tmp_path: Path) -> None:
-    tests = {"test_list": ["assert abs(root(2) - 1.41) < 0.01"]}
-    programs = ["def root(n): return n ** 0.5", "def root(n): return 1.43"]
-    rows = [{"completion": program, "tests": tests} for program in programs]
-    assert [row["verdict"] for row in score(tmp_path, *rows)] == ["right", "wrong"]
+VERDICTS = ["right", "wrong", "right", "wrong", "wrong", "right", "wrong"]
+PASSED = [2, 1, 2, 1, 0, 1, 0]
 
 
 def test_tests_that_cannot_be_read_are_named_with_their_lines(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ async def test_an_order_that_the_cluster_cannot_carry_out_is_refused_and_the_pla
 
 @in_a_loop
 async def test_a_reply_after_the_deadline_is_not_taken_for_that_to_the_next_order(tmp_path: Path) -> None:
-    placer = Placer(tmp_path, "placed", "late", "placed", seconds=2.0)
+    placer = Placer(tmp_path, "placed", "late", "placed", seconds=1.0)
     try:
         await placer.agents.place(1, 0)
         with pytest.raises(DeadlineExceeded, match="to place agents"):

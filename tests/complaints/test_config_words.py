@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def test_a_dry_run_says_what_a_step_and_the_run_come_to(
     assert f"\na step      {step}\nthe run     {run}\n" in told.out
 
 
+@cache
 def commands() -> dict[str, Any]:
     """Those of the command line, by name."""
     return dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]

@@ -38,13 +38,13 @@ Experts = dict[int, tuple[frozenset[int], ...]]
 def mixture() -> PreTrainedModel:
     """16 experts, 4 of them for each token."""
     torch.manual_seed(7)
+    settings: dict[str, Any] = {"head_dim": 16}  # transformers declares none
     config = Qwen3MoeConfig(
         vocab_size=48,
         hidden_size=32,
         num_hidden_layers=4,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
         intermediate_size=48,
         moe_intermediate_size=16,
         num_experts=16,
@@ -54,6 +54,7 @@ def mixture() -> PreTrainedModel:
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
+        **settings,
     )
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     return model
@@ -64,7 +65,8 @@ def of(mixture: PreTrainedModel, attention: str, dtype: torch.dtype = torch.floa
     config = copy.deepcopy(mixture.config)
     made: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     made.load_state_dict(mixture.state_dict())
-    return made.to(dtype)  # type: ignore[arg-type]
+    cast: PreTrainedModel = made.to(dtype)  # type: ignore[arg-type]
+    return cast
 
 
 @contextmanager
@@ -84,7 +86,7 @@ def watched(model: PreTrainedModel) -> Iterator[dict[tuple[int, int], list[Tenso
 
     routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
     hooks = [model.model.register_forward_pre_hook(feeds, with_kwargs=True)]
-    hooks += [router.register_forward_hook(chooses) for router in routers]  # type: ignore[arg-type]
+    hooks += [router.register_forward_hook(chooses) for router in routers]
     try:
         yield seen
     finally:

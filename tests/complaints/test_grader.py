@@ -30,7 +30,7 @@ HANGING = {
     ("92.5857658508735", rf"\boxed{{{NOISE}}}"): Outcome.WRONG,
     (NOISE, "92.5857658508735"): Outcome.UNDECIDED,
 }
-GROUPS = 50  # of eight completions
+GROUPS = 20  # of eight completions
 HANGS = """
 def reward(prompt, completion, answer):
     while completion == "hangs":
@@ -75,7 +75,7 @@ def test_a_grader_that_hangs_in_a_burst_leaves_its_own_completion_undecided_and_
             return [group.pop() for group in burst if len(group) > 8], burst
 
     hung, burst = asyncio.run(asyncio.wait_for(scored(), 100))
-    assert [verdict.outcome for verdict in hung] == [Outcome.UNDECIDED] * 5
+    assert [verdict.outcome for verdict in hung] == [Outcome.UNDECIDED] * 2
     assert all(verdict.reason.startswith(TIMED_OUT) for verdict in hung)
     lengths = [[float(len(item.completion) % 2) for item in group] for group in ordinary]
     assert [[verdict.reward for verdict in group] for group in burst] == lengths

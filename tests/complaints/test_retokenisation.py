@@ -2,7 +2,7 @@
 encoded again, or since the template drops what was thought (verl#6719, trl#6250, ART#726, ms-swift#10012, minimind#850,
 sglang#26555).
 
-Promise: over 128 turns behind a template that drops old thinking, in tokens that no encoder would choose and with a
+Promise: over many turns behind a template that drops old thinking, in tokens that no encoder would choose and with a
 special token inside of answers, a conversation is one row, and the tokens of that row which are trained on are those
 that were sampled.
 """
@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from stretto.conversation.session import Sampler, SessionRecord, TurnRequest
 from stretto.core.records import Segment
 from tests.gateway.serving import MODEL, ScriptedModel, in_a_loop, served_gateway, tokenizer_of
 from tests.gateway.test_chat_sessions import ASK, turn
 
-TURNS = 128
 SPECIAL = "<|endoftext|>"
 
 
@@ -58,8 +59,9 @@ class Noting(ScriptedModel):
         )
 
 
+@pytest.mark.parametrize("turns", [24, pytest.param(128, marks=pytest.mark.long)])
 @in_a_loop
-async def test_128_turns_are_one_row_that_trains_on_what_was_sampled(tmp_path: Path) -> None:
+async def test_many_turns_are_one_row_that_trains_on_what_was_sampled(tmp_path: Path, turns: int) -> None:
     number = itertools.count()
     model = Noting(
         lambda prompt: f"<think>\nthe bus, the {next(number)}th\n</think>\n\nthe {SPECIAL} others",
@@ -68,7 +70,7 @@ async def test_128_turns_are_one_row_that_trains_on_what_was_sampled(tmp_path: P
     history: list[Any] = list(ASK)
     async with served_gateway(model, tmp_path) as gateway:
         session = await gateway.open()
-        for place in range(TURNS):
+        for place in range(turns):
             said = await turn(gateway, session, history)
             history += [said, {"role": "user", "content": f"and the {place}th?"}]
         shown = await gateway.shown(session)
@@ -76,9 +78,9 @@ async def test_128_turns_are_one_row_that_trains_on_what_was_sampled(tmp_path: P
     assert (len(shown["samples"]), shown["branches"]) == (1, {})
     (row,) = shown["samples"]
     assert [tuple(nodes[id]["token_ids"]) for id in row if nodes[id]["sampled"]] == model.sampled
-    assert len(model.sampled) == TURNS
+    assert len(model.sampled) == turns
     for asked, sampled, following in zip(model.asked, model.sampled, model.asked[1:], strict=False):
         assert following[: len(asked) + len(sampled)] == asked + sampled
     (special,), (longer,) = (model.tokenizer.encode(text, special_tokens=False) for text in (SPECIAL, "the"))
-    assert [special in sampled for sampled in model.sampled] == [True, False] * (TURNS // 2)
+    assert [special in sampled for sampled in model.sampled] == [True, False] * (turns // 2)
     assert not any(longer in sampled for sampled in model.sampled), "an encoder would have taken longer pieces"

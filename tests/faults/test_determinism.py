@@ -36,9 +36,9 @@ from tests.launch.running import TINY, Command, Laboratory, assert_the_law, expo
 from tests.launch.test_staleness import trained_ages
 from tests.launch.warm import session_server
 
-STEPS = 7
-SYNCHRONOUS = ("rollout.max_staleness=0", f"trainer.steps={STEPS}", "trainer.checkpoint_every=3")
-ASYNCHRONOUS = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=3", "trainer.keep_versions=all")
+STEPS = 5
+SYNCHRONOUS = ("rollout.max_staleness=0", f"trainer.steps={STEPS}", "trainer.checkpoint_every=2")
+ASYNCHRONOUS = (f"trainer.steps={STEPS}", "trainer.checkpoint_every=2", "trainer.keep_versions=all")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_synchronous_run_that_was_killed_twice_equals_one_that_was_not(
     laboratory: Laboratory, synchronous: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    killed_at(laboratory, run_dir, SYNCHRONOUS, (2, 5))
+    killed_at(laboratory, run_dir, SYNCHRONOUS, (1, 3))
     parting = diff_runs(synchronous, run_dir)
     assert (parting.step, parting.fields) == (STEPS, ())
     assert check_run(run_dir).kept
@@ -133,7 +133,7 @@ def test_with_two_engines_it_makes_no_difference_which_of_them_dies(laboratory: 
 
 def test_an_asynchronous_run_that_was_killed_is_replayed_to_its_weights(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir, forked = tmp_path / "run", session_server()
-    killed_at(laboratory, run_dir, ASYNCHRONOUS, (5,))
+    killed_at(laboratory, run_dir, ASYNCHRONOUS, (3,))
     found = check_run(run_dir)
     assert found.kept, found
     assert found.balance["failed"] == 0
@@ -141,11 +141,11 @@ def test_an_asynchronous_run_that_was_killed_is_replayed_to_its_weights(laborato
     assert replayed.equal
     assert diff_runs(run_dir, replayed.folder).fields == ()
     changed = replay(
-        run_dir, STEPS - 4, ["trainer.learning_rate=1e-2"], tmp_path / "branch", say=lambda text: None, spawner=forked
+        run_dir, STEPS - 2, ["trainer.learning_rate=1e-2"], tmp_path / "branch", say=lambda text: None, spawner=forked
     )
     assert changed.equal is None
     assert changed.branch.changes == {"trainer.learning_rate": "was 0.001 and is 0.01"}
-    assert diff_runs(run_dir, tmp_path / "branch").step == STEPS - 3
+    assert diff_runs(run_dir, tmp_path / "branch").step == STEPS - 1
     (notes := tmp_path / "mine" / "notes.txt").parent.mkdir()
     notes.write_text("not a branch")
     with pytest.raises(RunFolderError, match="cannot be created"):
@@ -171,8 +171,8 @@ def test_for_every_step_at_which_a_trainer_is_lost_the_last_weights_are_the_same
         first.train(batch)
         if batch.step % recipe.trainer.checkpoint_every == 0:
             checkpoints.save(batch.step, first.save_checkpoint)
-    left = [checkpoints.latest(step) for step in (1, 3, 6)]  # whichever step it is lost at: one of these is left
-    assert [checkpoint and checkpoint.step for checkpoint in left] == [None, 3, 6]
+    left = [checkpoints.latest(step) for step in (1, 2, 4)]  # whichever step it is lost at: one of these is left
+    assert [checkpoint and checkpoint.step for checkpoint in left] == [None, 2, 4]
     for checkpoint in left:
         second = new()
         if checkpoint is not None:

@@ -140,11 +140,11 @@ def killed_at_every_call(work: Callable[[str], int], prepare: Callable[[], None]
 
 
 @STRACE
-def test_a_kill_at_every_call_of_a_checkpoint_leaves_the_old_one_or_the_new_one(traced: Traced, tmp_path: Path) -> None:
-    checkpoints, seen = Checkpoints(tmp_path, keep=1), set()
+def test_a_kill_at_every_call_of_a_checkpoint_leaves_the_old_one_or_the_new_one(traced: Traced, memory: Path) -> None:
+    checkpoints, seen = Checkpoints(memory, keep=1), set()
 
     def prepare() -> None:
-        shutil.rmtree(tmp_path)
+        shutil.rmtree(memory)
         checkpoints.save(5, old)
 
     def judge() -> None:
@@ -153,22 +153,22 @@ def test_a_kill_at_every_call_of_a_checkpoint_leaves_the_old_one_or_the_new_one(
         assert newest.broken == ()
         seen.add(newest.step)
 
-    calls = killed_at_every_call(partial(traced, "checkpoint", tmp_path, 1), prepare, judge)
+    calls = killed_at_every_call(partial(traced, "checkpoint", memory, 1), prepare, judge)
     assert calls >= 12
     assert seen == {5, 10}
 
 
 @STRACE
 def test_without_renames_and_fsync_a_checkpoint_is_whole_or_known_as_broken_wherever_it_is_killed(
-    traced: Traced, tmp_path: Path
+    traced: Traced, memory: Path
 ) -> None:
-    checkpoints, seen = Checkpoints(tmp_path, keep=2), set()
+    checkpoints, seen = Checkpoints(memory, keep=2), set()
     bucket = "rename,renameat,renameat2,fsync,fdatasync:error=ENOSYS"
     for call in ("mkdir", "sendfile"):
         for number in range(1, MOST_CALLS):
-            shutil.rmtree(tmp_path)
+            shutil.rmtree(memory)
             checkpoints.save(5, old)
-            code = traced("checkpoint", tmp_path, 2, bucket, f"{call}:signal=KILL:when={number}")
+            code = traced("checkpoint", memory, 2, bucket, f"{call}:signal=KILL:when={number}")
             newest = checkpoints.latest()
             assert newest is not None
             seen.add((newest.step, len(newest.broken)))
@@ -179,8 +179,8 @@ def test_without_renames_and_fsync_a_checkpoint_is_whole_or_known_as_broken_wher
 
 
 @STRACE
-def test_a_kill_at_every_call_of_a_commit_leaves_the_batch_whole_or_absent(traced: Traced, tmp_path: Path) -> None:
-    folder, seen = tmp_path / "run", set()
+def test_a_kill_at_every_call_of_a_commit_leaves_the_batch_whole_or_absent(traced: Traced, memory: Path) -> None:
+    folder, seen = memory / "run", set()
 
     def prepare() -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -204,12 +204,12 @@ def test_a_kill_at_every_call_of_a_commit_leaves_the_batch_whole_or_absent(trace
 
 @STRACE
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC", "EROFS"])
-def test_a_disk_that_refuses_leaves_the_old_checkpoint(traced: Traced, tmp_path: Path, error: str) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=1)
+def test_a_disk_that_refuses_leaves_the_old_checkpoint(traced: Traced, memory: Path, error: str) -> None:
+    checkpoints = Checkpoints(memory, keep=1)
     checkpoints.save(5, old)
     for call in ("write", "fsync", "rename"):
         assert traced(
-            "checkpoint", tmp_path, 1, f"{call}:error={error}:when=2" if call != "rename" else f"{call}:error={error}"
+            "checkpoint", memory, 1, f"{call}:error={error}:when=2" if call != "rename" else f"{call}:error={error}"
         )
         newest = checkpoints.latest()
         assert newest is not None
@@ -241,8 +241,8 @@ def test_a_damaged_checkpoint_is_never_taken_for_a_whole_one(tmp_path: Path) -> 
         file.write_bytes(whole)
 
 
-def test_a_damaged_ledger_is_never_read_as_something_else(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
+def test_a_damaged_ledger_is_never_read_as_something_else(memory: Path) -> None:
+    path = memory / "ledger.sqlite"
     with closing(Ledger(path, StoreConfig())) as ledger:
         ledger.put("standing", {"position": {"epoch": 0, "index": 5}})
         for step in (1, 2):
@@ -267,8 +267,8 @@ def test_a_damaged_ledger_is_never_read_as_something_else(tmp_path: Path) -> Non
     assert refused > len(whole) // 256
 
 
-def test_a_damaged_log_of_a_ledger_loses_its_end_at_most(tmp_path: Path) -> None:
-    path, states = tmp_path / "ledger.sqlite", []
+def test_a_damaged_log_of_a_ledger_loses_its_end_at_most(memory: Path) -> None:
+    path, states = memory / "ledger.sqlite", []
     log = path.with_name("ledger.sqlite-wal")
     with closing(sqlite3.connect(path)) as connection:  # small pages: a log of many frames
         connection.executescript("PRAGMA page_size = 512; PRAGMA user_version = 1; PRAGMA user_version = 0;")
@@ -281,14 +281,14 @@ def test_a_damaged_log_of_a_ledger_loses_its_end_at_most(tmp_path: Path) -> None
             ledger.put("standing", {"position": {"epoch": 0, "index": step}})
             one_step(ledger, step)
             ledger.flush()
-            states.append((log.read_bytes(), read_copy(tmp_path, base, log.read_bytes())))
+            states.append((log.read_bytes(), read_copy(memory, base, log.read_bytes())))
     whole, expected = states[-1]
-    prefixes = [read_copy(tmp_path, base, b"")] + [state for _, state in states]
+    prefixes = [read_copy(memory, base, b"")] + [state for _, state in states]
     assert len({repr(state) for state in prefixes}) == 4
     frame, refused = 24 + 512, 0
     for data in damaged(whole):
         try:
-            found = read_copy(tmp_path, base, data)
+            found = read_copy(memory, base, data)
         except StoreError:
             refused += 1
         else:

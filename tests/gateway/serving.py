@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import httpx
 import torch
-import uvicorn
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -25,6 +24,7 @@ from stretto.launch.recipe.agents import GatewayConfig
 from stretto.model.hf.folder import quiet_transformers
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.processes.http.names import LOOPBACK, HostNames
+from stretto.processes.http.server import HttpServer, settings_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.sampling import CallForms, SamplingRule
 from stretto_gateway.sessions.app import GatewayApp
@@ -199,7 +199,7 @@ async def served_gateway(
     bound = socket.create_server(("127.0.0.1", 0))
     address = f"http://127.0.0.1:{bound.getsockname()[1]}"
     app = GatewayApp(table, host, served, operator_key=operator_key, names=names)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", ws="none"))
+    server = HttpServer(settings_of(app), signals=False)
     serving = asyncio.create_task(server.serve([bound]))
     try:
         async with httpx.AsyncClient(base_url=address, timeout=30) as client:

@@ -30,7 +30,7 @@ from stretto.processes import fork_server_role
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.inspection import Inspection, inspect_run
 from stretto_app.cli.main import main
-from tests.launch.warm import MARK, WarmCommand, children_of, draw_nothing, session_fork_server, session_server
+from tests.launch.warm import MARK, WarmCommand, children_of, session_fork_server, session_server, spare
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).parent / "recipes" / "tiny.toml"
@@ -237,9 +237,10 @@ class Laboratory:
         before: Sequence[str] = (),
         poor: Sequence[str] = (),
         cold: bool = False,
+        draws: bool = False,
     ) -> Iterator[Command]:
         """``BEFORE python -m stretto_app.cli.main ARGUMENTS``; killed with all that it started when the block ends.
-        `poor`: see `WarmCommand`."""
+        `poor`, `draws`: see `WarmCommand`."""
         mark = uuid.uuid4().hex
         # Sockets lie there, and the path of a socket has 107 bytes at most.
         temporary = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
@@ -253,7 +254,7 @@ class Laboratory:
         process: ColdCommand | WarmCommand
         with default_dispositions():
             if self.warm and not cold and not before:
-                process = WarmCommand(words, self.folder, inherited, poor=poor)
+                process = WarmCommand(words, self.folder, inherited, poor=poor, draws=draws)
             else:
                 process = ColdCommand(
                     (*before, sys.executable, "-m", "stretto_app.cli.main", *words), self.folder, inherited
@@ -277,10 +278,11 @@ class Laboratory:
         before: Sequence[str] = (),
         poor: Sequence[str] = (),
         cold: bool = False,
+        draws: bool = False,
     ) -> AbstractContextManager[Command]:
         """`start` with ``train RECIPE --run-dir RUN_DIR ARGUMENTS``."""
         words = ("train", recipe, *arguments, "--run-dir", run_dir)
-        return self.start(*words, run_dir=run_dir, before=before, poor=poor, cold=cold)
+        return self.start(*words, run_dir=run_dir, before=before, poor=poor, cold=cold, draws=draws)
 
     def run(self, *arguments: str | Path) -> Ended:
         """Run a command in this process; it leaves no other process behind."""
@@ -294,7 +296,7 @@ class Laboratory:
             if self.warm:
                 patch.setattr(fork_server_role, "fork_server", session_fork_server)
                 if arguments[0] == "train":
-                    draw_nothing(patch)
+                    spare(patch)
             try:
                 main()
             except SystemExit as end:

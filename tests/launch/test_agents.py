@@ -48,7 +48,8 @@ def test_a_killed_run_starts_its_agents_again_and_answers_them_from_the_record(
     laboratory: Laboratory, tmp_path: Path
 ) -> None:
     run_dir, recipe = tmp_path / "run", recipe_of(tmp_path)
-    with laboratory.train(run_dir, "trainer.steps=2", "evaluation.prompts=2", recipe=recipe) as command:
+    few = ("trainer.steps=2", "rollout.batch_size=1", "rollout.max_in_flight=3", "evaluation.prompts=1")
+    with laboratory.train(run_dir, *few, recipe=recipe) as command:
         wait_for_step(command, 1)
         address = inspect_run(run_dir).gateway
         assert address is not None

@@ -27,6 +27,8 @@ from stretto_app.extensions.commands.plan import job_of
 from stretto_report.audit.check import check_run
 from tests.launch.running import Laboratory
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 RECIPE = """
 [model]

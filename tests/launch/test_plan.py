@@ -30,6 +30,8 @@ from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 GOOD = {"prompt": "3+8=", "answer": "11", "demonstration": "11"}
 FOUR = [GOOD | {"prompt": f"{number}+{11 - number}="} for number in (3, 4, 5, 6)]

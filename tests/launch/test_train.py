@@ -37,6 +37,8 @@ from stretto.trainer.trainer import Trainer
 from tests.store.make import Make
 from tests.watch.runs import step_line
 
+pytestmark = pytest.mark.usefixtures("untried")
+
 BUILD = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 
 

@@ -75,7 +75,7 @@ SHOWN = "logging.to=tensorboard"
 @pytest.fixture(scope="module")
 def run_dir(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    with laboratory.train(folder, SHOWN, cold=True) as command:
+    with laboratory.train(folder, SHOWN, draws=True) as command:
         ended = command.end()
         assert ended.code == 0, ended.out + ended.err
         command.assert_nothing_is_left()

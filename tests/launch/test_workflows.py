@@ -35,6 +35,7 @@ from tests.launch.running import (
 from tests.worlds.workflows.users_own import Asks
 
 _TURNS = 4
+STEPS = 5
 
 
 def recipe_of(folder: Path, *further: str) -> Path:
@@ -80,21 +81,21 @@ def turns_of(trajectory: Trajectory) -> list[Segment]:
 
 @pytest.fixture(scope="module")
 def run_dir(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of eight steps that has ended, with its recipe beside it."""
+    """A run that has ended, with its recipe beside it."""
     folder = tmp_path_factory.mktemp("workflows")
-    laboratory.trained(folder / "run", "trainer.steps=8", recipe=recipe_of(folder))
+    laboratory.trained(folder / "run", f"trainer.steps={STEPS}", recipe=recipe_of(folder))
     return folder / "run"
 
 
 def test_a_run_trains_on_conversations_that_updates_interrupt(laboratory: Laboratory, run_dir: Path) -> None:
     check(laboratory, run_dir)
     found = assert_the_law(run_dir)
-    assert found.steps == 8
-    found_rewards = {tuple(turn.reward for turn in turns_of(one)) for one in trained(run_dir, 8)}
+    assert found.steps == STEPS
+    found_rewards = {tuple(turn.reward for turn in turns_of(one)) for one in trained(run_dir, STEPS)}
     assert found_rewards == {(0.0, 1.0, 2.0, 3.0)}
     buffered = sum(len(row["versions"]) for row in exported(laboratory, run_dir) if row["state"] == "buffered")
     assert found.tokens.trained + found.tokens.wasted + buffered == found.tokens.generated
-    versions = [turn.versions for one in trained(run_dir, 8) for turn in turns_of(one)]
+    versions = [turn.versions for one in trained(run_dir, STEPS) for turn in turns_of(one)]
     assert any(one[0] < one[-1] for one in versions), "no update came in the middle of a turn"
     assert len(set(called(run_dir.parent))) == len(called(run_dir.parent))
 
@@ -129,10 +130,10 @@ def test_killed_processes_cost_no_conversation_and_no_call_is_made_twice(
 ) -> None:
     """One of two engines, which the run outlives; then the conductor, and the run is resumed."""
     run_dir, recipe = tmp_path / "run", recipe_of(tmp_path)
-    with laboratory.train(run_dir, "trainer.steps=5", "engine.count=2", recipe=recipe) as command:
+    with laboratory.train(run_dir, "trainer.steps=4", "engine.count=2", recipe=recipe) as command:
         wait_for_step(command, 1)
         os.kill(command.processes('"engine-0"')[0], signal.SIGKILL)
-        wait_for_step(command, steps_done(run_dir) + 2)
+        wait_for_step(command, steps_done(run_dir) + 1)
         command.process.kill()
         command.end()
     rows = exported(laboratory, run_dir)
@@ -143,7 +144,7 @@ def test_killed_processes_cost_no_conversation_and_no_call_is_made_twice(
     ended = laboratory.run("train", "--resume", run_dir)
     assert ended.code == 0, ended.out + ended.err
     check(laboratory, run_dir)
-    assert assert_the_law(run_dir).steps == 5
+    assert assert_the_law(run_dir).steps == 4
     assert set(before) < set(called(tmp_path))
     assert len(set(called(tmp_path))) == len(called(tmp_path))
     failed = {row["reason"] for row in exported(laboratory, run_dir) if row["state"] == "failed"}

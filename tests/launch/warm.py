@@ -2,8 +2,8 @@
 a processor, and each of them is forked from it.
 
 A command is the real one from `stretto_app.cli.main.main` on, in a process, a session and surroundings of its own.
-Roles of an agent are forked too. What comes before, the imports, and the plots at its end are left to commands that are
-started without this (``cold``).
+Roles of an agent are forked too. What comes before, and the imports, are left to commands that are started without this
+(``cold``); the trial of a known reward, and the plots at its end, to one that ``draws``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ import msgspec
 import pytest
 
 from stretto.core.records import Record
+from stretto.launch.preflight import plan
+from stretto.launch.preflight.trial import try_reward
 from stretto.processes import fork_server_role
 from stretto.processes.fork_server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
 from stretto.processes.kernel import command_line
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import Spawn, Spawner
+from stretto.rewards.config import RewardsConfig
+from stretto.worlds.data.task import Question
 from stretto_cluster import agent
 from stretto_report.dashboard.plots import plots
 from tests.launch import poverty
@@ -50,7 +54,9 @@ _COMMANDS += (
     "stretto.api.run_process",
     "stretto_app.extensions.commands.serve",
     "stretto_app.extensions.commands.gateway",
+    "stretto.worlds.workflows.worker",
 )
+KNOWN = "tests.launch.rewards_for_tests:length"  # of tiny.toml
 _ENVIRONMENT = slice(47, 49)  # where it begins and ends, behind the name in /proc/PID/stat
 _REPLY: msgspec.msgpack.Decoder[Spawned | NotSpawned | Exited] = msgspec.msgpack.Decoder(Spawned | NotSpawned | Exited)
 
@@ -66,6 +72,7 @@ class Surroundings(Record, frozen=True):
     err: str
     inherited: tuple[int, ...]
     poor: tuple[str, ...]
+    draws: bool
 
 
 @cache
@@ -112,13 +119,15 @@ class WarmCommand:
         module: str = "stretto_app.cli.main",
         inherited: Sequence[int] = (),
         poor: Sequence[str] = (),
+        draws: bool = False,
     ) -> None:
         """``python -m MODULE ARGUMENTS`` in `folder`; `inherited` descriptors keep their numbers. What the process
-        has to do without is the work of a function of `tests.launch.poverty`: `poor` is its name and its argument."""
+        has to do without is the work of a function of `tests.launch.poverty`: `poor` is its name and its argument.
+        `draws`: a run ends with its plots."""
         self.returncode: int | None = None
         self._out, self._err = (folder / f"{environment[MARK]}.{name}" for name in ("out", "err"))
         output, kept = (str(self._out), str(self._err)), tuple(inherited)
-        told = Surroundings(module, tuple(arguments), dict(environment), str(folder), *output, kept, tuple(poor))
+        told = Surroundings(module, tuple(arguments), dict(environment), str(folder), *output, kept, tuple(poor), draws)
         spec = msgspec.json.encode(told).decode()
         self._wire, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with far:
@@ -171,7 +180,8 @@ def main(arguments: list[str]) -> int:
     if told.arguments[:1] in (("engine",), ("rank",)):  # agents, whose roles have interpreters of their own
         agent.__dict__["RoleProcess"] = partial(RoleProcess, spawner=fork_server_role.fork_here(apart=True))
     sys.argv = ["stretto", *told.arguments]
-    draw_nothing()
+    if not told.draws:
+        spare()
     code = _code_of(told.module)
     gc.collect()  # what would complain at the end of an interpreter does so here
     return code
@@ -187,9 +197,17 @@ def _code_of(module: str) -> int:
     return 0
 
 
-def draw_nothing(patch: pytest.MonkeyPatch | None = None) -> None:
-    """Runs of this process end without plots, which take half of the time of a tiny one."""
-    (patch or pytest.MonkeyPatch()).setattr(plots, "plot_run", lambda path: ())
+def spare(patch: pytest.MonkeyPatch | None = None) -> None:
+    """Runs of this process end without plots, which take half of the time of a tiny one, and do not try the reward of
+    tiny.toml: another process, of which nothing new is learnt."""
+    patch = patch or pytest.MonkeyPatch()
+    patch.setattr(plots, "plot_run", lambda path: ())
+    patch.setattr(plan, "try_reward", _tried)
+
+
+def _tried(config: RewardsConfig, questions: Sequence[Question]) -> list[str]:
+    known = not config.functions and config.function == KNOWN
+    return [] if known else try_reward(config, questions)
 
 
 def _put_into(told: Surroundings) -> None:

@@ -15,6 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stretto.launch.recipe.outlets import OutletsConfig
+from stretto_report.outlets import supervision
 from stretto_report.outlets.follower import read_cursor
 from stretto_report.outlets.role import MODULE
 from stretto_report.outlets.supervision import ToolFollower, followed
@@ -57,7 +58,10 @@ def points(found: EventAccumulator, name: str) -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in found.Scalars(name)]
 
 
-def test_an_outage_a_hang_and_a_death_cost_a_sentence_each_and_no_line(run: RecordedRun) -> None:
+def test_an_outage_a_hang_and_a_death_cost_a_sentence_each_and_no_line(
+    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "_FIRST_PAUSE", 0.1)
     said: list[str] = []
     in_the_way = run.folder.path / "tensorboard"
     in_the_way.touch()  # a file where the tool wants a folder
@@ -132,7 +136,8 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor(run: RecordedRun)
     assert "cannot be started" in said[0]
 
 
-def test_the_end_of_a_run_waits_for_a_tool_only_for_a_while(run: RecordedRun) -> None:
+def test_the_end_of_a_run_waits_for_a_tool_only_for_a_while(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "_STOP_SECONDS", 0.5)
     said: list[str] = []
 
     async def follow() -> None:
@@ -144,5 +149,5 @@ def test_the_end_of_a_run_waits_for_a_tool_only_for_a_while(run: RecordedRun) ->
         assert processes() == []
 
     asyncio.run(follow())
-    assert said == ["tensorboard has not taken the end of the run within 2 s"]
+    assert said == ["tensorboard has not taken the end of the run within 0.5 s"]
     assert sent(run) == 1

@@ -59,6 +59,23 @@ def serving(server: HttpServer) -> Iterator[tuple[str, int]]:
         assert not thread.is_alive()
 
 
+def test_a_small_part_of_a_reply_is_sent_at_once() -> None:
+    """The kernel does not wait until the part before it is acknowledged."""
+    seen: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        (connection,) = server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        seen.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        await _app(scope, receive, send)
+
+    server = HttpServer(settings_of(app))
+    with serving(server) as address, socket.create_connection(address) as caller:
+        caller.sendall(_REQUEST)
+        _reply(caller)
+    assert seen == [1]
+
+
 def _is_closed(connection: socket.socket, seconds: float) -> bool:
     """Whether the other side ends the connection in time."""
     connection.settimeout(seconds)

@@ -23,7 +23,7 @@ from stretto.core.errors import RunFolderError
 from stretto.processes.heartbeat import PARENT
 from stretto_report.watch.serve import watch
 from stretto_report.watch.web.replay import COMMAND, Replays
-from tests.launch.running import Laboratory, wait_until
+from tests.launch.running import Laboratory, default_dispositions, wait_until
 from tests.launch.running import laboratory as laboratory
 from tests.watch.conftest import TOKEN, serving
 from tests.watch.runs import write_run
@@ -51,6 +51,13 @@ target.mkdir()
 (target / "log.txt").write_text("the reason")
 sys.exit(f"failed; see {target / 'log.txt'}")
 """
+
+
+@pytest.fixture(autouse=True)
+def foreground() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C, and so does what it starts: a replay is killed then."""
+    with default_dispositions():
+        yield
 
 
 @pytest.fixture(scope="module")

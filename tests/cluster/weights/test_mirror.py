@@ -209,7 +209,11 @@ def test_a_server_that_is_killed_in_mid_transfer_and_started_again_costs_a_momen
     home: Path, model: Path, away: Path
 ) -> None:
     address = free_address()
-    road = Road(address, slowly, piece=1 << 14)
+    road = Road(
+        address,
+        lambda number, place, piece: slowly(number, place, piece) if number == 1 else piece,
+        piece=1 << 14,
+    )
 
     async def pull(via: str) -> int:
         with role(home, model, address) as first:
@@ -255,19 +259,19 @@ def test_a_server_that_accepts_and_says_nothing_is_lost(away: Path) -> None:
     assert names(away) == []
 
 
-def test_a_pull_that_takes_ten_times_its_deadline_and_goes_on_is_waited_for(source: str, away: Path) -> None:
-    road = Road(source, slowly, piece=4096)
+def test_a_pull_that_takes_several_times_its_deadline_and_goes_on_is_waited_for(source: str, away: Path) -> None:
+    road = Road(source, slowly, piece=1 << 13)
     with road.open() as address:
         start = time.monotonic()
         now(mirror(address, away, seconds=0.5).pull(7))
-        assert time.monotonic() - start > 5
+        assert time.monotonic() - start > 2
     assert road.connections == 1
     assert_loads(away, 7, 7.0)
 
 
 def test_a_pull_that_stands_still_meets_the_deadline_and_switches_nothing(source: str, away: Path) -> None:
     def stops(number: int, place: int, piece: bytes) -> bytes:
-        time.sleep(3.0 * (place > 100_000))
+        time.sleep(1.5 * (place > 100_000))
         return piece
 
     with Road(source, stops, piece=4096).open() as road:

@@ -21,6 +21,7 @@ from stretto.core.records import (
     Trajectory,
     Verdict,
 )
+from stretto.processes.spawn import FRESH, Spawner
 from stretto.worlds.single_turn import Score
 from stretto.worlds.workflows.config import WorkflowConfig
 from stretto.worlds.workflows.exchange import Exchange, Services
@@ -28,6 +29,7 @@ from stretto.worlds.workflows.pool import WorkflowPool
 from stretto.worlds.workflows.rendering import PlainRendering
 from stretto.worlds.workflows.task import WorkflowTask
 from stretto.worlds.workflows.wire import TurnOrder
+from tests.launch.warm import session_server
 
 ALPHABET = "0123456789+-="
 PROMPT = Prompt("17", tuple(ALPHABET.index(one) for one in "3+4="), "3+4=", "7")
@@ -118,7 +120,10 @@ class Bench:
         return Services(self.score, decode, PlainRendering(encode), None, sampling, 40, verdict, self.config)
 
     async def _run(self) -> list[Trajectory]:
-        async with WorkflowPool(self.config, self.log, say=self.said.append, run=self.mark) as self.pool:
+        spawner: Spawner = FRESH if self.mark else session_server()  # a mark is that of a new process
+        async with WorkflowPool(
+            self.config, self.log, say=self.said.append, spawner=spawner, run=self.mark
+        ) as self.pool:
             runs = (self.pool.run(self.exchange(member)) for member in range(self.members))
             return await asyncio.gather(*runs)
 

@@ -164,6 +164,7 @@ class HttpServer(uvicorn.Server):
                 loop.call_later(_PAUSE_SECONDS, self._listen, endpoint)
                 return
             connection.setblocking(False)
+            _send_at_once(connection)
             if self._has_room():
                 self._greet(connection)
             else:
@@ -218,6 +219,14 @@ class HttpServer(uvicorn.Server):
         del self._strangers[stranger]
         with contextlib.suppress(OSError):  # it has gone by itself
             stranger.connection.shutdown(socket.SHUT_RDWR)  # its transport hears of it as of an end
+
+
+def _send_at_once(connection: socket.socket) -> None:
+    """Otherwise the kernel holds back a small part of a reply, such as a token of a stream, until the one before it is
+    acknowledged, which takes a client 40 ms. asyncio sees to it only if the socket was made for TCP by name."""
+    if connection.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):  # the caller has gone again
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 @contextlib.asynccontextmanager
