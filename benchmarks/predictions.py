@@ -30,8 +30,8 @@ import msgspec
 from benchmarks.report import RESULTS, Table, save
 from benchmarks.runs import RECIPE, Run, train
 from stretto_app.extensions.commands.calibrate import calibrate_machine
+from stretto_app.extensions.commands.machine_choice import PlanChoice
 from stretto_app.extensions.commands.plan import plan_recipe
-from stretto_app.extensions.commands.plan_choice import PlanChoice
 from stretto_foresight.planner.machine import machine_of
 from stretto_report.dashboard.prediction import predicted_beside_measured, run_digest
 

@@ -19,8 +19,8 @@ from stretto.launch.recipe.recorded import record_recipe
 from stretto.store.folder.run_folder import RunFolder
 from stretto.store.ledger.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
+from stretto_app.extensions.commands.machine_choice import PlanChoice
 from stretto_app.extensions.commands.plan import as_json, job_of, plan_recipe, rank_share, table
-from stretto_app.extensions.commands.plan_choice import PlanChoice
 from stretto_app.extensions.commands.plan_picture import draw
 from stretto_foresight.planner.machine import machine_of
 

@@ -269,7 +269,13 @@ def test_a_setting_that_nothing_reads_is_refused(setting: str, model: Path, tmp_
         tinker(model, host="127.0.0.1", port=0, folder=tmp_path, overrides=[setting])
 
 
-_WRONG_STEPS: list[dict[str, object]] = [{"learning_rate": -1.0}, {"learning_rate": None}, {"beta1": 1.0}, {"learning_rat": 0.1}, {"eps": "x"}]
+_WRONG_STEPS: list[dict[str, object]] = [
+    {"learning_rate": -1.0},
+    {"learning_rate": None},
+    {"beta1": 1.0},
+    {"learning_rat": 0.1},
+    {"eps": "x"},
+]
 
 
 @pytest.mark.parametrize(

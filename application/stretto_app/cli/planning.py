@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from stretto.doors.packages import check_packages
 from stretto_app.cli.mistakes import refuse_recipe
+
+if TYPE_CHECKING:  # of a package that may be missing
+    from stretto_app.extensions.commands.machine_choice import PlanChoice
 
 
 def plan(
@@ -64,14 +68,18 @@ def plan(
         raise typer.BadParameter("give a RECIPE.toml, or --calibrate")
     if machine is None:
         raise typer.BadParameter("give --machine FILE (of `stretto plan --calibrate`) or --gpu NAME, such as h100")
-    from stretto_app.extensions.commands.plan_choice import PlanChoice, machine_chosen
+    from stretto_app.extensions.commands.machine_choice import PlanChoice, machine_chosen
 
     choice = PlanChoice(machine, gpus, nodes, network, goal, lengths, run)
     machine_chosen(choice)
-    refuse_recipe(recipe, overrides or [])
+    _plan(recipe, overrides or [], choice, picture, json=json)
+
+
+def _plan(recipe: Path, overrides: Sequence[str], choice: PlanChoice, picture: Path | None, *, json: bool) -> None:
+    refuse_recipe(recipe, overrides)
     from stretto_app.extensions.commands.plan import as_json, plan_recipe, table
 
-    found = plan_recipe(recipe, overrides or [], choice, _tell)
+    found = plan_recipe(recipe, overrides, choice, _tell)
     if picture is not None:
         from stretto_app.extensions.commands.plan_picture import draw
 

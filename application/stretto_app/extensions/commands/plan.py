@@ -19,7 +19,7 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.store.files import write_atomically
 from stretto.store.folder.run_folder import RunFolder
 from stretto.worlds.data.task import Question
-from stretto_app.extensions.commands.plan_choice import PlanChoice, machine_chosen
+from stretto_app.extensions.commands.machine_choice import PlanChoice, machine_chosen
 from stretto_foresight.planner.costs import Costs
 from stretto_foresight.planner.job import Job
 from stretto_foresight.planner.layouts import own_layout

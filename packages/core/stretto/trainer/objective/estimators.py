@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
 from stretto.doors.door import Door, Section, declare, fact
+from stretto.doors.loading import load
 from stretto.trainer.config import CriticConfig
 from stretto.trainer.objective import advantages
 
@@ -88,7 +88,7 @@ def batch(groups: Groups, *, eps: Eps = 1e-6) -> Scores:
 @declare(along=True)
 def reinforce_pp(groups: Groups, *, gamma: Discount = 1.0, eps: Eps = 1e-6) -> TokenScores:
     """Discounted returns, normalised over all loss tokens of the batch (REINFORCE++)."""
-    scores: TokenScores = _by_token().reinforce_pp(groups, gamma, eps)
+    scores: TokenScores = _by_token("reinforce_pp")(groups, gamma, eps)
     return scores
 
 
@@ -109,7 +109,7 @@ def gae(
     critic: WithCritic = None,
 ) -> TokenScores:
     """Generalised advantage estimation; without a critic that is the terminal reward, discounted."""
-    scores: TokenScores = _by_token().gae(groups, gamma, lam, eps if normalised else None)
+    scores: TokenScores = _by_token("gae")(groups, gamma, lam, eps if normalised else None)
     return scores
 
 
@@ -188,5 +188,6 @@ def _lengths(groups: Groups) -> list[list[int]]:
     return [[len(completion.trained) for completion in one] for one in groups]
 
 
-def _by_token() -> Any:
-    return import_module("stretto.trainer.objective.token_estimators")
+def _by_token(name: str) -> Any:
+    """A function of `token_estimators.py`."""
+    return load(name, ESTIMATORS.key, ESTIMATORS.what, {name: f"stretto.trainer.objective.token_estimators:{name}"})
