@@ -5,6 +5,7 @@ one way; what has passed is no alarm.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -217,3 +218,22 @@ def test_an_alarm_says_the_numbers_and_where_to_look() -> None:
     (alarm,) = alarms_of(_evidence(length_mean=_from(40, 100.0, 400.0)))
     message = "completions grew from 100 to 400 tokens"
     assert alarm == Alarm("length_explosion", "length explosion", 47, message, "series:length_mean")
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "nats"),
+    [
+        ('{"num_experts": 8}', "bfloat16", 0.3),
+        ('{"text_config": {"n_routed_experts": 64}}', "float16", 0.3),
+        ('{"num_local_experts": 4}', "float32", 1e-3),
+        ('{"num_experts": null}', "bfloat16", 0.1),
+        ("[1", "bfloat16", 0.1),
+    ],
+)
+def test_in_a_mixture_of_half_precision_rounding_may_come_to_more(
+    tmp_path: Path, config: str, dtype: str, nats: float
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    recipe = {"model": {"path": str(tmp_path)}, "engine": {"dtype": dtype}}
+    assert mismatch_of(recipe) == pytest.approx(nats)
+    assert mismatch_of(recipe | {"model": {"path": str(tmp_path / "gone")}}) == min(nats, 0.1)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.core.canary import Ask, Loaded, Proof, text
 from stretto.core.records import GenerateRequest, Sampling
@@ -115,15 +116,52 @@ class Ground:
         return self.engine.health().generated - before
 
 
+#: Families whose tokens are sent to two experts: their name in transformers, and how many experts they have.
+MIXTURES: Mapping[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def build_mixture(family: str, layers: int, folder: Path, seed: int) -> None:
+    """The tiny model with experts, as deep as asked for."""
+    build_policy(TINY, folder, seed=seed)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(TINY.vocabulary),
+        num_hidden_layers=layers,
+        num_attention_heads=TINY.heads,
+        num_key_value_heads=TINY.kv_heads,
+        max_position_embeddings=TINY.context_length,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        **TINY.model_dump(include={"hidden_size", "head_dim", "intermediate_size", "initializer_range"}),
+        **MIXTURES[family],
+    )
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
 @contextlib.contextmanager
 def ground(
-    tmp_path: Path, dtype: Literal["float32", "bfloat16"] = "float32", *, lora: bool = False
+    tmp_path: Path,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    *,
+    lora: bool = False,
+    mixture: str = "",
+    layers: int = 2,
+    trained: Literal["float32", "bfloat16"] = "float32",
 ) -> Iterator[Ground]:
-    """Trainer and engine of one tiny model, neither of which has published or loaded anything."""
+    """Trainer and engine of one tiny model, or of one with experts, neither of which has published or loaded
+    anything."""
     model = tmp_path / "model"
-    build_policy(TINY, model, seed=3)
+    if mixture:
+        build_mixture(mixture, layers, model, seed=3)
+    else:
+        build_policy(TINY, model, seed=3)
     policy = load_policy(model, attention=PACKED_ATTENTION, dtype=torch.float32)
-    config = TrainerConfig(steps=1, lora=LoraConfig(rank=4, alpha=16) if lora else None)
+    config = TrainerConfig(steps=1, dtype=trained, lora=LoraConfig(rank=4, alpha=16) if lora else None)
     if config.lora is not None:
         adapt(policy, config.lora)
     trainer = Trainer(policy, config, AlgorithmConfig())

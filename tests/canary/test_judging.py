@@ -1,6 +1,7 @@
 """How the conductor judges engines between canaries, and what becomes of those it distrusts, on a clock that jumps.
 
 - The limit is that of the coarser type of engine and trainer: an honest run of mixed types is left alone.
+- A mixture of experts may be three times as far away in half precision, and no farther in float32.
 - Few tokens of many steps count as much as many tokens of one.
 - An engine that nothing was compared of for two versions is asked to compute tokens of its own again; so is one that is
   doubted, at every version. One that the trainer compares is never asked.
@@ -64,9 +65,11 @@ class Prover(SimulatedClient):
 class Run:
     """A pool with one engine, its own or a guest, and a trainer that publishes."""
 
-    def __init__(self, *, guest: bool = False, dtype: str = "float32", trainer: str = "float32") -> None:
+    def __init__(
+        self, *, guest: bool = False, dtype: str = "float32", trainer: str = "float32", routed: bool = False
+    ) -> None:
         self.said: list[str] = []
-        self.trainer = trainer
+        self.trainer, self.routed = trainer, routed
         config = EngineConfig.model_validate({"dtype": dtype}).model_dump_json()
         spec = EngineSpec(NAME, "unix:/nowhere", "", "", "", config, 1, 0.0)
         self.pool = EnginePool([] if guest else [spec], Path("/dev/null"), DEADLINES, proving=Proving())
@@ -85,7 +88,8 @@ class Run:
 
     def publish(self, version: int) -> None:
         self.version = version
-        self.proving.published(Canary(version, tuple(range(64)), LOGPROBS, depth=2, dtype=self.trainer))
+        canary = Canary(version, tuple(range(64)), LOGPROBS, depth=2, dtype=self.trainer, routed=self.routed)
+        self.proving.published(canary)
         self.pool.publish(version)
 
     async def steps(self, number: int, *agreement: tuple[int, float]) -> None:
@@ -146,6 +150,35 @@ def test_the_trainers_type_counts_in_the_tolerance_of_a_float32_engine() -> None
 
     with pytest.raises(UnprovenWeights, match="has not proven version 1"):
         play(run, work)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_limit_of_a_mixture_in_half_precision_is_wider(dtype: str) -> None:
+    """An honest one is up to 0.13 nats away, where rounding chooses other experts."""
+    run, dense = Run(dtype=dtype, routed=True), Run(dtype=dtype)
+
+    async def honest() -> None:
+        await run.steps(5, (32, 0.13))
+        assert run.said == []
+        await run.steps(2, (32, 0.35))
+        assert f"{NAME} differs from the trainer by 0.35 nats a token, 0.3 allowed: it is replaced" in run.said
+
+    async def apart() -> None:
+        await dense.steps(2, (32, 0.13))
+        assert f"{NAME} differs from the trainer by 0.13 nats a token, 0.1 allowed: it is replaced" in dense.said
+
+    play(run, honest)
+    play(dense, apart)
+
+
+def test_the_limit_of_a_mixture_in_float32_is_that_of_others() -> None:
+    run = Run(routed=True)
+
+    async def work() -> None:
+        await run.steps(2, (32, 0.002))
+        assert f"{NAME} differs from the trainer by 0.002 nats a token, 0.001 allowed: it is replaced" in run.said
+
+    play(run, work)
 
 
 def test_few_tokens_of_many_steps_count_as_much_as_many_of_one() -> None:

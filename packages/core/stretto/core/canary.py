@@ -11,6 +11,11 @@ in units of rounding: the expected error of the text's log-probabilities in the 
 
     unit       u √(2 depth) · mean |log p|        u: the unit roundoff of the type; two sums per layer, each rounded
     tolerance  units allowed to this make, dtype and version of the engine (`loop.engines.proving`) · unit
+
+In a mixture of experts rounding may send a token to another expert. That moves the log-probability of this token by far
+more than a unit: in float16 more rarely than in bfloat16, but as far. So in half precision its unit and its limit of
+agreement are `_ROUTED` times those of bfloat16, and the mean of n tokens of the text counts √(n / 64) times: the fewer
+the tokens, the more one of them moves their mean.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from statistics import fmean
+from typing import Any
 
 from stretto.core.records import Record
 
@@ -31,6 +37,8 @@ FARTHEST = 1e4
 
 #: Allowed mean difference (nats) of sampled tokens' log-probabilities, by the coarser dtype of engine and trainer.
 AGREEING = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
+_ROUTED = 3.0  # times that and the unit of bfloat16, for a mixture in half precision
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of config.json
 
 _ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
@@ -42,6 +50,31 @@ def coarser(*dtypes: str) -> str:
     'bfloat16'
     """
     return max(dtypes, key=_ROUNDOFF.__getitem__)
+
+
+def routes(config: Mapping[str, Any]) -> bool:
+    """Whether a model of this config.json sends tokens to experts.
+
+    >>> routes({"num_experts": 8}), routes({"text_config": {"num_local_experts": 4}}), routes({"num_experts": None})
+    (True, True, False)
+    """
+    tables = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    counts = [table.get(key) for table in tables for key in _EXPERTS]
+    return any(isinstance(count, int) and count > 1 for count in counts)
+
+
+def agreeing(dtype: str, *, routed: bool) -> float:
+    """Allowed mean difference (nats) of sampled tokens' log-probabilities: in the coarser dtype of engine and trainer,
+    for a model that is `routed`, or not.
+
+    >>> agreeing("bfloat16", routed=False), agreeing("float32", routed=True)
+    (0.1, 0.001)
+    """
+    return _ROUTED * AGREEING["bfloat16"] if _jumps(dtype, routed=routed) else AGREEING[dtype]
+
+
+def _jumps(dtype: str, *, routed: bool) -> bool:
+    return routed and dtype != "float32"
 
 
 class TensorDigest(Record, frozen=True):
@@ -57,7 +90,7 @@ class TensorDigest(Record, frozen=True):
 class Canary(Record, frozen=True):
     """The trainer's scores of the text under one version: log-probabilities (nats, temperature 1) of all tokens but the
     first. `depth`: layers of the model; `dtype`: the trainer's; `digests`: of each published tensor by name, and of the
-    base weights if adapters are published."""
+    base weights if adapters are published; `routed`: whether the model sends tokens to experts."""
 
     version: int
     token_ids: tuple[int, ...]
@@ -65,10 +98,14 @@ class Canary(Record, frozen=True):
     depth: int
     dtype: str = "float32"
     digests: Mapping[str, TensorDigest] = {}
+    routed: bool = False
 
     def unit(self, dtype: str) -> float:
         """Expected rounding error (nats per token) of an engine that computes in `dtype`."""
-        return _ROUNDOFF[coarser(dtype, self.dtype)] * math.sqrt(2 * self.depth) * fmean(map(abs, self.logprobs))
+        coarse = coarser(dtype, self.dtype)
+        jumps = _jumps(coarse, routed=self.routed)
+        roundoff = _ROUTED * _ROUNDOFF["bfloat16"] if jumps else _ROUNDOFF[coarse]
+        return roundoff * math.sqrt(2 * self.depth) * fmean(map(abs, self.logprobs))
 
 
 class Challenge(Record, frozen=True):
@@ -124,7 +161,8 @@ class Loaded(Record, frozen=True):
 
 def distance(canary: Canary, scores: Scores) -> float:
     """Mean absolute difference of log-probabilities, nats: the largest of the tokens computed together, the decoded
-    ones, and the pairs. `FARTHEST` if a number is missing or not finite.
+    ones, and the pairs, each times √(its tokens / 64) if the model is routed. `FARTHEST` if a number is missing or not
+    finite.
 
     >>> canary = Canary(version=1, token_ids=(5, 2, 7), logprobs=(-1.0, -2.0), depth=2)
     >>> distance(canary, Scores(logprobs=(-1.0, -2.5), decoded=1))
@@ -135,7 +173,8 @@ def distance(canary: Canary, scores: Scores) -> float:
     gaps = [_gap(*pair) for pair in zip(canary.logprobs, scores.logprobs, strict=True)]
     together = len(gaps) - scores.decoded
     parts = gaps[:together], gaps[together:], [_gap(*pair) for pair in scores.pairs]
-    return max(fmean(part) for part in parts if part)
+    weights = [math.sqrt(len(part) / LENGTH) if canary.routed else 1.0 for part in parts]
+    return max(weight * fmean(part) for weight, part in zip(weights, parts, strict=True) if part)
 
 
 def _gap(one: float, other: float) -> float:

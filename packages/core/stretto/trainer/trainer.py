@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stretto.core.canary import Agreement, Canary, TensorDigest
+from stretto.core.canary import Agreement, Canary, TensorDigest, routes
 from stretto.core.errors import BoundViolated, TrainingDiverged
 from stretto.core.events import Span
 from stretto.core.records import Batch, Sampling, Update
@@ -207,8 +207,10 @@ class Trainer:
         if self._text is None or self._text[0] != text:
             self._text = text, pack_tokens([text], device=self.learner.model.device)
         logprobs = self.learner.logprobs(self._text[1], sampling=UNCHANGED).logprobs
-        depth: int = self.learner.model.config.get_text_config().num_hidden_layers
-        return Canary(self.version, tuple(text), tuple(logprobs.tolist()), depth, self._config.dtype)
+        config = self.learner.model.config.get_text_config()
+        depth: int = config.num_hidden_layers
+        found, routed = tuple(logprobs.tolist()), routes(config.to_dict())
+        return Canary(self.version, tuple(text), found, depth, self._config.dtype, routed=routed)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's parameters by name, one at a time, with adapters merged in."""

@@ -7,6 +7,7 @@ alarms as unchecked.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import tomllib
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stretto.core.canary import AGREEING, coarser
+from stretto.core.canary import AGREEING, agreeing, coarser, routes
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.folder.run_folder import RunFolder
@@ -286,10 +287,23 @@ def last_step_of(recipe: Mapping[str, Any]) -> int | None:
 
 
 def mismatch_of(recipe: Mapping[str, Any]) -> float:
-    """Difference in nats between engine and trainer that rounding explains, by the dtypes of the recipe."""
+    """Difference in nats between engine and trainer that rounding explains, by the dtypes of the recipe and whether
+    its model has experts."""
     sections = (recipe.get(name) for name in ("engine", "trainer"))
     types = [section.get("dtype") for section in sections if isinstance(section, dict)]
-    return AGREEING[coarser("float32", *(dtype for dtype in types if dtype in AGREEING))]
+    dtype = coarser("float32", *(dtype for dtype in types if dtype in AGREEING))
+    return agreeing(dtype, routed=dtype != "float32" and routes(_config_of(recipe)))
+
+
+def _config_of(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of the model that the run began with; empty if it cannot be read, or the model was built."""
+    section = recipe.get("model")
+    path = section.get("path") if isinstance(section, dict) else None
+    try:
+        found = json.loads((Path(path) / "config.json").read_bytes()) if isinstance(path, str) else {}
+    except (OSError, ValueError, RecursionError):
+        found = {}
+    return found if isinstance(found, dict) else {}
 
 
 def _tables(recipe: Path) -> Mapping[str, Any]:

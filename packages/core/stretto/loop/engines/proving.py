@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import msgspec
 
 from stretto.core.canary import (
-    AGREEING,
     FARTHEST,
     Agreement,
     Canary,
@@ -31,6 +30,7 @@ from stretto.core.canary import (
     MakeTolerance,
     Proof,
     Proven,
+    agreeing,
     agreement,
     coarser,
     distance,
@@ -90,7 +90,7 @@ class Proving:
         self._refused = self._since = 0
         self._doubted: set[str] = set()  # engines whose last proof failed
         self._text: tuple[int, ...] = ()
-        self._trained_in = "float32"  # the trainer's dtype
+        self._trained_in, self._routed = "float32", False  # the trainer's dtype, and whether its model has experts
         self._compared: dict[tuple[str, str], Agreement] = {}  # compared tokens, still too few, by engine and judge
         self._unjudged: Counter[str] = Counter()  # versions loaded since the last judgement, by engine
         self._apart: set[tuple[str, str]] = set()  # (engine, judge) pairs over the limit at the last judgement
@@ -109,7 +109,7 @@ class Proving:
     def published(self, canary: Canary | None) -> None:
         """Note the canary of a version that the trainer has published."""
         if canary is not None:
-            self._text, self._trained_in = canary.token_ids, canary.dtype
+            self._text, self._trained_in, self._routed = canary.token_ids, canary.dtype, canary.routed
             self._canaries[canary.version] = canary
             for version in sorted(self._canaries)[:-_KEPT]:
                 del self._canaries[version]
@@ -131,7 +131,8 @@ class Proving:
                 continue
             self._compared.pop(case, None)
             self._unjudged[one.engine] = 0
-            self._judge(case, added.error, AGREEING[coarser(proof.make.split()[1], self._trained_in)])
+            dtype = coarser(proof.make.split()[1], self._trained_in)
+            self._judge(case, added.error, agreeing(dtype, routed=self._routed))
 
     def _judge(self, case: tuple[str, str], error: float, limit: float) -> None:
         engine, judge = case
