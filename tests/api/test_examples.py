@@ -59,7 +59,7 @@ def test_the_loop_on_one_page_learns(capsys: pytest.CaptureFixture[str], steps: 
     assert steps == 10 or min(rewards[-5:]) > 0.4
     several = [int(line.split("; ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
     assert len(several) == steps // 10
-    assert sum(several) > 0  # weights arrived in mid-completion
+    assert steps == 10 or sum(several) > 0  # weights arrived in mid-completion
 
 
 def test_the_synchronous_loop_learns() -> None:

@@ -60,6 +60,7 @@ INSPECTION: dict[str, type | tuple[type, ...] | list[str]] = {
     "masked_groups": (dict, type(None)),
     "bounds": list,
     "canary": list,
+    "canary_proofs": list,
     "state": str,
     "reason": str,
     "predicted": type(None),  # nothing was predicted of this run

@@ -137,13 +137,15 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def nearest_file(path: Path) -> str:
-    """Remedy for a missing file: the most similar name in its folder, or the first names of its kind there."""
+    """Remedy for a missing file: the most similar name in its folder, or the first names of files there."""
     try:
-        names = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix)
+        names = sorted(
+            entry.name for entry in path.parent.iterdir() if entry.is_file() and not entry.name.startswith(".")
+        )
     except OSError:
         return f"there is no folder {path.parent}"
     if (near := nearest(path.name, names)).startswith("did") or not names:
-        return near if names else f"the folder {path.parent} has no such file"
+        return near if names else f"the folder {path.parent} has no files"
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return f"the folder {path.parent} has {', '.join(names[:_SHOWN_NAMES])}{more}"
 

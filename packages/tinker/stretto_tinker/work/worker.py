@@ -27,7 +27,7 @@ import msgspec
 from stretto.core.errors import RefusedRequest, StoreError, StrettoError, described
 from stretto_tinker.compute.backend import Backend, Pieces
 from stretto_tinker.record.checkpoints import Place, Weights
-from stretto_tinker.record.record import DONE, FAILED, Asked, Record
+from stretto_tinker.record.record import DONE, FAILED, Asked, ModelRow, Record
 from stretto_tinker.work import turns
 from stretto_tinker.work.models import BACKWARD, CREATE, EFFECTS, FORWARD, LOAD, REFUSED, STEP, Models
 from stretto_tinker.work.sampling import Engines, Lane, SampleQueue, Sampling, waiting
@@ -216,14 +216,15 @@ class Worker:
             asked = lane.waiting.get(lane.next)
         if asked is None:
             return
+        work = lane.work or self._work(asked)  # where the record cannot be read, it is tried again
         times, ended = self._record.begin(asked.id), True
         try:
             if times > _MOST_KILLS:
                 self.models.forget(asked.lane)  # restored from the record, where this has failed
                 self._fail(asked, _KILLED, SERVER)
             else:
-                lane.work = lane.work or self._train(asked)
-                if (tokens := next(lane.work, None)) is not None:
+                lane.work = work
+                if (tokens := next(work, None)) is not None:
                     self.computed += tokens
                     ended = False
         finally:  # whatever happened: a request is never performed again in this process
@@ -241,11 +242,14 @@ class Worker:
         if leaves:
             self._retire(model, self._leaving[model])
 
-    def _train(self, asked: Asked) -> Pieces[None]:
-        """One request of a model: its effect, its result on record, and then the word that it is there."""
+    def _work(self, asked: Asked) -> Pieces[None]:
         row, whole = self._record.model(asked.lane), self._record.request(asked.id)
         assert row is not None, "a model is on record before its requests"
         assert whole is not None, "a request is on record before it is computed"
+        return self._train(asked, row, whole)
+
+    def _train(self, asked: Asked, row: ModelRow, whole: Asked) -> Pieces[None]:
+        """One request of a model: its effect, its result on record, and then the word that it is there."""
         if asked.kind == REFUSED:
             self._fail(asked, (whole.body or b"").decode(), USER)
             return

@@ -171,10 +171,6 @@ class Completions:
         segment, likeliest = self._segment(row, known), self._likeliest.get(row, [])[known:]
         return Progress(member.request.id, member.index, segment, likeliest)
 
-    def begin_step(self) -> None:
-        """Forget the tokens of the step before."""
-        self._last = None
-
     def new_tokens(self, members: Mapping[int, Member], wanted: Container[str]) -> Iterator[NewToken]:
         """The tokens of this step, of rows whose completions go on and belong to `wanted` requests."""
         if self._last is None:
