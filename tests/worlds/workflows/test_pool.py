@@ -23,6 +23,7 @@ from stretto.core.records import (
     Outcome,
 )
 from stretto.worlds.workflows.wire import RUN_MARK, CallOrder, MemberEnded
+from tests.launch.running import wait_until
 from tests.worlds.workflows.benches import PROMPT, Bench, asks, decode, lives, unusable
 
 
@@ -115,7 +116,7 @@ def test_processes_that_are_left_behind_hold_nothing_up_and_end_with_the_run(
     assert [trajectory.verdict.outcome for trajectory in made.run()] == [Outcome.RIGHT] * 2
     left = (tmp_path / "notes").read_text().split()
     assert len(left) == 4
-    assert not any(map(lives, left))
+    wait_until(lambda: not any(map(lives, left)), "the end of what was left behind")
 
 
 def test_what_the_tools_leave_behind_is_not_kept_as_zombies(bench: Callable[..., Bench]) -> None:

@@ -72,7 +72,7 @@ class NativeEngine:
         """`detokenizer` is called by the first request with stop texts, `grammars` with the vocabulary size. Without
         them, requests with stop texts or a grammar are refused."""
         use_onednn(model)
-        self._cache_bytes, self._sampled = config.cache_bytes, False  # whether the last step sampled
+        self._cache_bytes, self._has_sampled = config.cache_bytes, False  # whether the last step sampled
         self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
         self._parameters = Parameters(model, self._spare)
         self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
@@ -212,7 +212,7 @@ class NativeEngine:
                 step fails again.
         """
         start, columns = time.monotonic(), self._completions
-        self._sampled = False
+        self._has_sampled = False
         for row, member in self._scheduler.admit():
             columns.open(row, member)
         if columns.matchers:
@@ -233,7 +233,7 @@ class NativeEngine:
             raise BrokenLogits(frozenset(self._scheduler.member(row).request.id for row in broken.tolist()))
         columns.note_top_logprobs(order, logits_RV, filtered, tokens, logprobs)
         ended = columns.record(order, tokens, logprobs, self.version)
-        self._sampled = True
+        self._has_sampled = True
         completions = [columns.close(row, self._end(row)) for row in ended.tolist()]
         self._tally(completions)
         self._generated += len(order)
@@ -256,7 +256,7 @@ class NativeEngine:
 
     def new_tokens(self, requests: Container[str]) -> Iterator[NewToken]:
         """The tokens that the last step sampled for unfinished completions of these requests; read before the next."""
-        return self._completions.new_tokens(self._scheduler.members, requests) if self._sampled else iter(())
+        return self._completions.new_tokens(self._scheduler.members, requests) if self._has_sampled else iter(())
 
     def update(self, version: int, tensors: Mapping[str, Tensor], since: float | None = None) -> None:
         """Interrupt every running completion and load weights.
