@@ -42,8 +42,8 @@ types: .venv/ready-test
 
 # Three processes: two cores are what has to be there, a run of its own has several processes already, and tests wait now
 # and then. Each has rooms of its own, about as long as those of the others: workers of xdist would each collect all.
-RUNS := launch faults complaints cli canary outlets study watch worlds cluster api
-MODELS := trainer engine model verbs tinker planner servers
+RUNS := launch faults complaints cli canary outlets study watch worlds cluster
+MODELS := trainer engine model verbs tinker planner servers api
 PARTS := tests-runs tests-models tests-others
 below = $(addprefix tests/,$(1))
 
