@@ -112,7 +112,7 @@ def test_a_server_that_keeps_its_old_weights_ends_the_run_before_a_token_is_trai
         command.assert_nothing_is_left()
     assert ended.code == 1, ended.out + ended.err
     assert (named := re.search(r"engine-0: has not proven version (\d+): ", ended.err)), ended.err
-    newest, _ = inspect_run(run_dir).canary
+    newest, _ = inspect_run(run_dir).canary_proofs
     assert (newest.engine, newest.version, newest.proven) == ("engine-0", int(named[1]), False)
     assert newest.compared == newest.tensors > 0
     trained = [one for one in exported(laboratory, run_dir) if one["state"] == "trained"]
