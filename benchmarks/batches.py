@@ -43,6 +43,7 @@ from stretto.trainer.batch.samples import SampledBatch, samples_of
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.messages import TO_RANK, Train
 from stretto.trainer.parallel.ranks import Ranks
+from tests.trainer.unloaded_runs import resident
 
 MILLION = 1e6
 PROMPT, ANSWER, GROUP = 128, 2048, 8
@@ -110,23 +111,14 @@ def batch_of(groups: int) -> Batch:
     return Batch(step=1, version=1, groups=tuple(found))
 
 
-def status(field: str) -> int:
-    """Bytes of a field of this process's status."""
-    return next(
-        int(line.split()[1]) << 10
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith(f"{field}:")
-    )
-
-
 def station(table: Table, name: str, work: Callable[[], Any]) -> Any:
     """Do the work once; its result."""
     gc.collect()
-    before, began, wall = status("VmRSS"), time.process_time(), time.perf_counter()
+    before, began, wall = resident("VmRSS"), time.process_time(), time.perf_counter()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
     result = work()
     seconds, passed = time.process_time() - began, time.perf_counter() - wall
-    table.add(name, f"{seconds:.1f}", f"{passed:.1f}", f"{(status('VmHWM') - before) / 2**30:.2f}")
+    table.add(name, f"{seconds:.1f}", f"{passed:.1f}", f"{(resident('VmHWM') - before) / 2**30:.2f}")
     table.show_last()
     return result
 

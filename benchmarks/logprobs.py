@@ -51,6 +51,7 @@ from stretto_servers.http import JsonServer
 from stretto_servers.make import Continuation, Make
 from stretto_servers.makes import launch_of, make_of
 from stretto_servers.server import ServerProcess, free_port, until_ready
+from tests.tiny_policy import make_of_family
 
 RESULT = "logprob-distribution"
 SHARES = (0.5, 0.9, 0.99, 0.999, 1.0)
@@ -135,26 +136,7 @@ def build(name: str, folder: Path) -> None:
     if name.startswith("mistral"):
         _make_mistral(folder)
     if name in _MADE:
-        _make(folder, *_MADE[name], shape)
-
-
-def _make(folder: Path, family: str, special: Mapping[str, Any], shape: BuildConfig) -> None:
-    """A random model of another family, beside the tokenizer that is there."""
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=len(shape.vocabulary),
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.context_length,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        **shape.model_dump(include={"hidden_size", "head_dim", "intermediate_size", "initializer_range"}),
-        **special,
-    )
-    torch.manual_seed(_SEED)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        make_of_family(folder, *_MADE[name], shape, _SEED)
 
 
 def _make_mistral(folder: Path) -> None:

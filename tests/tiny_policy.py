@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from stretto.model.hf.config import BuildConfig
 
 TINY = BuildConfig(
@@ -15,3 +22,22 @@ TINY = BuildConfig(
     alphabet="0123456789+-*/=;#?()",
     initializer_range=0.15,
 )
+
+
+def make_of_family(folder: Path, family: str, special: Mapping[str, Any], shape: BuildConfig, seed: int) -> None:
+    """Write a random model of another family beside the tokenizer that is there; `special`: keys of its config."""
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(shape.vocabulary),
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.context_length,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        **shape.model_dump(include={"hidden_size", "head_dim", "intermediate_size", "initializer_range"}),
+        **special,
+    )
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from stretto.core.canary import Ask, Loaded, Proof, text
 from stretto.core.records import GenerateRequest, Sampling
@@ -29,7 +28,7 @@ from stretto.trainer.parallel.lora import adapt
 from stretto.trainer.trainer import Trainer
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
-from tests.tiny_policy import TINY
+from tests.tiny_policy import TINY, make_of_family
 
 RUN = "canary"
 RATE = 1e-3
@@ -126,21 +125,7 @@ MIXTURES: Mapping[str, dict[str, Any]] = {
 def build_mixture(family: str, layers: int, folder: Path, seed: int) -> None:
     """The tiny model with experts, as deep as asked for."""
     build_policy(TINY, folder, seed=seed)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=len(TINY.vocabulary),
-        num_hidden_layers=layers,
-        num_attention_heads=TINY.heads,
-        num_key_value_heads=TINY.kv_heads,
-        max_position_embeddings=TINY.context_length,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        **TINY.model_dump(include={"hidden_size", "head_dim", "intermediate_size", "initializer_range"}),
-        **MIXTURES[family],
-    )
-    torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    make_of_family(folder, family, MIXTURES[family], TINY.model_copy(update={"layers": layers}), seed)
 
 
 @contextlib.contextmanager

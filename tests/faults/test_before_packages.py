@@ -39,7 +39,7 @@ def run(unpacked: Path, tmp_path: Path) -> Path:
 
 
 def restricted(now: object, then: object) -> object:
-    """`now` without the keys that `then` has not, at any depth."""
+    """Drop the keys of `now` that `then` lacks, at any depth."""
     if isinstance(now, dict) and isinstance(then, dict):
         return {key: restricted(value, then[key]) for key, value in now.items() if key in then}
     if isinstance(now, list) and isinstance(then, list) and len(now) == len(then):

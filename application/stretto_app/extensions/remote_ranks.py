@@ -33,7 +33,7 @@ class RemoteRanks:
     them."""
 
     def __init__(self, seconds: float, together: int = 1) -> None:
-        """`seconds`: how long to wait for places; `together`: ranks of a group, which one machine has all of."""
+        """Wait `seconds` at most for places. `together`: ranks that have to be on one machine."""
         self._seconds, self._together = seconds, together
         self._machines: list[JoinedMachine] = []
         self._ranks: list[RemoteProcess] = []

@@ -64,7 +64,7 @@ def own_memory(folder: Path, terms: RunTerms) -> tuple[Path, int]:
 
 
 def neighbours(folder: Path) -> list[Path]:
-    """The same folders of this user's other agents on this machine."""
+    """Folders of the same kind that this user's other agents on this machine have."""
     found = folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*")
     return [one for one in found if one != folder and not one.is_symlink() and _is_ours(one)]
 

@@ -221,7 +221,7 @@ class Trainer:
             yield name, merged(layer, whole, self._ranks) if layer is not None and adapted else whole
 
     def _gathered(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """The whole of a parameter, or of an adapter as it is published. Each rank rounds its shard before it sends
+        """Gather a parameter, or an adapter with its scale, in `dtype`. Each rank rounds its shard before it sends
         it."""
         return self._ranks.full_tensor(scaled(self._adapted, name, parameter.detach()).to(dtype))
 

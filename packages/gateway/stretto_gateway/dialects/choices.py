@@ -42,7 +42,7 @@ class CompletionText:
         return not self._with_tokens and not self._stop.looks
 
     def push(self, token: int) -> str:
-        """Add a new token of a plain text; returns the characters that it completes."""
+        """Add one token of a completion that is streamed as text; returns the characters that it completes."""
         return self._running.push((token,))
 
     def take(self, progress: Progress) -> Piece | None:

@@ -137,8 +137,8 @@ class HttpExchange:
 
     @property
     def write_now(self) -> WriteNow | None:
-        """Function that sends events of a stream that has begun, without a turn of the event loop; None if the server
-        has none. It returns False, and does not make the events, if the client lags."""
+        """Function that writes events of a begun stream to the connection at once; None if the server has none. If the
+        client lags it returns False, and does not make the events."""
         found: WriteNow | None = self.scope.get("extensions", {}).get(WRITE_NOW)
         return found
 

@@ -41,8 +41,8 @@ _SHARDED, _TENSOR = "sharded", "tensor"
 
 
 class Ranks:
-    """Collectives of a rank; these are of a process that trains alone. All ranks must call the same methods in the same
-    order.
+    """Collectives of a rank. This class is for a process that trains alone: it returns what it is given. All ranks must
+    call the same methods in the same order.
 
     Attributes:
         share: which part of a minibatch this rank computes, perhaps with others, of `shares`.
