@@ -45,7 +45,7 @@ def test_nothing_that_the_description_allows_makes_the_server_fail(serving: Serv
     assert len(operations) == 11
     statuses: set[int] = set()
 
-    @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+    @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
     @given(case=st.one_of([operation.as_strategy() for operation in operations]))
     def check(case: schemathesis.Case[Any]) -> None:
         if isinstance(case.body, dict):
