@@ -6,8 +6,8 @@ from pydantic import BaseModel, Field
 
 
 class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Seconds. When a wait exceeds its deadline the run ends with an error that names the waiting party and the
-    event."""
+    """Deadlines in seconds, and restart budgets. When a wait exceeds its deadline, the run ends with an error that
+    names who waited, and for what."""
 
     start: float = Field(180.0, gt=0, description="a role to load its model and to be ready")
     warm_start: float = Field(3600.0, gt=0, description="the whole supervised warm start")
@@ -26,6 +26,6 @@ class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
 
     @property
     def longest_pull(self) -> float:
-        """The conductor's deadline for another machine's download, longer than the machine's own, so that the machine's
-        error comes first."""
+        """Seconds that the conductor waits for the download of another machine. Longer than `pull`, the machine's own
+        deadline, so that the machine reports its error first."""
         return 1.5 * self.pull
