@@ -60,7 +60,7 @@ class CallForm(Protocol):
         """Write a grammar (for `Sampling.grammar`) that admits only calls of these tools.
 
         Args:
-            word: writes a text in the grammar, as a special token if it is one.
+            word: returns the grammar for a text: a single token, if the text is one token of the vocabulary.
             parallel: admit up to `MOST_CALLS` calls; otherwise exactly one.
 
         Raises:

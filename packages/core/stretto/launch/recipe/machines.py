@@ -1,4 +1,4 @@
-"""The `[cluster]` section of a recipe."""
+"""Settings of the section ``[cluster]`` of a recipe."""
 
 from __future__ import annotations
 
