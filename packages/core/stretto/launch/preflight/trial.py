@@ -160,7 +160,7 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
 def _tried(config: RewardsConfig, questions: Sequence[Question], patience: float, *, decides: bool) -> list[str]:
     built_in = config.function in BUILT_IN
     if built_in and BUILT_IN[config.function].configured:
-        return []  # e.g. programs: the gold answers are tests, not completions
+        return []  # programs, a judge, ...: a gold answer is no completion
     rows = [row for row in questions if row.place][:_TRIED_BUILT_IN] if built_in else questions[:_TRIED]
     if not rows:
         return []
