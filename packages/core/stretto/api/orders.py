@@ -55,7 +55,9 @@ class RunProcess:
         """
         if INSIDE in os.environ:
             found = "is called while a worker of a run imports the module of its reward"
-            raise RecipeError([Problem("stretto", found, 'put what shall run once behind if __name__ == "__main__":')])
+            raise RecipeError(
+                [Problem("stretto", found, 'put code that must run only once under if __name__ == "__main__":')]
+            )
         self._near, far = Pipe()
         with far:
             self._process = subprocess.Popen(

@@ -131,6 +131,6 @@ def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
         raise RecipeError([Problem(f"Trainer: sampling.{unknown[0]}", "unknown key", f"allowed: {', '.join(allowed)}")])
     sampling = Sampling(**settings)
     if not sampling.temperature > 0:
-        told, remedy = f"{sampling.temperature}", "greater than 0: nothing is learnt of what is certain"
+        told, remedy = f"{sampling.temperature}", "greater than 0: greedy completions are not sampled"
         raise RecipeError([Problem("Trainer: sampling.temperature", told, remedy)])
     return sampling

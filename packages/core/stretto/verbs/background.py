@@ -53,7 +53,7 @@ class Background:
         """
         if self.here:
             work.close()
-            raise StrettoError("an engine was asked to wait in its own thread; ask by `submit`, or from another thread")
+            raise StrettoError("an engine was called, with a wait, in its own thread; use `submit`, or another thread")
         future = self.start(work)
         try:
             return future.result()

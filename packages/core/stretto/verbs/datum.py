@@ -68,7 +68,7 @@ class Datum:
         """
         prompt, completion, logprobs = plain(prompt), plain(completion), plain(logprobs)
         if not len(prompt):
-            remedy = "give a token at least: nothing foretells the first one"
+            remedy = "give at least one token: the first token cannot be predicted"
             raise DataError([Problem("Datum.of: prompt", "0 tokens", remedy)])
         before = len(prompt) - 1
         whole = (*prompt, *completion)
@@ -238,7 +238,7 @@ def check_batch(batch: Batch, version: int, vocabulary: int, mark: str, place: s
         told = "its tokens are of another tokenizer than this trainer's model"
         problems.append(Problem(f"{place}: batch", told, "engine, scheduler and trainer begin with one model folder"))
     if batch.version > version:
-        told = f"is for version {batch.version}, and this trainer has come to version {version}"
+        told = f"is for version {batch.version}, and this trainer is at version {version}"
         problems.append(Problem(f"{place}: batch", told, "load the checkpoint of that version first"))
     for group in batch.groups:
         tokens = [*group.prompt.token_ids]
@@ -246,12 +246,13 @@ def check_batch(batch: Batch, version: int, vocabulary: int, mark: str, place: s
             tokens += trajectory.token_ids
             where = f"{place}: trajectory {trajectory.id}"
             if (newest := max(trajectory.versions, default=0)) > version:
-                told = f"was sampled by version {newest}, which this trainer, at {version}, has not made yet"
+                told = f"was sampled by version {newest}, and this trainer is at version {version}"
                 problems.append(Problem(where, told, "give it to the trainer whose weights the engine has"))
             if len(trajectory.behavior_logprobs) != len(trajectory.versions):
                 problems.append(Problem(where, "lacks log-probabilities", "keep those that the engine gave"))
         if outside := [token for token in tokens if not 0 <= token < vocabulary]:
-            told, remedy = f"token {outside[0]} is none of this model's {vocabulary}", "encode prompts by its tokenizer"
+            told = f"token {outside[0]} is not in this model's vocabulary of {vocabulary} tokens"
+            remedy = "encode prompts by its tokenizer"
             problems.append(Problem(f"{place}: group {group.id}", told, remedy))
     if problems:
         raise DataError(problems)
@@ -267,7 +268,7 @@ def _problems(one: object, vocabulary: int, longest: int, number: int, place: st
     for name in ("token_ids", "targets"):
         values = _flat(getattr(one, name)) if name == "targets" else one.token_ids
         if outside := [token for token in values if not _is_token(token, vocabulary)]:
-            told = f"token {outside[0]!r} is none of this model's"
+            told = f"token {outside[0]!r} is not in this model's vocabulary"
             remedy = f"tokens are 0 to {vocabulary - 1}: encode by the tokenizer of the model that is trained"
             found.append(Problem(f"{where}.{name}", told, remedy))
     for name in ("targets", "weights", "logprobs", "advantages", "staleness"):

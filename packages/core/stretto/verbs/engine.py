@@ -170,7 +170,7 @@ class LocalEngine:
         """
         check("update", weights=(weights, _WEIGHTS))
         if weights.tokenizer and weights.tokenizer != self._mark:
-            remedy = "engine and trainer begin with one model folder"
+            remedy = "load engine and trainer from the same model folder"
             raise DataError([Problem("update", "these weights are of a model with another tokenizer", remedy)])
         background().call(self._source.update(weights))
         return weights.version
@@ -421,7 +421,7 @@ def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool)
         remedy = f"name the interpreter of an environment that has {make.needed}, or give addresses"
         found.append(Problem("Engine.load: python", f'missing, and kind is "{config.kind}"', remedy))
     elif config.python is not None and not os.access(config.python, os.X_OK):
-        found.append(Problem("Engine.load: python", f"{config.python!r} is no program", "give that of an interpreter"))
+        found.append(Problem("Engine.load: python", f"{config.python!r} is no program", "give the path of a Python"))
     if found:
         raise RecipeError(found)
 

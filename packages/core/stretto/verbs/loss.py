@@ -66,7 +66,7 @@ def wanted(loss: Loss, settings: Mapping[str, Any], place: str) -> Wanted:
     config = checked({"loss": given, **settings}, place, AlgorithmConfig)
     if config.critic is not None:
         remedy = "choose other advantages, or train by a recipe, which has critics"
-        raise RecipeError([Problem(f"{place}: advantages", "needs a critic, which a Trainer has not", remedy)])
+        raise RecipeError([Problem(f"{place}: advantages", "needs a critic, which a Trainer does not have", remedy)])
     return Wanted(name, config, aggregation)
 
 

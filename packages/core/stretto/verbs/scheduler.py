@@ -287,8 +287,10 @@ class GroupScheduler:
             return
         self._ledger.check_open()
         if self._ledger.scheduler is not self._claim:
-            told = "another scheduler has this ledger since"
-            raise RunFolderError([Problem(str(self._ledger.folder), told, "use the newest one, or a folder for each")])
+            told = "another scheduler uses this ledger now"
+            raise RunFolderError(
+                [Problem(str(self._ledger.folder), told, "use the newest scheduler, or a folder for each")]
+            )
 
     def _settled(self) -> None:
         if self._ledger is not None:
@@ -345,7 +347,7 @@ class GroupScheduler:
                     group.max_staleness,
                 )
             except KeyError as error:
-                told = f"has a group of prompt {error.args[0]!r}, which is none of these prompts"
+                told = f"has a group of prompt {error.args[0]!r}, which is not among these prompts"
                 raise RunFolderError([Problem(str(ledger.folder), told, "give the prompts of that run")]) from None
             if not group.trajectories:
                 self._restored.append(ticket)
