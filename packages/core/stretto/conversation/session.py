@@ -367,7 +367,8 @@ class MemoryRecord:
 
 
 def joined_pieces(pieces: Iterable[tuple[int, Segment]]) -> list[Segment]:
-    """Join pieces, given as (segment index, piece), to whole segments, in order of the index."""
+    """Join the pieces of segments, given as (segment index, piece). Returns the whole segments in order of the
+    index."""
     found: list[Segment] = []
     for node, piece in pieces:
         if node == len(found):

@@ -1,4 +1,4 @@
-"""The conductor: the process that connects all components of a run. No component knows the conductor or another one.
+"""The conductor: the process that connects all components of a run. Components know neither it nor each other.
 
     loop           consumes              produces                waits for, woken by
     ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,14 +245,14 @@ class Conductor:
             batch = self.controller.take()
             if batch is not None:
                 return batch
-            self._admit()  # groups that `take` let expire leave room
+            self._admit()  # `take` may have let groups expire, which leaves room
             self._finished.clear()
             await self._finished.wait()
         return None
 
     def _expire_overdue(self) -> None:
         for ticket in self.controller.overdue():
-            if (task := self._groups.get(ticket.group_id)) is not None:  # else it has failed, and the run ends
+            if (task := self._groups.get(ticket.group_id)) is not None:  # else the group has failed, and the run ends
                 task.cancel()
             self.controller.expire(ticket)
             self._forget(ticket)

@@ -137,9 +137,7 @@ class Inspection(Record, frozen=True):
     goodput_roles: Mapping[str, Mapping[str, float]] = {}  # role: category: seconds
     idle: Mapping[str, Mapping[str, float]] = {}  # role: reason: seconds
     selection_bias: Mapping[str, Bias] = {}  # length, difficulty, latency: lost groups against the others
-    masked_groups: MaskedGroups | None = (
-        None  # of the newest whole window; None: there is none, or none is masked in part
-    )
+    masked_groups: MaskedGroups | None = None  # of the newest complete window; None: no window, or no such group
     bounds: tuple[ChangedBound, ...] = ()  # changes made by the run itself
     canary: tuple[CanaryProof, ...] = ()  # newest of each engine, then the worst; empty for a run of an earlier stretto
     canary_proofs: tuple[CanaryProof, ...] = ()  # the same with all fields

@@ -48,7 +48,7 @@ def is_held(folder: Path) -> bool:
     try:
         lock = os.open(
             folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # in a strange folder it may be a pipe
+        )  # any folder may be asked about: the file may be a pipe
     except FileNotFoundError:
         return False
     except OSError:

@@ -81,7 +81,7 @@ class Membership(Record, frozen=True):
     version: int  # version that it serves, or served last
     joined_step: int
     left_step: int | None = None  # None: it has not left
-    reason: str = ""  # why it left, or last left and came back
+    reason: str = ""  # why it left the last time; kept if it has come back
 
 
 ENGINES = "engines"

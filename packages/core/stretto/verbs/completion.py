@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from stretto.core.records import Batch, Likeliest, Record, Segment, StopReason
 
-if TYPE_CHECKING:  # which loads transformers; a scheduler of token ids needs none
+if TYPE_CHECKING:  # the import loads transformers, which a scheduler of token ids does not need
     from stretto.model.hf.tokenizer import Tokenizer
 
 

@@ -60,7 +60,7 @@ def _unpacked(method: str, packed: bytes) -> tuple[tuple[Any, ...], dict[str, An
     """
     try:
         arguments, named = pickle.loads(packed)
-    except Exception as error:  # whatever a module of the user's does when it is imported
+    except Exception as error:  # importing a user's module may raise anything
         told = f"cannot be read in the process of the trainer: {type(error).__name__}: {error}"
         remedy = "define functions and classes in a module that it can import"
         raise RecipeError([Problem(f"{method}: an argument", told, remedy)]) from error
@@ -78,7 +78,7 @@ def _portable(error: Exception | None) -> Exception | None:
     """Prepare an error for another process: one that cannot be pickled becomes a StrettoError with its message."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever the class of a user's error does when it is pickled
+    except Exception:  # pickling a user's error may raise anything
         return StrettoError(f"{type(error).__name__}: {error}")
     return error
 

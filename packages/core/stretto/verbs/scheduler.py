@@ -46,7 +46,7 @@ from stretto.verbs.arguments import (
 from stretto.verbs.completion import TextCompletion, mark_of, marked
 from stretto.verbs.ledger import FolderLedger
 
-if TYPE_CHECKING:  # which loads transformers; token ids need none
+if TYPE_CHECKING:  # the import loads transformers, which token ids do not need
     from stretto.model.hf.tokenizer import Tokenizer
 
 #: One completion of a prompt, or the turns of a conversation; turns that were given, not sampled, are token ids.
@@ -54,7 +54,7 @@ Answer = TextCompletion | Sequence[TextCompletion | Sequence[int]]
 _PROMPTS = "mark of the prompts"
 _TICKET, _REASON = instance(Ticket, "a ticket of this scheduler"), instance(str, "a text")
 _LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none
-_LARGEST_LOGPROB = 1e-3  # 0, and what rounding may add to it
+_LARGEST_LOGPROB = 1e-3  # 0, plus a rounding error
 _AS_RETURNED = "give the completion as the engine returned it"
 
 
@@ -164,7 +164,7 @@ class GroupScheduler:
             return None
         with self._whole:
             while self._restored:
-                if self._is_in_flight(ticket := self._restored.popleft()):  # else it was overdue meanwhile
+                if self._is_in_flight(ticket := self._restored.popleft()):  # else it has expired meanwhile
                     return ticket
             return self._controller.admit()
 

@@ -41,5 +41,5 @@ def check_cache() -> None:
 
 
 def digest(*parts: object) -> str:
-    """Compute a short hexadecimal name that depends on all parts, as text."""
+    """Compute a hash of the parts, each converted to text: 20 hexadecimal digits."""
     return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=10).hexdigest()

@@ -51,11 +51,11 @@ def _given(config: EngineConfig) -> list[str]:
 
 
 def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
-    """Check that the kind of engine supports the recipe. `here`: also check that the interpreter on this machine has it
-    installed.
+    """Check that the recipe's make of engine (`engine.kind`) supports all of its settings. `here`: also check that the
+    interpreter `engine.python` has the make installed, in a supported version.
 
     Raises:
-        RecipeError: a setting is not supported; names each of them.
+        RecipeError: a check fails; names every problem.
     """
     config = recipe.engine
     if config.kind == "native":

@@ -140,7 +140,7 @@ class EngineHandle:
         self.changed(self)
 
     def begin_leaving(self) -> None:
-        """Mark the engine as leaving: it gets no new requests; those it has go on."""
+        """Mark the engine as leaving: it gets no new requests; its open requests continue."""
         self.leaving = True
         self._becomes(EngineState.LEAVING, self.version)
 

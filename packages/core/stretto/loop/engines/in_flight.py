@@ -72,7 +72,8 @@ class GroupInFlight:
     request_id: str = ""  # id of the open request
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
-        """Make the next request for this group; it becomes the open request.
+        """Make the next request to an engine for this group. It becomes the *open request*, of which results are
+        accepted.
 
         Args:
             of: request for the whole group, as it was first made.
@@ -83,7 +84,7 @@ class GroupInFlight:
         """
         self.serial += 1
         self.before = {member: prefix.segment for member, prefix in self.prefixes.items()}
-        # A client may repeat a turn that it left before the engine has aborted the first request.
+        # A client may request a turn again before the engine has aborted the first request: ids must differ.
         self.request_id = f"{of.id}.{self.serial}" if self.session else of.id
         self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
         prefixes = tuple(self.before.get(member, Segment()) for member in self.members)
@@ -154,7 +155,7 @@ class InFlight:
             losses = 0
             while len(group.ended) < len(request.seeds):
                 if self._ending:
-                    await asyncio.get_running_loop().create_future()  # until it is cancelled, which comes next
+                    await asyncio.get_running_loop().create_future()  # wait: the run is about to cancel this
                 try:
                     async for completion in self._engines.generate(group.request(request), least=group.least):
                         member = group.members[completion.member]

@@ -49,7 +49,7 @@ _CANARY_SECONDS = 600.0  # timeout; a trainer that died after publishing trains 
 _MARGIN = 6.0
 _ENOUGH_TOKENS = 32  # tokens of an engine needed for a meaningful mean
 _ASKED_TOKENS = 64  # tokens that an engine recomputes
-_UNJUDGED = 2  # versions loaded without a judgement before it is asked to recompute
+_UNJUDGED = 2  # versions that an engine loads without a judgement before it is asked to recompute tokens
 THE_TRAINER, ITSELF = "the trainer", "its own forward"  #: the judge that recomputed sampled tokens
 _NAMED = 3  # most tensors named in a message
 
@@ -66,8 +66,8 @@ class _Units:
 _UNITS = {"float32": _Units(48.0, 64.0), "bfloat16": _Units(2.0, 3.0), "float16": _Units(2.0, 3.0)}
 
 
-#: Called with an error that names an engine with wrong weights, and `final`: True if the engine had been replaced for
-#: the same reason before, and must not be replaced again.
+#: Called when an engine has wrong weights, with (error that names the engine, final). `final`: the engine was replaced
+#: for the same reason before, and must not be replaced again.
 Distrust = Callable[[UnprovenWeights, bool], None]
 
 
@@ -107,7 +107,8 @@ class Proving:
         self._expected, self._say = True, say
 
     def replace_with(self, distrust: Distrust) -> None:
-        """Set `distrust`: called for an engine that must be ended, by (error, final)."""
+        """Set `distrust`: called when an engine must be ended. Its arguments: an error that names the engine, and
+        whether it must not be replaced."""
         self._distrust = distrust
 
     def published(self, canary: Canary | None) -> None:

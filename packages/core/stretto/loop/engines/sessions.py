@@ -52,8 +52,8 @@ class TrajectorySessions:
         self._restored = dict(restored or {})
 
     def open(self, id: str, prompt: tuple[int, ...], seed: int) -> Session:
-        """Open the session of a trajectory. If an earlier process has recorded turns and calls of it, the session
-        continues after them.
+        """Open the session of a trajectory. Turns and calls that an earlier process has recorded are returned from the
+        record when the program requests them again.
 
         Args:
             id: trajectory id.

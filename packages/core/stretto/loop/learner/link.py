@@ -64,8 +64,8 @@ StartRanks = Callable[[RanksAwaited, TrainerSpec], Awaitable[None]]
 
 
 class RunPast(Protocol):
-    """The run's checkpoints and batches, from which a trainer is restored. `loop.learner.recovery.Recovery` satisfies
-    it with a run folder; a loop without a ledger has its own."""
+    """The run's checkpoints and batches, from which a trainer is restored (Protocol, so that this module needs no
+    ledger). `loop.learner.recovery.Recovery` reads them from a run folder."""
 
     def newest(self, version: int) -> Checkpoint | None: ...
     def batch(self, step: int) -> Batch: ...
@@ -406,7 +406,7 @@ class TrainerLink:
         SIGTERM and SIGKILL."""
         self.retire()
         if self.ready:
-            with contextlib.suppress(RoleError):  # it is ending already; process.stop() waits for it
+            with contextlib.suppress(RoleError):  # the process is ending already; process.stop() waits for it
                 await self._channel.send(Stop())
         self._channel.close()
         await self.process.stop(grace)

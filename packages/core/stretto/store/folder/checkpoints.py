@@ -161,7 +161,7 @@ def verify(path: Path) -> Manifest:
     """
     try:
         manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, and what msgspec raises
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no valid manifest
         raise StoreError(f"{path / _MANIFEST}: cannot be read: {error}") from error
     if path.name != f"step-{manifest.step:06d}":
         raise StoreError(f"{path / _MANIFEST}: is of step {manifest.step}")

@@ -100,7 +100,8 @@ UPSERT = """
 
 
 class LiveRow:
-    """Row of a trajectory that is in flight or buffered, kept in memory until the next flush writes it."""
+    """Row of a trajectory that is in flight or buffered. The ledger keeps such rows in memory; a flush writes those
+    that have changed."""
 
     __slots__ = (
         "_outcome",
@@ -137,7 +138,7 @@ class LiveRow:
         self.state, self.reason = state, reason
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Set the columns that are known once the trajectory has ended and is judged."""
+        """Set verdict, reward, stop reason, sampled tokens, versions and interruptions from the judged trajectory."""
         verdict, stop_reason = trajectory.verdict, trajectory.stop_reason
         tokens, oldest, newest, interrupted = _sampled(trajectory.segments)
         self.finished = True
@@ -196,7 +197,8 @@ class TokenTally:
         self._counts: Counter[str] = Counter(msgspec.structs.asdict(start))
 
     def moved(self, row: LiveRow, before: State, had: int) -> None:
-        """Update the count after a change of `row`, which had the state `before` and `had` tokens."""
+        """Update the count after the trajectory of `row` has changed its state. `before`: its previous state; `had`:
+        its number of recorded tokens in it."""
         counts = self._counts
         counts[before] -= had
         counts[row.state] += row.tokens

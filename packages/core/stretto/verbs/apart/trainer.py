@@ -218,7 +218,7 @@ def _packed(method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -
     """
     try:
         return pickle.dumps((arguments, dict(named)), pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # whatever the class of a user's argument does when it is pickled
+    except Exception as error:  # pickling a user's object may raise anything
         told, remedy = f"cannot be sent to another process: {error}", "give numbers, texts, tensors, stretto's own data"
         raise RecipeError([Problem(f"{method}: an argument", told, remedy)]) from error
 
