@@ -54,7 +54,7 @@ class AgentGateway(Protocol):
     ) -> Conversations: ...
 
 
-#: What runs workflows or serves agents; must be started and closed.
+#: Runs workflows, or serves agents; must be started and closed.
 Conversing = WorkflowPool | AgentGateway
 
 
@@ -81,7 +81,7 @@ def workflow_pool(
 
 
 def workflow_groups(plan: Plan, pool: Conversing, sessions: TrajectorySessions, score: Score) -> Conversations:
-    """Return what generates the groups of a run by its workflow.
+    """Return the object that generates the groups of a run by its workflow.
 
     Args:
         pool: worker processes or gateway, from `workflow_pool`.

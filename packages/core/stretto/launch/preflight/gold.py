@@ -82,8 +82,11 @@ def _key(question: Question) -> tuple[str, str]:
 
 
 def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the gold answers that cannot be read, with the reasons. `config`: settings whose reward is the reader;
-    `seconds`: deadline of one gold answer.
+    """Return the gold answers that cannot be read, with the reasons.
+
+    Args:
+        config: settings with a reward that reads gold answers: undecided means unreadable.
+        seconds: deadline of one gold answer.
 
     Raises:
         RewardFunctionError: the workers do not start.

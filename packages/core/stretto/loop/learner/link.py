@@ -167,7 +167,8 @@ class TrainerLink:
         return updates
 
     def _noted(self, published: Published) -> None:
-        """Pass on the canary first: an engine that loads the version is checked with it."""
+        """Handle the trainer's notice that a version can be loaded. The canary is passed on first, since engines that
+        load the version are checked with it."""
         self._canary_published(published.canary)
         if published.span is not None:
             self._spans.append(published.span)  # not in its busy seconds: the writing overlaps with orders
