@@ -62,7 +62,7 @@ class Ending(Record, frozen=True):
 
     @classmethod
     def of_error(cls, error: BaseException, told: str = "") -> Ending:
-        """Ending of a process that raised `error`; `told` replaces the error's own message."""
+        """Ending of a process that raised `error`. `told`: message to record in place of the error's own."""
         return cls("failed", cut(told or str(error)) or type(error).__name__)
 
 

@@ -12,8 +12,9 @@ _CLUSTERS = ("auto", "local")
 
 
 class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Section ``[cluster]``: where the engines of a run are, and how machines join. The token is not part of a recipe:
-    it comes from the environment variable STRETTO_TOKEN, or is generated; the run folder's join.json has it."""
+    """Section ``[cluster]``: where the engines of a run are, and how machines join. The token that machines need to
+    join is not part of a recipe: it is the environment variable STRETTO_TOKEN, or generated; join.json in the run
+    folder has it."""
 
     placer: Literal["local", "given", "ray"] = Field(
         "local",

@@ -50,7 +50,7 @@ Tag = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class OutletsConfig(BaseModel, extra="forbid", frozen=True):
-    """Tools that show a run, beside its own pages (docs/reference/metrics.md).
+    """Tools that show a run, in addition to stretto's own pages (docs/reference/metrics.md).
 
     Example: ``OutletsConfig(to=("wandb", "tensorboard"), project="arithmetic")``
     """

@@ -13,8 +13,8 @@ _RUN_ENDED = "the run ended, and was resumed"
 
 
 class EngineState(Enum):
-    """State of an engine: DOWN ─► STARTING ─► UP ◄─► SUSPECTED; each may fall back to DOWN, or end by LEAVING ─►
-    DOWN."""
+    """State of an engine: DOWN ─► STARTING ─► UP ◄─► SUSPECTED. Any state may change to DOWN when the process ends, or
+    to LEAVING and then DOWN when the engine leaves the run."""
 
     DOWN = auto()  # no process
     STARTING = auto()  # loads its model and the newest version

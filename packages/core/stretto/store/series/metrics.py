@@ -100,7 +100,7 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
     """Read (steps, evaluations) of a run, each in order. Evaluations of further sets are left out: see `read_sets`.
 
     Raises:
-        StoreError: a line in the middle cannot be read.
+        StoreError: a complete line cannot be read.
     """
     lines = read_lines(path, _DECODER)
     steps = [line for line in lines if isinstance(line, StepMetrics)]
@@ -111,7 +111,7 @@ def iterate_steps(path: Path) -> Iterator[StepMetrics]:
     """Read the steps of a run, in order, one at a time.
 
     Raises:
-        StoreError: a line in the middle cannot be read.
+        StoreError: a complete line cannot be read.
     """
     return (line for line in iterate_lines(path, _DECODER) if isinstance(line, StepMetrics))
 
@@ -120,7 +120,7 @@ def read_sets(path: Path) -> dict[str, list[SetEvaluationLine]]:
     """Read the evaluations of each further set of questions, in order, by the name of the set.
 
     Raises:
-        StoreError: a line in the middle cannot be read.
+        StoreError: a complete line cannot be read.
     """
     found: dict[str, list[SetEvaluationLine]] = {}
     for line in read_lines(path, _DECODER):

@@ -24,10 +24,10 @@ class SpanLog:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Read all spans of a run, in the order of writing.
+    """Read all spans of a run, in the order in which they were written.
 
     Raises:
-        StoreError: a line in the middle cannot be read.
+        StoreError: a complete line cannot be read.
     """
     return read_lines(path, _DECODER)
 
