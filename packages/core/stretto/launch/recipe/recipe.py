@@ -91,8 +91,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     path: str | None = Field(
         None,
         description="folder in which modules that the recipe names (package.module:name, "
-        "docs/how_to/doors/index.md) are looked for first, before the folder that stretto is started from; left out: "
-        "the recipe's folder, if one is there",
+        "docs/how_to/doors/index.md) are searched first, before the folder that stretto is started from; left out: "
+        "the recipe's folder, if such a module is there",
     )
     model: ModelConfig
     task: Annotated[ArithmeticTask | DatasetTask | JsonlTask | ProgramsTask, Field(discriminator="kind")]
