@@ -175,7 +175,7 @@ def warnings(plan: Outline) -> Sequence[str]:
         notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
     if (longest := plan.longest_sequence) > recipe.trainer.micro_batch_tokens:
         notes.append(
-            f"a prompt with what is sampled for it may have {longest} tokens, more than trainer.micro_batch_tokens = "
+            f"a prompt with its completion may have {longest} tokens, more than trainer.micro_batch_tokens = "
             f"{recipe.trainer.micro_batch_tokens}: it is then a micro-batch of its own and takes more memory"
         )
     memory = estimate_memory(plan)

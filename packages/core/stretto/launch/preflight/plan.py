@@ -200,7 +200,7 @@ def schedule_notes(recipe: Recipe) -> Iterator[str]:
             reached = section.learning_rate * section.steps / section.warmup_steps
             yield (
                 f"{name}.warmup_steps = {section.warmup_steps} of {name}.steps = {section.steps}: the learning rate "
-                f"comes to {reached:.3g} at the end, and not to {section.learning_rate:g}"
+                f"reaches only {reached:.3g}, not {section.learning_rate:g}"
             )
 
 

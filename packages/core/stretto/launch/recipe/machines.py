@@ -38,7 +38,7 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
     lag: float = Field(
         60.0,
         gt=0,
-        description="seconds behind the newest version after which an engine gets no new groups for a while",
+        description="seconds behind the newest version after which an engine gets no new groups until it has loaded it",
     )
     wait: float = Field(600.0, gt=0, description="seconds to wait for the first engine to join")
 

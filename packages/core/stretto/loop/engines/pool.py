@@ -404,8 +404,9 @@ class EnginePool:
     # ── counters ─────────────────────────────────────────────────────────────────────────────────
 
     async def poll(self, patience: float | None = None) -> list[Span]:
-        """Update the counters (`counted`) of every engine and return its spans. An engine that does not reply within
-        `patience` seconds (None: `deadlines.answer`) keeps its last counters."""
+        """Update the counters (`counted`) of every engine, and return the time spans of all engines since the last
+        call. Also marks engines that lag (`EngineHandle.notice_lag`). An engine that does not reply within `patience`
+        seconds (None: `deadlines.answer`) keeps its last counters."""
         for engine in self._engines.values():
             engine.notice_lag(self._lag, self._say)
         if polls := [engine.poll() for engine in self._engines.values() if engine.state is EngineState.UP]:
