@@ -362,7 +362,7 @@ def _check_questions(folder: RunFolder, plan: Plan) -> None:
         if order is None:
             ledger.put(DATA, DataRecord.of(plan))
         elif order != DataRecord.of(plan):
-            changed = "the sources, their weights or the curriculum differ from the run's; they determine the order"
+            changed = "the sources, their weights or the curriculum are not those of the run; they determine the order"
             raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
 
 
