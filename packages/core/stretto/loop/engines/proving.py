@@ -72,7 +72,7 @@ Distrust = Callable[[UnprovenWeights, bool], None]
 
 
 class _ComputesIn(msgspec.Struct):
-    """The fields of an `EngineConfig` that are needed here."""
+    """The fields of an `EngineConfig` that determine an engine's make and rounding."""
 
     kind: str = "native"
     dtype: str = "float32"

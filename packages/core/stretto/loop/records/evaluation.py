@@ -14,7 +14,8 @@ _Z = 1.959963984540054  # of a 95% interval
 
 
 class QuestionResult(Record, frozen=True):
-    """Results of one question, with one entry per completion in each tuple; a line of ``stretto eval --rows``.
+    """Results of one question; a line of ``stretto eval --rows``. Each tuple but `versions` has one entry per
+    completion.
 
     `majority`: see the function `majority`; None if the reward does not extract final answers.
     """
