@@ -27,8 +27,8 @@ class ConductorGone(Exception):
 
 
 class RoleEnd(Generic[Received]):
-    """The role's end of a channel, blocking. The wait for the next order has no deadline: when the conductor ends, the
-    socket closes and `receive` returns None."""
+    """The role's end of a channel, blocking. `receive` has no deadline: when the conductor ends, the socket closes and
+    `receive` returns None."""
 
     def __init__(
         self, descriptor: int, decoder: msgspec.msgpack.Decoder[Received], largest: int = LARGEST_FRAME
@@ -45,7 +45,7 @@ class RoleEnd(Generic[Received]):
         while not self._bodies:
             try:
                 data = self._socket.recv(_READ_BYTES)
-            except ConnectionResetError:  # it closed with something unread
+            except ConnectionResetError:  # closed before it had read everything
                 data = b""
             if not data:
                 return None
@@ -72,8 +72,8 @@ class RoleEnd(Generic[Received]):
 class ConductorEnd(Generic[Received]):
     """The conductor's end of a channel: each wait is bounded, and errors name the role.
 
-    The role's end may also be open in another process (a child of the role, or a fork server that hangs). So the
-    channel is closed when the role's process ends too; messages that it sent before can still be read.
+    A child of the role, or a fork server that hangs, may hold the role's end open. So the channel also closes when the
+    role's process ends. Messages that the role has sent before can still be read.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ConductorEnd(Generic[Received]):
         self._parting: asyncio.Task[None] | None = None
 
     async def open(self, ended: Callable[[], Awaitable[object]]) -> None:
-        """Start reading; call it after the role has received its end. `ended` returns when the role's process has
+        """Start reading; call it after the role has received its end. `ended` waits until the role's process has
         ended.
 
         Raises:

@@ -1,5 +1,5 @@
-"""Process of the fork server: a copy of the one that starts roles (`fork_here`), or a fresh interpreter, ``python -m
-stretto.processes.fork_server_role WIRE``. See `fork_server`."""
+"""Process of the fork server: a forked copy of the process that starts roles (`fork_here`), or a fresh interpreter,
+``python -m stretto.processes.fork_server_role WIRE``. See `fork_server`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class Server:
                     os.kill(child.pid, signal.SIGKILL)
 
     def _fork(self, wire: int) -> int:
-        """Same as `os.fork`; -1 if there is no room for another process."""
+        """Fork, and watch the child; returns as `os.fork`. If the system has no room for another process, it sends
+        `NotSpawned` on `wire` and returns -1."""
         try:
             pid = os.fork()
         except OSError as error:
@@ -127,7 +128,7 @@ def send(wire: int, message: Spawned | NotSpawned | Exited) -> bool:
 
 def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn:
     """Become the process that `spawn` describes; the first descriptor is the wire to the command."""
-    # Above the numbers that inherited descriptors are to have: nothing is in their way then.
+    # Duplicates lie above all target numbers, so that no `dup2` below overwrites a descriptor that is still needed.
     least = max((2, *spawn.inherited)) + 1
     wire, *inherited = (fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least) for descriptor in descriptors)
     try:
@@ -182,13 +183,13 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
-    """Context manager: a spawner for the roles of one command, with `modules` imported too; all of its processes have
-    ended afterwards.
+    """Context manager: a spawner for the roles of one command. On leaving it ends all processes that it has started.
 
-    Enter it before the command has threads or opens anything of its own. It imports what its roles need, and the fork
-    server is a copy of it, so nothing is imported twice. A process with threads cannot be copied: it starts an
-    interpreter as fork server. Roles start in fresh interpreters beside an accelerator, since a process cannot use CUDA
-    if its parent has looked for a device, and where there is no room for a fork server.
+    It imports the modules of all roles, and `modules`, into this process, and forks the fork server from it. Enter it
+    before the command starts threads or opens files of its own. A process with threads cannot be forked safely: it
+    starts a fresh interpreter as fork server. Without a fork server, each role starts in a fresh interpreter. This is
+    so where the system has no room for one, and on a machine with an accelerator, because a process cannot use CUDA if
+    its parent has looked for a device.
     """
     spawner: Spawner = FRESH
     wanted = (*ROLES, *modules)
@@ -241,11 +242,12 @@ class ForkedHere:
 
 
 def fork_here(*, apart: bool = False) -> Spawner:
-    """Start a fork server that is a copy of this process as it is now, so that it need not import anything.
+    """Fork this process as a fork server, which then need not import anything; returns its spawner, or `FRESH` if there
+    is an accelerator or the system cannot fork.
 
-    Call it before this process has threads or begins as a role. It does not return in the copy and its children. The
-    copy keeps only the standard streams of all descriptors. With `apart` it keeps none, and has its own session, so
-    that Ctrl-C does not reach it.
+    Call it before this process has threads or begins as a role. It does not return in the copy and its children. Of
+    all descriptors the copy keeps the standard streams only. With `apart` these lead to /dev/null, and the copy has a
+    session of its own, so that Ctrl-C does not reach it.
     """
     if accelerated():
         return FRESH

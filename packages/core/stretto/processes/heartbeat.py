@@ -29,13 +29,15 @@ def die_with_parent(parent: int) -> None:
 
 
 def begin_role() -> None:
-    """Set the parent-death signal and start heartbeats; a role that was started by hand does neither."""
+    """Set up a role's process: `end_with_conductor`, and heartbeats from a thread. A role started by hand, without
+    `PARENT` and `HEARTBEAT` in its environment, sends no heartbeats and outlives its parent."""
     end_with_conductor()
     send_heartbeats()
 
 
 def end_with_conductor() -> None:
-    """Same as `begin_role`, for a role that sends its heartbeats itself (`own_heartbeat`)."""
+    """Make this process end with its parent, and its output survive a full disk. A role that sends its heartbeats
+    itself (`own_heartbeat`) calls this in place of `begin_role`."""
     survive_a_full_disk()
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))

@@ -44,12 +44,12 @@ class RoleProcess:
         spawner: Spawner = FRESH,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`environment`: further variables of every start. `hung`: seconds without a heartbeat after which it is
-        killed. The first heartbeat comes once the role has imported its modules; until then only seconds without CPU
-        use count, and ten are allowed."""
+        """`environment`: further variables of every start. `hung`: seconds without a heartbeat after which the process
+        is killed. The first heartbeat comes once the role has imported its modules; until then only seconds without
+        CPU use count, and at least ten are allowed."""
         self.name = name
         self.log = log
-        self.clock_offset = 0.0  # its clock is ours
+        self.clock_offset = 0.0  # same machine, same clock
         self._module, self._environment = module, environment
         self._hung = hung
         self._spawner = spawner
@@ -145,7 +145,8 @@ class RoleProcess:
         return await asyncio.shield(self._end)
 
     async def last_words(self) -> str:
-        """How a role ended that has closed its connection; it is killed if it still runs."""
+        """Wait a few seconds for the end of a role that has closed its connection; returns how it ended. A role that
+        still runs is killed."""
         try:
             async with deadline("conductor", f"{self.name} to end", _END_SECONDS):
                 return await self.ended()
@@ -224,7 +225,7 @@ class ReplaceableProcess(Protocol):
 
     @property
     def clock_offset(self) -> float:
-        """Difference of its machine's clock to ours, in seconds."""
+        """Seconds by which the clock of its machine differs from ours."""
         ...
 
     @property

@@ -1,5 +1,5 @@
-"""Supervision of roles: the end of one is reported, counted against a restart budget, and after a pause it is started
-again.
+"""Supervision of roles: a role that ends is reported, counted against a restart budget, and started again after a
+pause.
 
 ended ─► reported ─► counted ─► pause ─► start ─► it serves
             ▲           │ too often: RoleDied        │
@@ -17,7 +17,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from stretto.core.errors import RoleDied
 
-RESTART_DELAY_SECONDS = 0.5  #: memory or room for a process that was missing may be free then
+RESTART_DELAY_SECONDS = 0.5  #: time for the system to free memory, or room for a process
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from stretto.processes.heartbeat import HEARTBEAT_SECONDS
 
 _READ_BYTES = 1 << 17
 _PIECE_BYTES = 1 << 20
-_UNSENT = 8 << 20  # bytes: the other side does not read any more
+_UNSENT = 8 << 20  # more unsent bytes mean that the other side has stopped reading
 _POLL_SECONDS = 0.25
 _CONNECT_SECONDS = 10.0
 _HANDSHAKE_SECONDS = 10.0
@@ -69,7 +69,7 @@ class Wire(Generic[Received]):
                 self.cut()
 
     async def send_all(self, message: msgspec.Struct) -> None:
-        """As `send_frame`, of a message."""
+        """Encode a message and send it as `send_frame`."""
         await self.send_frame(frame(message))
 
     async def send_frame(self, whole: bytes | bytearray) -> None:
@@ -87,7 +87,7 @@ class Wire(Generic[Received]):
                 await self._writer.drain()
                 if self._writer.is_closing():
                     raise ConnectionResetError("the connection was given up")
-                await asyncio.sleep(0)  # others have their turn where the peer is as quick as this side
+                await asyncio.sleep(0)  # `drain` does not yield to other tasks if the peer reads fast enough
         finally:
             self._piecemeal = False
 
@@ -137,7 +137,7 @@ class Wire(Generic[Received]):
 
     async def _beat(self) -> None:
         with contextlib.suppress(OSError):  # the listener hears of the end
-            while True:  # a message that is under way is as good
+            while True:  # a message under way serves as a heartbeat
                 if not (self._piecemeal or self._writer.transport.get_write_buffer_size()):
                     self._writer.write(_HEARTBEAT)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
@@ -161,8 +161,8 @@ class Wire(Generic[Received]):
 
 
 class Reception:
-    """Admission of callers that prove a key, inside TLS if there is a context. The number of those that have not proved
-    it yet is bounded: one more replaces the oldest."""
+    """Admission of callers that prove a key, inside TLS if `context` is given. The number of callers that have not
+    proved it yet is bounded: a further one replaces the oldest."""
 
     def __init__(self, key: str, context: ssl.SSLContext | None = None) -> None:
         self._key, self._context = key, context
@@ -172,7 +172,7 @@ class Reception:
         """Note that a caller has connected; call it at once, before any await."""
         if len(self._strangers) >= _STRANGERS:
             oldest = next(iter(self._strangers))
-            del self._strangers[oldest]  # its task ends later, and the next caller must not meet it here
+            del self._strangers[oldest]  # now, because its task ends only later
             oldest.transport.abort()
         self._strangers[writer] = None
 
