@@ -14,7 +14,7 @@ from stretto.rewards.judge import JudgeConfig
 from stretto.rewards.reward_model import RewardModelConfig
 from stretto_verify.sandbox.config import SandboxConfig
 
-_AFTER_PROGRAMS = 15.0  #: seconds in which a sandbox that failed is started again
+_AFTER_PROGRAMS = 15.0  #: seconds for the restart of a failed sandbox
 
 
 def _as_tuple(value: Any) -> Any:
@@ -26,7 +26,8 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidat
 
 class RewardPart(BaseModel, extra="forbid", frozen=True):
     """One of several rewards (a table of `functions`). The reward of a completion is the weighted sum of the parts that
-    judge it. The first of them decides whether it is right; if one is undecided, the whole is.
+    apply to its source. The first of these decides whether the completion is right. If one of them is undecided, so is
+    the completion.
 
     Example: ``RewardPart(name="form", function="my_rewards:has_box", weight=0.2)``
     """
@@ -140,7 +141,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         return self.model_copy(update={"function": part.function, "functions": ()})
 
     def section(self, function: str) -> str:
-        """The recipe's section of a built-in that has one, as JSON."""
+        """Settings of the reward `function` as JSON: its section of the recipe, ``{}`` if it has none."""
         configured = function in BUILT_IN and BUILT_IN[function].configured
         section: BaseModel | None = getattr(self, function) if configured else None
         return "{}" if section is None else section.model_dump_json()
@@ -162,7 +163,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def asked(self) -> dict[str, AddressConfig]:
-        """Addresses that the rewards ask, by section."""
+        """Server settings of the rewards in use that ask a server, by section: ``judge``, ``reward_model``."""
         sections: dict[str, AddressConfig] = {"judge": self.judge, "reward_model": self.reward_model}
         return {name: section for name, section in sections.items() if self.has(name)}
 
