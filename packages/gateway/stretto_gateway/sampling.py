@@ -86,7 +86,7 @@ class SamplingRule:
             raise RefusedRequest("tool_choice", repr(choice[:80]), allowed)
 
     def unapplied(self, request: ChatRequest) -> tuple[str, ...]:
-        """Ignored sampling options of the request, by their names in Chat Completions."""
+        """List the sampling options of a request that this server ignores, by their names in Chat Completions."""
         options, followed = request.options, self.forms is not None
         forced = followed and bool(request.tools) and _forced(options)
         ignored = {

@@ -83,7 +83,14 @@ class _Counts:
 
 
 class ExternalEngine:
-    """Backend for an inference server of another make (satisfies `engine.backend.Backend`)."""
+    """Backend that samples with an inference server of another make (satisfies `engine.backend.Backend`).
+
+    Args:
+        make: client of the server.
+        weights: gives published versions as folders.
+        stop_texts: finds stop texts in sampled tokens.
+        on_update: "recompute" or "keep" the KV cache in an update (see the module).
+    """
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ class JsonServer:
 
     def __init__(self, name: str, address: str, *, seconds: float, token_seconds: float) -> None:
         """Args:
+        name: name of the server in errors.
         address: ``host:port``.
         seconds: longest wait for a reply.
         token_seconds: longest wait for the next tokens of a stream."""

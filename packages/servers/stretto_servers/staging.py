@@ -37,8 +37,8 @@ class FolderAsItIs:
 
 
 class StagedWeights:
-    """A copy of the model folder whose weights are a link to the newest staged publication (satisfies
-    `stretto_servers.engine.WeightsFolder`)."""
+    """Copy of the model folder, made of links, in which the weights link to the last version that was requested
+    (satisfies `stretto_servers.engine.WeightsFolder`)."""
 
     def __init__(self, subscriber: SharedMemorySubscriber, model: Path, folder: Path) -> None:
         self._subscriber, self._folder = subscriber, folder
@@ -110,7 +110,11 @@ def _expected(tensor: Tensor, own: Sums) -> Sums | None:
 
 def _together(workers: Sequence[Mapping[str, str]], digests: Mapping[str, TensorDigest]) -> dict[str, Sums]:
     """Add up the sums of all workers, by tensor. An output layer that is tied to the embedding counts as another copy
-    of the embedding."""
+    of the embedding.
+
+    Raises:
+        WireError: a worker's reply is malformed.
+    """
     found: dict[str, Sums] = {}
     try:
         for worker in workers:

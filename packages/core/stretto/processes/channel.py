@@ -23,7 +23,7 @@ Received = TypeVar("Received")
 
 
 class ConductorGone(Exception):
-    """The conductor closed its end of the channel: nobody waits for this role any more."""
+    """Raised in a role when the conductor has closed its end of the channel, so that the role should end."""
 
 
 class RoleEnd(Generic[Received]):
@@ -33,7 +33,8 @@ class RoleEnd(Generic[Received]):
     def __init__(
         self, descriptor: int, decoder: msgspec.msgpack.Decoder[Received], largest: int = LARGEST_FRAME
     ) -> None:
-        """`largest`: most bytes of a message that the conductor accepts; a larger one is not sent."""
+        """`descriptor`: the role's socket. `decoder`: of received messages. `largest`: most bytes of a message that the
+        conductor accepts; a larger one is not sent."""
         self._socket = socket.socket(fileno=descriptor)
         self._decoder, self._largest = decoder, largest
         self._unframer = Unframer(LARGEST_BATCH)  # the conductor is trusted
@@ -41,7 +42,7 @@ class RoleEnd(Generic[Received]):
         self._sending = threading.Lock()
 
     def receive(self) -> Received | None:
-        """The next message; None when the conductor has closed its end."""
+        """Wait for the next message and return it; None when the conductor has closed its end."""
         while not self._bodies:
             try:
                 data = self._socket.recv(_READ_BYTES)
@@ -79,7 +80,8 @@ class ConductorEnd(Generic[Received]):
     def __init__(
         self, role: str, decoder: msgspec.msgpack.Decoder[Received], log: str = "", largest: int = LARGEST_FRAME
     ) -> None:
-        """`largest`: most bytes of a message from the role; a larger one is a WireError."""
+        """`role` and `log`: name and log path of the role, for errors. `decoder`: of received messages. `largest`: most
+        bytes of a message from the role; reading a larger one raises WireError."""
         self.role = role
         self._log = log
         self._decoder = decoder
@@ -131,7 +133,7 @@ class ConductorEnd(Generic[Received]):
             raise RoleDied(self.role, "closed its connection", self._log) from None
 
     async def receive(self, awaited: str, seconds: float) -> Received:
-        """Next message. `awaited` describes it in errors; waits at most `seconds`.
+        """Wait for the next message, at most `seconds`, and return it. `awaited` describes the message in errors.
 
         Raises:
             DeadlineExceeded: nothing came in time.
@@ -141,7 +143,7 @@ class ConductorEnd(Generic[Received]):
             return await self.next()
 
     async def next(self) -> Received:
-        """Same as `receive`, without a deadline, for readers that last as long as the role."""
+        """Same as `receive`, without a deadline, for a task that reads as long as the role runs."""
         assert self._reader is not None, "open() comes first"
         while not self._bodies:
             try:

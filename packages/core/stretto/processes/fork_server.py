@@ -171,11 +171,11 @@ class ForkServer:
                     return process
 
     async def _reply(self, wire: socket.socket) -> Spawned | NotSpawned | Exited:
-        """First message about a child.
+        """Wait for the first message about a child and return it.
 
         Raises:
             ConnectionError: the server has ended.
-            DeadlineExceeded: it hangs.
+            DeadlineExceeded: the server hangs (no CPU use for five seconds), or takes more than a minute.
         """
         awaited = "the fork server to start a process"
         message = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(wire, LONGEST_MESSAGE))

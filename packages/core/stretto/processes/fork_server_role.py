@@ -63,7 +63,7 @@ class Server:
         self._events = selectors.DefaultSelector()
 
     def serve(self) -> int:
-        """Serve until the command has ended; returns the exit code. A child does not return.
+        """Serve until the command has ended; returns the exit code. In a forked child this call does not return.
 
         The wait has no deadline: when the command ends, the wire closes.
         """
@@ -127,7 +127,12 @@ def send(wire: int, message: Spawned | NotSpawned | Exited) -> bool:
 
 
 def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn:
-    """Become the process that `spawn` describes; the first descriptor is the wire to the command."""
+    """Become the process that `spawn` describes, in a forked child; sends `Spawned` or `NotSpawned` to the command.
+
+    Args:
+        descriptors: the wire to the command, then the descriptors to inherit.
+        server: process id of the fork server, with which this process ends.
+    """
     # Duplicates lie above all target numbers, so that no `dup2` below overwrites a descriptor that is still needed.
     least = max((2, *spawn.inherited)) + 1
     wire, *inherited = (fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least) for descriptor in descriptors)
@@ -159,7 +164,8 @@ def run_child(spawn: Spawn, descriptors: Sequence[int], server: int) -> NoReturn
 
 
 def leave_after(part: Callable[[], int]) -> NoReturn:
-    """Run `part` in a forked copy, then end the process. An exception never reaches the original's callers."""
+    """Run `part` in a forked process, then end the process with the returned exit code. An exception is printed and
+    gives exit code 1; it does not reach the caller, whose frames are copies of the parent's."""
     try:
         code = part()
     except SystemExit as end:
@@ -299,7 +305,8 @@ def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apar
 
 
 def main(arguments: list[str]) -> int:
-    """Import the modules, then serve."""
+    """Run a fork server in a fresh interpreter: receive the names of modules, import them, and serve. `arguments[0]`:
+    descriptor of the wire. Returns the exit code."""
     wire = socket.socket(fileno=int(arguments[0]))
     begin_role()
     os.close(end_of(os.getpid()))  # a system without these has no fork server

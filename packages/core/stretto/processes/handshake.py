@@ -136,10 +136,11 @@ class _Line:
         await self.writer.drain()
 
     async def receive(self, kind: type[_Kind]) -> _Kind:
-        """Next message.
+        """Receive the next message, which must be of this kind.
 
         Raises:
-            HandshakeRefused: it is of another kind.
+            HandshakeRefused: it is a refusal, or of another kind.
+            WireError: it is too long.
         """
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
         if length > _LARGEST:

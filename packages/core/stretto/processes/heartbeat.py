@@ -91,7 +91,8 @@ def send_heartbeats() -> None:
 
 
 def own_heartbeat() -> Callable[[], None]:
-    """Function that sends one heartbeat, for a role whose loop calls foreign code and must be seen to hang with it."""
+    """Return a function that sends one heartbeat; it does nothing if the role has no pipe for it. For a role whose main
+    loop calls foreign code: without a thread, its heartbeats stop when that code hangs."""
     descriptor = os.environ.pop(HEARTBEAT, None)
     return (lambda: None) if descriptor is None else partial(_send, int(descriptor))
 

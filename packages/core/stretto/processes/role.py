@@ -131,7 +131,7 @@ class RoleProcess:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal ended it. A process that ends by itself may do so again."""
+        """Whether a signal ended the process; False if it runs, or has exited by itself."""
         return self._process is not None and (self._process.returncode or 0) < 0
 
     def cpu_seconds(self) -> float:

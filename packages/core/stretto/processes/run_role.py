@@ -16,8 +16,8 @@ _LAST_BYTES = 1 << 16  # of a log
 
 
 def run_role(part: Callable[[], None], tell: Callable[[Failed], None]) -> int:
-    """Run `part`; returns the exit code. The traceback of an error goes to the role's log, `tell` sends it to the
-    conductor."""
+    """Run `part`; returns the exit code, 0 also if the conductor is gone. For a StrettoError or OSError, the traceback
+    goes to the role's log, and `tell` is called with the message for the conductor."""
     try:
         part()
     except ConductorGone:

@@ -53,7 +53,8 @@ class Wire(Generic[Received]):
         decoder: msgspec.msgpack.Decoder[Received],
         largest: int = LARGEST_FRAME,
     ) -> None:
-        """`largest`: most bytes of a received message."""
+        """`peer`: name of the other side, for errors. `decoder`: of received messages. `largest`: most bytes of a
+        received message."""
         self.peer = peer
         self._reader, self._writer, self._decoder = reader, writer, decoder
         self._unframer = Unframer(largest)
@@ -61,7 +62,7 @@ class Wire(Generic[Received]):
         self._heard = self._piecemeal = False
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send without waiting. A peer that has stopped reading is disconnected."""
+        """Send a message without waiting. The connection is closed if the peer has stopped reading."""
         assert not self._piecemeal, "a frame is under way"
         if not self._writer.is_closing():
             self._writer.write(frame(message))
@@ -92,7 +93,7 @@ class Wire(Generic[Received]):
             self._piecemeal = False
 
     async def receive(self) -> Received | None:
-        """Next message; None once the connection is closed. `watch` bounds the wait.
+        """Wait for the next message and return it; None once the connection is closed. No deadline: `watch` sets one.
 
         Raises:
             WireError, msgspec.MsgspecError: the peer speaks another protocol.
@@ -109,8 +110,8 @@ class Wire(Generic[Received]):
         return self._decoder.decode(self._bodies.popleft())
 
     async def watch(self, lease: float) -> str:
-        """Return, with the reason, once nothing was received for `lease` seconds; time in which this process itself was
-        stopped does not count."""
+        """Wait until nothing was received for `lease` seconds; returns this as a reason. Time in which this process
+        itself was stopped does not count."""
         stall = StallTimer(2 * _POLL_SECONDS)
         while stall.poll(moved=self._heard) < lease:
             self._heard = False
@@ -118,9 +119,9 @@ class Wire(Generic[Received]):
         return f"sent no heartbeat for {lease:g} s"
 
     async def listen(self, take: Callable[[Received], None], lease: float) -> str:
-        """Pass every message to `take`, and send heartbeats, until the peer is gone; closes the connection and returns
-        the reason: ``"closed its connection"``. No deadline, since a healthy connection lasts as long as its processes.
-        Raises as `receive`."""
+        """Send heartbeats and pass each received message to `take` until the peer is gone; closes the connection and
+        returns the reason: ``"closed its connection"``, or that of `watch`. No deadline, because a healthy connection
+        lasts as long as its processes. Raises as `receive`."""
         beats, silence = asyncio.create_task(self._beat()), asyncio.create_task(self.watch(lease))
         taken = asyncio.create_task(self._take_all(take))
         try:
@@ -147,7 +148,7 @@ class Wire(Generic[Received]):
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Close after everything is sent; waits a moment at most."""
+        """Close the connection after everything is sent; waits for at most a second."""
         self._writer.close()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(1.0):

@@ -46,5 +46,5 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 
 
 def timeout_of(function: str) -> float:
-    """Default seconds per completion: a built-in's own limit, else one second."""
+    """Default time limit for one completion, in seconds: a built-in's own limit, otherwise one second."""
     return BUILT_IN[function].timeout if function in BUILT_IN else _ANSWER_SECONDS

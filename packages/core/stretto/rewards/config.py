@@ -118,7 +118,7 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def parts(self) -> tuple[RewardPart, ...]:
-        """Rewards to add up; a single `function` is a sum of one."""
+        """Rewards to add up: `functions`, or the single `function`."""
         return self.functions or (RewardPart(function=self.function),)
 
     @property
@@ -128,16 +128,17 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def deciding(self) -> str:
-        """Function that decides what is right; empty if it differs between sources."""
+        """Name of the function that decides whether a completion is right; "" if it differs between sources."""
         return "" if self.parts[0].sources else self.parts[0].function
 
     @property
     def seconds_per_completion(self) -> float:
-        """Hard limit for one completion: the recipe's, else the rewards' own."""
+        """Time limit for one completion in seconds: the recipe's `timeout`, otherwise the sum of the rewards' own
+        limits."""
         return self.timeout or sum(timeout_of(part.function) for part in self.parts)
 
     def alone(self, part: RewardPart) -> Self:
-        """The same settings with `part` as the single reward."""
+        """Copy the settings with `part` as the only reward."""
         return self.model_copy(update={"function": part.function, "functions": ()})
 
     def section(self, function: str) -> str:

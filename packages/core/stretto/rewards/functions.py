@@ -1,4 +1,4 @@
-"""The interface of reward functions, and the simplest ones: comparisons of texts and numbers."""
+"""Interface of reward functions, and the simplest built-in rewards: comparisons of texts and numbers."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def last_number(prompt: str, completion: str, answer: str) -> bool:
 
 
 def number_gold(prompt: str, completion: str, answer: str) -> bool:
-    """Whether `answer` can be a gold answer of `last_number`.
+    """Check that `answer` can be a gold answer of `last_number`; returns True.
 
     Raises:
-        Undecided: it cannot; the reason says why.
+        Undecided: it holds no number; the reason says so.
     """
     return bool(_number_of(answer))
 

@@ -84,11 +84,11 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
 
 @lru_cache(maxsize=64)
 def floor_of(task: str, parameters: str) -> float:
-    """Highest score of nonsense in a task, over its first questions. Nonsense that is a question's true answer does not
-    count.
+    """Measure the floor of a task: the highest score of nonsense over its first questions. Nonsense that equals a
+    question's true answer does not count. `parameters`: of the task, as JSON.
 
     Raises:
-        Undecided: it is above `HIGHEST_FLOOR`.
+        Undecided: the floor is above `HIGHEST_FLOOR`, or the task cannot be made.
     """
     floor = 0.0
     for place in range(_MEASURED):
@@ -115,7 +115,7 @@ def _entry(asked: Gold) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=64)
 def _made(task: str, seed: int, size: int, parameters: str) -> Any:
-    """Dataset of the task; questions are generated on access.
+    """Make the dataset of a task; its questions are generated on access.
 
     Raises:
         Undecided: the package is missing, or refuses the parameters.

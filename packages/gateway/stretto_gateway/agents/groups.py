@@ -186,7 +186,8 @@ class AgentGroups:
         return found
 
     async def _end_of(self, session: AgentSession) -> str:
-        """Wait for the end of the agent; returns why it failed, "" if it did not."""
+        """Start the agent's program, or queue the session for a service, and wait for the agent's end; then end the
+        session. Returns why the agent failed, "" if it did not."""
         if session.state == "ended":
             return ""
         try:

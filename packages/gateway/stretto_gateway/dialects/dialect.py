@@ -29,7 +29,7 @@ class TokenCount:
 
 
 class Dialect(Protocol):
-    """Format of requests for the next turn of a conversation (Protocol)."""
+    """Format of requests for the next turn of a conversation, and of their replies and errors (Protocol)."""
 
     path: str  #: such as ``/v1/chat/completions``
     keep_alive: bytes  #: sent while a stream waits for its first event, so that no idle timeout ends the connection

@@ -81,7 +81,8 @@ class SessionTable:
         self._dropped.pop(session.key, None)
 
     def retire(self, session: AgentSession) -> None:
-        """Count a session among the ended ones. The last 64 can be shown; of older ones only the key is remembered."""
+        """Note that a session has ended. The last 64 ended sessions stay in the table. Older ones are dropped, and only
+        their keys are remembered, for `dropped`."""
         self._ended.append(session)
         while len(self._ended) > _SHOWN:
             old = self._ended.popleft()

@@ -25,8 +25,8 @@ _MOST_CELLS = 1 << 22
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence to train on. Position i of `tokens` predicts row i of ``inputs["target_tokens"]``; the other inputs
-    are arrays of the same shape that the loss reads."""
+    """One sequence to train on. Position i of `tokens` predicts row i of ``inputs["target_tokens"]``. The other inputs
+    are arrays that the loss reads, in the shape of the targets."""
 
     tokens: NDArray[np.int64]  # [N]
     inputs: Mapping[str, Array]  # each [N], or [N, K] for several targets a position

@@ -5,8 +5,8 @@
 
 A model in memory equals its snapshot on disk plus the effect of the requests after it, in order. After a kill these
 requests are computed again, bit for bit, so that nothing is lost and each step is taken once. A snapshot is written
-when the requests since the last one have taken a second, and 20 times as long as writing one takes. So writing costs
-at most 5 % of the time, and a restart has to repeat little more than this computation.
+when the computation since the last one has taken a second, and 20 times as long as writing one takes. So writing costs
+at most 5 % of the time, and a restart has little more than this to compute again.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class GatheringTransport(asyncio.Transport):
         self._parts: list[bytes] = []
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send data behind all that was written before."""
+        """Send data after everything that was written before; small data wait for the next iteration."""
         if len(data) > _AT_ONCE:
             self.flush()
             self._inner.write(data)
@@ -50,13 +50,13 @@ class GatheringTransport(asyncio.Transport):
         self._parts.append(bytes(data))
 
     def flush(self) -> None:
-        """Pass on now what has been written."""
+        """Pass all waiting data to `inner` now."""
         parts, self._parts = self._parts, []
         if parts and not self._inner.is_closing():
             self._inner.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def close(self) -> None:
-        """Close it behind what has been written."""
+        """Close the connection after everything that was written is sent."""
         self.flush()
         self._inner.close()
 
@@ -66,7 +66,7 @@ class GatheringTransport(asyncio.Transport):
         self._inner.abort()
 
     def get_write_buffer_size(self) -> int:
-        """Bytes that the kernel has not taken."""
+        """Number of written bytes that are not yet passed to the kernel."""
         return sum(map(len, self._parts)) + self._inner.get_write_buffer_size()
 
     def is_closing(self) -> bool:

@@ -93,7 +93,8 @@ def _written_now(inner: ASGI3Application) -> ASGI3Application:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's protocol, whose writes of one turn are sent together, and which can send files and parts at once."""
+    """uvicorn's HTTP protocol with batched writes (`gathering`), files sent by the kernel (`zero_copy`) and the
+    extension `WRITE_NOW`."""
 
     def __init__(self, gathered: Gathered, *settings: Any) -> None:
         super().__init__(*settings)
@@ -116,7 +117,8 @@ class HttpServer(uvicorn.Server):
         patience: float = PATIENCE_SECONDS,
         signals: bool = True,
     ) -> None:
-        """`signals`: SIGINT and SIGTERM end the server; otherwise the process handles them."""
+        """`strangers`, `patience`: see the module. `signals`: SIGINT and SIGTERM end the server; otherwise it does not
+        handle them."""
         super().__init__(config)
         self._signals = signals
         self._most_strangers, self._idle_seconds = strangers, patience
@@ -233,8 +235,8 @@ def _send_at_once(connection: socket.socket) -> None:
 
 @contextlib.asynccontextmanager
 async def serving_beside(app: ASGIApp, bound: socket.socket) -> AsyncIterator[str]:
-    """Serve on a bound socket during the block, as a task of this process; yields the address as
-    ``http://host:port``."""
+    """Context manager: serve an application on a bound socket, as a task of this event loop; yields the address as
+    ``http://host:port``. On leaving, the server stops and the socket is closed."""
     settings = settings_of(
         app, backlog=_BACKLOG, timeout_keep_alive=_KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=_SHUTDOWN_SECONDS
     )

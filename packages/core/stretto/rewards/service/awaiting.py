@@ -29,7 +29,7 @@ class _Awaited:
 
 
 def awaited(function: RewardFunction) -> RewardFunction:
-    """The function itself, or a synchronous wrapper if it is asynchronous."""
+    """Return the function itself, or, if it is asynchronous, a synchronous wrapper of it."""
     # A call runs the type's `__call__`, not an attribute of the instance.
     call = getattr(type(function), "__call__", None)  # noqa: B004
     inner = function.func if isinstance(function, functools.partial) else function

@@ -16,8 +16,8 @@ _REASON_LIMIT = 300  # characters; a user's exception may carry a whole document
 
 
 def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
-    """Call `function` on one completion; an exception or an invalid result gives an undecided verdict with the
-    reason."""
+    """Call `function` on one completion; returns the verdict. An exception or an invalid result gives an undecided
+    verdict with the reason. `worth`: rewards of right and wrong."""
     try:
         value = _plain(function(item.prompt, item.completion, item.answer))
     except Undecided as error:

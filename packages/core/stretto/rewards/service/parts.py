@@ -17,7 +17,7 @@ from stretto.rewards.service.wire import PartSettings, ScoreItem, Worth
 
 @dataclass(frozen=True)
 class LoadedPart:
-    """One reward of the sum, loaded."""
+    """One reward of the sum: its settings, and its loaded function."""
 
     settings: PartSettings
     function: RewardFunction

@@ -210,8 +210,8 @@ class _LostWhileStarting(Exception):
 
 
 def _spawn(settings: WorkerSettings, log: Path | None, mark: str) -> subprocess.Popen[bytes]:
-    """Start the worker in its own session, so that Ctrl-C in the terminal reaches only the conductor; its output goes
-    to the log."""
+    """Start the worker's process in its own session, so that Ctrl-C in the terminal reaches only the conductor. Its
+    output goes to the log. `mark`: ``NAME=VALUE`` for its environment, to find its descendants."""
     arguments = [sys.executable, "-m", "stretto.rewards.service.worker", msgspec.json.encode(settings).decode()]
     output: IO[bytes] | int = subprocess.DEVNULL if log is None else log.open("ab")
     try:

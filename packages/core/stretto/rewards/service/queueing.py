@@ -22,7 +22,8 @@ _CHUNK_CHARACTERS = 64 << 20  # items may carry large tests of programs, and a f
 
 
 class Call:
-    """One call of `RewardPool.score`: its items, and the verdicts so far."""
+    """One call of `RewardPool.score`: its items, and the verdicts so far. The future `done` is done when all are
+    there."""
 
     def __init__(self, items: Sequence[ScoreItem]) -> None:
         self.items = items

@@ -70,7 +70,7 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
         return self
 
     def questions(self, seed: int) -> Questions:
-        """Questions of all sources, in order; the prompt stream mixes and shuffles them.
+        """Read the questions of all sources, in order; the prompt stream mixes and shuffles them.
 
         Raises:
             DataError: lists the mistakes of all sources.

@@ -51,7 +51,7 @@ def step(value: int, sign: str, operand: int) -> int:
 
 
 def spelled(value: int, signs: str, operands: Sequence[int]) -> str:
-    """The remaining chain as text: ``spelled(7, "-+", (5, 7)) == "7-5+7"``."""
+    """Text of a chain that begins with `value`: ``spelled(7, "-+", (5, 7)) == "7-5+7"``."""
     return str(value) + "".join(f"{sign}{operand}" for sign, operand in zip(signs, operands, strict=True))
 
 

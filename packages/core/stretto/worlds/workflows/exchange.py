@@ -170,7 +170,7 @@ class Exchange:
         return OrderDone(order.run, order.order, score=reward, right=right)
 
     async def call(self, order: CallOrder, run: Callable[[], Awaitable[bytes]]) -> OrderDone:
-        """Make a call of the workflow with `run`, or replay it from the record.
+        """Make a call with `run` and record its result, or return the recorded result.
 
         Raises:
             CallInterrupted: the call began before a crash, and is not repeatable.

@@ -188,7 +188,7 @@ class WorkflowPool:
         self._changed.set()
 
     async def _keep(self, name: str) -> NoReturn:
-        """Replace the worker whenever it has ended, or is `worn` and empty."""
+        """Supervise one worker: replace it when it has ended, or when it is `worn` and has no trajectory left."""
         supervisor = Supervisor(name, lambda: self._start(name), self._restarts, self._say, str(self._log))
         while True:
             worker = self._workers[name]

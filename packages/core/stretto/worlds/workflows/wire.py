@@ -57,7 +57,7 @@ class OrderDone(Record, frozen=True, tag=True):
 
 
 class OrderRefused(Record, frozen=True, tag=True):
-    """The order cannot be served; the workflow gets a `RefusedRequest`."""
+    """Message that an order cannot be served; the workflow's call raises a `RefusedRequest` with these fields."""
 
     run: int
     order: int
@@ -117,7 +117,7 @@ class TurnOrder(Record, frozen=True, tag=True):
 
 
 class ScoreOrder(Record, frozen=True, tag=True):
-    """Request for the reward of a text."""
+    """Request for the reward of a text, judged against the gold answer `answer`."""
 
     run: int
     order: int

@@ -23,7 +23,7 @@ class TextEnvironment(Protocol):
         ...
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Act; returns the next observation, the action's reward, and whether the episode has ended."""
+        """Take an action; returns the next observation, the action's reward, and whether the episode has ended."""
         ...
 
     def close(self) -> None:
