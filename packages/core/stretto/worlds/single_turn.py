@@ -1,5 +1,4 @@
-"""Workflow of a single turn: the function that turns a ticket (an admitted prompt) into the judged trajectories of its
-group."""
+"""Workflow of a single turn. It turns a ticket (an admitted prompt) into the judged trajectories of its group."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ GroupWorkflow = Callable[[Ticket], Awaitable[Sequence[Trajectory]]]
 
 @dataclass(frozen=True)
 class SingleTurn:
-    """Samples one completion for each member of a group, and judges all of them together after the last has ended.
+    """Samples one completion for each member of a group and judges them together when the last has ended.
 
     One request asks for all members, so that a group of eight costs the conductor one message.
 
@@ -46,7 +45,7 @@ class SingleTurn:
 async def judge(
     group_id: str, prompt: Prompt, completions: Sequence[Completion], score: Score, detokenize: Detokenize
 ) -> list[Trajectory]:
-    """Judge single-turn completions of one prompt in one call of `score`; returns their trajectories, in order.
+    """Judge single-turn completions of one prompt together; returns their trajectories.
 
     If the prompt opens a thought, its opening mark is put before each text that the reward gets.
     """

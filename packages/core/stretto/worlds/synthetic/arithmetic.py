@@ -56,8 +56,7 @@ def spelled(value: int, signs: str, operands: Sequence[int]) -> str:
 
 
 class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
-    """Section ``[task]``: how chains are drawn. A chain has n operands with probability proportional to
-    ``decay ** n``."""
+    """Chains of arithmetic, with n operands in proportion to ``decay ** n``."""
 
     kind: Literal["arithmetic"]
     operands_min: int = Field(3, ge=2, le=64, description="operands of the shortest chains")

@@ -77,7 +77,7 @@ class Description:
 
 
 class ProgramsTask(BaseModel, extra="forbid", frozen=True):
-    """Section ``[task]``: how descriptions are drawn. Each number of steps is equally likely."""
+    """Small programs, in which each number of steps is equally likely."""
 
     kind: Literal["programs"]
     steps_min: int = Field(2, ge=1, le=16, description="steps of the shortest programs")

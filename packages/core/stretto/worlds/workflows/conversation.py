@@ -18,7 +18,7 @@ from stretto.worlds.workflows.task import ChatMessage, Reward, TurnReply, TurnSc
 
 
 class Workflow(abc.ABC):
-    """Base class of a user's workflow: converses with the model and returns the reward of the trajectory.
+    """Base class of a user's workflow. Its method `run` converses with the model and returns the reward.
 
     Each worker process makes one object from the settings of the recipe. `run` is called once for each trajectory, many
     at a time, in threads. After a crash of the run or the process, `run` is called again from its beginning, and gets
@@ -125,7 +125,7 @@ class Conversation:
         return other
 
     def copy(self, cause: str = "fork") -> Conversation:
-        """Copy this conversation; the copy continues independently, as a branch of the same trajectory."""
+        """Copy this conversation. The copy continues independently, as a branch of the same trajectory."""
         other = self._beside(list(self.messages), cause)
         other._held, other._node = list(self._held), self._node
         return other
@@ -198,8 +198,8 @@ class Conversation:
         *,
         repeatable: bool = False,
     ) -> str:
-        """Call `function` with the arguments; returns its result as text (JSON if it is not text), or ``"TYPE:
-        MESSAGE"`` of an exception.
+        """Call `function` with the arguments; returns its result as text. A result that is not text is converted to
+        JSON, an exception to ``"TYPE: MESSAGE"``.
 
         The result is recorded: a trajectory that runs again after a crash gets it without a second call. A call that
         the crash interrupted fails the trajectory, unless it is `repeatable` (has no side effects).
@@ -218,8 +218,8 @@ class Conversation:
         return (await self._orders.call(asked, run, repeatable)).decode()
 
     async def score(self, text: str, answer: str | None = None) -> TurnScore:
-        """Judge a text by the run's reward, against the task's gold answer or another `answer`; returns the reward,
-        whose attribute `right` says whether the text counts as right.
+        """Reward of the run for a text, judged against the task's gold answer or another `answer`. The attribute
+        `right` of the result says whether the text counts as right.
 
         Raises:
             RefusedRequest: the text cannot be judged. Uncaught, it fails the trajectory with the reason.

@@ -13,7 +13,7 @@ ChatMessage = Mapping[str, Any]
 
 
 class WorkflowTask(Record, frozen=True):
-    """Input of a workflow: one question, for one trajectory of its group.
+    """One question, for one trajectory of its group.
 
     `fields`: the row's further fields. `messages`: the question as a chat. Draw random numbers from
     ``random.Random(task.seed)``, so that a trajectory that runs again after a crash draws the same.
@@ -59,7 +59,7 @@ class TurnReply(Record, frozen=True):
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
-        """Tool calls in the turn, as in Chat Completions."""
+        """Tool calls in the turn. Each has the form of Chat Completions."""
         found: Sequence[Mapping[str, Any]] = self.message.get("tool_calls") or ()
         return found
 
@@ -79,7 +79,7 @@ class TurnScore(float):
 
 @dataclass(frozen=True)
 class Reward:
-    """Result of a workflow that returns more than one number.
+    """Result of a workflow with more than one number.
 
     Args:
         value: the reward of the whole trajectory.
