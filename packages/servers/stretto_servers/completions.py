@@ -101,7 +101,7 @@ class OpenCompletion:
         if count > self.limit - len(self.token_ids):
             raise WireError(f"{request.id}: the server sent more than the {self.limit} tokens that it was asked for")
         if count and self.told and self.token_ids[-1] in request.sampling.stop_token_ids:
-            raise WireError(f"{request.id}: the server went on behind the stop token {self.token_ids[-1]}")
+            raise WireError(f"{request.id}: the server continued after the stop token {self.token_ids[-1]}")
         likeliest = [pair for pairs in delta.top_logprobs for pair in pairs]
         ids = (*delta.token_ids, *(token for token, _ in likeliest))
         if wrong := [token for token in ids if not 0 <= token < vocab_size]:

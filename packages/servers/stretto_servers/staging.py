@@ -123,7 +123,7 @@ def _together(workers: Sequence[Mapping[str, str]], digests: Mapping[str, Tensor
                 sums = Sums.parse(text)
                 found.setdefault(own, Sums(sums.dtype, sums.unit)).add(sums)
     except (ValueError, TypeError) as error:
-        raise WireError(f"a worker of a server says of its memory what cannot be: {error}") from None
+        raise WireError(f"a worker of a server reports malformed checksums of its memory: {error}") from None
     return found
 
 

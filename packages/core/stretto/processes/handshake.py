@@ -149,7 +149,7 @@ class _Line:
         if isinstance(message, _Refusal):
             raise HandshakeRefused(self.peer, f"refused: {message.why}")
         if not isinstance(message, kind):
-            raise HandshakeRefused(self.peer, "speaks out of turn")
+            raise HandshakeRefused(self.peer, "sent a message out of order")
         return message
 
 

@@ -84,7 +84,7 @@ def _number_of(gold: str) -> str:
     boxes = _BOXED.findall(final)
     match = _GOLD_NUMBER.fullmatch((boxes[-1] if boxes else final).strip())
     if match is None:
-        raise Undecided(f"the gold answer {gold[-60:]!r} is no number, and ends in none behind '####'")
+        raise Undecided(f"the gold answer {gold[-60:]!r} is not a number, and has none after '####'")
     return _canonical_decimal(match[1])
 
 

@@ -51,7 +51,7 @@ class Gold:
                 row["task"], row["seed"], row["size"], row["place"], json.dumps(row["parameters"]), row["digest"]
             )
         except (ValueError, KeyError, TypeError):
-            raise Undecided("the gold answer is none of a reasoning-gym source") from None
+            raise Undecided("the gold answer is not from a reasoning-gym source") from None
 
 
 def reasoning_gym(prompt: str, completion: str, answer: str) -> float:

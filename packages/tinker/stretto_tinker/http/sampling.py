@@ -62,7 +62,9 @@ class SamplingHandlers:
             return None
         place = Place.of(path, "model_path")
         if place.kind == EXTERNAL:
-            raise RefusedRequest("model_path", f"{path!r:.160} are for others to read", "weights or sampler_weights")
+            raise RefusedRequest(
+                "model_path", f"{path!r:.160} is for other programs, not for sampling", "weights or sampler_weights"
+            )
         return self._service.checkpoint(place.path, owner).path
 
     async def _join(self, call: Call) -> Response:

@@ -168,7 +168,7 @@ class Service:
     @staticmethod
     def _own(row: Found | None, owner: str, field: str, id: str) -> Found:
         if row is None or row.owner != owner:  # type: ignore[attr-defined]
-            raise NotServed(404, f"{field}: {id!r:.120} is none of this key's")
+            raise NotServed(404, f"{field}: {id!r:.120} does not belong to this key")
         return row
 
     def accept(self, asked: Asked, said: bytes | None = None) -> Asked:

@@ -257,7 +257,7 @@ def adam_of(body: OptimStep) -> Adam:
         RefusedRequest: a setting is unknown, not finite or out of range, or another optimizer is requested.
     """
     if body.adam_params is not None and body.optimizer_params is not None:
-        raise RefusedRequest("optimizer_params", "beside adam_params", "one of them")
+        raise RefusedRequest("optimizer_params", "given together with adam_params", "one of them")
     if body.adam_params is None:
         found = (body.optimizer_params or {}).get("type", "nothing")
         raise RefusedRequest("optimizer_params", f"the optimizer {found!r} is not served", "adamw")

@@ -119,7 +119,7 @@ class Worker:
 
     def cancel(self, id: str) -> None:
         """Fail a request for samples, unless it is settled; its sequences are dropped."""
-        self._order(lambda: self._cancel(lambda asked: asked.id == id, "its client gave it up"))
+        self._order(lambda: self._cancel(lambda asked: asked.id == id, "its client cancelled it"))
 
     def retire(self, model: str, why: str, *, ended: bool) -> None:
         """Remove a model from memory once its queued requests are computed; a further request meanwhile keeps it.

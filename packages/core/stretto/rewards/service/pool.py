@@ -320,7 +320,7 @@ class RewardPool:
                 found = (
                     f"the last {self._undecided_in_a_row} completions were undecided, the last one: {verdict.reason}"
                 )
-                remedy = "mend the reward, or allow more with rewards.max_consecutive_undecided"
+                remedy = "fix the reward, or allow more with rewards.max_consecutive_undecided"
                 raise RewardFunctionError([Problem(PLACE, found, remedy)])
 
     def _fail(self, error: BaseException) -> None:

@@ -130,7 +130,7 @@ def _by_datasets(place: Place, name_or_format: str, /, **asked: Any) -> Iterator
 def _numbered(place: Place, rows: Any) -> Iterator[tuple[str, Row]]:
     found, number = iter(rows), 0
     while True:
-        row = _asked(place, lambda: next(found, None), f" behind row {number}")
+        row = _asked(place, lambda: next(found, None), f" after row {number}")
         if row is None:
             return
         number += 1

@@ -125,7 +125,7 @@ class Exchange:
             return self._prompt.token_ids
         segments = self.session.forest.segments
         if not 0 <= order.node < len(segments) or segments[order.node].stop_reason is None:
-            raise Forged(f"goes on behind turn {order.node}, which no engine has sampled")
+            raise Forged(f"continues turn {order.node}, which no engine has sampled")
         return self.session.forest.tokens(order.node)
 
     def _sampling(self, wanted: Any, before: int) -> Sampling:

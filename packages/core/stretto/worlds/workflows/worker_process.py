@@ -204,7 +204,7 @@ class WorkflowProcess:
         if isinstance(said, WorkflowRefused):
             raise WorkflowError([Problem(said.place, said.found, said.remedy)])
         if not isinstance(said, WorkflowReady):
-            raise RoleDied(self.name, "said something else than that it is ready", str(self._log))
+            raise RoleDied(self.name, "sent another message before it was ready", str(self._log))
         self.ready = said
         self._reading = asyncio.create_task(self._read())
 
@@ -275,7 +275,7 @@ class WorkflowProcess:
             self._ending = True
             how = await self._process.last_words()
         except (WireError, msgspec.DecodeError):
-            how = "had something written into its messages"
+            how = "was killed because user code wrote into its messages"
             self._process.kill()
         self.lost.set_result(how)
 
@@ -293,7 +293,7 @@ class WorkflowProcess:
         elif member is None:
             self._strays += 1
             if self._strays > _MOST_STRAYS:
-                raise WireError(f"{self.name} does not stop to ask")
+                raise WireError(f"{self.name} sent too many messages for trajectories that have ended")
         elif isinstance(message, MemberEnded):
             member.gone = True
             member.end(message)
@@ -305,7 +305,7 @@ class WorkflowProcess:
 
     def _begin(self, member: _Member, order: Order) -> None:
         if len(member.orders) >= _MOST_AT_A_TIME:
-            member.fail(f"the workflow asks for more than {_MOST_AT_A_TIME} things at a time")
+            member.fail(f"the workflow has more than {_MOST_AT_A_TIME} requests in progress")
             return
         task = asyncio.create_task(self._serve(member, order))
         member.orders.add(task)

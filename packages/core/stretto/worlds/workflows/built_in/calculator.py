@@ -54,5 +54,5 @@ def _value(node: ast.expr) -> float:
         case _:
             raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")
     if isinstance(found, complex) or not abs(found) <= _LARGEST:
-        raise ValueError("a number is too large, or is none")
+        raise ValueError("a number is too large, or not a real number")
     return found
