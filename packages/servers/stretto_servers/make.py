@@ -158,8 +158,8 @@ async def canary_scores(make: Make, text: Sequence[int], name: str, seed: int, c
     prompt and continuation at once. Stale KV entries of earlier weights show as differences between the two.
 
     Args:
-        text: token ids of the canary, which are repeated to make the prompt. With `keep`, the prompt begins with tokens
-            that are drawn by `name`, because KV entries of earlier weights are allowed and must not be found.
+        text: token ids of the canary, which are repeated to make the prompt. With `keep`, KV entries of earlier weights
+            are allowed; so the prompt begins with random tokens (seeded by `name`), for which there are no entries.
         name: a unique name for the request.
         context: context length of the server, in tokens.
 

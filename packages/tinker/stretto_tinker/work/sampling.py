@@ -194,9 +194,9 @@ class Sampling:
         return [asked.owner for asked, _ in self._open.values()]
 
     def begins(self, waiting: Waiting) -> bool:
-        """Whether a request can begin on this engine now. It needs a free slot and a short backlog. If its client has
-        less than an equal share of the open sequences, it also needs KV cache up to its end, so that it does not have
-        to wait for the sequences of others."""
+        """Whether a request can begin on this engine now; always, if no request is open. Otherwise it needs a free slot
+        and a short backlog. If its client has less than an equal share of the open sequences, it also needs KV cache
+        up to its end, so that it does not have to wait for the sequences of others."""
         if self.idle:
             return True
         if self.engine.free <= 0 or self.engine.backlog >= turns.TURN_TOKENS // 2:
